@@ -1,0 +1,31 @@
+# `make demo` and `make test` are all that a fresh machine needs: Python 3.11+, make and a package index.
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test check format clean
+
+demo: .venv/installed
+	$(BIN)/python -m scripts.demo --out runs/demo $(ARGS)
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -q $(ARGS)
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

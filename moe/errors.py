@@ -1,0 +1,59 @@
+"""What can go wrong, said once: the error family of the library and how a command ends on one."""
+
+import difflib
+import errno
+import sys
+from collections.abc import Callable, Iterable
+
+
+class MoEError(Exception):
+    """Any error that this library raises on purpose; its text says what, which value, what was expected, what to do."""
+
+
+class ConfigError(MoEError, ValueError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class DataError(MoEError, ValueError):
+    """A corpus, data file or batch cannot be used as it is."""
+
+
+class CheckpointError(MoEError, RuntimeError):
+    """A checkpoint is missing, torn, or belongs to another model, recipe or corpus."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def run_main(main: Callable[[list[str]], None]) -> None:
+    """Runs a command and turns its failure into one message and an exit code.
+
+    A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback, Ctrl-C with 130.
+    `--debug` anywhere on the command line shows the traceback instead.
+
+    Args:
+        main: The command; receives the arguments without the program name and without `--debug`.
+    """
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        main(arguments)
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command with --resume goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+    except (MoEError, OSError) as error:
+        if debug:
+            raise
+        print(f"error: {_message(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _message(error: Exception) -> str:
+    """Returns the text of an error; a full disk says what to do."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = f" while writing {error.filename}" if error.filename else ""
+        return f"the disk is full{place}. Free some space, then run the same command again; nothing earlier was lost."
+    return str(error)

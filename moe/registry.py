@@ -1,0 +1,49 @@
+"""A table of named values that a new file can add to without an edit elsewhere."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from moe.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Named values of one kind; asking for an unknown name says which one was probably meant."""
+
+    def __init__(self, kind: str) -> None:
+        """Makes an empty table of things called `kind` in error messages, e.g. "router"."""
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def add(self, name: str, value: T) -> T:
+        """Stores `value` under `name` and returns it.
+
+        Raises:
+            ConfigError: When the name is taken.
+        """
+        if name in self._entries:
+            raise ConfigError(f"There is already a {self.kind} called {name!r}. Choose another name.")
+        self._entries[name] = value
+        return value
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Returns a decorator that stores what it decorates under `name`."""
+        return lambda value: self.add(name, value)
+
+    def get(self, name: str) -> T:
+        """Returns the value called `name`.
+
+        Raises:
+            ConfigError: When there is none; the message names the closest and lists all.
+        """
+        if name not in self._entries:
+            known = ", ".join(self.names()) or "none"
+            raise ConfigError(
+                f"There is no {self.kind} called {name!r}.{did_you_mean(name, self._entries)} Known: {known}."
+            )
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        """Returns all names, sorted."""
+        return sorted(self._entries)
