@@ -1,0 +1,1 @@
+"""The sparse layer; read: config, groups, capacity, router, plan, dispatch, experts, losses, stats, layer."""

@@ -1,0 +1,42 @@
+"""Tokens to groups and back. After this, router.py gives every group its logits."""
+
+from einops import rearrange
+from torch import Tensor
+
+
+def sequences_per_group(batch: int, length: int, group_size: int) -> int:
+    """Returns how many sequences are routed together.
+
+    It is the largest divisor of `batch` whose tokens fit into `group_size`; a sequence longer than that is a group
+    of its own. Groups of whole sequences keep routing independent of how a batch is cut into micro-batches, as long
+    as each micro-batch gives the same number here.
+
+    Args:
+        batch: Sequences in the batch, B.
+        length: Tokens of a sequence with its padding, L.
+        group_size: Most tokens in a group.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §7.2: groups of 4 sequences, mostly 2 to 8. Differs: Mesh-TensorFlow cuts the flat
+        token axis and may cut through a sequence.
+    """
+    most = max(1, group_size // max(1, length))
+    return next(count for count in range(min(most, max(1, batch)), 0, -1) if batch % count == 0)
+
+
+def to_groups(x: Tensor, sequences: int) -> Tensor:
+    """Returns the tokens of each `sequences` neighbouring sequences side by side.
+
+    Args:
+        x: <any>[B, L, ...] values by token.
+        sequences: Sequences in a group; divides B.
+
+    Returns:
+        <any>[G, S, ...] with G = B / sequences and S = sequences * L.
+    """
+    return rearrange(x, "(g b) l ... -> g (b l) ...", b=sequences)
+
+
+def from_groups(x: Tensor, sequences: int) -> Tensor:
+    """Returns <any>[B, L, ...]: the inverse of `to_groups` on <any>[G, S, ...]."""
+    return rearrange(x, "g (b l) ... -> (g b) l ...", b=sequences)
