@@ -1,0 +1,1 @@
+"""Configurations and encoder-decoder models built around the sparse layer."""

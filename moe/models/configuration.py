@@ -1,0 +1,307 @@
+"""STMoEConfig: every setting of a model, checked at the door, and its parameter counts before anything is built."""
+
+from typing import Any, ClassVar, Literal, get_args
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from moe.errors import ConfigError, did_you_mean
+from moe.models.presets import PRESETS
+from moe.sparse.config import ExpertBias, Policy, SparseConfig
+
+FeedForward = Literal["gated-gelu", "relu"]
+
+_ACCEPTED_BY_TRANSFORMERS = {
+    "_attn_implementation",
+    "_commit_hash",
+    "_name_or_path",
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "torch_dtype",
+}
+
+
+class STMoEConfig(PreTrainedConfig):
+    """Configuration of an encoder-decoder Transformer with sparse feed-forward layers.
+
+    The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An unknown keyword is
+    an error. `from_preset(name)` gives every published configuration.
+
+    Attributes:
+        vocab_size: Rows of the embedding, V.
+        d_model: Width of the residual stream, D.
+        d_kv: Width of one attention head; heads x d_kv need not equal d_model.
+        d_ff: Hidden width of a feed-forward layer and of one expert, F.
+        num_layers: Blocks of the encoder.
+        num_decoder_layers: Blocks of the decoder; None for as many as the encoder has.
+        num_heads: Attention heads, H.
+        feed_forward_proj: `gated-gelu` (GEGLU, T5-1.1 and ST-MoE) or `relu` (T5-1.0 and Switch).
+        tie_word_embeddings: Whether the head is the embedding; its input is then scaled by d_model^-0.5.
+        relative_attention_num_buckets: Buckets of the relative position bias.
+        relative_attention_max_distance: Distance in tokens from which all positions share a bucket.
+        layer_norm_epsilon: Added to the mean square of RMSNorm.
+        dropout_rate: Dropout of embeddings, attention, feed-forward layers and residual branches.
+        expert_dropout_rate: Dropout inside the experts; None for `dropout_rate`.
+        initializer_scale: s of the initialisations with variance s / fan_in.
+        num_experts: Experts in a sparse layer, E; 0 makes every layer dense.
+        num_sparse_encoder_layers: Sparse layers of the encoder, at the last block of each equal stretch.
+        num_sparse_decoder_layers: The same for the decoder.
+        sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
+        num_selected_experts: See `SparseConfig` for this and the ten fields that follow.
+        load_balance_loss_weight: Factor of the balance loss, summed over sparse layers.
+        router_z_loss_weight: Factor of the router z-loss, summed over sparse layers; independent of the other.
+        z_loss_weight: Factor of the z-loss on the vocabulary logits.
+        output_router_logits: Whether outputs carry what the routers did.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §3, Table 11, appendix C; T5-1.1 (released_checkpoints.md).
+    """
+
+    model_type: ClassVar[str] = "st_moe"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "encoder_router_outputs",
+        "decoder_router_outputs",
+    ]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_decoder_layers",  # transformers sizes the decoder's cache by it
+        "head_dim": "d_kv",
+    }
+
+    vocab_size: int = 32128
+    d_model: int = 768
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 12
+    num_decoder_layers: int | None = None
+    num_heads: int = 12
+    feed_forward_proj: FeedForward = "gated-gelu"
+    tie_word_embeddings: bool = False
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    layer_norm_epsilon: float = 1e-6
+    dropout_rate: float = 0.0
+    expert_dropout_rate: float | None = None
+    initializer_scale: float = 0.1
+    num_experts: int = 0
+    num_sparse_encoder_layers: int = 0
+    num_sparse_decoder_layers: int = 0
+    sparse_dense_stacking: bool = False
+    num_selected_experts: int = 2
+    capacity_factor: float | None = 1.25
+    eval_capacity_factor: float | None = 2.0
+    min_expert_capacity: int = 4
+    group_size: int = 4096
+    second_expert_policy: Policy = "random"
+    eval_second_expert_policy: Policy = "threshold"
+    second_expert_threshold: float = 0.2
+    expert_bias: ExpertBias = "none"
+    router_initializer_std: float = 0.02
+    load_balance_loss_weight: float = 0.01
+    router_z_loss_weight: float = 0.001
+    z_loss_weight: float = 1e-4
+    output_router_logits: bool = True
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+    pad_token_id: int = 0
+    eos_token_id: int = 1
+    decoder_start_token_id: int = 0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fills derived values and checks all of them; see the class for each field."""
+        self._refuse_unknown(kwargs)
+        if self.num_decoder_layers is None:
+            self.num_decoder_layers = self.num_layers
+        super().__post_init__(**kwargs)
+        self._check()
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
+        """Returns the published configuration called `name`, with `overrides` on top.
+
+        Raises:
+            ConfigError: When there is no such preset; the message names the closest.
+        """
+        return cls(**{**PRESETS.get(name).fields, **overrides})
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> "STMoEConfig":
+        """Returns the config itself: encoder and decoder share it."""
+        return self
+
+    def sparse_config(self) -> SparseConfig:
+        """Returns the settings of each sparse layer.
+
+        Raises:
+            ConfigError: When one of them is out of range, or the model is dense.
+        """
+        gated, activation = (True, "gelu") if self.feed_forward_proj == "gated-gelu" else (False, "relu")
+        return SparseConfig(
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_experts=self.num_experts,
+            num_selected_experts=self.num_selected_experts,
+            capacity_factor=self.capacity_factor,
+            eval_capacity_factor=self.eval_capacity_factor,
+            min_expert_capacity=self.min_expert_capacity,
+            group_size=self.group_size,
+            second_expert_policy=self.second_expert_policy,
+            eval_second_expert_policy=self.eval_second_expert_policy,
+            second_expert_threshold=self.second_expert_threshold,
+            activation=activation,
+            gated=gated,
+            expert_bias=self.expert_bias,
+            expert_dropout_rate=self.dropout_rate if self.expert_dropout_rate is None else self.expert_dropout_rate,
+            initializer_scale=self.initializer_scale,
+            router_initializer_std=self.router_initializer_std,
+        )
+
+    def is_sparse_block(self, block: int, *, decoder: bool) -> bool:
+        """Returns whether block number `block`, counted from 0, holds a sparse layer.
+
+        Source:
+            flaxformer `LayerLayout.MIXED` at 399ea3a8: the last block of each of `num_sparse` equal stretches.
+        """
+        layers, sparse = self._stack_sizes(decoder)
+        return bool(sparse) and block % (layers // sparse) == layers // sparse - 1
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters, before anything is built."""
+        return self._count(self.num_experts)
+
+    def num_active_parameters(self) -> int:
+        """Returns the parameters that one token uses: all of the dense ones and K of every E experts."""
+        return self._count(min(self.num_selected_experts, self.num_experts))
+
+    def _count(self, experts_per_layer: int) -> int:
+        """Returns the parameters with so many experts counted in each sparse layer, and every router whole."""
+        D = self.d_model
+        attention = 4 * D * self.num_heads * self.d_kv
+        feed_forward = (3 if self.feed_forward_proj == "gated-gelu" else 2) * D * self.d_ff
+        bias = self.d_ff if self.expert_bias != "none" else 0
+        total = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
+        for decoder in (False, True):
+            layers, sparse = self._stack_sizes(decoder)
+            extra = sparse if self.sparse_dense_stacking else 0
+            attentions = 2 if decoder else 1
+            total += layers * attentions * attention
+            total += (layers - sparse + extra) * feed_forward
+            total += sparse * (experts_per_layer * (feed_forward + bias) + D * self.num_experts)
+            total += (layers * (attentions + 1) + extra + 1) * D
+            total += self.relative_attention_num_buckets * self.num_heads
+        return total
+
+    def _stack_sizes(self, decoder: bool) -> tuple[int, int]:
+        """Returns blocks and sparse layers of a stack."""
+        assert self.num_decoder_layers is not None, "__post_init__ fills it"
+        if decoder:
+            return self.num_decoder_layers, self.num_sparse_decoder_layers
+        return self.num_layers, self.num_sparse_encoder_layers
+
+    def _refuse_unknown(self, kwargs: dict[str, Any]) -> None:
+        """Raises a ConfigError for a keyword that neither this class nor transformers knows."""
+        known = _ACCEPTED_BY_TRANSFORMERS | set(GenerationConfig._get_default_generation_params())
+        for name in kwargs:
+            if name not in known:
+                fields = list(type(self).__dataclass_fields__)
+                raise ConfigError(
+                    f"STMoEConfig has no field {name!r} (value {kwargs[name]!r}).{did_you_mean(name, fields)} "
+                    "Remove it or correct its name."
+                )
+
+    def _check(self) -> None:
+        """Raises a ConfigError for a value that is out of range or contradicts another."""
+        for name in _POSITIVE_INTEGERS:
+            self._expect(name, _is_integer(getattr(self, name), least=1), "an integer of at least 1")
+        for name in (
+            "num_experts",
+            "num_sparse_encoder_layers",
+            "num_sparse_decoder_layers",
+            "min_expert_capacity",
+        ):
+            self._expect(name, _is_integer(getattr(self, name), least=0), "an integer of at least 0")
+        for name in ("dropout_rate", "expert_dropout_rate"):
+            rate = getattr(self, name)
+            holds = (
+                rate is None if name == "expert_dropout_rate" and rate is None else _is_number(rate) and 0 <= rate < 1
+            )
+            self._expect(name, holds, "a number with 0 <= rate < 1")
+        for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
+            value = getattr(self, name)
+            self._expect(name, _is_number(value) and value >= 0, "a number of at least 0")
+        for name in ("layer_norm_epsilon", "initializer_scale"):
+            value = getattr(self, name)
+            self._expect(name, _is_number(value) and value > 0, "a number above 0")
+        choices = get_args(FeedForward)
+        self._expect("feed_forward_proj", self.feed_forward_proj in choices, f"one of {', '.join(choices)}")
+        for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
+            value = getattr(self, name)
+            holds = _is_integer(value, least=0) and value < self.vocab_size
+            self._expect(name, holds, f"a token id below vocab_size, {self.vocab_size}")
+        self._check_positions()
+        self._check_sparse_layers()
+
+    def _check_positions(self) -> None:
+        """Raises a ConfigError when the relative position buckets cannot be laid out."""
+        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        self._expect("relative_attention_num_buckets", buckets >= 4 and buckets % 4 == 0, "a multiple of 4")
+        self._expect(
+            "relative_attention_max_distance",
+            distance > buckets // 2,
+            f"more than half of relative_attention_num_buckets, {buckets // 2}",
+        )
+
+    def _check_sparse_layers(self) -> None:
+        """Raises a ConfigError when the numbers of experts, layers and sparse layers contradict each other."""
+        sparse_layers = self.num_sparse_encoder_layers + self.num_sparse_decoder_layers
+        if (self.num_experts == 0) != (sparse_layers == 0):
+            raise ConfigError(
+                f"num_experts is {self.num_experts}, but num_sparse_encoder_layers + num_sparse_decoder_layers is "
+                f"{sparse_layers}. A dense model has 0 of both, a sparse one at least 1 of each: set the other."
+            )
+        for decoder, stack in ((False, "encoder"), (True, "decoder")):
+            layers, sparse = self._stack_sizes(decoder)
+            if sparse and layers % sparse:
+                fitting = [n for n in range(1, layers + 1) if layers % n == 0]
+                raise ConfigError(
+                    f"num_sparse_{stack}_layers is {sparse}, which does not divide the {layers} blocks of the "
+                    f"{stack}. Choose one of {fitting}."
+                )
+        if self.num_experts:
+            self.sparse_config()
+
+    def _expect(self, name: str, holds: bool, expected: str) -> None:
+        """Raises a ConfigError that names field, value and expectation, unless `holds`."""
+        if not holds:
+            raise ConfigError(f"STMoEConfig: {name} is {getattr(self, name)!r}; expected {expected}.")
+
+
+_POSITIVE_INTEGERS = (
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "num_selected_experts",
+    "group_size",
+)
+
+
+def _is_integer(value: object, *, least: int) -> bool:
+    """Returns whether `value` is an integer, not a bool, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    """Returns whether `value` is a number, not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

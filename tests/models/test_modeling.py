@@ -1,0 +1,282 @@
+"""The model by invariances (padding, packing, cache, cutting, saving) and against transformers' own T5 as an oracle."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+
+from moe import ConfigError, DataError, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
+from tests.models.tiny import tiny_batch, tiny_model
+
+
+def close(a, b, atol=1e-5):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("feed_forward", ["gated-gelu", "relu"])
+def test_a_dense_model_equals_transformers_t5(attention, feed_forward):
+    tied = feed_forward == "relu"
+    dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
+    ours = tiny_model(
+        **dense,
+        sparse_dense_stacking=False,
+        feed_forward_proj=feed_forward,
+        tie_word_embeddings=tied,
+        attn_implementation=attention,
+    )
+    fields = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads")
+    config = T5Config(
+        **{name: getattr(ours.config, name) for name in fields},
+        feed_forward_proj=feed_forward,
+        dropout_rate=0.0,
+        tie_word_embeddings=tied,
+        decoder_start_token_id=0,
+    )
+    config._attn_implementation = attention
+    theirs = T5ForConditionalGeneration(config).eval()
+    copy_weights(ours, theirs, tied=tied)
+    batch = tiny_batch()
+    theirs_logits = theirs(**{**batch, "labels": batch["labels"]}).logits
+    real = batch["labels"] != -100
+    close(ours(**batch).logits[real], theirs_logits[real])
+
+
+def copy_weights(ours, theirs, *, tied):
+    """Copies our dense weights into transformers' T5."""
+    with torch.no_grad():
+        theirs.shared.weight.copy_(ours.get_input_embeddings().weight)
+        if not tied:
+            # T5Config ties the head whatever is asked; give it one of its own.
+            theirs.lm_head.weight = torch.nn.Parameter(ours.lm_head.weight.clone())
+            theirs.encoder.embed_tokens.weight.copy_(ours.get_input_embeddings().weight)
+            theirs.decoder.embed_tokens.weight.copy_(ours.get_input_embeddings().weight)
+        for stack, other in ((ours.model.encoder.stack, theirs.encoder), (ours.model.decoder, theirs.decoder)):
+            table = other.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+            table.copy_(stack.position_bias.table)
+            other.final_layer_norm.weight.copy_(stack.final_norm.weight)
+            for block, b in zip(stack.blocks, other.block, strict=True):
+                pairs = [(block.self_attention, b.layer[0].SelfAttention)]
+                if stack.decoder:
+                    pairs.append((block.cross_attention, b.layer[1].EncDecAttention))
+                for a, hf in pairs:
+                    for name in "qkvo":
+                        getattr(hf, name).weight.copy_(getattr(a, f"{name}_proj").weight)
+                dense = b.layer[-1].DenseReluDense
+                if block.feed_forward.gated:
+                    gate, up = block.feed_forward.up_proj.weight.chunk(2)
+                    dense.wi_0.weight.copy_(gate)
+                    dense.wi_1.weight.copy_(up)
+                else:
+                    dense.wi.weight.copy_(block.feed_forward.up_proj.weight)
+                dense.wo.weight.copy_(block.feed_forward.down_proj.weight)
+
+
+def test_eager_and_sdpa_agree_in_loss_and_gradients():
+    batch = tiny_batch()
+    grads = []
+    for attention in ("eager", "sdpa"):
+        model = tiny_model(attn_implementation=attention)
+        loss = model(**batch).loss
+        grads.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*grads, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"do_sample": True}])
+def test_cached_and_uncached_generation_agree(generation):
+    model, batch = tiny_model(), tiny_batch()
+    outputs = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        outputs.append(
+            model.generate(
+                batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=12,
+                use_cache=use_cache,
+                **generation,
+            )
+        )
+    assert torch.equal(*outputs)
+
+
+def test_generation_never_drops_a_decoder_token():
+    model = tiny_model(eval_capacity_factor=0.01, min_expert_capacity=1)
+    ids = tiny_batch()["input_ids"]
+    out = model(ids, decoder_input_ids=ids, decoder_drop_tokens=False)
+    assert sum(int(r.stats.dropped_tokens) for r in out.decoder_router_outputs) == 0
+    assert sum(int(r.stats.dropped_tokens) for r in model(ids, decoder_input_ids=ids).decoder_router_outputs) > 0
+    assert model.prepare_inputs_for_generation(ids, is_first_iteration=True)["decoder_drop_tokens"] is False
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_leaves_logits_and_losses_alone(side):
+    model, batch = tiny_model(eval_capacity_factor=None), tiny_batch(batch=3)
+    padding = torch.zeros(3, 5, dtype=torch.int64)
+
+    def padded(x, value):
+        fill = torch.full_like(padding, value)
+        return torch.cat([fill, x] if side == "left" else [x, fill], dim=1)
+
+    wider = {
+        "input_ids": padded(batch["input_ids"], 99),
+        "attention_mask": padded(batch["attention_mask"], 0),
+        "labels": batch["labels"],
+    }
+    a, b = model(**batch), model(**wider)
+    real = batch["labels"] != -100
+    close(a.logits[real], b.logits[real])
+    for name in ("loss", "ce_loss", "z_loss", "load_balance_loss", "router_z_loss"):
+        close(getattr(a, name), getattr(b, name))
+
+
+def test_packed_examples_do_not_see_each_other():
+    model = tiny_model(eval_capacity_factor=None)
+    a, b = torch.randint(2, 131, (1, 5)), torch.randint(2, 131, (1, 7))
+    ta, tb = torch.randint(2, 131, (1, 3)), torch.randint(2, 131, (1, 4))
+    pad = torch.zeros(1, 2, dtype=torch.int64)
+    packed = model(
+        torch.cat([a, b, pad], dim=1),
+        segment_ids=torch.tensor([[1] * 5 + [2] * 7 + [0] * 2]),
+        labels=torch.cat([ta, tb, pad - 100], dim=1),
+        decoder_segment_ids=torch.tensor([[1] * 3 + [2] * 4 + [0] * 2]),
+    )
+    close(packed.logits[:, :3], model(a, labels=ta).logits)
+    close(packed.logits[:, 3:7], model(b, labels=tb).logits)
+    alone = 3 * model(a, labels=ta).ce_loss + 4 * model(b, labels=tb).ce_loss
+    close(packed.ce_loss * 7, alone)
+
+
+def test_decoder_inputs_restart_in_each_segment():
+    labels = torch.tensor([[5, 6, 1, 7, 1, -100]])
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    shifted = tiny_model().prepare_decoder_input_ids_from_labels(labels, segments)
+    assert shifted.tolist() == [[0, 5, 6, 0, 7, 0]]
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_losses_and_gradients_of_micro_batches_add_up_to_those_of_the_batch(parts):
+    model = tiny_model(
+        group_size=13, load_balance_loss_weight=0.7, router_z_loss_weight=0.3, z_loss_weight=0.2
+    ).double()
+    batch = tiny_batch()
+    parameters = list(model.parameters())
+    whole = model(**batch).loss
+    expected = torch.autograd.grad(whole, parameters)
+    counts = model.loss_counts(batch)
+    total, summed = 0.0, [torch.zeros_like(p) for p in parameters]
+    for part in range(parts):
+        rows = slice(part * 4 // parts, (part + 1) * 4 // parts)
+        loss = model(**{name: x[rows] for name, x in batch.items()}, loss_counts=counts).loss
+        total += loss.item()
+        for s, g in zip(summed, torch.autograd.grad(loss, parameters), strict=True):
+            s += g
+    assert abs(total - whole.item()) < 1e-12
+    for a, b in zip(summed, expected, strict=True):
+        close(a, b, atol=1e-12)
+
+
+def test_the_total_loss_is_the_weighted_sum_of_its_parts():
+    model, batch = tiny_model(), tiny_batch()
+    out = model(**batch)
+    router = out.encoder_router_outputs + out.decoder_router_outputs
+    balance = sum(r.losses.load_balance_loss for r in router)
+    router_z = sum(r.losses.router_z_loss for r in router)
+    close(out.load_balance_loss, balance)
+    close(out.router_z_loss, router_z)
+    close(out.loss, out.ce_loss + 1e-4 * out.z_loss + 0.01 * balance + 0.001 * router_z)
+    oracle = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].flatten())
+    close(out.ce_loss, oracle)
+
+
+def test_activation_checkpointing_changes_no_gradient():
+    batch, grads = tiny_batch(), []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        loss = model(**batch).loss
+        grads.append(torch.autograd.grad(loss, list(model.parameters())))
+    for a, b in zip(*grads, strict=True):
+        close(a, b, atol=1e-6)
+
+
+def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
+    model, batch = tiny_model(), tiny_batch()
+    model.save_pretrained(tmp_path / "model")
+    torch.save({"batch": batch, "logits": model(**batch).logits}, tmp_path / "expected.pt")
+    program = (
+        "import sys, torch, moe\n"
+        "torch.set_num_threads(int(sys.argv[2]))\n"
+        "expected = torch.load(sys.argv[1] + '/expected.pt')\n"
+        "model = moe.STMoEForConditionalGeneration.from_pretrained(sys.argv[1] + '/model')\n"
+        "assert not model.training\n"
+        "assert torch.equal(model(**expected['batch']).logits, expected['logits'])\n"
+    )
+    arguments = [str(tmp_path), str(torch.get_num_threads())]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
+
+
+def test_auto_classes_load_each_part(tmp_path):
+    model, batch = tiny_model(), tiny_batch()
+    model.save_pretrained(tmp_path)
+    assert isinstance(AutoModelForSeq2SeqLM.from_pretrained(tmp_path), STMoEForConditionalGeneration)
+    assert isinstance(AutoModel.from_pretrained(tmp_path), STMoEModel)
+    encoder = STMoEEncoderModel.from_pretrained(tmp_path)
+    inputs = batch["input_ids"], batch["attention_mask"]
+    close(encoder(*inputs).last_hidden_state, model.get_encoder()(*inputs).last_hidden_state, atol=0)
+
+
+def test_loading_initialises_what_a_checkpoint_lacks(tmp_path):
+    model = tiny_model()
+    kept = {name: w for name, w in model.state_dict().items() if "final_norm" in name or "embed" in name}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    torch.manual_seed(1)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path).state_dict()
+    for name, weight in model.state_dict().items():
+        if name in kept:
+            assert torch.equal(loaded[name], weight), name
+        elif weight.std() > 0:
+            assert 0.5 < loaded[name].std() / weight.std() < 2, name
+
+
+def test_a_tied_head_is_the_embedding_after_loading(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
+
+def test_bfloat16_parameters_run():
+    out = tiny_model().to(torch.bfloat16)(**tiny_batch())
+    assert out.logits.dtype == torch.bfloat16
+    assert out.loss.dtype == torch.float32
+
+
+def test_initialisation_has_the_deviations_of_the_references():
+    model = tiny_model(d_model=512, d_kv=64, d_ff=256, num_heads=8, initializer_scale=0.1, router_initializer_std=0.02)
+    block = model.model.encoder.stack.blocks[1]
+    experts = block.sparse_feed_forward.experts
+    expected = {
+        "embedding": (model.get_input_embeddings().weight, 1.0),
+        "query": (block.self_attention.q_proj.weight, (0.1 / 512) ** 0.5 / 8),
+        "key": (block.self_attention.k_proj.weight, (0.1 / 512) ** 0.5),
+        "expert": (experts.gate_up_proj, (0.1 / 512) ** 0.5),
+        "expert_out": (experts.down_proj, (0.1 / 256) ** 0.5),
+        "gate": (block.sparse_feed_forward.router.gate, 0.02),
+        "head": (model.lm_head.weight, (0.1 / 512) ** 0.5),
+    }
+    for name, (weight, std) in expected.items():
+        assert abs(weight.std().item() / std - 1) < 0.06, name
+
+
+def test_wrong_inputs_are_refused_with_a_way_out():
+    model, ids = tiny_model(), tiny_batch()["input_ids"]
+    with pytest.raises(DataError, match="neither were given"):
+        model(ids)
+    with pytest.raises(ConfigError, match="output_attentions"):
+        model.get_encoder()(ids, output_attentions=True)
