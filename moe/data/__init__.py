@@ -1,0 +1,1 @@
+"""Corpus, tokenizer, span corruption, packing and the resumable batch sources."""

@@ -1,0 +1,171 @@
+"""Where documents come from: the packages of this Python, or the user's own files.
+
+Comes after `docstrings` and `prose`, before `corpus`.
+"""
+
+import gc
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from moe.data.docstrings import docstrings, language_topics, package_folder, python_files
+from moe.data.prose import prose_paragraphs
+from moe.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+PACKAGE_LICENCES = {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
+OWN_LICENCE = "not stated"
+TEXT_SUFFIXES = (".txt", ".md")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl")
+
+
+class Document(NamedTuple):
+    """A text that is never divided between training and held-out."""
+
+    text: str
+    """Paragraphs, with a blank line between two."""
+    source: str
+    """File and place in it, the same on every machine, e.g. "torch/nn/functional.py"; the split depends on it."""
+    package: str
+    """What the text belongs to: "stdlib", "torch", "numpy", or the name of the user's folder."""
+    licence: str
+
+
+def read_python_corpus() -> list[Document]:
+    """Returns the English prose that every installation of this library carries: about 7 million characters.
+
+    One document per source file (docstrings of the standard library, torch and numpy) and one per topic of the Python
+    language reference. Nothing is imported. The amount differs a little between versions of Python and torch.
+
+    Raises:
+        DataError: When torch or numpy is not installed as source files.
+    """
+    with _garbage_collector_paused():
+        documents = list(_topic_documents())
+        for package, licence in PACKAGE_LICENCES.items():
+            documents += _package_documents(package, licence)
+    return documents
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Keeps the cycle collector off: syntax trees hold no cycles, and searching them for some doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _topic_documents() -> Iterator[Document]:
+    """Yields the language reference, a document per topic."""
+    for topic, page in sorted(language_topics().items()):
+        if text := "\n\n".join(prose_paragraphs(page)):
+            yield Document(text, f"pydoc_data/topics.py#{topic}", "stdlib", PACKAGE_LICENCES["stdlib"])
+
+
+def _package_documents(package: str, licence: str) -> Iterator[Document]:
+    """Yields the docstrings of a package, a document per source file that has any."""
+    folder = package_folder(package)
+    for path in python_files(folder):
+        found = (paragraph for docstring in docstrings(path) for paragraph in prose_paragraphs(docstring))
+        if text := "\n\n".join(found):
+            yield Document(text, f"{package}/{path.relative_to(folder).as_posix()}", package, licence)
+
+
+def read_files(paths: Iterable[Path | str]) -> list[Document]:
+    """Returns the user's own documents.
+
+    A `.txt` or `.md` file is one document with blank lines between paragraphs; each line of a `.jsonl` file is one,
+    under the key "text". A folder stands for all such files below it; its other files are named in a warning.
+
+    Raises:
+        DataError: When a path is missing or of another kind, a file is not UTF-8, a JSONL line has no text, or there is
+            no text at all.
+    """
+    documents = [document for path in paths for document in _read_path(Path(path))]
+    if not documents:
+        shown = ", ".join(str(path) for path in paths) or "an empty list of paths"
+        raise DataError(f"There is no text in {shown}. Give files ending in {', '.join(SUFFIXES)} that are not empty.")
+    return documents
+
+
+def _read_path(path: Path) -> Iterator[Document]:
+    """Yields the documents of a file or folder."""
+    if path.is_dir():
+        name = path.resolve().name
+        for file in _files_below(path):
+            yield from _read_file(file, source=f"{name}/{file.relative_to(path).as_posix()}", package=name)
+    elif not path.exists():
+        raise DataError(f"{path} does not exist. Give a file ending in {', '.join(SUFFIXES)}, or a folder of them.")
+    elif path.suffix.lower() not in SUFFIXES:
+        raise DataError(f"{path} ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}. Convert it first.")
+    else:
+        yield from _read_file(path, source=path.name, package=path.stem)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Returns the readable files below a folder, sorted; says how many others there are."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    readable = [path for path in files if path.suffix.lower() in SUFFIXES]
+    if len(readable) < len(files):
+        others = sorted({path.suffix for path in files} - set(SUFFIXES))
+        logger.warning("%s: %d files ending in %s are left out.", folder, len(files) - len(readable), ", ".join(others))
+    return readable
+
+
+def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
+    """Yields the documents of one file."""
+    text = read_utf8(path)
+    if path.suffix.lower() == ".jsonl":
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip() and (content := _tidy(_text_of_line(line, path, number))):
+                yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
+    elif content := _tidy(text):
+        yield Document(content, source, package, OWN_LICENCE)
+
+
+def read_utf8(path: Path) -> str:
+    """Returns the text of a UTF-8 file; a byte order mark is dropped.
+
+    Raises:
+        DataError: When the file is not UTF-8; says at which byte and line.
+    """
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} (line {line}). "
+            f"Convert it, e.g. `iconv -f latin1 -t utf-8 {path.name}`, then run again."
+        ) from error
+
+
+def _text_of_line(line: str, path: Path, number: int) -> str:
+    """Returns the "text" of one JSONL line."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error.msg}). Expected one object a line.") from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise DataError(f'{path}, line {number}: expected an object with a string under "text", found {found}.')
+    return record["text"]
+
+
+def _tidy(text: str) -> str:
+    """Returns the paragraphs of `text`, each on one line, with a blank line between two."""
+    paragraphs = (" ".join(block.split()) for block in _blocks(text))
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def _blocks(text: str) -> list[str]:
+    """Returns what stands between blank lines; a line of spaces is blank."""
+    return "\n".join(line.strip() for line in text.splitlines()).split("\n\n")

@@ -1,0 +1,229 @@
+"""Batches as a pure function of the step: the position of a run in its data is one integer."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from moe.data.packing import Example, fill_row, pack_rows
+from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
+from moe.data.tokenizer import SpecialIds
+from moe.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Tensor]
+"""Keyword arguments of a model's forward."""
+
+_NOT_A_TARGET = -100
+_ROUND_UP_TO = 8
+
+
+class BatchSource(Protocol):
+    """What a training loop reads."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of data and settings: equal for sources that give the same batches."""
+        ...
+
+    def batch(self, step: int) -> Batch:
+        """Returns the batch of `step`, counted from 0: the same one however often and in whatever order it is asked."""
+        ...
+
+
+class SpanCorruptionSource:
+    """Pre-training batches: chunks of a long text, each epoch in another order, corrupted anew each time."""
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        ids: SpecialIds,
+        *,
+        inputs_length: int,
+        batch_size: int,
+        seed: int,
+        noise: Noise = Noise(),  # noqa: B008  an immutable tuple
+    ) -> None:
+        """Prepares the chunks.
+
+        Args:
+            tokens: <int32>[N] text without special tokens.
+            ids: Special tokens.
+            inputs_length: Encoder tokens of an example, L; the targets' length T follows.
+            batch_size: Examples in a batch.
+            seed: Another seed gives another order and other masks.
+            noise: How much is masked.
+
+        Raises:
+            DataError: When the text is shorter than one chunk, or has ids that are not text.
+            ConfigError: When a number is out of range, or `inputs_length` does not go with the noise and the sentinels.
+        """
+        _check_numbers(seed, batch_size=batch_size)
+        _check_text(tokens, ids)
+        self.batch_size, self._ids, self._noise, self._seed = batch_size, ids, noise, seed
+        self._length = tokens_length(inputs_length, noise, ids.num_sentinels)
+        self.num_examples = tokens.size // self._length
+        if self.num_examples == 0:
+            raise DataError(
+                f"The text has {tokens.size} tokens, less than one example of {self._length}. Give more text or a "
+                "smaller inputs_length."
+            )
+        self._chunks = tokens[: self.num_examples * self._length].reshape(self.num_examples, self._length)
+        settings = (inputs_length, batch_size, seed, *noise, *ids)
+        self.fingerprint = fingerprint(np.ascontiguousarray(tokens).tobytes(), repr(settings).encode())
+
+    def batch(self, step: int) -> Batch:
+        """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        pairs = [self._example(position) for position in positions]
+        inputs, targets = (np.stack(side).astype(np.int64) for side in zip(*pairs, strict=True))
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(targets)}
+
+    def _example(self, position: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+        """Returns inputs and targets of the example at `position`, counted over all epochs."""
+        epoch, place = divmod(position, self.num_examples)
+        chunk = self._chunks[_permutation(self._seed, epoch, self.num_examples)[place]]
+        rng = np.random.default_rng([self._seed, 1, position])
+        return corrupt(chunk, noise_mask(self._length, self._noise, rng), self._ids)
+
+
+class PairSource:
+    """Fine-tuning batches: pairs of texts, padded to the longest of a batch or packed into full rows."""
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        inputs_length: int,
+        targets_length: int,
+        batch_size: int,
+        seed: int,
+        pack: bool = False,
+    ) -> None:
+        """Tokenizes the pairs once.
+
+        Args:
+            pairs: Input and target texts.
+            tokenizer: Adds the end token; a longer text is cut before it, and a warning says how many were.
+            inputs_length: Most encoder tokens of a row.
+            targets_length: Most decoder tokens of a row.
+            batch_size: Rows in a batch.
+            seed: Another seed gives another order.
+            pack: Whether rows hold as many examples as fit.
+
+        Raises:
+            DataError: When there are no pairs.
+            ConfigError: When a number is out of range.
+        """
+        _check_numbers(seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length)
+        if not pairs:
+            raise DataError("There are no training pairs. Give at least one (inputs, targets) pair.")
+        self.batch_size, self._seed, self._pack = batch_size, seed, pack
+        self._lengths = inputs_length, targets_length
+        self._padding = SpecialIds.of(tokenizer).pad
+        inputs, targets = (
+            _encode(side, list(texts), tokenizer, length)
+            for side, texts, length in zip(("inputs", "targets"), zip(*pairs, strict=True), self._lengths, strict=True)
+        )
+        order = _permutation(seed, -1, len(pairs))
+        self._examples: list[Example] = [(inputs[i], targets[i]) for i in order]
+        rows = pack_rows(self._examples, *self._lengths) if pack else [[i] for i in range(len(pairs))]
+        self._rows = rows
+        self.num_examples = len(pairs)
+        settings = (*self._lengths, batch_size, seed, pack)
+        self.fingerprint = fingerprint(repr(self._examples).encode(), repr(settings).encode())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch; less than the examples when packed."""
+        return len(self._rows)
+
+    def batch(self, step: int) -> Batch:
+        """Returns `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids` <int64>[B, T].
+
+        L and T are the row lengths when packed, else those of the longest example, rounded up to 8.
+        """
+        rows = []
+        for position in range(step * self.batch_size, (step + 1) * self.batch_size):
+            epoch, place = divmod(position, self.num_rows)
+            rows.append([self._examples[i] for i in self._rows[_permutation(self._seed, epoch, self.num_rows)[place]]])
+        sides = [[[example[side] for example in row] for row in rows] for side in (0, 1)]
+        lengths = self._lengths if self._pack else [_round_up(side) for side in sides]
+        inputs, segments = _stack(sides[0], lengths[0], self._padding)
+        labels, decoder_segments = _stack(sides[1], lengths[1], _NOT_A_TARGET)
+        return {
+            "input_ids": inputs,
+            "segment_ids": segments,
+            "labels": labels,
+            "decoder_segment_ids": decoder_segments,
+        }
+
+
+def _encode(side: str, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[list[int]]:
+    """Returns the tokens of each text with the end token, at most `length`."""
+    encoded: list[list[int]] = tokenizer(texts, verbose=False)["input_ids"]
+    num_cut = sum(len(ids) > length for ids in encoded)
+    if num_cut:
+        logger.warning("%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length)
+    return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in encoded]
+
+
+def _check_numbers(seed: int, **positive: int) -> None:
+    """Raises when the seed is negative or another number is not positive."""
+    for name, value in positive.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1.")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; expected 0 or more.")
+
+
+def _check_text(tokens: NDArray[np.int32], ids: SpecialIds) -> None:
+    """Raises when a token could not be told from a sentinel, padding or end."""
+    lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
+    if tokens.size and (tokens.min() <= max(ids.pad, ids.eos) or tokens.max() >= lowest_sentinel):
+        raise DataError(
+            f"The tokens range from {tokens.min()} to {tokens.max()}; expected text only, between the special tokens "
+            f"(up to {max(ids.pad, ids.eos)}) and the sentinels (from {lowest_sentinel}). Tokenize the corpus again "
+            "with this tokenizer."
+        )
+
+
+def fingerprint(*parts: bytes) -> str:
+    """Returns a short hash of the parts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=8)
+def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    """Returns <int64>[size] the order of an epoch; -1 is the order in which rows are packed."""
+    return np.random.default_rng([seed, 0, epoch + 1]).permutation(size)
+
+
+def _round_up(rows: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Returns the length of the longest row, rounded up."""
+    longest = max(sum(map(len, row)) for row in rows)
+    return -(-longest // _ROUND_UP_TO) * _ROUND_UP_TO
+
+
+def _stack(rows: Sequence[Sequence[Sequence[int]]], length: int, padding: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens and segment numbers <int64>[B, length] of rows of examples."""
+    filled = [fill_row(row, length, padding) for row in rows]
+    tokens, segments = (torch.from_numpy(np.stack(side)) for side in zip(*filled, strict=True))
+    return tokens, segments

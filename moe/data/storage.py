@@ -1,0 +1,67 @@
+"""Folders and files that appear whole or not at all: written aside, then renamed."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe.errors import DataError
+
+
+@contextmanager
+def whole_folder(target: Path, *, marker: str) -> Iterator[Path]:
+    """Gives an empty sibling folder to fill; when the block ends well, it becomes `target`.
+
+    A run killed half-way leaves `target` as it was, and a hidden `.partial` sibling that the next run removes. An
+    earlier folder of the same kind is replaced; anything else is left alone.
+
+    Args:
+        target: The folder to make.
+        marker: A file name found in every folder of this kind: only a folder that has it may be replaced.
+
+    Raises:
+        DataError: When `target` exists, is not empty and lacks the marker, or is a file.
+    """
+    target = Path(os.path.abspath(target))  # noqa: PTH100  resolve() would write to the far end of a link
+    check_replaceable(target, marker=marker)
+    partial = target.with_name(f".{target.name}.partial")
+    replaced = target.with_name(f".{target.name}.replaced")
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if target.exists():
+            target.rename(replaced)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_replaceable(target: Path, *, marker: str) -> None:
+    """Raises when writing to `target` would delete something that is not ours.
+
+    Raises:
+        DataError: When `target` exists, is not empty and lacks the file `marker`, or is a file.
+    """
+    if not target.exists() or (target / marker).is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise DataError(
+            f"{target} exists and holds something else (it has no {marker}), so it is not overwritten. "
+            "Choose another folder, or move it away."
+        )
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Gives a sibling path to write to; when the block ends well, that file becomes `target`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

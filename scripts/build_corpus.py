@@ -1,0 +1,32 @@
+"""Builds a corpus: the English in this Python installation, or your own text.
+
+python -m scripts.build_corpus --out runs/corpus
+python -m scripts.build_corpus --out runs/corpus --data my.txt more.jsonl folder/
+"""
+
+import argparse
+from pathlib import Path
+
+from moe.data.corpus import build_corpus, corpus_table, save_corpus
+from moe.data.documents import read_files, read_python_corpus
+from moe.errors import run_main
+
+
+def main(argv: list[str]) -> None:
+    """Builds, saves and describes a corpus."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.build_corpus", description="Builds a corpus.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the corpus")
+    parser.add_argument("--data", type=Path, nargs="+", help="your .txt, .md or .jsonl files, or folders of them")
+    parser.add_argument("--held-out", type=float, default=0.05, help="share of documents held out (default 0.05)")
+    parser.add_argument("--seed", type=int, default=0, help="another seed holds out other documents")
+    arguments = parser.parse_args(argv)
+
+    documents = read_files(arguments.data) if arguments.data else read_python_corpus()
+    corpus = build_corpus(documents, arguments.held_out, arguments.seed)
+    save_corpus(corpus, arguments.out)
+    print(corpus_table(corpus))
+    print(f"{corpus.num_repeated:,} repeated paragraphs were left out. The corpus is in {arguments.out}.")
+
+
+if __name__ == "__main__":
+    run_main(main)

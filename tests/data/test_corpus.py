@@ -1,0 +1,182 @@
+"""The corpus and its folder. Oracles: set arithmetic on documents written by the test; a process that kills itself."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
+from moe.data.documents import Document
+from moe.data.storage import whole_file, whole_folder
+from moe.errors import ConfigError, DataError
+from scripts import build_corpus as build_corpus_command
+
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def documents(count: int = 211) -> list[Document]:
+    return [
+        Document(f"Text {n}.\n\nMore {n}.", f"file{n}.py", "own" if n % 3 else "other", "MIT") for n in range(count)
+    ]
+
+
+def sources(dataset: datasets.Dataset) -> set[str]:
+    return set(dataset["source"])
+
+
+def test_every_document_is_on_exactly_one_side_in_about_the_right_share():
+    corpus = build_corpus(documents(), held_out_fraction=0.1, seed=5)
+    assert sources(corpus.train) | sources(corpus.held_out) == {document.source for document in documents()}
+    assert not sources(corpus.train) & sources(corpus.held_out)
+    assert 0.04 < corpus.held_out.num_rows / 211 < 0.17
+
+
+def test_the_split_depends_on_the_seed_and_not_on_the_other_documents():
+    small, large = build_corpus(documents(101), 0.2, seed=1), build_corpus(documents(211), 0.2, seed=1)
+    assert sources(small.held_out) == sources(large.held_out) & {document.source for document in documents(101)}
+    assert sources(build_corpus(documents(101), 0.2, seed=2).held_out) != sources(small.held_out)
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_neither_side_is_ever_empty(fraction):
+    corpus = build_corpus(documents(2), fraction)
+    assert (corpus.train.num_rows, corpus.held_out.num_rows) == (1, 1)
+
+
+def test_a_repeated_paragraph_stays_only_where_it_came_first():
+    corpus = build_corpus(
+        [
+            Document("The same words.\n\nOnly here.", "a", "own", "MIT"),
+            Document("the  SAME words!\n\nOnly there.", "b", "own", "MIT"),
+            Document("Only here.", "c", "own", "MIT"),
+        ]
+    )
+    texts = dict(zip(corpus.train["source"], corpus.train["text"], strict=True))
+    texts |= dict(zip(corpus.held_out["source"], corpus.held_out["text"], strict=True))
+    assert texts == {"a": "The same words.\n\nOnly here.", "b": "Only there."}
+    assert corpus.num_repeated == 2
+
+
+def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept():
+    corpus = build_corpus([Document(f"{mark}\n\n漢字{mark}", mark, "own", "MIT") for mark in ("+++", "---")])
+    assert corpus.num_repeated == 1
+
+
+def test_one_document_cannot_be_divided():
+    with pytest.raises(DataError, match=r"has 1 document\(s\) with text; expected at least 2"):
+        build_corpus(documents(1))
+    with pytest.raises(DataError, match=r"has 1 document\(s\)"):
+        build_corpus([Document("One.", "same.txt", "a", "MIT"), Document("Two.", "same.txt", "b", "MIT")])
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1])
+def test_a_share_outside_zero_and_one_is_refused(fraction):
+    with pytest.raises(ConfigError, match=f"held_out_fraction is {fraction}"):
+        build_corpus(documents(), fraction)
+
+
+def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one(tmp_path):
+    save_corpus(build_corpus(documents(7)), tmp_path / "corpus")
+    corpus = build_corpus(documents(13))
+    save_corpus(corpus, tmp_path / "corpus")
+    loaded = load_corpus(tmp_path / "corpus")
+    assert loaded.train.to_list() == corpus.train.to_list()
+    assert loaded.held_out.to_list() == corpus.held_out.to_list()
+    assert loaded.num_repeated == corpus.num_repeated
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_saving_shows_no_progress_bar_and_leaves_the_setting_alone(tmp_path, capfd):
+    datasets.enable_progress_bars()
+    save_corpus(build_corpus(documents(7)), tmp_path / "corpus")
+    assert not datasets.are_progress_bars_disabled()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_that_is_no_corpus_says_how_to_make_one(tmp_path):
+    with pytest.raises(DataError, match=r"is not a corpus: it has no corpus\.json\. Make one with"):
+        load_corpus(tmp_path)
+
+
+def test_the_table_adds_up():
+    table = corpus_table(build_corpus(documents(), 0.3))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [["other", "MIT"], ["own", "MIT"], ["total", ""]]
+    numbers = [[int(cell.replace(",", "")) for cell in row[2:]] for row in rows[2:]]
+    assert [sum(column) for column in zip(*numbers[:2], strict=True)] == numbers[2]
+    assert numbers[2][0] + numbers[2][1] == 211
+    assert numbers[2][2] + numbers[2][3] == sum(len(document.text) for document in documents())
+
+
+def test_somebody_elses_folder_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work", encoding="utf-8")
+    with pytest.raises(DataError, match="holds something else"):
+        save_corpus(build_corpus(documents(7)), tmp_path)
+    with pytest.raises(DataError, match="holds something else"):
+        save_corpus(build_corpus(documents(7)), tmp_path / "thesis.tex")
+    assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "years of work"
+
+
+def test_a_failure_half_way_leaves_the_earlier_folder_and_no_rest(tmp_path):
+    target = tmp_path / "folder"
+    with whole_folder(target, marker="mark") as partial:
+        (partial / "mark").write_text("first", encoding="utf-8")
+    with pytest.raises(OSError, match="disk"), whole_folder(target, marker="mark") as partial:
+        (partial / "mark").write_text("torn", encoding="utf-8")
+        raise OSError("disk")
+    assert (target / "mark").read_text(encoding="utf-8") == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from moe.data.storage import whole_folder
+with whole_folder(Path(sys.argv[1]), marker="mark") as partial:
+    (partial / "mark").write_text("torn")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_nothing_half_done_and_the_next_one_clears_up(tmp_path):
+    target = tmp_path / "folder"
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target)], cwd=Path.cwd(), env=_environment(), check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert not target.exists()
+    with whole_folder(target, marker="mark") as partial:
+        (partial / "mark").write_text("second", encoding="utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path.cwd())}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "deep" / "file"
+    with whole_file(target) as partial:
+        partial.write_text("first", encoding="utf-8")
+    with pytest.raises(OSError, match="disk"), whole_file(target) as partial:
+        partial.write_text("torn", encoding="utf-8")
+        raise OSError("disk")
+    assert target.read_text(encoding="utf-8") == "first"
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+
+
+def test_the_command_builds_a_corpus_from_the_users_files(tmp_path, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for number in NUMBERS:
+        (folder / f"{number}.txt").write_text(f"The number {number} is written here.", encoding="utf-8")
+    build_corpus_command.main(["--out", str(tmp_path / "corpus"), "--data", str(folder)])
+    assert load_corpus(tmp_path / "corpus").train.num_rows + 1 >= len(NUMBERS) - 1
+    printed = capsys.readouterr().out
+    assert "mine" in printed
+    assert "0 repeated paragraphs" in printed
+    assert str(tmp_path / "corpus") in printed

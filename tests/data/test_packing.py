@@ -1,0 +1,60 @@
+"""Packing. Oracles: cases computed by SeqIO's own feature converter; counting what fits by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.data.packing import fill_row, pack_rows
+from moe.errors import DataError
+from tests.data.conformance import cases_of
+
+
+@pytest.mark.parametrize(("given", "expected"), cases_of("EncDecFeatureConverter"))
+def test_rows_are_seqios(given, expected):
+    lengths = given["task_feature_lengths"]["inputs"], given["task_feature_lengths"]["targets"]
+    examples = [(example["inputs"], example["targets"]) for example in given["examples"]]
+    rows = pack_rows(examples, *lengths)
+    assert len(rows) == len(expected)
+    for row, features in zip(rows, expected, strict=True):
+        inputs, segments = fill_row([examples[i][0] for i in row], lengths[0], 0)
+        labels, decoder_segments = fill_row([examples[i][1] for i in row], lengths[1], -100)
+        assert inputs.tolist() == features["encoder_input_tokens"]
+        assert np.where(labels == -100, 0, labels).tolist() == features["decoder_target_tokens"]
+        assert (labels != -100).astype(int).tolist() == features["decoder_loss_weights"]
+        if "encoder_segment_ids" in features:
+            assert segments.tolist() == features["encoder_segment_ids"]
+            assert decoder_segments.tolist() == features["decoder_segment_ids"]
+
+
+def test_an_example_that_does_not_fit_on_one_side_closes_the_row_on_both():
+    examples = [([7] * 3, [8]), ([7] * 4, [8] * 2), ([7], [8] * 3), ([7] * 2, [8])]
+    # Rows of 7 and 5: 3+4 inputs fill the first, though targets have room; the third example then starts a row.
+    assert pack_rows(examples, 7, 5) == [[0, 1], [2, 3]]
+    # With 3 targets a row, the third example fills its row alone.
+    assert pack_rows(examples, 7, 3) == [[0, 1], [2], [3]]
+
+
+sizes = st.lists(st.tuples(st.integers(1, 11), st.integers(1, 5)), min_size=1, max_size=40)
+
+
+@given(sizes)
+def test_every_example_stands_in_one_row_in_order_and_no_row_overflows(sizes):
+    rows = pack_rows([([3] * inputs, [5] * targets) for inputs, targets in sizes], 11, 5)
+    assert [index for row in rows for index in row] == list(range(len(sizes)))
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        used = np.sum([sizes[index] for index in row], axis=0)
+        assert (used <= (11, 5)).all()
+        if following is not None:  # a row is closed only when the next example would not have fitted
+            assert (used + sizes[following[0]] > (11, 5)).any()
+
+
+def test_segments_are_numbered_from_one_and_padding_is_zero():
+    tokens, segments = fill_row([[7, 1], [5, 5, 1]], 7, padding=0)
+    assert tokens.tolist() == [7, 1, 5, 5, 1, 0, 0]
+    assert segments.tolist() == [1, 1, 2, 2, 2, 0, 0]
+
+
+def test_an_example_longer_than_a_row_is_named():
+    with pytest.raises(DataError, match="Example 1 has 2 input and 7 target tokens; a row holds 11 and 5"):
+        pack_rows([([7], [8]), ([7, 7], [8] * 7)], 11, 5)

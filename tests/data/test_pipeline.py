@@ -1,0 +1,214 @@
+"""Batches by step. Oracles: undoing the corruption; counting which text stands where; asking in another order."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from moe.data.pipeline import PairSource, SpanCorruptionSource
+from moe.data.span_corruption import Noise
+from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
+from moe.errors import ConfigError, DataError
+from tests.data.test_span_corruption import splice
+
+IDS = SpecialIds(pad=0, eos=1, first_sentinel=999, num_sentinels=31)
+LENGTH = 34  # 32 inputs and 8 targets
+NUM_CHUNKS = 11
+
+
+def text(num_tokens: int = NUM_CHUNKS * LENGTH + 13) -> np.ndarray:
+    return (np.arange(num_tokens, dtype=np.int32) % 887) + 2
+
+
+def source(**changes) -> SpanCorruptionSource:
+    settings = {"inputs_length": 32, "batch_size": 5, "seed": 3, **changes}
+    return SpanCorruptionSource(text(), IDS, **settings)
+
+
+def restored(batch) -> list[list[int]]:
+    rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+    return [splice(inputs, targets) for inputs, targets in rows]
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_batches_are_full_and_in_the_planned_shape():
+    batch = source().batch(0)
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
+        "input_ids": (torch.int64, (5, 32)),
+        "labels": (torch.int64, (5, 8)),
+    }
+
+
+def test_each_chunk_of_the_text_occurs_once_in_every_epoch_and_the_rest_never():
+    chunks = text()[: NUM_CHUNKS * LENGTH].reshape(NUM_CHUNKS, LENGTH).tolist()
+    examples = [row for step in range(3 * NUM_CHUNKS) for row in restored(source(batch_size=1).batch(step))]
+    epochs = [examples[start : start + NUM_CHUNKS] for start in range(0, len(examples), NUM_CHUNKS)]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(chunks)] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != chunks
+
+
+def test_a_chunk_is_corrupted_anew_in_every_epoch():
+    batches = [source(batch_size=NUM_CHUNKS).batch(step) for step in range(2)]
+    first, second = (sorted(zip(restored(b), b["labels"].tolist(), strict=True)) for b in batches)
+    assert [chunk for chunk, _ in first] == [chunk for chunk, _ in second]
+    assert sum(one != other for (_, one), (_, other) in zip(first, second, strict=True)) > NUM_CHUNKS // 2
+
+
+def test_a_batch_depends_on_the_step_alone():
+    straight = source()
+    batches = [straight.batch(step) for step in range(7)]
+    resumed = source()
+    assert all(same(resumed.batch(step), batches[step]) for step in (6, 2, 2, 0, 5))
+
+
+def test_the_examples_do_not_depend_on_how_they_are_cut_into_batches():
+    small, large = source(batch_size=3), source(batch_size=6)
+    for step in range(5):
+        halves = [small.batch(2 * step), small.batch(2 * step + 1)]
+        whole = large.batch(step)
+        assert all(torch.equal(torch.cat([half[name] for half in halves]), whole[name]) for name in whole)
+
+
+def test_another_seed_gives_other_batches():
+    assert not same(source(seed=3).batch(0), source(seed=4).batch(0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 4}, {"batch_size": 7}, {"inputs_length": 31}, {"noise": Noise(0.2)}, {"noise": Noise(0.15, 2.0)}],
+)
+def test_the_fingerprint_tells_settings_apart(changes):
+    assert source().fingerprint == source().fingerprint != source(**changes).fingerprint
+
+
+def test_the_fingerprint_tells_texts_apart():
+    settings = {"inputs_length": 32, "batch_size": 5, "seed": 3}
+    changed = text()
+    changed[7] += 1
+    assert SpanCorruptionSource(changed, IDS, **settings).fingerprint != source().fingerprint
+
+
+def test_a_batch_may_be_larger_than_an_epoch():
+    assert len(restored(source(batch_size=29).batch(1))) == 29
+
+
+def test_a_text_shorter_than_an_example_is_refused():
+    with pytest.raises(DataError, match=f"The text has 33 tokens, less than one example of {LENGTH}"):
+        SpanCorruptionSource(text(33), IDS, inputs_length=32, batch_size=5, seed=3)
+
+
+@pytest.mark.parametrize("intruder", [0, 1, 969, 999, 5000])
+def test_a_text_with_ids_that_are_not_text_is_refused(intruder):
+    tokens = text()
+    tokens[5] = intruder
+    with pytest.raises(DataError, match=r"The tokens range from \d+ to \d+; expected text only"):
+        SpanCorruptionSource(tokens, IDS, inputs_length=32, batch_size=5, seed=3)
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"batch_size": 0}, "batch_size is 0"), ({"seed": -1}, "seed is -1")])
+def test_numbers_out_of_range_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        source(**changes)
+
+
+def test_documents_are_joined_without_anything_between_them(tokenizer_folder, english):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    documents = [*english[:17], "this is </s> text and so is <extra_id_3>"]
+    tokens = tokenize_corpus(datasets.Dataset.from_dict({"text": documents}), tokenizer)
+    pieces = [tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] for document in documents[:-1]]
+    joined = [token for piece in pieces for token in piece]
+    assert tokens.dtype == np.int32
+    assert tokens[: len(joined)].tolist() == joined
+    assert tokens.min() > 1 and tokens.max() < SpecialIds.of(tokenizer).first_sentinel - 99
+    SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), inputs_length=32, batch_size=2, seed=0).batch(0)
+
+
+def test_documents_without_text_are_refused(tokenizer_folder):
+    with pytest.raises(DataError, match="The corpus has no token"):
+        tokenize_corpus(datasets.Dataset.from_dict({"text": [" ", ""]}), load_tokenizer(tokenizer_folder))
+
+
+PAIRS = [(f"the header number {'and ' * (n % 5)}{n}", f"value {n}") for n in range(23)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return load_tokenizer(tokenizer_folder)
+
+
+def pair_source(tokenizer, pairs=PAIRS, **changes) -> PairSource:
+    settings = {"inputs_length": 61, "targets_length": 29, "batch_size": 4, "seed": 3, **changes}
+    return PairSource(pairs, tokenizer, **settings)
+
+
+def pairs_in(tokenizer, batch) -> list[tuple[str, str]]:
+    """Reads the examples back from their segments."""
+    found = []
+    for row in range(len(batch["input_ids"])):
+        for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
+            inputs = batch["input_ids"][row][batch["segment_ids"][row] == segment].tolist()
+            targets = batch["labels"][row][batch["decoder_segment_ids"][row] == segment].tolist()
+            assert inputs[-1] == targets[-1] == 1
+            found.append((tokenizer.decode(inputs[:-1]), tokenizer.decode(targets[:-1])))
+    return found
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_every_pair_occurs_once_in_every_epoch(tokenizer, pack):
+    pairs = pair_source(tokenizer, pack=pack, batch_size=1)
+    for epoch in range(2):
+        steps = range(epoch * pairs.num_rows, (epoch + 1) * pairs.num_rows)
+        assert sorted(pair for step in steps for pair in pairs_in(tokenizer, pairs.batch(step))) == sorted(PAIRS)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_batch_of_pairs_depends_on_the_step_alone(tokenizer, pack):
+    pairs = pair_source(tokenizer, pack=pack)
+    batches = [pairs.batch(step) for step in range(5)]
+    assert all(same(pair_source(tokenizer, pack=pack).batch(step), batches[step]) for step in (4, 1))
+    assert not same(batches[0], batches[1])
+
+
+def test_padding_goes_to_the_longest_rounded_up_and_is_no_target(tokenizer):
+    batch = pair_source(tokenizer).batch(0)
+    for name, segments in (("input_ids", "segment_ids"), ("labels", "decoder_segment_ids")):
+        longest = int(batch[segments].sum(dim=1).max())
+        assert batch[name].shape == batch[segments].shape == (4, -(-longest // 8) * 8)
+    assert (batch["input_ids"][batch["segment_ids"] == 0] == 0).all()
+    assert (batch["labels"][batch["decoder_segment_ids"] == 0] == -100).all()
+    assert (batch["labels"][batch["decoder_segment_ids"] != 0] >= 0).all()
+
+
+def test_packed_rows_are_full_length_and_fewer_than_the_pairs(tokenizer):
+    pairs = pair_source(tokenizer, pack=True)
+    batch = pairs.batch(0)
+    assert batch["input_ids"].shape == (4, 61)
+    assert batch["labels"].shape == (4, 29)
+    assert pairs.num_rows < len(PAIRS) == pairs.num_examples
+
+
+def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokenizer, caplog):
+    batch = pair_source(tokenizer, [("the " * 50, "value"), ("the", "value")], inputs_length=13, batch_size=2).batch(0)
+    lengths = batch["segment_ids"].sum(dim=1)
+    assert sorted(lengths.tolist()) == [2, 13]
+    assert (batch["input_ids"][torch.arange(2), lengths - 1] == 1).all()
+    assert "1 of 2 inputs are longer than 13 tokens and are cut" in caplog.text
+    assert "targets" not in caplog.text
+
+
+def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
+    fingerprint = pair_source(tokenizer).fingerprint
+    assert fingerprint == pair_source(tokenizer).fingerprint
+    others = [{"pairs": PAIRS[1:]}, {"seed": 4}, {"batch_size": 5}, {"pack": True}, {"inputs_length": 59}]
+    assert len({fingerprint, *(pair_source(tokenizer, **other).fingerprint for other in others)}) == 6
+
+
+def test_no_pairs_and_lengths_without_room_are_refused(tokenizer):
+    with pytest.raises(DataError, match="There are no training pairs"):
+        pair_source(tokenizer, [])
+    with pytest.raises(ConfigError, match="targets_length is 0; expected at least 1"):
+        pair_source(tokenizer, targets_length=0)

@@ -1,0 +1,195 @@
+"""The vocabulary. Oracle: the sentencepiece library on the same spiece.model; T5's layout of ids."""
+
+import json
+import shutil
+
+import pytest
+import sentencepiece
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+
+import moe  # noqa: F401  registers the model type "st_moe"
+from moe.data.corpus import build_corpus, load_corpus, save_corpus
+from moe.data.docstrings import docstrings, package_folder, python_files
+from moe.data.documents import Document
+from moe.data.tokenizer import SpecialIds, load_tokenizer, sentinel, train_tokenizer
+from moe.errors import ConfigError, DataError
+from scripts import train_tokenizer as train_tokenizer_command
+from tests.data.conftest import VOCAB_SIZE
+
+SENTINELS = [sentinel(number) for number in range(100)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return load_tokenizer(tokenizer_folder)
+
+
+@pytest.fixture(scope="module")
+def reference(tokenizer_folder):
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_folder / "spiece.model"))
+
+
+def as_text(tokenizer, texts):
+    """Token ids without an end token, special tokens in the text read as text: what sentencepiece does."""
+    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+def test_ids_are_laid_out_as_in_t5(tokenizer):
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
+    assert tokenizer.convert_tokens_to_ids(SENTINELS) == list(range(VOCAB_SIZE - 1, VOCAB_SIZE - 101, -1))
+    assert len(tokenizer) == len(tokenizer.get_vocab()) == VOCAB_SIZE
+    assert SpecialIds.of(tokenizer) == (0, 1, VOCAB_SIZE - 1, 100)
+
+
+def test_every_text_ends_with_the_end_token_and_comes_back(tokenizer):
+    text = "Return the message of the header, and the value."
+    ids = tokenizer(text)["input_ids"]
+    assert ids[-1] == 1 and ids.count(1) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer(text, text)["input_ids"] == ids + ids
+
+
+def test_batches_are_padded_with_a_mask_and_no_token_types(tokenizer):
+    batch = tokenizer(["the", "the message of the header"], padding=True)
+    assert sorted(batch) == ["attention_mask", "input_ids"]
+    assert [sum(mask) for mask in batch["attention_mask"]] == [
+        len(tokenizer(t)["input_ids"]) for t in ("the", "the message of the header")
+    ]
+    assert batch["input_ids"][0][-1] == 0
+
+
+def test_truncation_keeps_the_end_token(tokenizer):
+    ids = tokenizer("the message of the header", truncation=True, max_length=3)["input_ids"]
+    assert len(ids) == 3 and ids[-1] == 1
+
+
+def test_sentinels_in_a_text_are_single_tokens_and_spaces_around_them_vanish(tokenizer):
+    # SeqIO's vocabularies_test.py test_extra_ids: nothing stands between two sentinels.
+    ids = tokenizer("<extra_id_0> <extra_id_1> the <extra_id_9>", add_special_tokens=False)["input_ids"]
+    the = tokenizer("the", add_special_tokens=False)["input_ids"]
+    assert ids == [VOCAB_SIZE - 1, VOCAB_SIZE - 2, *the, VOCAB_SIZE - 10]
+
+
+def test_it_agrees_with_sentencepiece_on_raw_lines_and_whole_docstrings(tokenizer, reference, raw_docstrings):
+    lines = [line for docstring in raw_docstrings for line in docstring.splitlines()]
+    assert len(lines) > 1_500
+    assert as_text(tokenizer, lines) == reference.encode(lines)
+    assert as_text(tokenizer, raw_docstrings) == reference.encode(raw_docstrings)
+
+
+def test_it_agrees_with_sentencepiece_on_files_it_was_not_trained_on(tokenizer, reference):
+    files = ["\n".join(docstrings(path)) for path in python_files(package_folder("numpy") / "lib")]
+    lines = sorted({line for text in files for line in text.splitlines()})
+    assert len(lines) > 5_000 and max(map(len, files)) > 50_000
+    assert as_text(tokenizer, lines) == reference.encode(lines)
+    assert as_text(tokenizer, files) == reference.encode(files)
+
+
+LATIN = st.characters(min_codepoint=32, max_codepoint=0x17F) | st.sampled_from("=- \t\n漢ﬁ①½…</s>")
+
+
+@settings(deadline=None)
+@example("\x85 a\x85")
+@given(st.text(alphabet=LATIN, max_size=60))
+def test_it_agrees_with_sentencepiece_on_any_latin_text(tokenizer, reference, text):
+    assert as_text(tokenizer, [text]) == reference.encode([text])
+
+
+def test_it_agrees_with_sentencepiece_on_letters_with_combining_marks(tokenizer, reference):
+    texts = [f"the {letter}{chr(mark)} value" for letter in "aeiouy" for mark in range(0x300, 0x370)]
+    assert as_text(tokenizer, texts) == reference.encode(texts)
+
+
+def test_it_differs_from_sentencepiece_only_where_a_mark_follows_a_ligature(tokenizer, reference):
+    ligature_with_mark = "ﬁ\u0301"
+    assert as_text(tokenizer, "ﬁ") == reference.encode("ﬁ")
+    assert as_text(tokenizer, ligature_with_mark) == reference.encode("fi")
+    assert reference.encode(ligature_with_mark) == [*reference.encode("fi"), 2]
+
+
+def test_text_that_says_end_is_an_end_only_when_asked(tokenizer):
+    assert 1 not in as_text(tokenizer, ["a</s>b <pad> <extra_id_3>"])[0]
+    assert tokenizer("a</s>b", add_special_tokens=False)["input_ids"].count(1) == 1
+
+
+def test_auto_tokenizer_loads_the_folder_with_and_without_a_model_beside_it(tokenizer, tokenizer_folder, tmp_path):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    text = "the message <extra_id_0> of the header"
+    for _ in range(2):
+        loaded = AutoTokenizer.from_pretrained(folder)
+        assert isinstance(loaded, PreTrainedTokenizerFast)
+        assert loaded(text) == tokenizer(text)
+        assert loaded.get_vocab() == tokenizer.get_vocab()
+        assert loaded.model_max_length == 512
+        (folder / "config.json").write_text(json.dumps({"model_type": "st_moe"}), encoding="utf-8")
+    assert AutoConfig.from_pretrained(folder).model_type == "st_moe"
+
+
+def test_it_survives_being_saved_beside_a_model(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    text = "the message <extra_id_0> of == -- the header"
+    assert load_tokenizer(tmp_path)(text) == tokenizer(text)
+
+
+def test_the_same_text_gives_the_same_files_in_silence(english, tokenizer_folder, tmp_path, capfd):
+    train_tokenizer(english, VOCAB_SIZE, tmp_path / "again")
+    for path in sorted(tokenizer_folder.iterdir()):
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_corpus_too_small_for_the_vocabulary_says_which_size_is_possible(english, tmp_path):
+    with pytest.raises(DataError, match=r"too small for a vocabulary of 500000: at most \d+ .* is possible") as error:
+        train_tokenizer(english[:50], 500_000, tmp_path / "none")
+    largest = int(str(error.value).split("at most ")[1].split()[0])
+    assert len(train_tokenizer(english[:50], largest, tmp_path / "largest")) == largest
+    with pytest.raises(DataError, match=f"at most {largest} "):
+        train_tokenizer(english[:50], largest + 1, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_vocabulary_too_small_for_the_letters_says_which_size_is_needed(english, tmp_path):
+    with pytest.raises(DataError, match=r"too many different characters for a vocabulary of 107: at least 1\d\d"):
+        train_tokenizer(english, 107, tmp_path / "none")
+
+
+def test_no_text_and_no_room_for_pieces_are_refused(tmp_path):
+    with pytest.raises(DataError, match="Is there any text in it"):
+        train_tokenizer([], 2048, tmp_path / "none")
+    with pytest.raises(ConfigError, match="vocab_size is 103; expected more than 103"):
+        train_tokenizer(["text"], 103, tmp_path / "none")
+
+
+def test_somebody_elses_folder_is_refused_before_the_work(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work", encoding="utf-8")
+    with pytest.raises(DataError, match="holds something else"):
+        train_tokenizer(iter(()), 2048, tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_make_one(tmp_path):
+    with pytest.raises(DataError, match=r"has no readable tokenizer\.json .*scripts\.train_tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{torn", encoding="utf-8")
+    with pytest.raises(DataError, match=r"has no readable tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_sentinels_in_another_order_are_refused(tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*SENTINELS, sentinel(100)]})
+    with pytest.raises(
+        DataError, match=rf"<extra_id_100> has id {VOCAB_SIZE}; expected {VOCAB_SIZE - 101}, descending"
+    ):
+        SpecialIds.of(tokenizer)
+
+
+def test_the_command_trains_on_a_saved_corpus(english, tmp_path, capsys):
+    texts = [Document(text, str(number), "email", "PSF-2.0") for number, text in enumerate(english)]
+    save_corpus(build_corpus(texts), tmp_path / "corpus")
+    arguments = ["--corpus", str(tmp_path / "corpus"), "--out", str(tmp_path / "tokenizer"), "--vocab-size", "503"]
+    train_tokenizer_command.main(arguments)
+    assert len(load_tokenizer(tmp_path / "tokenizer")) == 503
+    assert load_corpus(tmp_path / "corpus").train.num_rows > 0
+    assert str(tmp_path / "tokenizer") in capsys.readouterr().out
