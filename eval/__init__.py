@@ -1,0 +1,1 @@
+"""Evaluation of sequence-to-sequence checkpoints: python -m eval."""

@@ -1,0 +1,183 @@
+"""A model's predictions, written as they are made: from requests, which never hold the reference, to a JSONL file."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.modeling_outputs import BaseModelOutput
+
+from eval.task import Task
+from moe import CheckpointError, ConfigError
+
+MODES = ("generate", "rank")
+_ROWS = {"generate": 128, "rank": 32}
+
+
+class Request(NamedTuple):
+    """What a model is asked: the example without its reference."""
+
+    id: str
+    inputs: str
+
+
+class Prediction(NamedTuple):
+    """What a model answered.
+
+    Attributes:
+        id: Of the request.
+        output: Generated text, or the choice of the highest score.
+        scores: Log-probability of each choice in nats, end token included; none when generated.
+    """
+
+    id: str
+    output: str
+    scores: dict[str, float] | None
+
+
+class Seq2Seq(NamedTuple):
+    """A checkpoint that is ready to predict."""
+
+    model: Any
+    tokenizer: Any
+    fingerprint: str
+
+
+def load_seq2seq(folder: Path) -> Seq2Seq:
+    """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of transformers.
+
+    Raises:
+        CheckpointError: When the folder is missing or holds no such model.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds no model: it has no config.json. Give a folder made by save_pretrained.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded as a sequence-to-sequence model: {error}") from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    digest = hashlib.sha256()
+    for file in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
+        digest.update(file.read_bytes())
+    return Seq2Seq(model.to(device), tokenizer, digest.hexdigest()[:16])
+
+
+def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path) -> list[Prediction]:
+    """Returns a prediction for every request, in their order.
+
+    Predictions are appended to `path` as they are made; those that the same model made before, with the same task
+    and mode, are read back instead of being made again. A file of another model or task is replaced.
+
+    Args:
+        system: The model.
+        task: Gives choices and the most tokens to generate.
+        requests: What to ask.
+        mode: `generate` (greedy) or `rank` (log-probability of each choice).
+        path: JSONL file.
+
+    Raises:
+        ConfigError: When there is no such mode.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
+    header = {"model": system.fingerprint, "task": task.name, "version": task.version, "mode": mode}
+    known = read_predictions(path, header)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    missing = [request for request in requests if request.id not in known]
+    missing.sort(key=lambda request: (len(request.inputs), request.id))
+    answer = _generate if mode == "generate" else _rank
+    with path.open("w", encoding="utf-8") as file:
+        _write(file, header, *(prediction._asdict() for prediction in known.values()))
+        with tqdm(
+            total=len(requests), initial=len(requests) - len(missing), desc=f"{task.name} {mode}", mininterval=1.0
+        ) as bar:
+            for batch in _batches(missing, _ROWS[mode]):
+                made = answer(system, task, batch)
+                _write(file, *(prediction._asdict() for prediction in made))
+                known.update({prediction.id: prediction for prediction in made})
+                bar.update(len(batch))
+    return [known[request.id] for request in requests]
+
+
+def read_predictions(path: Path, header: dict[str, Any]) -> dict[str, Prediction]:
+    """Returns the predictions in a file by id, without a torn end; none when it is missing or has another header."""
+    if not path.is_file():
+        return {}
+    values = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values.append(json.loads(line))
+        except ValueError:
+            break
+    if not values or values[0] != header:
+        return {}
+    return {value["id"]: Prediction(**value) for value in values[1:]}
+
+
+@torch.inference_mode()
+def _generate(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Prediction]:
+    """Returns greedy generations."""
+    encoded = _encode(system, [request.inputs for request in batch])
+    tokens = system.model.generate(**encoded, max_new_tokens=task.max_target_tokens, do_sample=False, num_beams=1)
+    texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return [Prediction(request.id, text, None) for request, text in zip(batch, texts, strict=True)]
+
+
+@torch.inference_mode()
+def _rank(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Prediction]:
+    """Returns for each request the choice of the highest log-probability; inputs are encoded once."""
+    encoded = _encode(system, [request.inputs for request in batch])
+    hidden = system.model.get_encoder()(**encoded).last_hidden_state
+    targets = system.tokenizer(list(task.choices), padding=True, return_tensors="pt").to(hidden.device)
+    labels = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, -100)
+    scores = score_choices(system.model, hidden, encoded["attention_mask"], labels).tolist()
+    predictions = []
+    for request, row in zip(batch, scores, strict=True):
+        by_choice = dict(zip(task.choices, row, strict=True))
+        predictions.append(Prediction(request.id, max(by_choice, key=lambda choice: by_choice[choice]), by_choice))
+    return predictions
+
+
+def score_choices(model: Any, hidden: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """Returns <float32>[N, C]: the log-probability of each of C target sequences for each of N encoded inputs.
+
+    Args:
+        model: Any encoder-decoder of transformers' form.
+        hidden: <float>[N, L, D] encoder output.
+        mask: <int64>[N, L] real tokens of the inputs.
+        labels: <int64>[C, T] targets with their end token, -100 for padding.
+    """
+    num_inputs, num_choices = hidden.shape[0], labels.shape[0]
+    output = model(
+        encoder_outputs=BaseModelOutput(last_hidden_state=hidden.repeat_interleave(num_choices, dim=0)),
+        attention_mask=mask.repeat_interleave(num_choices, dim=0),
+        labels=labels.repeat(num_inputs, 1),
+    )
+    log_probs = output.logits.float().log_softmax(dim=-1)
+    index = labels.clamp(min=0).repeat(num_inputs, 1)[..., None]
+    picked = log_probs.gather(-1, index).squeeze(-1) * (labels != -100).repeat(num_inputs, 1)
+    return picked.sum(dim=-1).reshape(num_inputs, num_choices)
+
+
+def _encode(system: Seq2Seq, texts: list[str]) -> dict[str, Tensor]:
+    """Returns `input_ids` and `attention_mask` <int64>[N, L] on the model's device."""
+    encoded = system.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(system.model.device)
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def _batches(requests: Sequence[Request], size: int) -> Iterator[Sequence[Request]]:
+    """Yields neighbours in batches."""
+    for start in range(0, len(requests), size):
+        yield requests[start : start + size]
+
+
+def _write(file: Any, *values: dict[str, Any]) -> None:
+    """Writes one JSON object a line and hands them to the system."""
+    file.writelines(json.dumps(value) + "\n" for value in values)
+    file.flush()

@@ -1,0 +1,68 @@
+"""A tiny random T5 of transformers with a small vocabulary: eval/ serves any sequence-to-sequence checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from eval.task import Example, Task
+from moe.data.tokenizer import train_tokenizer
+from tests.models.tiny import tiny_model
+
+CHOICES = ("red", "green", "dark blue")
+WORDS = [
+    "red",
+    "green",
+    "dark",
+    "blue",
+    "fire",
+    "grass",
+    "sea",
+    "leaf",
+    "blood",
+    "night",
+    "name",
+    "of",
+    "the",
+    "colour",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 9)) for i in range(1, 60)]
+    return train_tokenizer(texts, 131, tmp_path_factory.mktemp("vocabulary") / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=131,
+        d_model=29,
+        d_kv=5,
+        d_ff=31,
+        num_layers=2,
+        num_heads=3,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    models = {"t5": T5ForConditionalGeneration(config), "moe": tiny_model(eval_capacity_factor=None)}
+    made = {}
+    for name, model in models.items():
+        made[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(made[name])
+        tokenizer.save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="session")
+def task() -> Task:
+    things = [("fire", "red"), ("grass", "green"), ("sea", "dark blue"), ("blood", "red"), ("leaf", "green")]
+    examples = [
+        Example(f"{thing}-{i}", thing, f"name the colour of {'the ' * i}{thing}", colour)
+        for i in range(5)
+        for thing, colour in things
+    ]
+    return Task("colour", 1, "Colours of things.", "CC0-1.0", CHOICES, lambda split: examples, 7)
