@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: demo test check format clean
 
 demo: .venv/installed
-	$(BIN)/python -m scripts.demo --out runs/demo $(ARGS)
+	$(BIN)/python -m scripts.demo --resume $(ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -q $(ARGS)

@@ -117,7 +117,8 @@ def model_losses(
 def _cross_entropy_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
     targets = labels != -100
+    index = labels.clamp(min=0)[..., None]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    normalizer = torch.logsumexp(logits, dim=-1)
-    score = logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return ((normalizer - score) * targets).sum(), (normalizer.square() * targets).sum()
+    log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)
+    normalizer = logits.gather(-1, index).squeeze(-1) - log_prob
+    return -(log_prob * targets).sum(), (normalizer.square() * targets).sum()

@@ -11,22 +11,7 @@ from moe.data.tokenizer import train_tokenizer
 from tests.models.tiny import tiny_model
 
 CHOICES = ("red", "green", "dark blue")
-WORDS = [
-    "red",
-    "green",
-    "dark",
-    "blue",
-    "fire",
-    "grass",
-    "sea",
-    "leaf",
-    "blood",
-    "night",
-    "name",
-    "of",
-    "the",
-    "colour",
-]
+WORDS = ["red", "green", "dark", "blue", "fire", "grass", "sea", "leaf", "blood", "night", "name", "of", "colour"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""What the router does: traces, tables, plots and the report."""

@@ -1,0 +1,89 @@
+"""Which tokens go to which expert: counts over many batches."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.data.pipeline import Batch
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.layer import RouterOutput
+from moe.sparse.stats import RouterStats, add_stats
+
+
+class LayerTrace(NamedTuple):
+    """What one sparse layer's router did.
+
+    Attributes:
+        stack: `encoder` or `decoder`.
+        layer: Number of the sparse layer within its stack, from 0.
+        first_choice: <int64>[V, E] how often a token id had an expert as its first choice.
+        accepted: <int64>[V, E] how often a token id got a slot of an expert, over all places.
+        stats: Summed statistics.
+    """
+
+    stack: str
+    layer: int
+    first_choice: Tensor
+    accepted: Tensor
+    stats: RouterStats
+
+
+RoutingTrace = tuple[LayerTrace, ...]
+"""One LayerTrace for each sparse layer, the encoder's first."""
+
+
+@torch.inference_mode()
+def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> RoutingTrace:
+    """Returns the counts of all batches, in evaluation mode.
+
+    The decoder's token at a position is its input there: the label before it, or the start token. Padding is not
+    counted.
+
+    Args:
+        model: Its training mode is restored.
+        batches: With labels, on the model's device.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
+    """
+    training = model.training
+    model.eval()
+    layers: list[LayerTrace] = []
+    for batch in batches:
+        output = model(**batch, output_router_logits=True)
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"], batch.get("decoder_segment_ids"))
+        found = [
+            _trace_layer(stack, layer, ids, router, model.config.vocab_size)
+            for stack, ids, routers in (
+                ("encoder", batch["input_ids"], output.encoder_router_outputs),
+                ("decoder", decoder_ids, output.decoder_router_outputs),
+            )
+            for layer, router in enumerate(routers)
+        ]
+        layers = [_add(a, b) for a, b in zip(layers, found, strict=True)] if layers else found
+    model.train(training)
+    return tuple(layers)
+
+
+def _trace_layer(stack: str, layer: int, ids: Tensor, router: RouterOutput, vocab_size: int) -> LayerTrace:
+    """Returns the counts of one layer in one batch; ids are <int64>[B, L]."""
+    plan = router.plan
+    num_experts, num_places = router.router_logits.shape[-1], plan.expert_index.shape[-1]
+    cell = ids.flatten()[:, None] * num_experts + plan.expert_index.reshape(-1, num_places)
+    accepted, real = plan.accepted.reshape(-1, num_places), plan.token_mask.flatten()
+
+    def count(cells: Tensor) -> Tensor:
+        return torch.bincount(cells, minlength=vocab_size * num_experts).reshape(vocab_size, num_experts)
+
+    return LayerTrace(stack, layer, count(cell[real, 0]), count(cell[accepted]), router.stats)
+
+
+def _add(a: LayerTrace, b: LayerTrace) -> LayerTrace:
+    """Returns the counts of both."""
+    return a._replace(
+        first_choice=a.first_choice + b.first_choice,
+        accepted=a.accepted + b.accepted,
+        stats=add_stats(a.stats, b.stats),
+    )

@@ -1,0 +1,1 @@
+"""Recipes, the training step and loop, checkpoints and metrics."""

@@ -1,0 +1,173 @@
+"""From a command line and YAML files to a recipe; every mistake is one ConfigError that names the key."""
+
+import argparse
+import dataclasses
+import itertools
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from moe.errors import ConfigError, did_you_mean
+from moe.models.configuration import STMoEConfig
+from moe.training.recipe import Recipe
+
+R = TypeVar("R", bound=Recipe)
+
+
+class Setting(NamedTuple):
+    """One key of a recipe: its dotted name, type, default (`argparse.SUPPRESS` for none) and explanation."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+class RecipeCommand(Generic[R]):
+    """A command whose arguments are a recipe and a few of its own.
+
+    `--config FILE` may be given several times, later files and later arguments win; `--print_config` shows the
+    result and ends.
+
+    Example:
+        command = RecipeCommand(PretrainRecipe, "Pre-trains a model.")
+        command.add_argument("--out", type=str, required=True, help="folder of the run")
+        recipe, arguments = command.parse(argv)
+    """
+
+    def __init__(self, kind: type[R], description: str) -> None:
+        self.kind = kind
+        self._settings = {setting.name: setting for setting in recipe_settings(kind)}
+        self._own: set[str] = set()
+        self._parser = ArgumentParser(description=description, exit_on_error=False)
+        self._parser.add_argument("--config", action="config", help="YAML file with settings; later ones win")
+        for setting in self._settings.values():
+            self._parser.add_argument(
+                f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
+            )
+
+    def add_argument(self, name: str, **options: Any) -> None:
+        """Adds an argument that is no setting of the recipe, as `argparse` has it."""
+        self._own.add(name.removeprefix("--"))
+        self._parser.add_argument(name, **options)
+
+    def parse(self, argv: list[str]) -> tuple[R, argparse.Namespace]:
+        """Returns the recipe and the command's own arguments.
+
+        Raises:
+            ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a file is unreadable.
+        """
+        self._refuse_unknown_options(argv)
+        for file in _config_files(argv):
+            self._refuse_unknown_keys(file)
+        try:
+            values = self._parser.parse_args(argv).as_dict()
+        except argparse.ArgumentError as error:
+            raise ConfigError(" ".join(str(error).split())) from error
+        own = {name: values[name] for name in self._own}
+        return build_recipe(self.kind, values), argparse.Namespace(**own)
+
+    def _refuse_unknown_options(self, argv: list[str]) -> None:
+        """Raises a ConfigError for the first `--name` that the command does not have."""
+        known = self._settings.keys() | self._own | {"config", "print_config", "help"}
+        for argument in argv:
+            name = argument.removeprefix("--").split("=")[0]
+            if argument.startswith("--") and name not in known:
+                raise ConfigError(f"There is no option --{name}.{did_you_mean(name, known)} --help lists all of them.")
+
+    def _refuse_unknown_keys(self, file: str) -> None:
+        """Raises a ConfigError for the first key of a YAML file that is no setting."""
+        for key in _dotted_keys(_read_mapping(file)):
+            if key not in self._settings.keys() | self._own:
+                raise ConfigError(
+                    f"{file}: there is no setting {key!r} in a {self.kind.__name__}."
+                    f"{did_you_mean(key, self._settings)} Remove it or correct its name."
+                )
+
+
+def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
+    """Yields every key that a recipe of this kind has, with the types and words of its dataclasses."""
+    explain_config = _attribute_help(STMoEConfig)
+    config_types = {item.name: item.type for item in dataclasses.fields(STMoEConfig)}
+    for item in dataclasses.fields(kind):
+        default = _default(item)
+        if item.name == "model":
+            for name in sorted(kind.model_fields, key=list(config_types).index):
+                value = kind.model_defaults.get(name, argparse.SUPPRESS)
+                yield Setting(f"model.{name}", config_types[name], value, explain_config[name])
+        elif dataclasses.is_dataclass(default):
+            part: Any = type(default)
+            types, explain = typing.get_type_hints(part), _attribute_help(part)
+            for sub in dataclasses.fields(part):
+                value = getattr(default, sub.name)
+                yield Setting(f"{item.name}.{sub.name}", types[sub.name], value, explain[sub.name])
+        else:
+            explain = _attribute_help(kind) | _attribute_help(Recipe)
+            yield Setting(item.name, typing.get_type_hints(kind)[item.name], default, explain[item.name])
+
+
+def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
+    """Returns the recipe of nested plain values, e.g. those that `dataclasses.asdict` gave; other keys are ignored."""
+    arguments = {}
+    for item in dataclasses.fields(kind):
+        if item.name in values:
+            default, value = _default(item), values[item.name]
+            arguments[item.name] = type(default)(**value) if dataclasses.is_dataclass(default) else value
+    return kind(**arguments)
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Writes every setting of a recipe as YAML that `--config` reads."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False), encoding="utf-8")
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a dataclass field."""
+    factory = item.default_factory
+    return item.default if factory is dataclasses.MISSING else factory()
+
+
+def _attribute_help(cls: type) -> dict[str, str]:
+    """Returns the explanation of each attribute that the docstring of a class lists under `Attributes:`."""
+    section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE)
+    explanations = {name: " ".join(text.split()) for name, text in entries}
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return {item.name: explanations.get(item.name, "") for item in fields}
+
+
+def _config_files(argv: list[str]) -> list[str]:
+    """Returns the files that the arguments name with --config."""
+    following = [value for option, value in itertools.pairwise(argv) if option == "--config"]
+    return following + [argument.partition("=")[2] for argument in argv if argument.startswith("--config=")]
+
+
+def _read_mapping(file: str) -> dict[str, Any]:
+    """Returns the content of a YAML file that holds settings.
+
+    Raises:
+        ConfigError: When there is no such file, or it is no YAML mapping in UTF-8.
+    """
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file}: {error.strerror}. Give the path of a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not YAML in UTF-8: {' '.join(str(error).split())}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a {type(content).__name__}; expected settings as `key: value` lines.")
+    return content or {}
+
+
+def _dotted_keys(mapping: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields the names of the leaves of nested mappings, e.g. `optim.lr`."""
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _dotted_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

@@ -1,0 +1,177 @@
+"""The training loop: one for pre-training and fine-tuning, interrupted and resumed at will."""
+
+import dataclasses
+import fcntl
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from moe.data.pipeline import BatchSource
+from moe.data.storage import whole_folder
+from moe.errors import CheckpointError, DataError
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.training.checkpoint import (
+    RunState,
+    check_same_run,
+    latest_checkpoint,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+)
+from moe.training.command import save_recipe
+from moe.training.heldout import HeldOut, evaluate_held_out, to_device
+from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
+from moe.training.recipe import Recipe
+from moe.training.step import train_step
+
+MODEL_FOLDER, CHECKPOINTS_FOLDER, RECIPE_FILE = "model", "checkpoints", "recipe.yaml"
+_MODEL_MARKER = "config.json"
+_FREE_TO_CHANGE = frozenset(
+    f"training.{name}"
+    for name in ("log_every", "evaluate_every", "held_out_batches", "checkpoint_every", "keep_checkpoints")
+)
+
+
+class Run(NamedTuple):
+    """Everything that a run is made of.
+
+    Attributes:
+        folder: Receives metrics.jsonl, tensorboard/, checkpoints/, recipe.yaml and in the end model/.
+        recipe: All settings.
+        model: With its initial weights; moved to the accelerator if there is one.
+        tokenizer: Saved beside the model.
+        source: Training batches.
+        held_out: What to measure on; None for nothing.
+    """
+
+    folder: Path
+    recipe: Recipe
+    model: STMoEForConditionalGeneration
+    tokenizer: PreTrainedTokenizerFast
+    source: BatchSource
+    held_out: HeldOut | None
+
+
+def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
+    """Trains to the last step of the recipe and returns the folder of the finished model.
+
+    Args:
+        run: What to train.
+        resume: Goes on from the newest checkpoint in the folder, or from the start when there is none; the losses
+            that follow are bit-identical to those of a run that was never stopped (same machine and threads).
+        description: Names the progress bar.
+
+    Raises:
+        DataError: When the folder holds a run and `resume` is not given, or another process writes to it.
+        CheckpointError: When the checkpoint belongs to other settings or data, or the loss is not finite.
+        ConfigError: When the recipe's numbers do not go together.
+    """
+    finished = run.folder / MODEL_FOLDER
+    _refuse_to_overwrite(run.folder, resume)
+    with _only_writer(run.folder):
+        if (finished / _MODEL_MARKER).is_file():
+            print(f"{run.folder} is complete: its model is in {finished}.")  # noqa: T201  the answer to --resume
+            return finished
+        torch.nn.Module.to(run.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        optimizer = Adafactor(parameter_groups(run.model), clipping_threshold=run.recipe.optim.clipping_threshold)
+        start = _restore(run, optimizer) if resume else 0
+        save_recipe(run.recipe, run.folder / RECIPE_FILE)
+        with MetricsWriter(run.folder, start) as writer:
+            _run_steps(run, optimizer, writer, start, description)
+        with whole_folder(finished, marker=_MODEL_MARKER) as partial:
+            run.model.save_pretrained(partial)
+            run.tokenizer.save_pretrained(str(partial))
+    return finished
+
+
+def _run_steps(run: Run, optimizer: Adafactor, writer: MetricsWriter, start: int, description: str) -> None:
+    """Takes all steps from `start` on, reporting and saving as the recipe says."""
+    training = run.recipe.training
+    run.model.train()
+    if start == 0:
+        _report_held_out(run, writer, 0)
+    clock, tokens = time.perf_counter(), 0.0
+    with tqdm(total=training.steps, initial=start, desc=description, unit="step", mininterval=1.0) as bar:
+        for step in range(start, training.steps):
+            batch = to_device(run.source.batch(step), run.model.device)
+            metrics = train_step(run.model, optimizer, run.recipe, batch, step)
+            done = step + 1
+            tokens += float(metrics.tokens)
+            _refuse_non_finite(float(metrics.loss), done, run.folder)
+            if done % training.log_every == 0 or done == training.steps:
+                writer.write(done, step_values(metrics, tokens / (time.perf_counter() - clock)))
+                bar.set_postfix(ce_loss=f"{float(metrics.ce_loss):.3f}", lr=f"{metrics.lr:.2g}", refresh=False)
+                clock, tokens = time.perf_counter(), 0.0
+            bar.update()
+            if done % training.evaluate_every == 0 or done == training.steps:
+                _report_held_out(run, writer, done)
+                clock, tokens = time.perf_counter(), 0.0
+            if done % training.checkpoint_every == 0 or done == training.steps:
+                state = _state(run, done)
+                save_checkpoint(
+                    run.folder / CHECKPOINTS_FOLDER, run.model, optimizer, state, keep=training.keep_checkpoints
+                )
+
+
+def _report_held_out(run: Run, writer: MetricsWriter, step: int) -> None:
+    """Writes the held-out numbers after `step` updates, if there is something to measure on."""
+    if run.held_out is not None and run.held_out.num_batches > 0:
+        writer.write(step, evaluate_held_out(run.model, run.held_out))
+
+
+def _restore(run: Run, optimizer: Adafactor) -> int:
+    """Puts the newest checkpoint into model and optimizer and returns its step; 0 when there is none."""
+    path = latest_checkpoint(run.folder / CHECKPOINTS_FOLDER)
+    if path is None:
+        return 0
+    saved = load_state(path)
+    check_same_run(path, saved, _state(run, saved.step), _FREE_TO_CHANGE)
+    load_checkpoint(path, run.model, optimizer)
+    return saved.step
+
+
+def _state(run: Run, step: int) -> RunState:
+    """Returns what a checkpoint of the run after `step` updates says."""
+    return RunState(step, run.source.fingerprint, dataclasses.asdict(run.recipe))
+
+
+def _refuse_to_overwrite(folder: Path, resume: bool) -> None:
+    """Raises a DataError when the folder holds a run that would be lost."""
+    if not resume and any((folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS_FOLDER, MODEL_FOLDER)):
+        raise DataError(
+            f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
+        )
+
+
+def _refuse_non_finite(loss: float, step: int, folder: Path) -> None:
+    """Raises a CheckpointError when training has diverged; checkpoints stay."""
+    if not math.isfinite(loss):
+        raise CheckpointError(
+            f"The loss is {loss} at step {step}. The checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
+            "Lower optim.lr or optim.clipping_threshold, and start a new run."
+        )
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Holds the folder for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        DataError: When another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"Another process trains in {folder}. Wait for it, or choose another --out.") from error
+        yield

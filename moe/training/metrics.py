@@ -1,0 +1,99 @@
+"""What a run reports: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch.utils.tensorboard import SummaryWriter
+
+from moe.data.storage import whole_file
+from moe.errors import DataError
+from moe.sparse.stats import RouterStats, summarize
+from moe.training.step import StepMetrics
+
+METRICS_FILE = "metrics.jsonl"
+_PER_STACK = (
+    "load_balance_loss",
+    "router_z_loss",
+    "fraction_dropped",
+    "entropy",
+    "load_cv",
+    "max_over_mean",
+    "dead_experts",
+)
+
+
+def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, float]:
+    """Returns the numbers of one update under their public names."""
+    values = {
+        "train/loss": float(metrics.loss),
+        "train/ce_loss": float(metrics.ce_loss),
+        "train/grad_norm": float(metrics.grad_norm),
+        "train/lr": metrics.lr,
+        "train/tokens_per_second": tokens_per_second,
+    }
+    values.update(_router_values("encoder", metrics.encoder_stats))
+    values.update(_router_values("decoder", metrics.decoder_stats))
+    return values
+
+
+def _router_values(stack: str, stats: RouterStats | None) -> dict[str, float]:
+    """Returns `router/{stack}/...`; nothing without sparse layers."""
+    if stats is None:
+        return {}
+    summary = summarize(stats)
+    return {f"router/{stack}/{name}": summary[name] for name in _PER_STACK}
+
+
+class MetricsWriter:
+    """Appends to metrics.jsonl and to TensorBoard's files; a context manager.
+
+    Args:
+        folder: Of the run.
+        step: Updates that the run has behind it; lines of later ones, and a torn last line, are removed.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        path = folder / METRICS_FILE
+        kept = [line for line in read_metrics(path) if line["step"] <= step] if step and path.exists() else []
+        with whole_file(path) as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Writes the numbers that were measured after `step` updates."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a metrics.jsonl; a torn last line is left out.
+
+    Raises:
+        DataError: When another line is no JSON object with a step.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    values = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+            value["step"] = int(value["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}, line {number}: {line[:60]!r} is no line of metrics. Restore the file.") from error
+        values.append(value)
+    return values

@@ -1,0 +1,251 @@
+"""What a run is: frozen records, checked when they are made. Read from YAML and the command line by command.py."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from moe.errors import ConfigError, did_you_mean
+from moe.models.configuration import STMoEConfig
+from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
+
+Precision = Literal["float32", "bfloat16"]
+
+_NOT_SETTINGS = {"use_cache", "is_encoder_decoder", "output_router_logits"}
+_ARCHITECTURE = {
+    item.name: item.default
+    for item in dataclasses.fields(STMoEConfig)
+    if item.name in STMoEConfig.__annotations__ and item.name not in _NOT_SETTINGS
+}
+
+
+def _expect(holds: bool, name: str, value: object, expected: str) -> None:
+    """Raises a ConfigError that names the setting, its value and what was expected, unless `holds`."""
+    if not holds:
+        raise ConfigError(f"{name} is {value!r}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class OptimRecipe:
+    """Adafactor and its learning rate.
+
+    Attributes:
+        schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)) or `constant`.
+        lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the peak is lr / sqrt(warmup_steps).
+        warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (`constant`).
+        cooldown_steps: Last steps, over which the rate falls linearly to zero.
+        clipping_threshold: Largest RMS of a parameter's update before lr; the paper loses quality with 0.1.
+        max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
+    """
+
+    schedule: str = "rsqrt"
+    lr: float = 1.0
+    warmup_steps: int = 10_000
+    cooldown_steps: int = 0
+    clipping_threshold: float = 1.0
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        SCHEDULES.get(self.schedule)
+        _expect(self.lr > 0, "optim.lr", self.lr, "a number above 0")
+        _expect(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
+        _expect(self.cooldown_steps >= 0, "optim.cooldown_steps", self.cooldown_steps, "0 or more")
+        _expect(self.clipping_threshold > 0, "optim.clipping_threshold", self.clipping_threshold, "above 0")
+        norm = self.max_grad_norm
+        _expect(norm is None or norm > 0, "optim.max_grad_norm", norm, "a number above 0, or null")
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """Length, batches and rhythm of a run.
+
+    Attributes:
+        steps: Updates in the whole run.
+        batch_size: Sequences in an update.
+        micro_batch_size: Sequences in a forward pass; less needs less memory and changes no result. Null for all.
+        precision: `bfloat16` computes in autocast; parameters, router and losses stay float32.
+        log_every: Steps from one line of metrics to the next.
+        evaluate_every: Steps from one held-out evaluation to the next.
+        held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
+        checkpoint_every: Steps from one checkpoint to the next: what a crash may cost.
+        keep_checkpoints: Newest checkpoints that stay on disk.
+    """
+
+    steps: int = 100_000
+    batch_size: int = 128
+    micro_batch_size: int | None = None
+    precision: Precision = "float32"
+    log_every: int = 10
+    evaluate_every: int = 1_000
+    held_out_batches: int = 8
+    checkpoint_every: int = 1_000
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        at_least_one = ("steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints")
+        for name in at_least_one:
+            _expect(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
+        _expect(self.held_out_batches >= 0, "training.held_out_batches", self.held_out_batches, "0 or more")
+        choices = ("float32", "bfloat16")
+        _expect(self.precision in choices, "training.precision", self.precision, f"one of {', '.join(choices)}")
+        micro = self.micro_batch_size
+        _expect(
+            micro is None or (micro >= 1 and self.batch_size % micro == 0),
+            "training.micro_batch_size",
+            micro,
+            f"a divisor of training.batch_size, {self.batch_size}, or null",
+        )
+
+
+@dataclass(frozen=True)
+class SpanCorruptionRecipe:
+    """Pre-training examples.
+
+    Attributes:
+        inputs_length: Encoder tokens of an example with sentinels and end; the targets' length follows.
+        noise_density: Share of tokens that are masked.
+        mean_noise_span_length: Mean length of a masked span in tokens.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §6.1: 512 and 114 tokens; T5's span corruption.
+    """
+
+    inputs_length: int = 512
+    noise_density: float = 0.15
+    mean_noise_span_length: float = 3.0
+
+    def __post_init__(self) -> None:
+        _expect(self.inputs_length >= 4, "data.inputs_length", self.inputs_length, "at least 4")
+        _expect(0 < self.noise_density < 1, "data.noise_density", self.noise_density, "between 0 and 1")
+        span = self.mean_noise_span_length
+        _expect(span >= 1, "data.mean_noise_span_length", span, "at least 1")
+
+
+@dataclass(frozen=True)
+class PairsRecipe:
+    """Fine-tuning examples: texts in, texts out.
+
+    Attributes:
+        inputs_length: Encoder tokens of a row; longer inputs are cut.
+        targets_length: Decoder tokens of a row; longer targets are cut.
+        pack: Whether several examples share a row; they do not see each other.
+    """
+
+    inputs_length: int = 512
+    targets_length: int = 114
+    pack: bool = False
+
+    def __post_init__(self) -> None:
+        _expect(self.inputs_length >= 2, "data.inputs_length", self.inputs_length, "at least 2")
+        _expect(self.targets_length >= 2, "data.targets_length", self.targets_length, "at least 2")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every run has; `PretrainRecipe` and `FinetuneRecipe` add their data.
+
+    Attributes:
+        seed: All randomness of the run is a function of it and the step.
+        model: Fields of STMoEConfig.
+        optim: Optimizer and schedule.
+        training: Length, batches and rhythm.
+
+    Raises:
+        ConfigError: When a value is out of range, unknown, or contradicts another.
+    """
+
+    model_defaults: ClassVar[Mapping[str, Any]] = _ARCHITECTURE
+    """Value of each model field that the recipe does not give; fields without one stay as the model has them."""
+    model_fields: ClassVar[frozenset[str]] = frozenset(_ARCHITECTURE)
+    """Model fields that a recipe of this kind may give."""
+
+    seed: int = 0
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: OptimRecipe = field(default_factory=OptimRecipe)
+    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+
+    def __post_init__(self) -> None:
+        _expect(self.seed >= 0, "seed", self.seed, "0 or more")
+        for name in self.model:
+            if name not in self.model_fields:
+                raise ConfigError(
+                    f"model.{name} is no setting of a {type(self).__name__}."
+                    f"{did_you_mean(name, self.model_fields)} Known: {', '.join(sorted(self.model_fields))}."
+                )
+        object.__setattr__(self, "model", {**self.model_defaults, **self.model})
+        self.build_schedule()
+
+    def build_schedule(self) -> Schedule:
+        """Returns the learning rate as a function of the step.
+
+        Raises:
+            ConfigError: When the cooldown is longer than the run.
+        """
+        optim = self.optim
+        schedule = SCHEDULES.get(optim.schedule)(lr=optim.lr, warmup_steps=optim.warmup_steps)
+        return with_cooldown(schedule, total_steps=self.training.steps, cooldown_steps=optim.cooldown_steps)
+
+
+@dataclass(frozen=True)
+class PretrainRecipe(Recipe):
+    """Pre-training by span corruption; defaults are the paper's.
+
+    Attributes:
+        data: How examples are made of text.
+    """
+
+    data: SpanCorruptionRecipe = field(default_factory=SpanCorruptionRecipe)
+
+    def build_config(self) -> STMoEConfig:
+        """Returns the model's configuration.
+
+        Raises:
+            ConfigError: When its numbers contradict each other.
+        """
+        return STMoEConfig(**self.model)
+
+
+_FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
+
+
+@dataclass(frozen=True)
+class FinetuneRecipe(Recipe):
+    """Fine-tuning on pairs of texts; defaults are the paper's.
+
+    The model's architecture is that of the model it starts from: only settings without weights can be given.
+
+    Attributes:
+        init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same architecture.
+        data: How rows are made of pairs.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §5 and T5X's MoE fine-tuning: constant rate 1e-3 after 1,000 steps, 128 sequences,
+        dropout 0.1; Switch (arXiv:2101.03961) §4.2: expert dropout 0.4.
+    """
+
+    model_defaults: ClassVar[Mapping[str, Any]] = {"dropout_rate": 0.1, "expert_dropout_rate": 0.4}
+    model_fields: ClassVar[frozenset[str]] = frozenset(
+        {
+            "dropout_rate",
+            "expert_dropout_rate",
+            "capacity_factor",
+            "eval_capacity_factor",
+            "min_expert_capacity",
+            "group_size",
+            "num_selected_experts",
+            "second_expert_policy",
+            "eval_second_expert_policy",
+            "second_expert_threshold",
+            "load_balance_loss_weight",
+            "router_z_loss_weight",
+            "z_loss_weight",
+        }
+    )
+
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    optim: OptimRecipe = field(default_factory=lambda: _FINETUNE_OPTIM)
+    data: PairsRecipe = field(default_factory=PairsRecipe)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect(self.init in ("pretrained", "scratch"), "init", self.init, "one of pretrained, scratch")

@@ -1,0 +1,71 @@
+"""Fine-tunes a model on a task of eval/ or on your own pairs of texts.
+
+    python -m scripts.finetune --config recipes/st_moe_tiny_finetune.yaml \
+        --pretrained runs/pretrain/model --task unicode_category --out runs/finetune [--resume] [--init scratch]
+
+Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object a line.
+"""
+
+import json
+from pathlib import Path
+
+from eval.task import TASKS
+from moe.data.documents import read_utf8
+from moe.data.pipeline import PairSource
+from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.errors import ConfigError, DataError, run_main
+from moe.training.command import RecipeCommand
+from moe.training.finetuning import load_for_finetuning
+from moe.training.heldout import HeldOut
+from moe.training.loop import Run, train
+from moe.training.recipe import FinetuneRecipe
+
+
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """Returns the pairs of a JSONL file."""
+    pairs = []
+    for number, line in enumerate(read_utf8(path).splitlines(), start=1):
+        try:
+            value = json.loads(line)
+            pairs.append((str(value["inputs"]), str(value["targets"])))
+        except (ValueError, KeyError, TypeError) as error:
+            expected = 'an object like {"inputs": "...", "targets": "..."}'
+            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected {expected}.") from error
+    return pairs
+
+
+def main(argv: list[str]) -> None:
+    """Reads the recipe, fine-tunes, and says where the model is."""
+    command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
+    command.add_argument("--pretrained", type=Path, required=True, help="model to start from; gives the architecture")
+    command.add_argument("--task", type=str, help="task of eval/; its training split is used")
+    command.add_argument("--train", type=Path, help="JSONL file with inputs and targets, instead of --task")
+    command.add_argument("--out", type=Path, required=True, help="folder of the run")
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    recipe, arguments = command.parse(argv)
+    if (arguments.task is None) == (arguments.train is None):
+        raise ConfigError("Give either --task NAME or --train FILE.")
+
+    model, tokenizer = load_for_finetuning(arguments.pretrained, recipe), load_tokenizer(arguments.pretrained)
+    settings = {
+        "inputs_length": recipe.data.inputs_length,
+        "targets_length": recipe.data.targets_length,
+        "batch_size": recipe.training.batch_size,
+        "pack": recipe.data.pack,
+    }
+    held_out = None
+    if arguments.task:
+        splits = {name: TASKS.get(arguments.task).examples(name) for name in ("train", "validation")}
+        pairs, unseen = ([(e.inputs, e.targets) for e in examples] for examples in splits.values())
+        source = PairSource(unseen, tokenizer, seed=recipe.seed, **settings)
+        held_out = HeldOut(source, recipe.training.held_out_batches, SpecialIds.of(tokenizer))
+    else:
+        pairs = read_pairs(arguments.train)
+    source = PairSource(pairs, tokenizer, seed=recipe.seed, **settings)
+    run = Run(arguments.out, recipe, model, tokenizer, source, held_out)
+    print(f"{len(pairs):,} training pairs; {recipe.init} weights.")
+    print(f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}.")
+
+
+if __name__ == "__main__":
+    run_main(main)

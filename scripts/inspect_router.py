@@ -1,0 +1,62 @@
+"""Explains a model's routers on held-out text: tables on the terminal, and a page.
+
+python -m scripts.inspect_router --model runs/demo/pretrain/model --corpus runs/demo/corpus --out report.html \
+        [--metrics pretrain=runs/demo/pretrain/metrics.jsonl ...] [--evaluation runs/demo/eval/report.json]
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from moe.data.corpus import corpus_table, load_corpus
+from moe.data.pipeline import SpanCorruptionSource
+from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
+from moe.errors import CheckpointError, ConfigError, run_main
+from moe.inspection.report import read_lines, write_report
+from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
+from moe.inspection.trace import trace_tokens
+from moe.models.modeling import STMoEForConditionalGeneration
+
+
+def main(argv: list[str]) -> None:
+    """Traces held-out text and writes the report."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_router", description="Explains the routers.")
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model with its tokenizer")
+    parser.add_argument("--corpus", type=Path, required=True, help="folder made by scripts.build_corpus")
+    parser.add_argument("--out", type=Path, required=True, help="the .html file to write")
+    parser.add_argument("--metrics", nargs="+", default=[], help="NAME=FILE: pre-training first, then fine-tunings")
+    parser.add_argument("--evaluation", type=Path, help="report.json of python -m eval run")
+    parser.add_argument("--batches", type=int, default=16, help="batches of 64 examples to trace (16)")
+    parser.add_argument("--inputs-length", type=int, default=64, help="encoder tokens of an example (64)")
+    options = parser.parse_args(argv)
+    if not (options.model / "config.json").is_file():
+        raise CheckpointError(
+            f"{options.model} holds no model: it has no config.json. Give the model/ folder of a run."
+        )
+    if unnamed := [value for value in options.metrics if "=" not in value]:
+        raise ConfigError(f"--metrics {unnamed[0]!r} has no name. Write NAME=FILE, e.g. pretrain={unnamed[0]}.")
+
+    model, tokenizer = STMoEForConditionalGeneration.from_pretrained(options.model), load_tokenizer(options.model)
+    corpus = load_corpus(options.corpus)
+    tokens = tokenize_corpus(corpus.held_out, tokenizer)
+    settings = {"inputs_length": options.inputs_length, "batch_size": 64, "seed": 0}
+    source = SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings)
+    trace = trace_tokens(model, (source.batch(index) for index in range(options.batches)))
+    stages = {name: read_lines(Path(file)) for name, _, file in (value.partition("=") for value in options.metrics)}
+    evaluation = json.loads(options.evaluation.read_text(encoding="utf-8")) if options.evaluation else None
+    write_report(
+        options.out,
+        config=model.config,
+        tokenizer=tokenizer,
+        trace=trace,
+        stages=stages,
+        evaluation=evaluation,
+        corpus_table=corpus_table(corpus),
+    )
+    print(format_table(HEALTH_HEADER, health_rows(trace)))
+    print(f"The report is {options.out.resolve()}.")
+
+
+if __name__ == "__main__":
+    run_main(main)

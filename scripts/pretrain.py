@@ -1,0 +1,62 @@
+"""Pre-trains a model by span corruption.
+
+python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
+        --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
+"""
+
+from pathlib import Path
+
+import torch
+
+from moe.data.corpus import load_corpus
+from moe.data.pipeline import SpanCorruptionSource
+from moe.data.span_corruption import Noise
+from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
+from moe.errors import ConfigError, run_main
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.training.command import RecipeCommand
+from moe.training.heldout import HeldOut
+from moe.training.loop import Run, train
+from moe.training.recipe import PretrainRecipe
+
+
+def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path) -> Run:
+    """Returns the run that the recipe describes, with fresh weights."""
+    config = recipe.build_config()
+    corpus, tokenizer = load_corpus(corpus_folder), load_tokenizer(tokenizer_folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.vocab_size}, but the tokenizer in {tokenizer_folder} has {len(tokenizer)} "
+            f"tokens. Set model.vocab_size to at least {len(tokenizer)}."
+        )
+    ids = SpecialIds.of(tokenizer)
+    settings = {
+        "inputs_length": recipe.data.inputs_length,
+        "batch_size": recipe.training.batch_size,
+        "noise": Noise(recipe.data.noise_density, recipe.data.mean_noise_span_length),
+    }
+    source = SpanCorruptionSource(tokenize_corpus(corpus.train, tokenizer), ids, seed=recipe.seed, **settings)
+    held_out = SpanCorruptionSource(tokenize_corpus(corpus.held_out, tokenizer), ids, seed=recipe.seed, **settings)
+    torch.manual_seed(recipe.seed)
+    model = STMoEForConditionalGeneration(config)
+    return Run(out, recipe, model, tokenizer, source, HeldOut(held_out, recipe.training.held_out_batches, ids))
+
+
+def main(argv: list[str]) -> None:
+    """Reads the recipe, trains, and says where the model is."""
+    command = RecipeCommand(PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption.")
+    command.add_argument("--corpus", type=Path, required=True, help="folder made by scripts.build_corpus")
+    command.add_argument("--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer")
+    command.add_argument("--out", type=Path, required=True, help="folder of the run")
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    recipe, arguments = command.parse(argv)
+
+    run = build_run(recipe, arguments.corpus, arguments.tokenizer, arguments.out)
+    config = run.model.config
+    print(f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token.")
+    print(f"The model is in {train(run, resume=arguments.resume, description='pre-train')}.")
+
+
+if __name__ == "__main__":
+    run_main(main)
