@@ -1,0 +1,79 @@
+"""Traces against a loop over tokens; tables by blackboard examples."""
+
+import math
+
+import pytest
+import torch
+
+from moe import DataError
+from moe.inspection.report import read_lines
+from moe.inspection.tables import format_table, health_rows, load_shares, routing_entropy, special_tokens, top_tokens
+from moe.inspection.trace import trace_tokens
+from tests.models.tiny import tiny_batch, tiny_model
+
+
+def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
+    model, batches = tiny_model().train(), [tiny_batch(seed=seed) for seed in (0, 1)]
+    trace = trace_tokens(model, batches)
+    assert model.training
+    model.eval()
+    expected = [[[0] * 7 for _ in range(131)] for _ in range(2)]
+    accepted = [[[0] * 7 for _ in range(131)] for _ in range(2)]
+    for batch in batches:
+        out = model(**batch)
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+        sides = (
+            (batch["input_ids"], batch["attention_mask"] == 1, out.encoder_router_outputs[0].plan),
+            (decoder_ids, batch["labels"] != -100, out.decoder_router_outputs[0].plan),
+        )
+        for side, (ids, real, plan) in enumerate(sides):
+            index, got = plan.expert_index.reshape(*ids.shape, 2), plan.accepted.reshape(*ids.shape, 2)
+            for row in range(ids.shape[0]):
+                for position in range(ids.shape[1]):
+                    if real[row, position]:
+                        token = int(ids[row, position])
+                        expected[side][token][int(index[row, position, 0])] += 1
+                        for place in range(2):
+                            accepted[side][token][int(index[row, position, place])] += int(got[row, position, place])
+    assert [(layer.stack, layer.layer) for layer in trace] == [("encoder", 0), ("decoder", 0)]
+    for side, layer in enumerate(trace):
+        assert layer.first_choice.tolist() == expected[side]
+        assert layer.accepted.tolist() == accepted[side]
+        assert layer.accepted.sum(dim=0).tolist() == layer.stats.accepted_load.tolist()
+
+
+def test_top_tokens_and_lift_by_hand():
+    counts = torch.tensor([[30, 10], [0, 40], [10, 10], [1, 0]])
+    most = top_tokens(counts, 0)
+    assert [(entry.token, entry.occurrences) for entry in most] == [(0, 30), (2, 10), (3, 1)]
+    special = special_tokens(counts, 1)
+    share = 60 / 101
+    assert [entry.token for entry in special] == [1, 2, 0]
+    assert special[0].lift == pytest.approx(1 / share)
+    assert special[1].lift == pytest.approx(0.5 / share)
+    assert all(entry.token != 3 for entry in special_tokens(counts, 0))
+
+
+def test_entropy_of_even_routing_is_ln_e_and_of_one_expert_zero():
+    counts = torch.tensor([[5, 5, 5, 5], [9, 0, 0, 0]])
+    assert routing_entropy(counts, torch.tensor([True, False])) == pytest.approx(math.log(4))
+    assert routing_entropy(counts, torch.tensor([False, True])) == 0
+    assert routing_entropy(counts, torch.tensor([False, False])) == 0
+
+
+def test_shares_add_up_and_a_table_has_a_row_for_each_layer():
+    trace = trace_tokens(tiny_model(), [tiny_batch()])
+    for layer in trace:
+        assert sum(load_shares(layer)) == pytest.approx(1)
+    rows = health_rows(trace)
+    assert [row[0] for row in rows] == ["encoder 1", "decoder 1"]
+    assert format_table(["a", "long"], [["wide cell", "x"]]) == "a          long\nwide cell  x"
+
+
+def test_a_missing_and_a_broken_metrics_file_are_named(tmp_path):
+    with pytest.raises(DataError, match="There is no "):
+        read_lines(tmp_path / "none.jsonl")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n{"torn')
+    with pytest.raises(DataError, match="line 2: 'nonsense'"):
+        read_lines(path)

@@ -1,0 +1,131 @@
+"""Adafactor against a plain numpy derivation of T5X's formulas, experts one by one."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe import ConfigError
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import EXPERT_STACKS, parameter_groups
+from tests.models.tiny import tiny_batch, tiny_model
+
+
+def oracle_steps(parameter, grads, *, lr, factored):
+    """Runs T5X's update on one scalar, vector or matrix; t5x/adafactor.py at 0eb60a642d."""
+    p, v, v_row, v_col = parameter.copy(), 0.0, 0.0, 0.0
+    for t, g in enumerate(grads):
+        decay = 1 - (t + 1) ** -0.8
+        squared = g**2 + 1e-30
+        if factored:
+            v_row = decay * v_row + (1 - decay) * squared.mean(axis=1)
+            v_col = decay * v_col + (1 - decay) * squared.mean(axis=0)
+            y = g * ((v_row / v_row.mean()) ** -0.5)[:, None] * (v_col**-0.5)[None, :]
+        else:
+            v = decay * v + (1 - decay) * squared
+            y = g * v**-0.5
+        y = y / max(1.0, np.sqrt((y**2).mean()))
+        p = p - lr * max(np.sqrt((p**2).mean()), 1e-3) * y
+    return p
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch_dims", "factored"),
+    [
+        ((7,), 0, False),
+        ((5, 7), 0, False),
+        ((130, 131), 0, True),
+        ((127, 131), 0, False),
+        ((3, 5, 7), 1, True),
+        ((3, 7), 1, False),
+    ],
+)
+def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored):
+    rng = np.random.default_rng(0)
+    start, grads = (
+        rng.normal(size=shape),
+        rng.normal(size=(4, *shape)) * np.array([1, 1e-3, 30, 1]).reshape(4, *[1] * len(shape)),
+    )
+    parameter = torch.nn.Parameter(torch.tensor(start))
+    optimizer = Adafactor([{"params": [parameter], "batch_dims": batch_dims}], lr=0.3)
+    for grad in grads:
+        parameter.grad = torch.tensor(grad)
+        optimizer.step()
+    if batch_dims:
+        expected = np.stack([oracle_steps(start[e], grads[:, e], lr=0.3, factored=factored) for e in range(shape[0])])
+    else:
+        expected = oracle_steps(start, grads, lr=0.3, factored=factored)
+    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_one_experts_gradient_never_moves_another_and_zero_gradients_give_no_nan():
+    parameter = torch.nn.Parameter(torch.randn(3, 5, 7))
+    before = parameter.detach().clone()
+    optimizer = Adafactor([{"params": [parameter], "batch_dims": 1}], lr=0.1)
+    parameter.grad = torch.zeros(3, 5, 7)
+    parameter.grad[1] = torch.randn(5, 7)
+    optimizer.step()
+    assert torch.equal(parameter[0], before[0])
+    assert torch.equal(parameter[2], before[2])
+    assert not torch.equal(parameter[1], before[1])
+
+
+def test_a_parameter_without_gradient_keeps_its_weights_and_moments():
+    parameter = torch.nn.Parameter(torch.randn(5))
+    optimizer = Adafactor([parameter])
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_bfloat16_parameters_keep_float32_moments_through_a_state_dict():
+    parameter = torch.nn.Parameter(torch.randn(5, 7, dtype=torch.bfloat16))
+    optimizer = Adafactor([parameter])
+    parameter.grad = torch.randn(5, 7, dtype=torch.bfloat16)
+    optimizer.step()
+    copy = torch.nn.Parameter(parameter.detach().clone())
+    resumed = Adafactor([copy])
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.state[copy]["v"].dtype == torch.float32
+    copy.grad = parameter.grad.clone()
+    optimizer.step()
+    resumed.step()
+    assert torch.equal(copy, parameter)
+
+
+def test_groups_put_exactly_the_stacked_experts_apart():
+    model = tiny_model(expert_bias="multiplicative")
+    dense, stacked = parameter_groups(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].rsplit(".", 2)[-1] for p in stacked["params"]} == {"gate_up_proj", "down_proj", "bias"}
+    assert all(names[id(p)].endswith(EXPERT_STACKS) for p in stacked["params"])
+    assert len(dense["params"]) + len(stacked["params"]) == len(names)
+    assert (dense["batch_dims"], stacked["batch_dims"]) == (0, 1)
+
+
+def test_it_learns():
+    model, batch = tiny_model().train(), tiny_batch()
+    optimizer = Adafactor(parameter_groups(model), lr=0.05)
+    losses = []
+    for _ in range(30):
+        loss = model(**batch).ce_loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0; expected a number 0 or more"),
+        ({"clipping_threshold": 0.0}, "expected a number above 0"),
+    ],
+)
+def test_an_impossible_setting_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Adafactor([torch.nn.Parameter(torch.zeros(3))], **arguments)
+
+
+def test_an_unmarked_stack_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"shape \(3, 5, 7\).*batch_dims"):
+        Adafactor([torch.nn.Parameter(torch.zeros(3, 5, 7))])

@@ -1,0 +1,81 @@
+"""Recipes at the door: every mistake is one message that names the key."""
+
+from pathlib import Path
+
+import pytest
+
+from moe import ConfigError
+from moe.training.command import RecipeCommand, save_recipe
+from moe.training.recipe import FinetuneRecipe, PretrainRecipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def parse(*argv, kind=PretrainRecipe):
+    return RecipeCommand(kind, "A test.").parse([str(argument) for argument in argv])[0]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_says_its_source_and_cost(path):
+    kind = FinetuneRecipe if path.stem.endswith("finetune") else PretrainRecipe
+    recipe = parse("--config", path, kind=kind)
+    header = path.read_text().split("\nmodel:")[0]
+    assert all(word in header for word in ("Source:", "Mesh:", "Cost:", "Differs"))
+    if isinstance(recipe, PretrainRecipe):
+        assert recipe.build_config().num_parameters() > 0
+
+
+def test_the_tiny_recipe_has_the_papers_loss_weights():
+    config = parse("--config", RECIPES[-1].parent / "st_moe_tiny_pretrain.yaml").build_config()
+    assert (config.load_balance_loss_weight, config.router_z_loss_weight, config.z_loss_weight) == (0.01, 0.001, 1e-4)
+    assert (config.capacity_factor, config.eval_capacity_factor, config.num_selected_experts) == (1.25, 2.0, 2)
+
+
+def test_later_files_and_arguments_win_and_a_saved_recipe_reads_back(tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 3\noptim:\n  lr: 0.5\n")
+    (tmp_path / "b.yaml").write_text("optim:\n  lr: 0.25\n")
+    recipe = parse("--config", tmp_path / "a.yaml", "--config", tmp_path / "b.yaml", "--training.steps", 7)
+    assert (recipe.seed, recipe.optim.lr, recipe.training.steps) == (3, 0.25, 7)
+    save_recipe(recipe, tmp_path / "c.yaml")
+    assert parse("--config", tmp_path / "c.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim:\n  lrr: 1\n", "no setting 'optim.lrr' in a PretrainRecipe. Did you mean 'optim.lr'"),
+        ("model:\n  num_expert: 4\n", "Did you mean 'model.num_experts'"),
+        ("training:\n  steps: many\n", "steps"),
+        ("training:\n  steps: 0\n", "training.steps is 0; expected at least 1"),
+        ("training:\n  batch_size: 4\n  micro_batch_size: 3\n", "expected a divisor of training.batch_size, 4"),
+        ("data:\n  noise_density: 1.5\n", "data.noise_density is 1.5; expected between 0 and 1"),
+        ("optim:\n  schedule: cosine\n", "no schedule called 'cosine'"),
+        ("training:\n  steps: 5\noptim:\n  cooldown_steps: 9\n", "cooldown_steps is 9; expected 0 to the 5 steps"),
+        ("- a\n- b\n", "holds a list; expected settings"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_wrong_recipe_is_one_message(tmp_path, text, message):
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse("--config", tmp_path / "wrong.yaml")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_binary_and_unknown_arguments_are_one_message(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for argv, message in (
+        (["--config", tmp_path / "none.yaml"], "No such file"),
+        (["--config", tmp_path / "binary.yaml"], "is not YAML in UTF-8"),
+        (["--optim.lrr", 1], "no option --optim.lrr. Did you mean 'optim.lr'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(*argv)
+
+
+def test_fine_tuning_cannot_change_the_architecture():
+    with pytest.raises(ConfigError, match=r"model\.d_model"):
+        FinetuneRecipe(model={"d_model": 64})
+    defaults = FinetuneRecipe()
+    assert defaults.model["dropout_rate"] < defaults.model["expert_dropout_rate"]

@@ -1,0 +1,129 @@
+"""A run that is killed and resumed against one that was never stopped: bit for bit, as a user would do it."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.training.tiny_run import write_inputs
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+COMPARED = ("train/loss", "train/ce_loss", "train/grad_norm", "train/lr", "heldout/loss", "heldout/text_loss")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def command(inputs, out, *more):
+    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
+    arguments = ["--config", inputs["pretrain.yaml"], *paths, *more]
+    return [sys.executable, "-m", "scripts.pretrain", *map(str, arguments)]
+
+
+def call(inputs, out, *more):
+    return subprocess.run(
+        command(inputs, out, *more), capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
+    )
+
+
+def stop_at(inputs, out, step, how):
+    """Starts a run, stops it by a signal once its metrics have reached `step`, and returns the process."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command(inputs, out), env=ENVIRONMENT, **pipes)
+    deadline = time.monotonic() + 120
+    while last_step(out) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(how)
+    return process.communicate(timeout=60), process.returncode
+
+
+def last_step(out):
+    """Returns the step of the last whole line of metrics, 0 before the first."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def losses(out):
+    """Returns the text of every compared number by step and name."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {(line["step"], name): repr(line[name]) for line in lines for name in COMPARED if name in line}
+
+
+@pytest.fixture(scope="module")
+def unstopped(inputs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unstopped") / "run"
+    done = call(inputs, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 17, 33])
+def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
+    out = tmp_path / "run"
+    _, code = stop_at(inputs, out, step, signal.SIGKILL)
+    assert code == -signal.SIGKILL, "the run ended before it could be killed"
+    assert not (out / "model").exists()
+    done = call(inputs, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(unstopped)
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (out / "model" / file).read_bytes() == (unstopped / "model" / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on_and_loses_nothing(inputs, unstopped, tmp_path):
+    out = tmp_path / "run"
+    (_, errors), code = stop_at(inputs, out, 10, signal.SIGINT)
+    assert code == 130
+    assert "--resume" in errors
+    assert "Traceback" not in errors
+    assert call(inputs, out, "--resume").returncode == 0
+    assert losses(out) == losses(unstopped)
+
+
+@pytest.mark.slow
+def test_a_complete_run_is_kept_and_a_second_one_is_refused(inputs, unstopped):
+    before = {path: path.stat().st_mtime_ns for path in unstopped.rglob("*") if path.is_file() and path.name != ".lock"}
+    done = call(inputs, unstopped, "--resume")
+    assert done.returncode == 0
+    assert "is complete" in done.stdout
+    refused = call(inputs, unstopped)
+    assert refused.returncode == 2
+    assert "already holds a run. Give --resume" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+@pytest.mark.slow
+def test_other_settings_or_another_writer_are_refused(inputs, tmp_path):
+    out = tmp_path / "run"
+    stop_at(inputs, out, 10, signal.SIGKILL)
+    other = call(inputs, out, "--resume", "--optim.lr", "0.3")
+    assert other.returncode == 2
+    assert "optim.lr was 0.2 and is 0.3" in other.stderr
+    with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = call(inputs, out, "--resume")
+    assert second.returncode == 2
+    assert "Another process trains in" in second.stderr
+
+
+@pytest.mark.slow
+def test_what_does_not_go_together_is_one_message(inputs, tmp_path):
+    small = call(inputs, tmp_path / "run", "--model.vocab_size", "200")
+    assert small.returncode == 2
+    assert "model.vocab_size is 200, but the tokenizer" in small.stderr
+    wrong = call(inputs, tmp_path / "run", "--model.num_experst", "8")
+    assert wrong.returncode == 2
+    assert "Did you mean 'model.num_experts'" in wrong.stderr
+    assert "Traceback" not in small.stderr + wrong.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,80 @@
+"""One update: independent of how the batch is cut, and a function of seed and step."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe import ConfigError
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.training.metrics import step_values
+from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
+from moe.training.step import train_step
+from tests.models.tiny import tiny_batch, tiny_model
+
+
+def recipe(**training) -> Recipe:
+    return Recipe(
+        optim=OptimRecipe(schedule="constant", lr=0.01, warmup_steps=0, max_grad_norm=0.5),
+        training=TrainingRecipe(steps=5, batch_size=4, **training),
+    )
+
+
+def updated(model, settings, steps=2):
+    optimizer = Adafactor(parameter_groups(model))
+    metrics = [train_step(model, optimizer, settings, tiny_batch(seed=step), step) for step in range(steps)]
+    return metrics, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_update_does_not_depend_on_how_the_batch_is_cut(micro):
+    whole, expected = updated(tiny_model(group_size=13).double().train(), recipe())
+    parts, actual = updated(tiny_model(group_size=13).double().train(), recipe(micro_batch_size=micro))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    for a, b in zip(parts, whole, strict=True):
+        assert step_values(a, 1.0) == pytest.approx(step_values(b, 1.0), abs=1e-12)
+
+
+def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
+    with pytest.raises(
+        ConfigError, match=r"4 rows of 13 tokens .* groups of 2 sequences .* micro-batch in groups of 1"
+    ):
+        updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
+
+
+def test_randomness_is_a_function_of_seed_and_step():
+    changes = {"dropout_rate": 0.3, "second_expert_policy": "random"}
+    (first, *_), weights = updated(tiny_model(**changes).train(), recipe())
+    torch.manual_seed(99)
+    _, again = updated(tiny_model(**changes).train(), recipe())
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    (other, *_), _ = updated(tiny_model(**changes).train(), dataclasses.replace(recipe(), seed=1))
+    assert float(first.ce_loss) != float(other.ce_loss)
+
+
+def test_bfloat16_computes_in_autocast_and_keeps_float32_weights():
+    (metrics, *_), weights = updated(tiny_model().train(), recipe(precision="bfloat16"))
+    assert all(weight.dtype == torch.float32 for weight in weights)
+    (exact, *_), _ = updated(tiny_model().train(), recipe())
+    assert float(metrics.ce_loss) != float(exact.ce_loss)
+    assert float(metrics.ce_loss) == pytest.approx(float(exact.ce_loss), rel=0.02)
+
+
+def test_metrics_have_the_public_names():
+    (metrics, *_), _ = updated(tiny_model().train(), recipe(), steps=1)
+    router = (
+        "load_balance_loss",
+        "router_z_loss",
+        "fraction_dropped",
+        "entropy",
+        "load_cv",
+        "max_over_mean",
+        "dead_experts",
+    )
+    train = ("loss", "ce_loss", "grad_norm", "lr", "tokens_per_second")
+    expected = {f"train/{name}" for name in train}
+    expected |= {f"router/{stack}/{name}" for stack in ("encoder", "decoder") for name in router}
+    assert set(step_values(metrics, 7.0)) == expected
+    assert int(metrics.tokens) == int(tiny_batch()["attention_mask"].sum() + (tiny_batch()["labels"] != -100).sum())
