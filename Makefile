@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

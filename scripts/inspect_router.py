@@ -10,10 +10,11 @@ from pathlib import Path
 
 from moe.data.corpus import corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
+from moe.data.storage import read_json_lines
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import CheckpointError, ConfigError, run_main
-from moe.inspection.report import read_lines, write_report
+from moe.inspection.report import write_report
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -43,7 +44,9 @@ def main(argv: list[str]) -> None:
     settings = {"inputs_length": options.inputs_length, "batch_size": 64, "seed": 0}
     source = SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings)
     trace = trace_tokens(model, (source.batch(index) for index in range(options.batches)))
-    stages = {name: read_lines(Path(file)) for name, _, file in (value.partition("=") for value in options.metrics)}
+    stages = {
+        name: read_json_lines(Path(file)) for name, _, file in (value.partition("=") for value in options.metrics)
+    }
     evaluation = json.loads(options.evaluation.read_text(encoding="utf-8")) if options.evaluation else None
     write_report(
         options.out,

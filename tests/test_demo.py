@@ -83,7 +83,10 @@ def test_the_demo_makes_everything_it_says(tmp_path):
 
     refused = call(*options)
     assert refused.returncode == 2
-    assert "already holds a run. Give --resume" in refused.stderr
+    assert "holds a run already. Give --resume" in refused.stderr
+    other = call("--out", out, "--data", inputs["corpus"], "--resume")
+    assert other.returncode == 2
+    assert "holds a run with other settings" in other.stderr
     resumed = call(*options, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "is complete" in resumed.stdout

@@ -1,10 +1,12 @@
-"""Folders and files that appear whole or not at all: written aside, then renamed."""
+"""Folders and files that appear whole or not at all, and lines that may end torn."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moe.errors import DataError
 
@@ -27,6 +29,8 @@ def whole_folder(target: Path, *, marker: str) -> Iterator[Path]:
     check_replaceable(target, marker=marker)
     partial = target.with_name(f".{target.name}.partial")
     replaced = target.with_name(f".{target.name}.replaced")
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)  # a run was killed between the two renames below
     for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -65,3 +69,22 @@ def whole_file(target: Path) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the JSON objects of a file that is written line by line; a torn last line is left out.
+
+    Raises:
+        DataError: When the file is missing, or another line is no JSON object.
+    """
+    if not path.is_file():
+        raise DataError(f"There is no {path}. Give a file of JSON lines, e.g. the metrics.jsonl of a run.")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    values: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            values.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise DataError(f"{path}, line {number}: {line[:60]!r} is no JSON object. Restore the file.") from error
+    return values

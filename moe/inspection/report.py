@@ -1,6 +1,5 @@
 """report.html: one page, with nothing outside it, that explains a run."""
 
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -10,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.storage import whole_file
 from moe.data.tokenizer import SpecialIds
-from moe.errors import DataError
 from moe.inspection import plots
 from moe.inspection.tables import (
     HEALTH_HEADER,
@@ -79,25 +77,6 @@ def write_report(
     )
     with whole_file(path) as partial:
         partial.write_text(page, encoding="utf-8")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics.jsonl; a torn last line is left out.
-
-    Raises:
-        DataError: When the file is missing or another line is no JSON object.
-    """
-    if not path.is_file():
-        raise DataError(f"There is no {path}. Give the metrics.jsonl of a run.")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    values: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            if number < len(lines):
-                raise DataError(f"{path}, line {number}: {line[:60]!r} is no JSON object. Restore the file.") from error
-    return values
 
 
 def _headline(config: STMoEConfig, stages: dict[str, Any], evaluation: dict[str, Any] | None) -> str:

@@ -72,7 +72,7 @@ def activate(hidden: Tensor, config: SparseConfig) -> Tensor:
 
 
 def truncated_normal_(tensor: Tensor, std: float) -> Tensor:
-    """Fills `tensor` with normal values cut at two deviations, rescaled so that their deviation is `std`.
+    """Fills <float>[...] with normal values cut at two deviations, rescaled so that their deviation is `std`.
 
     Source:
         flax `variance_scaling(..., "truncated_normal")`, as Flaxformer's ST-MoE configurations use it: the cut

@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch.utils.tensorboard import SummaryWriter
 
-from moe.data.storage import whole_file
-from moe.errors import DataError
+from moe.data.storage import read_json_lines, whole_file
 from moe.sparse.stats import RouterStats, summarize
 from moe.training.step import StepMetrics
 
@@ -56,7 +55,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / METRICS_FILE
-        kept = [line for line in read_metrics(path) if line["step"] <= step] if step and path.exists() else []
+        kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
         with whole_file(path) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
@@ -77,23 +76,3 @@ class MetricsWriter:
     ) -> None:
         self._file.close()
         self._board.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics.jsonl; a torn last line is left out.
-
-    Raises:
-        DataError: When another line is no JSON object with a step.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    values = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-            value["step"] = int(value["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
-            raise DataError(f"{path}, line {number}: {line[:60]!r} is no line of metrics. Restore the file.") from error
-        values.append(value)
-    return values

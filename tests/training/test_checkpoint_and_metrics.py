@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe import CheckpointError, DataError
+from moe.data.storage import read_json_lines
 from moe.data.tokenizer import SpecialIds
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
@@ -21,7 +22,7 @@ from moe.training.checkpoint import (
     save_checkpoint,
 )
 from moe.training.heldout import HeldOut, evaluate_held_out, unigram_entropy
-from moe.training.metrics import MetricsWriter, read_metrics
+from moe.training.metrics import MetricsWriter
 from tests.models.tiny import tiny_batch, tiny_model
 
 
@@ -120,17 +121,17 @@ def test_metrics_resume_without_later_and_torn_lines(tmp_path):
             writer.write(step, {"train/loss": 0.1 * step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     with MetricsWriter(tmp_path, 2) as writer:
         writer.write(3, {"train/loss": 9.0})
-    assert [line["train/loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.1, 0.2, 9.0]
+    assert [line["train/loss"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [0.1, 0.2, 9.0]
     assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: 'nonsense'"):
-        read_metrics(tmp_path / "metrics.jsonl")
+        read_json_lines(tmp_path / "metrics.jsonl")
 
 
 class Batches:

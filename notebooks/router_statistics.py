@@ -1,0 +1,65 @@
+# %% [markdown]
+# # What do the routers do with my sentences?
+#
+# Run `make demo` first, or set `MOE_MODEL` to the folder of another model. It runs as a script
+# (`python notebooks/router_statistics.py`) and cell by cell in editors that know `# %%`.
+
+# %%
+import os
+
+from moe import STMoEForConditionalGeneration
+from moe.data.tokenizer import load_tokenizer
+from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, layer_name, load_shares, top_tokens
+from moe.inspection.trace import trace_tokens
+
+folder = os.environ.get("MOE_MODEL", "runs/demo/pretrain/model")
+model = STMoEForConditionalGeneration.from_pretrained(folder)
+tokenizer = load_tokenizer(folder)
+
+# %% [markdown]
+# ## Sentences
+#
+# The encoder reads each sentence with a sentinel at the end; the decoder is given what the sentinel hides.
+
+# %%
+sentences = [
+    ("Returns the number of items in a", "list."),
+    ("The default value of this argument is", "None."),
+    ("Raises an error if the file does not", "exist."),
+]
+inputs = tokenizer([f"{text} <extra_id_0>" for text, _ in sentences], padding=True, return_tensors="pt")
+targets = tokenizer([f"<extra_id_0> {hidden}" for _, hidden in sentences], padding=True, return_tensors="pt")
+labels = targets.input_ids.masked_fill(targets.attention_mask == 0, -100)
+batch = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask, "labels": labels}
+
+# %% [markdown]
+# ## Health: load, drops, entropy
+
+# %%
+trace = trace_tokens(model, [batch])
+print(format_table(HEALTH_HEADER, health_rows(trace)))
+
+# %% [markdown]
+# ## Tokens by expert
+
+# %%
+for layer in trace:
+    rows = []
+    for expert, share in enumerate(load_shares(layer)):
+        tokens = tokenizer.convert_ids_to_tokens([entry.token for entry in top_tokens(layer.first_choice, expert)])
+        rows.append([str(expert + 1), f"{100 * share:.0f} %", " ".join(tokens)])
+    print(f"\n{layer_name(layer)}")
+    print(format_table(["expert", "load", "first choice of"], rows))
+
+# %% [markdown]
+# ## One sentence, token by token
+
+# %%
+output = model(**batch)
+for token, probs in zip(
+    tokenizer.convert_ids_to_tokens(batch["input_ids"][0]),
+    output.encoder_router_outputs[0].router_logits.softmax(-1).flatten(0, 1),
+    strict=False,
+):
+    first, second = probs.topk(2).indices.tolist()
+    print(f"{token:<16} expert {first + 1} ({probs[first]:.2f}), then {second + 1} ({probs[second]:.2f})")

@@ -1,0 +1,32 @@
+"""Folders that are whole or as they were, whatever moment a run is killed at."""
+
+import pytest
+
+from moe import DataError
+from moe.data.storage import whole_folder
+
+
+def fill(target, text):
+    with whole_folder(target, marker="marker") as partial:
+        (partial / "marker").write_text(text)
+
+
+def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path):
+    target = tmp_path / "thing"
+    fill(target, "first")
+    target.rename(tmp_path / ".thing.replaced")
+    (tmp_path / ".thing.partial").mkdir()
+    with pytest.raises(RuntimeError), whole_folder(target, marker="marker"):
+        raise RuntimeError
+    assert (target / "marker").read_text() == "first"
+    fill(target, "second")
+    assert (target / "marker").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+
+
+def test_a_folder_of_another_kind_is_never_replaced(tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters/love.txt").write_text("dear")
+    with pytest.raises(DataError, match="holds something else"):
+        fill(tmp_path / "letters", "x")
+    assert (tmp_path / "letters/love.txt").read_text() == "dear"
