@@ -76,8 +76,8 @@ TASKS.add(
         description=(
             "The name of a Unicode character, in lower case, to its general category in words "
             f"(`unicodedata` {unicodedata.unidata_version}). At most {MOST_OF_A_CATEGORY} names a category; without "
-            f"ideographs and other numbered names. Split by blocks of {BLOCK_SIZE} code points, so that neighbours, "
-            "whose names are alike, never straddle two splits."
+            f"ideographs and other numbered names. Split by blocks of {BLOCK_SIZE} code points, a column of the "
+            "Unicode charts, so that direct neighbours stay together; coarser blocks would be harder."
         ),
         licence="Unicode-3.0",
         choices=tuple(CATEGORIES.values()),
