@@ -40,6 +40,8 @@ def whole_folder(target: Path, *, marker: str) -> Iterator[Path]:
             target.rename(replaced)
         partial.rename(target)
     finally:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -83,8 +85,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     values: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            values.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            if number < len(lines):
-                raise DataError(f"{path}, line {number}: {line[:60]!r} is no JSON object. Restore the file.") from error
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            values.append(value)
+        elif number < len(lines):
+            raise DataError(f"{path}, line {number}: {line[:60]!r} is no JSON object. Restore the file.")
     return values

@@ -1,5 +1,6 @@
 """Adafactor as T5X runs it: factored second moments, update clipping, steps relative to the parameter's size."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,9 +59,11 @@ class Adafactor(torch.optim.Optimizer):
             "epsilon2": epsilon2,
         }
         for name, value in settings.items():
-            if value < 0 or (value == 0 and name in ("decay_exponent", "clipping_threshold", "epsilon1")):
+            if not 0 <= value < math.inf or (
+                value == 0 and name in ("decay_exponent", "clipping_threshold", "epsilon1")
+            ):
                 bound = "0 or more" if name in ("lr", "epsilon2", "min_dim_size_to_factor") else "above 0"
-                raise ConfigError(f"Adafactor's {name} is {value!r}; expected a number {bound}.")
+                raise ConfigError(f"Adafactor's {name} is {value!r}; expected a finite number {bound}.")
         super().__init__(params, {**settings, "batch_dims": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def save_checkpoint(
         (partial / STATE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         for name in (*sizes, STATE_FILE):
             _flush(partial / name)
+        _flush(partial)
     _flush(folder)
     for old in _complete(folder)[:-keep]:
         shutil.rmtree(old)
@@ -134,7 +135,7 @@ def _is_complete(path: Path) -> bool:
     try:
         facts = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         return all((path / name).stat().st_size == size for name, size in facts["sizes"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
 
 

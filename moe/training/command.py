@@ -66,9 +66,11 @@ class RecipeCommand(Generic[R]):
         for file in _config_files(argv):
             self._refuse_unknown_keys(file)
         try:
-            values = self._parser.parse_args(argv).as_dict()
+            parsed = self._parser.parse_args(argv)
         except argparse.ArgumentError as error:
             raise ConfigError(" ".join(str(error).split())) from error
+        self._refuse_nulls(parsed)
+        values = parsed.as_dict()
         own = {name: values[name] for name in self._own}
         return build_recipe(self.kind, values), argparse.Namespace(**own)
 
@@ -80,10 +82,19 @@ class RecipeCommand(Generic[R]):
             if argument.startswith("--") and name not in known:
                 raise ConfigError(f"There is no option --{name}.{did_you_mean(name, known)} --help lists all of them.")
 
+    def _refuse_nulls(self, parsed: Any) -> None:
+        """Raises a ConfigError for the first setting that is null and may not be; jsonargparse lets all be null."""
+        for setting in self._settings.values():
+            nullable = type(None) in typing.get_args(setting.type)
+            if setting.name in parsed and parsed[setting.name] is None and not nullable:
+                kind = getattr(setting.type, "__name__", setting.type)
+                raise ConfigError(f"{setting.name} is null; expected {kind}. Give a value, or leave the key out.")
+
     def _refuse_unknown_keys(self, file: str) -> None:
         """Raises a ConfigError for the first key of a YAML file that is no setting."""
+        sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
         for key in _dotted_keys(_read_mapping(file)):
-            if key not in self._settings.keys() | self._own:
+            if key not in self._settings.keys() | self._own | sections:
                 raise ConfigError(
                     f"{file}: there is no setting {key!r} in a {self.kind.__name__}."
                     f"{did_you_mean(key, self._settings)} Remove it or correct its name."
@@ -159,13 +170,16 @@ def _read_mapping(file: str) -> dict[str, Any]:
         raise ConfigError(f"--config {file}: {error.strerror}. Give the path of a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not YAML in UTF-8: {' '.join(str(error).split())}") from error
-    if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a {type(content).__name__}; expected settings as `key: value` lines.")
-    return content or {}
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ConfigError(f"{file} holds {found}; expected settings as `key: value` lines.")
+    return content
 
 
 def _dotted_keys(mapping: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the names of the leaves of nested mappings, e.g. `optim.lr`."""
+    """Yields the names of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for an empty one."""
+    if prefix and not mapping:
+        yield prefix
     for key, value in mapping.items():
         if isinstance(value, dict):
             yield from _dotted_keys(value, f"{prefix}{key}.")

@@ -72,18 +72,22 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
     Raises:
         DataError: When the folder holds a run and `resume` is not given, or another process writes to it.
-        CheckpointError: When the checkpoint belongs to other settings or data, or the loss is not finite.
+        CheckpointError: When the checkpoint belongs to other settings or data, or loss or gradient is not finite.
         ConfigError: When the recipe's numbers do not go together.
     """
     finished = run.folder / MODEL_FOLDER
     _refuse_to_overwrite(run.folder, resume)
     with _only_writer(run.folder):
+        newest = _newest_checkpoint(run) if resume else None
         if (finished / _MODEL_MARKER).is_file():
             print(f"{run.folder} is complete: its model is in {finished}.")  # noqa: T201  the answer to --resume
             return finished
         torch.nn.Module.to(run.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         optimizer = Adafactor(parameter_groups(run.model), clipping_threshold=run.recipe.optim.clipping_threshold)
-        start = _restore(run, optimizer) if resume else 0
+        start = 0
+        if newest is not None:
+            load_checkpoint(newest, run.model, optimizer)
+            start = load_state(newest).step
         save_recipe(run.recipe, run.folder / RECIPE_FILE)
         with MetricsWriter(run.folder, start) as writer:
             _run_steps(run, optimizer, writer, start, description)
@@ -106,7 +110,7 @@ def _run_steps(run: Run, optimizer: Adafactor, writer: MetricsWriter, start: int
             metrics = train_step(run.model, optimizer, run.recipe, batch, step)
             done = step + 1
             tokens += float(metrics.tokens)
-            _refuse_non_finite(float(metrics.loss), done, run.folder)
+            _refuse_non_finite(float(metrics.loss), float(metrics.grad_norm), done, run.folder)
             if done % training.log_every == 0 or done == training.steps:
                 writer.write(done, step_values(metrics, tokens / (time.perf_counter() - clock)))
                 bar.set_postfix(ce_loss=f"{float(metrics.ce_loss):.3f}", lr=f"{metrics.lr:.2g}", refresh=False)
@@ -128,15 +132,17 @@ def _report_held_out(run: Run, writer: MetricsWriter, step: int) -> None:
         writer.write(step, evaluate_held_out(run.model, run.held_out))
 
 
-def _restore(run: Run, optimizer: Adafactor) -> int:
-    """Puts the newest checkpoint into model and optimizer and returns its step; 0 when there is none."""
+def _newest_checkpoint(run: Run) -> Path | None:
+    """Returns the newest checkpoint, which belongs to these settings and data; None when there is none.
+
+    Raises:
+        CheckpointError: When it belongs to others. A finished run is checked too: more steps would not be taken.
+    """
     path = latest_checkpoint(run.folder / CHECKPOINTS_FOLDER)
-    if path is None:
-        return 0
-    saved = load_state(path)
-    check_same_run(path, saved, _state(run, saved.step), _FREE_TO_CHANGE)
-    load_checkpoint(path, run.model, optimizer)
-    return saved.step
+    if path is not None:
+        saved = load_state(path)
+        check_same_run(path, saved, _state(run, saved.step), _FREE_TO_CHANGE)
+    return path
 
 
 def _state(run: Run, step: int) -> RunState:
@@ -152,11 +158,12 @@ def _refuse_to_overwrite(folder: Path, resume: bool) -> None:
         )
 
 
-def _refuse_non_finite(loss: float, step: int, folder: Path) -> None:
-    """Raises a CheckpointError when training has diverged; checkpoints stay."""
-    if not math.isfinite(loss):
+def _refuse_non_finite(loss: float, grad_norm: float, step: int, folder: Path) -> None:
+    """Raises a CheckpointError when training has diverged, before such weights are saved; checkpoints stay."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise CheckpointError(
-            f"The loss is {loss} at step {step}. The checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
+            f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}. The "
+            f"checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
             "Lower optim.lr or optim.clipping_threshold, and start a new run."
         )
 

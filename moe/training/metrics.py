@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
 from moe.data.storage import read_json_lines, whole_file
+from moe.errors import DataError
 from moe.sparse.stats import RouterStats, summarize
 from moe.training.step import StepMetrics
 
@@ -45,17 +46,29 @@ def _router_values(stack: str, stats: RouterStats | None) -> dict[str, float]:
     return {f"router/{stack}/{name}": summary[name] for name in _PER_STACK}
 
 
+def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl that were measured after at most `step` updates."""
+    lines = read_json_lines(path)
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line.get("step"), int):
+            raise DataError(f"{path}, line {number} has no step. Restore the file, or remove that line.")
+    return [line for line in lines if line["step"] <= step]
+
+
 class MetricsWriter:
     """Appends to metrics.jsonl and to TensorBoard's files; a context manager.
 
     Args:
         folder: Of the run.
         step: Updates that the run has behind it; lines of later ones, and a torn last line, are removed.
+
+    Raises:
+        DataError: When another line is torn or has no step; names file and line.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / METRICS_FILE
-        kept = [line for line in read_json_lines(path) if line["step"] <= step] if step else []
+        kept = _lines_until(path, step) if step and path.exists() else []
         with whole_file(path) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")

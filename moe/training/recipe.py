@@ -1,6 +1,7 @@
 """What a run is: frozen records, checked when they are made. Read from YAML and the command line by command.py."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -47,7 +48,7 @@ class OptimRecipe:
 
     def __post_init__(self) -> None:
         SCHEDULES.get(self.schedule)
-        _expect(self.lr > 0, "optim.lr", self.lr, "a number above 0")
+        _expect(0 < self.lr < math.inf, "optim.lr", self.lr, "a finite number above 0")
         _expect(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
         _expect(self.cooldown_steps >= 0, "optim.cooldown_steps", self.cooldown_steps, "0 or more")
         _expect(self.clipping_threshold > 0, "optim.clipping_threshold", self.clipping_threshold, "above 0")
@@ -165,7 +166,7 @@ class Recipe:
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
 
     def __post_init__(self) -> None:
-        _expect(self.seed >= 0, "seed", self.seed, "0 or more")
+        _expect(0 <= self.seed < 2**32, "seed", self.seed, f"0 to {2**32 - 1}")
         for name in self.model:
             if name not in self.model_fields:
                 raise ConfigError(

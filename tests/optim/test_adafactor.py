@@ -39,10 +39,11 @@ def oracle_steps(parameter, grads, *, lr, factored):
         ((3, 7), 1, False),
     ],
 )
-def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored):
+@pytest.mark.parametrize("size", [1.0, 1e-7, 0.0])
+def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored, size):
     rng = np.random.default_rng(0)
     start, grads = (
-        rng.normal(size=shape),
+        rng.normal(size=shape) * size,
         rng.normal(size=(4, *shape)) * np.array([1, 1e-3, 30, 1]).reshape(4, *[1] * len(shape)),
     )
     parameter = torch.nn.Parameter(torch.tensor(start))
@@ -60,20 +61,27 @@ def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored):
 def test_one_experts_gradient_never_moves_another_and_zero_gradients_give_no_nan():
     parameter = torch.nn.Parameter(torch.randn(3, 5, 7))
     before = parameter.detach().clone()
-    optimizer = Adafactor([{"params": [parameter], "batch_dims": 1}], lr=0.1)
-    parameter.grad = torch.zeros(3, 5, 7)
-    parameter.grad[1] = torch.randn(5, 7)
-    optimizer.step()
+    alone = torch.nn.Parameter(before[1].clone().unsqueeze(0))
+    optimizer = Adafactor([{"params": [parameter, alone], "batch_dims": 1}], lr=0.1)
+    for scale in (1.0, 100.0, 0.01):
+        parameter.grad = torch.zeros(3, 5, 7)
+        parameter.grad[1] = scale * torch.randn(5, 7)
+        alone.grad = parameter.grad[1:2].clone()
+        optimizer.step()
     assert torch.equal(parameter[0], before[0])
     assert torch.equal(parameter[2], before[2])
     assert not torch.equal(parameter[1], before[1])
+    torch.testing.assert_close(parameter[1], alone[0], rtol=1e-6, atol=1e-7)
 
 
 def test_a_parameter_without_gradient_keeps_its_weights_and_moments():
-    parameter = torch.nn.Parameter(torch.randn(5))
-    optimizer = Adafactor([parameter])
+    parameter, other = (torch.nn.Parameter(torch.randn(5)) for _ in range(2))
+    before = parameter.detach().clone()
+    optimizer = Adafactor([parameter, other])
+    other.grad = torch.ones(5)
     optimizer.step()
-    assert not optimizer.state
+    assert list(optimizer.state) == [other]
+    assert torch.equal(parameter, before)
 
 
 def test_bfloat16_parameters_keep_float32_moments_through_a_state_dict():
@@ -97,7 +105,7 @@ def test_groups_put_exactly_the_stacked_experts_apart():
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)].rsplit(".", 2)[-1] for p in stacked["params"]} == {"gate_up_proj", "down_proj", "bias"}
     assert all(names[id(p)].endswith(EXPERT_STACKS) for p in stacked["params"])
-    assert len(dense["params"]) + len(stacked["params"]) == len(names)
+    assert sorted(id(p) for p in dense["params"] + stacked["params"]) == sorted(names)
     assert (dense["batch_dims"], stacked["batch_dims"]) == (0, 1)
 
 
@@ -117,8 +125,12 @@ def test_it_learns():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -1.0}, "lr is -1.0; expected a number 0 or more"),
-        ({"clipping_threshold": 0.0}, "expected a number above 0"),
+        ({"lr": -1.0}, "lr is -1.0; expected a finite number 0 or more"),
+        ({"lr": float("nan")}, "lr is nan; expected a finite number 0 or more"),
+        ({"clipping_threshold": 0.0}, "clipping_threshold is 0.0; expected a finite number above 0"),
+        ({"decay_exponent": -0.5}, "decay_exponent is -0.5"),
+        ({"epsilon1": 0.0}, "epsilon1 is 0.0; expected a finite number above 0"),
+        ({"epsilon2": float("inf")}, "epsilon2 is inf"),
     ],
 )
 def test_an_impossible_setting_is_refused(arguments, message):

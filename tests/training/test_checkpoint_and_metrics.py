@@ -62,13 +62,17 @@ def test_only_the_newest_stay(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000030"]
 
 
-@pytest.mark.parametrize("damage", ["no state", "torn state", "missing file", "short file", "partial sibling"])
+@pytest.mark.parametrize(
+    "damage", ["no state", "torn state", "odd state", "missing file", "short file", "partial sibling"]
+)
 def test_a_torn_checkpoint_is_never_picked_up(tmp_path, damage):
     good, torn = save(tmp_path, 1)[2], save(tmp_path, 2)[2]
     if damage == "no state":
         (torn / "state.json").unlink()
     elif damage == "torn state":
         (torn / "state.json").write_text('{"step": 2')
+    elif damage == "odd state":
+        (torn / "state.json").write_text('{"step": 2, "sizes": [1]}')
     elif damage == "missing file":
         (torn / "optimizer.pt").unlink()
     elif damage == "short file":
@@ -132,6 +136,18 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: 'nonsense'"):
         read_json_lines(tmp_path / "metrics.jsonl")
+
+
+def test_a_line_without_a_step_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"train/loss": 2.0}\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 has no step"):
+        MetricsWriter(tmp_path, 2)
+
+
+def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):
+    with MetricsWriter(tmp_path, 5) as writer:
+        writer.write(6, {"train/loss": 1.0})
+    assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 6, "train/loss": 1.0}]
 
 
 class Batches:

@@ -53,6 +53,16 @@ def test_later_files_and_arguments_win_and_a_saved_recipe_reads_back(tmp_path):
         ("training:\n  steps: 5\noptim:\n  cooldown_steps: 9\n", "cooldown_steps is 9; expected 0 to the 5 steps"),
         ("- a\n- b\n", "holds a list; expected settings"),
         ("a: [", "is not YAML"),
+        ("# all is commented out\n", "holds nothing; expected settings"),
+        ("optimm: {}\n", "no setting 'optimm.' in a PretrainRecipe. Did you mean 'optim.lr'"),
+        ("training:\n", "no setting 'training'"),
+        ("seed: null\n", "seed is null; expected int"),
+        ("model:\n  d_ff: null\n", "model.d_ff is null; expected int"),
+        ("seed: 4294967296\n", "seed is 4294967296; expected 0 to 4294967295"),
+        ("optim:\n  lr: .inf\n", "optim.lr is inf; expected a finite number above 0"),
+        ("optim:\n  lr: .nan\n", "optim.lr is nan; expected a finite number above 0"),
+        ("training:\n  steps: true\n", "training.steps"),
+        ("training:\n  precision: float16\n", "training.precision"),
     ],
 )
 def test_a_wrong_recipe_is_one_message(tmp_path, text, message):
@@ -72,6 +82,11 @@ def test_missing_binary_and_unknown_arguments_are_one_message(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             parse(*argv)
+
+
+def test_an_empty_section_and_an_allowed_null_change_nothing(tmp_path):
+    (tmp_path / "a.yaml").write_text("optim: {}\ntraining:\n  micro_batch_size: null\n")
+    assert parse("--config", tmp_path / "a.yaml") == parse()
 
 
 def test_fine_tuning_cannot_change_the_architecture():

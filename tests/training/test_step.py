@@ -52,6 +52,9 @@ def test_randomness_is_a_function_of_seed_and_step():
     assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
     (other, *_), _ = updated(tiny_model(**changes).train(), dataclasses.replace(recipe(), seed=1))
     assert float(first.ce_loss) != float(other.ce_loss)
+    model = tiny_model(**changes).train()
+    later = train_step(model, Adafactor(parameter_groups(model)), recipe(), tiny_batch(seed=0), 1)
+    assert float(first.ce_loss) != float(later.ce_loss)
 
 
 def test_bfloat16_computes_in_autocast_and_keeps_float32_weights():
