@@ -1,11 +1,17 @@
 """Checkpoints that are whole or absent: written aside, flushed to disk, then renamed."""
 
+import errno
+import io
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors
 import safetensors.torch
 import torch
 import transformers
@@ -43,9 +49,11 @@ def save_checkpoint(
         The checkpoint's folder, `step_` and 8 digits.
     """
     target = folder / f"step_{state.step:08d}"
-    with whole_folder(target, marker=STATE_FILE) as partial:
+    with whole_folder(target, marker=STATE_FILE) as partial, disk_errors(target):
         safetensors.torch.save_model(model, str(partial / WEIGHTS_FILE))
-        torch.save(optimizer.state_dict(), partial / OPTIMIZER_FILE)
+        moments = io.BytesIO()  # torch reports a full disk as a RuntimeError, a file as an OSError
+        torch.save(optimizer.state_dict(), moments)
+        (partial / OPTIMIZER_FILE).write_bytes(moments.getbuffer())
         sizes = {name: (partial / name).stat().st_size for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
         versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
         facts = {**state._asdict(), "sizes": sizes, "versions": versions}
@@ -123,6 +131,17 @@ def check_same_run(path: Path, saved: RunState, current: RunState, free: frozens
             f"{path} belongs to a run on other data (fingerprint {saved.fingerprint}, now {current.fingerprint}). "
             "Resume with the same corpus and tokenizer, or start a new run with another --out."
         )
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a failed write of safetensors into the OSError that it is, about `path`."""
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def _complete(folder: Path) -> list[Path]:

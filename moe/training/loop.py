@@ -22,6 +22,7 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.checkpoint import (
     RunState,
     check_same_run,
+    disk_errors,
     latest_checkpoint,
     load_checkpoint,
     load_state,
@@ -91,7 +92,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         save_recipe(run.recipe, run.folder / RECIPE_FILE)
         with MetricsWriter(run.folder, start) as writer:
             _run_steps(run, optimizer, writer, start, description)
-        with whole_folder(finished, marker=_MODEL_MARKER) as partial:
+        with whole_folder(finished, marker=_MODEL_MARKER) as partial, disk_errors(finished):
             run.model.save_pretrained(partial)
             run.tokenizer.save_pretrained(str(partial))
     return finished

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -172,3 +173,24 @@ def test_what_does_not_go_together_is_one_message(inputs, tmp_path, arguments, m
     with pytest.raises(ConfigError, match=message):
         here(inputs, tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_ends_in_one_message_and_keeps_what_was_there(inputs, tmp_path):
+    out, limit = tmp_path / "run", 40_000
+    process = subprocess.run(
+        command(inputs, out),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert process.returncode == 2, process.stderr
+    assert "File too large" in process.stderr
+    assert "step_00000007" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert list((out / "checkpoints").iterdir()) == []
+    assert last_step(out) == 7
+    assert call(inputs, out, "--resume").returncode == 0
