@@ -55,5 +55,6 @@ def _message(error: Exception) -> str:
     """Returns the text of an error; a full disk says what to do."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = f" while writing {error.filename}" if error.filename else ""
-        return f"the disk is full{place}. Free some space and run the same command again, a training with --resume; nothing earlier was lost."
+        advice = "Free some space and run the same command again, a training with --resume; nothing earlier was lost."
+        return f"the disk is full{place}. {advice}"
     return str(error)

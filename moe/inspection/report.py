@@ -69,7 +69,7 @@ def write_report(
         _evaluation(evaluation),
         _corpus(corpus_table),
     ]
-    title = "What the tiny ST-MoE learned, and what its routers do"
+    title = "What the model learned, and what its routers do"
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
