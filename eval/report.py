@@ -1,7 +1,6 @@
 """The report of an evaluation: report.json for programs, report.md for people."""
 
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -98,4 +97,4 @@ def _write_whole(path: Path, text: str) -> None:
     """Writes `text` aside and renames it to `path`."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)  # noqa: PTH105  one call on every platform
+    partial.replace(path)
