@@ -3,8 +3,10 @@
 import dataclasses
 import fcntl
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -90,16 +92,23 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             load_checkpoint(newest, run.model, optimizer)
             start = load_state(newest).step
         save_recipe(run.recipe, run.folder / RECIPE_FILE)
-        with MetricsWriter(run.folder, start) as writer:
-            _run_steps(run, optimizer, writer, start, description)
+        with _interrupts_between_steps() as stop_here, MetricsWriter(run.folder, start) as writer:
+            _run_steps(run, optimizer, writer, start, description, stop_here)
         with whole_folder(finished, marker=_MODEL_MARKER) as partial, disk_errors(finished):
             run.model.save_pretrained(partial)
             run.tokenizer.save_pretrained(str(partial))
     return finished
 
 
-def _run_steps(run: Run, optimizer: Adafactor, writer: MetricsWriter, start: int, description: str) -> None:
-    """Takes all steps from `start` on, reporting and saving as the recipe says."""
+def _run_steps(
+    run: Run,
+    optimizer: Adafactor,
+    writer: MetricsWriter,
+    start: int,
+    description: str,
+    stop_here: Callable[[], None],
+) -> None:
+    """Takes all steps from `start` on, reporting and saving as the recipe says; `stop_here` is called after each."""
     training = run.recipe.training
     run.model.train()
     if start == 0:
@@ -125,6 +134,7 @@ def _run_steps(run: Run, optimizer: Adafactor, writer: MetricsWriter, start: int
                 save_checkpoint(
                     run.folder / CHECKPOINTS_FOLDER, run.model, optimizer, state, keep=training.keep_checkpoints
                 )
+            stop_here()
 
 
 def _report_held_out(run: Run, writer: MetricsWriter, step: int) -> None:
@@ -167,6 +177,34 @@ def _refuse_non_finite(loss: float, grad_norm: float, step: int, folder: Path) -
             f"checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
             "Lower optim.lr or optim.clipping_threshold, and start a new run."
         )
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the yielded function is called; a second Ctrl-C acts at once.
+
+    TensorBoard's writer hands lines to a thread: an interrupt in the middle of that leaves the two waiting for each
+    other for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    def stop_here() -> None:
+        if received:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, receive)
+    try:
+        yield stop_here
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
