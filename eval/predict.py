@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,13 +72,16 @@ def load_seq2seq(folder: Path) -> Seq2Seq:
 def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path) -> list[Prediction]:
     """Returns a prediction for every request, in their order.
 
-    Predictions are appended to `path` as they are made; those that the same model made before, with the same task
-    and mode, are read back instead of being made again. A file of another model or task is replaced.
+    Predictions are appended to `path` as they are made. A sparse model drops tokens by group, so a prediction may
+    depend on the requests beside it; the batches are therefore a function of all requests. An interrupted run that
+    goes on reads back the batches that the file holds whole and makes the others again: its file equals, byte for
+    byte, that of a run that was never stopped on the same machine. A file of another model, task, mode or list of
+    requests is replaced.
 
     Args:
         system: The model.
         task: Gives choices and the most tokens to generate.
-        requests: What to ask.
+        requests: What to ask; every id once.
         mode: `generate` (greedy) or `rank` (log-probability of each choice).
         path: JSONL file.
 
@@ -86,23 +90,34 @@ def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str,
     """
     if mode not in MODES:
         raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
-    header = {"model": system.fingerprint, "task": task.name, "version": task.version, "mode": mode}
+    batches = cut_batches(requests, _ROWS[mode])
+    header = {
+        "model": system.fingerprint,
+        "task": task.name,
+        "version": task.version,
+        "mode": mode,
+        "batches": hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16],
+    }
     known = read_predictions(path, header)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    missing = [request for request in requests if request.id not in known]
-    missing.sort(key=lambda request: (len(request.inputs), request.id))
+    whole = list(takewhile(lambda batch: all(request.id in known for request in batch), batches))
     answer = _generate if mode == "generate" else _rank
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        _write(file, header, *(prediction._asdict() for prediction in known.values()))
-        with tqdm(
-            total=len(requests), initial=len(requests) - len(missing), desc=f"{task.name} {mode}", mininterval=1.0
-        ) as bar:
-            for batch in _batches(missing, _ROWS[mode]):
+        _write(file, header, *(known[request.id]._asdict() for batch in whole for request in batch))
+        num_read = sum(map(len, whole))
+        with tqdm(total=len(requests), initial=num_read, desc=f"{task.name} {mode}", mininterval=1.0) as bar:
+            for batch in batches[len(whole) :]:
                 made = answer(system, task, batch)
                 _write(file, *(prediction._asdict() for prediction in made))
                 known.update({prediction.id: prediction for prediction in made})
                 bar.update(len(batch))
     return [known[request.id] for request in requests]
+
+
+def cut_batches(requests: Sequence[Request], size: int) -> list[list[Request]]:
+    """Returns all requests in batches of `size`, the shortest inputs first, so that a batch needs little padding."""
+    ordered = sorted(requests, key=lambda request: (len(request.inputs), request.id))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def read_predictions(path: Path, header: dict[str, Any]) -> dict[str, Prediction]:
@@ -169,12 +184,6 @@ def _encode(system: Seq2Seq, texts: list[str]) -> dict[str, Tensor]:
     """Returns `input_ids` and `attention_mask` <int64>[N, L] on the model's device."""
     encoded = system.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(system.model.device)
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _batches(requests: Sequence[Request], size: int) -> Iterator[Sequence[Request]]:
-    """Yields neighbours in batches."""
-    for start in range(0, len(requests), size):
-        yield requests[start : start + size]
 
 
 def _write(file: Any, *values: dict[str, Any]) -> None:

@@ -8,10 +8,38 @@ import torch
 import eval.predict
 from eval.predict import MODES, Request, load_seq2seq, predict, read_predictions
 from moe import CheckpointError, ConfigError
+from tests.models.tiny import tiny_model
+
+ROWS = 7
 
 
 def requests_of(task):
     return [Request(example.id, example.inputs) for example in task.examples("test")]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def dropping(tokenizer, tmp_path, monkeypatch):
+    """A sparse model whose experts have room for few tokens, asked in batches of ROWS."""
+    monkeypatch.setattr(eval.predict, "_ROWS", dict.fromkeys(MODES, ROWS))
+    tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return load_seq2seq(tmp_path / "model")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Collects the requests that a model really answers."""
+    collected = []
+    for mode in MODES:
+        answer = getattr(eval.predict, f"_{mode}")
+        monkeypatch.setattr(
+            eval.predict, f"_{mode}", lambda s, t, batch, answer=answer: collected.extend(batch) or answer(s, t, batch)
+        )
+    return collected
 
 
 @pytest.mark.parametrize("name", ["t5", "moe"])
@@ -39,20 +67,50 @@ def test_generation_does_not_depend_on_batch_mates(folders, task, tmp_path, name
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_interrupted_run_goes_on_and_makes_nothing_twice(folders, task, tmp_path, mode, monkeypatch):
-    system, requests = load_seq2seq(folders["t5"]), requests_of(task)
-    whole = predict(system, task, requests, mode, tmp_path / "whole.jsonl")
-    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "torn.jsonl").write_text("".join(lines[:9]) + lines[9][:20])
-    asked = []
-    original = getattr(eval.predict, f"_{mode}")
-    monkeypatch.setattr(eval.predict, f"_{mode}", lambda s, t, batch: asked.extend(batch) or original(s, t, batch))
-    resumed = predict(system, task, requests, mode, tmp_path / "torn.jsonl")
-    assert [p.output for p in resumed] == [p.output for p in whole]
-    assert len(asked) == len(requests) - 8
-    asked.clear()
-    predict(system, task, requests, mode, tmp_path / "torn.jsonl")
-    assert asked == []
+def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(dropping, task, tmp_path, mode, asked):
+    requests, path = requests_of(task), tmp_path / "stopped.jsonl"
+    predict(dropping, task, requests, mode, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for num_lines, num_bytes in ((0, 0), (0, 20), (1, 0), (5, 0), (8, 0), (12, 13), (24, 3), (25, 1), (26, 0)):
+        path.write_bytes(b"".join(lines[:num_lines]) + b"".join(lines[num_lines:])[:num_bytes])
+        asked.clear()
+        predict(dropping, task, requests, mode, path)
+        assert path.read_bytes() == whole
+        num_kept = 25 if num_lines == 26 else max(0, num_lines - 1) // ROWS * ROWS
+        assert len(asked) == 25 - num_kept
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ctrl_c_between_batches_changes_no_byte(dropping, task, tmp_path, mode, monkeypatch):
+    requests, path, answer = requests_of(task), tmp_path / "stopped.jsonl", getattr(eval.predict, f"_{mode}")
+    predict(dropping, task, requests, mode, tmp_path / "whole.jsonl")
+    calls = iter([answer, answer])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(eval.predict, f"_{mode}", lambda *args: next(calls, interrupt)(*args))
+        predict(dropping, task, requests, mode, path)
+    assert len(path.read_bytes().splitlines()) == 1 + 2 * ROWS
+    predict(dropping, task, requests, mode, path)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tmp_path):
+    """What the tests above and below stand on: for this model, other batches are other predictions."""
+    requests = requests_of(task)
+    together = predict(dropping, task, requests, "rank", tmp_path / "together.jsonl")
+    alone = [predict(dropping, task, [r], "rank", tmp_path / "alone.jsonl")[0] for r in requests]
+    assert sum(abs(a.scores["red"] - b.scores["red"]) > 0.01 for a, b in zip(together, alone, strict=True)) > 5
+    together = predict(dropping, task, requests, "generate", tmp_path / "together.jsonl")
+    alone = [predict(dropping, task, [r], "generate", tmp_path / "alone.jsonl")[0] for r in requests]
+    assert sum(a.output != b.output for a, b in zip(together, alone, strict=True)) > 5
+
+
+def test_predictions_made_beside_other_requests_are_not_reused(dropping, task, tmp_path):
+    requests = requests_of(task)
+    predict(dropping, task, requests[::2], "rank", tmp_path / "grown.jsonl")
+    grown = predict(dropping, task, requests, "rank", tmp_path / "grown.jsonl")
+    assert grown == predict(dropping, task, requests, "rank", tmp_path / "fresh.jsonl")
+    assert (tmp_path / "grown.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
 
 
 def test_predictions_of_another_model_are_not_reused(folders, task, tmp_path):
