@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
 from eval.task import Task
-from moe import CheckpointError, ConfigError
+from moe import CheckpointError, ConfigError, load_complete
 
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 32}
@@ -53,15 +53,13 @@ def load_seq2seq(folder: Path) -> Seq2Seq:
     """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of transformers.
 
     Raises:
-        CheckpointError: When the folder is missing or holds no such model.
+        CheckpointError: When the folder is missing, or holds no such model with all its weights and a tokenizer.
     """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} holds no model: it has no config.json. Give a folder made by save_pretrained.")
+    model = load_complete(AutoModelForSeq2SeqLM, folder).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded as a sequence-to-sequence model: {error}") from error
+        raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digest = hashlib.sha256()
     for file in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:

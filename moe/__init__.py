@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from moe.errors import CheckpointError, ConfigError, DataError, MoEError, did_you_mean, run_main
 from moe.models.configuration import STMoEConfig
+from moe.models.loading import load_complete
 from moe.models.modeling import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS
 from moe.registry import Registry
@@ -33,6 +34,7 @@ __all__ = [
     "SparseFeedForward",
     "add_stats",
     "did_you_mean",
+    "load_complete",
     "run_main",
     "summarize",
 ]

@@ -7,13 +7,13 @@
 # %%
 import os
 
-from moe import STMoEForConditionalGeneration
+from moe import STMoEForConditionalGeneration, load_complete
 from moe.data.tokenizer import load_tokenizer
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, layer_name, load_shares, top_tokens
 from moe.inspection.trace import trace_tokens
 
 folder = os.environ.get("MOE_MODEL", "runs/demo/pretrain/model")
-model = STMoEForConditionalGeneration.from_pretrained(folder)
+model = load_complete(STMoEForConditionalGeneration, folder)
 tokenizer = load_tokenizer(folder)
 
 # %% [markdown]

@@ -13,10 +13,11 @@ from moe.data.pipeline import SpanCorruptionSource
 from moe.data.storage import read_json_lines
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.errors import CheckpointError, ConfigError, run_main
+from moe.errors import ConfigError, run_main
 from moe.inspection.report import write_report
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
+from moe.models.loading import load_complete
 from moe.models.modeling import STMoEForConditionalGeneration
 
 
@@ -31,14 +32,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batches", type=int, default=16, help="batches of 64 examples to trace (16)")
     parser.add_argument("--inputs-length", type=int, default=64, help="encoder tokens of an example (64)")
     options = parser.parse_args(argv)
-    if not (options.model / "config.json").is_file():
-        raise CheckpointError(
-            f"{options.model} holds no model: it has no config.json. Give the model/ folder of a run."
-        )
     if unnamed := [value for value in options.metrics if "=" not in value]:
         raise ConfigError(f"--metrics {unnamed[0]!r} has no name. Write NAME=FILE, e.g. pretrain={unnamed[0]}.")
 
-    model, tokenizer = STMoEForConditionalGeneration.from_pretrained(options.model), load_tokenizer(options.model)
+    model, tokenizer = load_complete(STMoEForConditionalGeneration, options.model), load_tokenizer(options.model)
     corpus = load_corpus(options.corpus)
     tokens = tokenize_corpus(corpus.held_out, tokenizer)
     settings = {"inputs_length": options.inputs_length, "batch_size": 64, "seed": 0}

@@ -19,9 +19,9 @@ from torch import nn
 
 from moe.data.storage import whole_folder
 from moe.errors import CheckpointError
+from moe.models.loading import describe_misfits
 
 WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.pt", "state.json"
-_SHOWN = 5
 
 
 class RunState(NamedTuple):
@@ -88,16 +88,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     weights = safetensors.torch.load_file(path / WEIGHTS_FILE)
     own = dict(model.state_dict(keep_vars=True))
     tied = {name for name, weight in own.items() if any(weight is own[first] for first in own if first < name)}
-    missing = sorted(own.keys() - weights.keys() - tied)
-    unexpected = sorted(weights.keys() - own.keys())
-    reshaped = sorted(
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in own.keys() & weights.keys()
-        if weights[name].shape != own[name].shape
-    )
-    problems = [("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)]
-    if any(names for _, names in problems):
-        text = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems if names)
+    both = [(name, weights[name].shape, own[name].shape) for name in own.keys() & weights.keys()]
+    reshaped = [(name, saved, shape) for name, saved, shape in both if saved != shape]
+    if text := describe_misfits(own.keys() - weights.keys() - tied, weights.keys() - own.keys(), reshaped):
         raise CheckpointError(f"{path} is a checkpoint of another model. Weights {text}. Use the recipe of its run.")
     model.load_state_dict(weights, strict=False)
     optimizer.load_state_dict(torch.load(path / OPTIMIZER_FILE, weights_only=True))
@@ -173,9 +166,3 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
     return flat
-
-
-def _some(names: list[str]) -> str:
-    """Returns the first few names and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
+from moe.models.loading import check_model_folder, load_complete
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.recipe import FinetuneRecipe
 
@@ -18,12 +18,11 @@ def load_for_finetuning(folder: Path, recipe: FinetuneRecipe) -> STMoEForConditi
         recipe: `init` says whether weights are the folder's or fresh ones, drawn from `seed`.
 
     Raises:
-        CheckpointError: When there is no model of this library in the folder.
+        CheckpointError: When there is no model of this library in the folder, or its weights are not complete.
     """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} holds no model: it has no config.json. Give the model/ folder of a run.")
+    check_model_folder(folder)
     config = STMoEConfig(**{**STMoEConfig.from_pretrained(folder).to_dict(), **recipe.model})
     if recipe.init == "scratch":
         torch.manual_seed(recipe.seed)
         return STMoEForConditionalGeneration(config)
-    return STMoEForConditionalGeneration.from_pretrained(folder, config=config)
+    return load_complete(STMoEForConditionalGeneration, folder, config=config)

@@ -1,0 +1,112 @@
+"""Folders that were damaged on purpose, at every door that needs a whole model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+
+from eval.predict import load_seq2seq
+from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
+from moe.training.finetuning import load_for_finetuning
+from moe.training.recipe import FinetuneRecipe
+from scripts import inspect_router
+from tests.models.tiny import tiny_model
+
+
+def inspect(folder: Path) -> None:
+    inspect_router.main(["--model", str(folder), "--corpus", "nowhere", "--out", "report.html"])
+
+
+DOORS = {
+    "eval": load_seq2seq,
+    "finetune": lambda folder: load_for_finetuning(folder, FinetuneRecipe()),
+    "inspect_router": inspect,
+    "library": lambda folder: load_complete(STMoEForConditionalGeneration, folder),
+}
+every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
+def change_weights(folder: Path, change) -> None:
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@every_door
+def test_missing_weights_are_refused_by_name(folder, door):
+    change_weights(folder, lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"Weights 1 missing: lm_head\.weight\. Copy the whole folder again"):
+        door(folder)
+
+
+def test_a_weight_of_another_shape_is_refused_with_both_shapes(folder):
+    change_weights(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(3, 5)}))
+    with pytest.raises(CheckpointError, match=r"1 of another shape: lm_head\.weight \(3, 5\) instead of \(131, 29\)\."):
+        load_complete(AutoModelForSeq2SeqLM, folder)
+
+
+def test_a_weight_that_the_model_does_not_know_is_refused(folder):
+    change_weights(folder, lambda weights: weights.update({"adapter.weight": torch.zeros(3, 5)}))
+    with pytest.raises(CheckpointError, match=r"Weights 1 unexpected: adapter\.weight\."):
+        load_complete(AutoModelForSeq2SeqLM, folder)
+
+
+def test_many_weights_are_counted_and_the_first_named(folder):
+    lost = [name for name in tiny_model().state_dict() if ".decoder." in name]
+    change_weights(folder, lambda weights: [weights.pop(name) for name in lost])
+    expected = rf"Weights {len(lost)} missing: (model\.decoder[\w.]+, ){{4}}[\w.]+ and {len(lost) - 5} more\."
+    with pytest.raises(CheckpointError, match=expected):
+        load_complete(STMoEForConditionalGeneration, folder)
+
+
+@every_door
+def test_torn_weights_are_one_message(folder, door):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"The model in .* cannot be loaded: "):
+        door(folder)
+
+
+@every_door
+def test_a_folder_without_a_model_is_refused(tmp_path, door):
+    with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json\. Give a folder made by"):
+        door(tmp_path)
+
+
+def test_starting_from_scratch_needs_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert load_for_finetuning(folder, FinetuneRecipe(init="scratch")).num_parameters() > 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_model_loads_as_it_was_saved(tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    loaded = load_complete(AutoModelForSeq2SeqLM, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_another_librarys_model_with_a_tied_head_is_whole(tmp_path):
+    config = T5Config(vocab_size=131, d_model=29, d_kv=5, d_ff=31, num_layers=2, num_heads=3, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert load_complete(AutoModelForSeq2SeqLM, tmp_path).config.d_model == 29
+    change_weights(tmp_path, lambda weights: weights.pop("encoder.final_layer_norm.weight"))
+    with pytest.raises(CheckpointError, match=r"1 missing: encoder\.final_layer_norm\.weight"):
+        load_complete(AutoModelForSeq2SeqLM, tmp_path)
+
+
+def test_a_config_with_other_sizes_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_decoder_layers": 1, "d_ff": 37}))
+    # Of another shape are two matrices of each feed-forward left: encoder dense, dense and sparse, decoder dense.
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.decoder\.blocks\.1.*; 8 of another shape: model"):
+        load_complete(STMoEForConditionalGeneration, folder)
