@@ -13,18 +13,29 @@ from moe.models.presets import PRESETS
 from moe.registry import Registry
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.plan import DispatchPlan
-from moe.sparse.stats import RouterStats, add_stats, summarize
+from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals, balance_within
+from moe.sparse.outside import FeedForwardSlot, collect_routers, router_loss, total_stats
+from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.router import ROUTERS, Router, RouterInputs, load_routers
+from moe.sparse.scores import RouterScores
+from moe.sparse.stats import RouterStats, add_stats, sum_stats, summarize
 
 __all__ = [
     "PRESETS",
+    "ROUTERS",
+    "BalanceTotals",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "DispatchPlan",
+    "FeedForwardSlot",
     "MoEError",
     "Registry",
+    "Router",
+    "RouterInputs",
+    "RouterLosses",
     "RouterOutput",
+    "RouterScores",
     "RouterStats",
     "STMoEConfig",
     "STMoEEncoderModel",
@@ -33,10 +44,19 @@ __all__ = [
     "SparseConfig",
     "SparseFeedForward",
     "add_stats",
+    "add_totals",
+    "assign_slots",
+    "balance_totals",
+    "balance_within",
+    "collect_routers",
     "did_you_mean",
     "load_complete",
+    "load_routers",
+    "router_loss",
     "run_main",
+    "sum_stats",
     "summarize",
+    "total_stats",
 ]
 
 AutoConfig.register("st_moe", STMoEConfig)

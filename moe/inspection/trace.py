@@ -18,7 +18,8 @@ class LayerTrace(NamedTuple):
     Attributes:
         stack: `encoder` or `decoder`.
         layer: Number of the sparse layer within its stack, from 0.
-        first_choice: <int64>[V, E] how often a token id had an expert as its first choice.
+        first_choice: <int64>[V, E] how often a token id had an expert as its first choice: of those that it asked for,
+            or that chose it, the one of highest probability.
         accepted: <int64>[V, E] how often a token id got a slot of an expert, over all places.
         stats: Summed statistics.
     """
@@ -72,12 +73,20 @@ def _trace_layer(stack: str, layer: int, ids: Tensor, router: RouterOutput, voca
     plan = router.plan
     num_experts, num_places = router.router_logits.shape[-1], plan.expert_index.shape[-1]
     cell = ids.flatten()[:, None] * num_experts + plan.expert_index.reshape(-1, num_places)
-    accepted, real = plan.accepted.reshape(-1, num_places), plan.token_mask.flatten()
+    accepted, wanted = (x.reshape(-1, num_places) for x in (plan.accepted, plan.wanted))
+    scores = router.router_logits.gather(-1, plan.expert_index).reshape(-1, num_places)
+    first = scores.masked_fill(~wanted, float("-inf")).argmax(dim=-1)
 
     def count(cells: Tensor) -> Tensor:
         return torch.bincount(cells, minlength=vocab_size * num_experts).reshape(vocab_size, num_experts)
 
-    return LayerTrace(stack, layer, count(cell[real, 0]), count(cell[accepted]), router.stats)
+    return LayerTrace(
+        stack,
+        layer,
+        count(cell.gather(1, first[:, None])[wanted.any(dim=-1)].flatten()),
+        count(cell[accepted]),
+        router.stats,
+    )
 
 
 def _add(a: LayerTrace, b: LayerTrace) -> LayerTrace:

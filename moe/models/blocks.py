@@ -46,6 +46,8 @@ class Context(NamedTuple):
         memory_bias: <float>[B, 1, L or 1, M] mask of cross-attention; None when nothing is masked.
         cache: Keys and values of earlier steps.
         drop_tokens: Whether experts have a capacity.
+        token_ids: <int64>[B, L] vocabulary ids, when the caller has them.
+        word_embeddings: <float>[B, L, D] what the stack started from.
     """
 
     self_bias: Tensor
@@ -54,6 +56,8 @@ class Context(NamedTuple):
     memory_bias: Tensor | None
     cache: EncoderDecoderCache | None
     drop_tokens: bool
+    token_ids: Tensor | None
+    word_embeddings: Tensor
 
 
 class Block(GradientCheckpointingLayer):
@@ -75,7 +79,7 @@ class Block(GradientCheckpointingLayer):
         self.stacked = self.sparse and config.sparse_dense_stacking
         if self.sparse:
             self.sparse_norm = RMSNorm(config)
-            self.sparse_feed_forward = SparseFeedForward(config.sparse_config())
+            self.sparse_feed_forward = SparseFeedForward(config.sparse_config(decoder=decoder))
         if not self.sparse or self.stacked:
             self.feed_forward_norm = RMSNorm(config)
             self.feed_forward = FeedForward(config)
@@ -90,7 +94,11 @@ class Block(GradientCheckpointingLayer):
             x = x + self.dropout(y)
         if self.sparse:
             y, router = self.sparse_feed_forward(
-                self.sparse_norm(x), context.token_mask, drop_tokens=context.drop_tokens
+                self.sparse_norm(x),
+                context.token_mask,
+                token_ids=context.token_ids,
+                word_embeddings=context.word_embeddings,
+                drop_tokens=context.drop_tokens,
             )
             x = x + self.dropout(y)
         if not self.sparse or self.stacked:
@@ -115,6 +123,7 @@ class Stack(nn.Module):
         self,
         x: Tensor,
         *,
+        token_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         routing_mask: Tensor | None = None,
@@ -128,6 +137,7 @@ class Stack(nn.Module):
 
         Args:
             x: <float>[B, L, D] embedded tokens.
+            token_ids: <int64>[B, L] vocabulary ids of them; None when the caller has embeddings only.
             attention_mask: <int64 or bool>[B, keys] tokens that may be attended to; with a cache, its tokens too.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their own example.
             routing_mask: <bool>[B, L] tokens that may be routed; None for those of `attention_mask`.
@@ -162,6 +172,8 @@ class Stack(nn.Module):
             memory_bias=None if memory_allowed is None else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
             cache=cache,
             drop_tokens=drop_tokens,
+            token_ids=token_ids,
+            word_embeddings=x,
         )
 
         x = self.dropout(x)

@@ -6,9 +6,23 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from moe.errors import ConfigError, did_you_mean
 from moe.models.presets import PRESETS
-from moe.sparse.config import ExpertBias, Policy, SparseConfig
+from moe.sparse.config import (
+    BalanceScope,
+    Choices,
+    Dispatch,
+    ExpertBias,
+    Positions,
+    Rounding,
+    RouterInput,
+    SparseConfig,
+    reference_fields,
+)
+from moe.sparse.router import load_routers
 
 FeedForward = Literal["gated-gelu", "relu"]
+Reduction = Literal["sum", "mean"]
+
+_REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
 
 _ACCEPTED_BY_TRANSFORMERS = {
     "_attn_implementation",
@@ -30,7 +44,8 @@ class STMoEConfig(PreTrainedConfig):
     """Configuration of an encoder-decoder Transformer with sparse feed-forward layers.
 
     The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An unknown keyword is
-    an error. `from_preset(name)` gives every published configuration.
+    an error. `from_preset(name)` gives every published configuration, `after(name, ...)` the conventions of a
+    reference implementation.
 
     Attributes:
         vocab_size: Rows of the embedding, V.
@@ -52,9 +67,15 @@ class STMoEConfig(PreTrainedConfig):
         num_sparse_encoder_layers: Sparse layers of the encoder, at the last block of each equal stretch.
         num_sparse_decoder_layers: The same for the decoder.
         sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
-        num_selected_experts: See `SparseConfig` for this and the ten fields that follow.
-        load_balance_loss_weight: Factor of the balance loss, summed over sparse layers.
-        router_z_loss_weight: Factor of the router z-loss, summed over sparse layers; independent of the other.
+        num_selected_experts: See `SparseConfig` for this and the fields that follow, where nothing else is said.
+        router: Name in ROUTERS of the encoder's router.
+        router_options: Its settings; None for its defaults.
+        decoder_router: The decoder's router; None for the same.
+        decoder_router_options: Its settings; None for those of the encoder when it is the same, else the defaults.
+        load_balance_loss_weight: Factor of the balance loss.
+        router_z_loss_weight: Factor of the router z-loss; independent of the other.
+        router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers (Mesh-TensorFlow) or their
+            `mean` over those of encoder and decoder together (T5X).
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         output_router_logits: Whether outputs carry what the routers did.
 
@@ -95,17 +116,26 @@ class STMoEConfig(PreTrainedConfig):
     num_sparse_decoder_layers: int = 0
     sparse_dense_stacking: bool = False
     num_selected_experts: int = 2
+    router: str = "token_choice"
+    router_options: dict[str, Any] | None = None
+    decoder_router: str | None = None
+    decoder_router_options: dict[str, Any] | None = None
+    router_input: RouterInput = "hidden"
     capacity_factor: float | None = 1.25
     eval_capacity_factor: float | None = 2.0
     min_expert_capacity: int = 4
+    capacity_rounding: Rounding = "floor"
     group_size: int = 4096
-    second_expert_policy: Policy = "random"
-    eval_second_expert_policy: Policy = "threshold"
-    second_expert_threshold: float = 0.2
+    balance_choices: Choices = "first"
+    balance_over: Positions = "real_tokens"
+    balance_scope: BalanceScope = "group"
+    router_z_loss_over: Positions = "real_tokens"
+    dispatch: Dispatch = "ragged"
     expert_bias: ExpertBias = "none"
-    router_initializer_std: float = 0.02
+    router_initializer_std: float | None = 0.02
     load_balance_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001
+    router_loss_reduction: Reduction = "sum"
     z_loss_weight: float = 1e-4
     output_router_logits: bool = True
     use_cache: bool = True
@@ -131,29 +161,59 @@ class STMoEConfig(PreTrainedConfig):
         """
         return cls(**{**PRESETS.get(name).fields, **overrides})
 
+    @classmethod
+    def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":
+        """Returns a configuration that routes and weighs losses as a reference implementation does.
+
+        Args:
+            reference: `mesh_tensorflow` or `flaxformer`; see `SparseConfig.after`.
+            overrides: Fields of this class.
+
+        Raises:
+            ConfigError: When there is no such reference, or a value is out of range.
+        """
+        fields = reference_fields(reference, overrides.get("router", cls.router))
+        if overrides.get("decoder_router") is not None:
+            fields["decoder_router_options"] = reference_fields(reference, overrides["decoder_router"])[
+                "router_options"
+            ]
+        return cls(**{**fields, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides})
+
     def get_text_config(self, *args: Any, **kwargs: Any) -> "STMoEConfig":
         """Returns the config itself: encoder and decoder share it."""
         return self
 
-    def sparse_config(self) -> SparseConfig:
-        """Returns the settings of each sparse layer.
+    def sparse_config(self, *, decoder: bool) -> SparseConfig:
+        """Returns the settings of each sparse layer of a stack.
 
         Raises:
             ConfigError: When one of them is out of range, or the model is dense.
         """
+        router, options = self.router, self.router_options
+        if decoder and self.decoder_router not in (None, router):
+            router, options = self.decoder_router, None
+        if decoder and self.decoder_router_options is not None:
+            options = self.decoder_router_options
         gated, activation = (True, "gelu") if self.feed_forward_proj == "gated-gelu" else (False, "relu")
         return SparseConfig(
             d_model=self.d_model,
             d_ff=self.d_ff,
             num_experts=self.num_experts,
             num_selected_experts=self.num_selected_experts,
+            router=router,
+            router_options=options or {},
+            router_input=self.router_input,
+            decoder=decoder,
             capacity_factor=self.capacity_factor,
             eval_capacity_factor=self.eval_capacity_factor,
             min_expert_capacity=self.min_expert_capacity,
+            capacity_rounding=self.capacity_rounding,
             group_size=self.group_size,
-            second_expert_policy=self.second_expert_policy,
-            eval_second_expert_policy=self.eval_second_expert_policy,
-            second_expert_threshold=self.second_expert_threshold,
+            balance_choices=self.balance_choices,
+            balance_over=self.balance_over,
+            balance_scope=self.balance_scope,
+            router_z_loss_over=self.router_z_loss_over,
+            dispatch=self.dispatch,
             activation=activation,
             gated=gated,
             expert_bias=self.expert_bias,
@@ -192,7 +252,10 @@ class STMoEConfig(PreTrainedConfig):
             attentions = 2 if decoder else 1
             total += layers * attentions * attention
             total += (layers - sparse + extra) * feed_forward
-            total += sparse * (experts_per_layer * (feed_forward + bias) + D * self.num_experts)
+            if sparse:
+                layer = self.sparse_config(decoder=decoder)
+                router = load_routers().get(layer.router).num_parameters(layer)
+                total += sparse * (experts_per_layer * (feed_forward + bias) + router)
             total += (layers * (attentions + 1) + extra + 1) * D
             total += self.relative_attention_num_buckets * self.num_heads
         return total
@@ -238,8 +301,9 @@ class STMoEConfig(PreTrainedConfig):
         for name in ("layer_norm_epsilon", "initializer_scale"):
             value = getattr(self, name)
             self._expect(name, _is_number(value) and value > 0, "a number above 0")
-        choices = get_args(FeedForward)
-        self._expect("feed_forward_proj", self.feed_forward_proj in choices, f"one of {', '.join(choices)}")
+        for name, choices in (("feed_forward_proj", FeedForward), ("router_loss_reduction", Reduction)):
+            known = get_args(choices)
+            self._expect(name, getattr(self, name) in known, f"one of {', '.join(known)}")
         for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
             value = getattr(self, name)
             holds = _is_integer(value, least=0) and value < self.vocab_size
@@ -273,8 +337,19 @@ class STMoEConfig(PreTrainedConfig):
                     f"num_sparse_{stack}_layers is {sparse}, which does not divide the {layers} blocks of the "
                     f"{stack}. Choose one of {fitting}."
                 )
-        if self.num_experts:
-            self.sparse_config()
+            if sparse:
+                self._check_router(decoder)
+                self.sparse_config(decoder=decoder)
+
+    def _check_router(self, decoder: bool) -> None:
+        """Raises a ConfigError when the decoder would take over a router that is for encoders only."""
+        routers = load_routers()
+        if decoder and self.decoder_router is None and not routers.get(self.router).causal:
+            causal = ", ".join(name for name in routers.names() if routers.get(name).causal)
+            raise ConfigError(
+                f"Router {self.router!r} cannot be used in a decoder: it decides about a token by looking at later "
+                f"ones, which a decoder does not have when it generates. Set decoder_router to one of {causal}."
+            )
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
         """Raises a ConfigError that names field, value and expectation, unless `holds`."""

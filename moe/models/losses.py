@@ -9,6 +9,22 @@ from torch import Tensor
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group, to_groups
 from moe.sparse.layer import RouterOutput
+from moe.sparse.losses import BalanceTotals
+
+
+class StackCounts(NamedTuple):
+    """Counts of one stack in a whole batch.
+
+    Attributes:
+        tokens: <int64>[] real tokens.
+        load_balance: <int64>[] what sums of the balance loss are divided by: groups that hold a real token, or
+            tokens when the scope is wider than a group.
+        router_z: <int64>[] tokens that the z-loss is the mean over.
+    """
+
+    tokens: Tensor
+    load_balance: Tensor
+    router_z: Tensor
 
 
 class LossCounts(NamedTuple):
@@ -19,17 +35,16 @@ class LossCounts(NamedTuple):
 
     Attributes:
         target_tokens: <int64>[] labels that are not -100.
-        encoder_tokens: <int64>[] real tokens of the encoder.
-        decoder_tokens: <int64>[] real tokens of the decoder.
-        encoder_groups: <int64>[] groups of the encoder that hold a real token.
-        decoder_groups: <int64>[] the same for the decoder.
+        encoder: Of the encoder.
+        decoder: Of the decoder.
+        balance_totals: One for each sparse layer, the encoder's first, when the scope of the balance loss is wider
+            than one call; None when each call is a scope of its own.
     """
 
     target_tokens: Tensor
-    encoder_tokens: Tensor
-    decoder_tokens: Tensor
-    encoder_groups: Tensor
-    decoder_groups: Tensor
+    encoder: StackCounts
+    decoder: StackCounts
+    balance_totals: tuple[BalanceTotals, ...] | None = None
 
 
 class Losses(NamedTuple):
@@ -39,8 +54,8 @@ class Losses(NamedTuple):
         total: What is minimised.
         ce_loss: Cross-entropy in nats for each target token.
         z_loss: Mean square of the logsumexp of the vocabulary logits, unweighted.
-        load_balance_loss: Summed over sparse layers, unweighted.
-        router_z_loss: Summed over sparse layers, unweighted.
+        load_balance_loss: Sum or mean over sparse layers, as the configuration says; unweighted.
+        router_z_loss: The same.
     """
 
     total: Tensor
@@ -54,18 +69,25 @@ def count_losses(config: STMoEConfig, encoder_mask: Tensor, decoder_mask: Tensor
     """Returns the counts of a batch.
 
     Args:
-        config: Gives the group size.
+        config: Gives the group size and what the routers' losses are over.
         encoder_mask: <bool>[B, L] real tokens.
         decoder_mask: <bool>[B, T] real tokens.
         labels: <int64>[B, T], -100 for no target.
     """
     return LossCounts(
         target_tokens=(labels != -100).sum(),
-        encoder_tokens=encoder_mask.sum(),
-        decoder_tokens=decoder_mask.sum(),
-        encoder_groups=_count_groups(encoder_mask, config.group_size),
-        decoder_groups=_count_groups(decoder_mask, config.group_size),
+        encoder=_count_stack(config, encoder_mask),
+        decoder=_count_stack(config, decoder_mask),
     )
+
+
+def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
+    """Returns the counts of a stack with real tokens <bool>[B, L]."""
+    tokens, positions = mask.sum(), torch.full_like(mask.sum(), mask.numel())
+    balance = tokens if config.balance_over == "real_tokens" else positions
+    if config.balance_scope == "group":
+        balance = _count_groups(mask, config.group_size)
+    return StackCounts(tokens, balance, tokens if config.router_z_loss_over == "real_tokens" else positions)
 
 
 def _count_groups(mask: Tensor, group_size: int) -> Tensor:
@@ -84,7 +106,7 @@ def model_losses(
     """Returns the training loss and its parts.
 
     Args:
-        config: Gives the weights.
+        config: Gives the weights, and whether the routers' losses are summed over layers.
         logits: <any float>[B, T, V]; the loss is computed in float32.
         labels: <int64>[B, T], -100 for no target.
         encoder_routers: One for each sparse layer of the encoder.
@@ -92,19 +114,12 @@ def model_losses(
         counts: Divisors; of the whole batch when this is a part of it.
 
     Source:
-        ST-MoE (arXiv:2202.08906) eq. 6: L = L_CE + c_B L_B + c_z L_z, router losses summed over layers as in
-        Mesh-TensorFlow; z-loss 1e-4 on the vocabulary logits as in Mesh-TensorFlow and T5X. Differs: no.
+        ST-MoE (arXiv:2202.08906) eq. 6: L = L_CE + c_B L_B + c_z L_z, by default with router losses summed over
+        layers as in Mesh-TensorFlow; z-loss 1e-4 on the vocabulary logits as in Mesh-TensorFlow and T5X. Differs: no.
     """
     cross_entropy, z = _cross_entropy_sums(logits, labels)
     ce_loss, z_loss = cross_entropy / counts.target_tokens.clamp(min=1), z / counts.target_tokens.clamp(min=1)
-    balance, router_z = torch.zeros_like(ce_loss), torch.zeros_like(ce_loss)
-    for routers, groups, tokens in (
-        (encoder_routers, counts.encoder_groups, counts.encoder_tokens),
-        (decoder_routers, counts.decoder_groups, counts.decoder_tokens),
-    ):
-        for router in routers:
-            balance = balance + router.losses.load_balance_sum / groups.clamp(min=1)
-            router_z = router_z + router.losses.router_z_sum / tokens.clamp(min=1)
+    balance, router_z = _router_losses(config, encoder_routers, decoder_routers, counts)
     total = (
         ce_loss
         + config.z_loss_weight * z_loss
@@ -112,6 +127,23 @@ def model_losses(
         + config.router_z_loss_weight * router_z
     )
     return Losses(total, ce_loss, z_loss, balance, router_z)
+
+
+def _router_losses(
+    config: STMoEConfig,
+    encoder_routers: Sequence[RouterOutput],
+    decoder_routers: Sequence[RouterOutput],
+    counts: LossCounts,
+) -> tuple[Tensor, Tensor]:
+    """Returns the balance loss and the z-loss <float32>[] over all sparse layers."""
+    losses = [router.losses for router in (*encoder_routers, *decoder_routers)]
+    stacks = [counts.encoder] * len(encoder_routers) + [counts.decoder] * len(decoder_routers)
+    balance = router_z = counts.target_tokens.new_zeros((), dtype=torch.float32)
+    for layer, stack in zip(losses, stacks, strict=True):
+        balance = balance + layer.load_balance_sum / stack.load_balance.clamp(min=1)
+        router_z = router_z + layer.router_z_sum / stack.router_z.clamp(min=1)
+    share = len(losses) if config.router_loss_reduction == "mean" and losses else 1
+    return balance / share, router_z / share
 
 
 def _cross_entropy_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,13 @@ from transformers.utils.generic import can_return_tuple
 
 from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
-from moe.models.blocks import Stack
+from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.losses import LossCounts, count_losses, model_losses
 from moe.models.outputs import STMoEEncoderOutput, STMoEModelOutput, STMoEOutput
 from moe.sparse.experts import Experts
-from moe.sparse.router import TokenChoiceRouter
+from moe.sparse.layer import SparseFeedForward
+from moe.sparse.router import Router
 
 
 class STMoEPreTrainedModel(PreTrainedModel):
@@ -45,7 +46,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights of one module anew; transformers keeps those that were loaded."""
-        if isinstance(module, Experts | nn.Embedding | Projection | RelativePositionBias | RMSNorm | TokenChoiceRouter):
+        if isinstance(module, Experts | nn.Embedding | Projection | RelativePositionBias | RMSNorm | Router):
             module.reset_parameters()
 
 
@@ -92,7 +93,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
                 "read inner values with a forward hook on the blocks of `encoder.stack` or `decoder`."
             )
         x = embed(self.embed_tokens, input_ids, inputs_embeds)
-        x, routers = self.stack(x, attention_mask=attention_mask, segment_ids=segment_ids)
+        x, routers = self.stack(x, token_ids=input_ids, attention_mask=attention_mask, segment_ids=segment_ids)
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         return STMoEEncoderOutput(x, routers if wanted else None)
 
@@ -174,6 +175,7 @@ class STMoEModel(STMoEPreTrainedModel):
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         hidden, decoder_routers = self.decoder(
             embed(self.encoder.embed_tokens, decoder_input_ids, decoder_inputs_embeds),
+            token_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             segment_ids=decoder_segment_ids,
             routing_mask=decoder_routing_mask,
@@ -224,6 +226,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         if decoder_segment_ids is not None:
             starts = starts | (decoder_segment_ids != decoder_segment_ids.roll(1, dims=-1))
         return shifted.masked_fill(starts, self.config.decoder_start_token_id)
+
+    def sparse_layers(self) -> tuple[SparseFeedForward, ...]:
+        """Returns the sparse layers in the order of the router outputs, the encoder's first."""
+        stacks = (self.model.encoder.stack, self.model.decoder)
+        blocks = (cast(Block, block) for stack in stacks for block in stack.blocks)
+        return tuple(block.sparse_feed_forward for block in blocks if block.sparse)
 
     def loss_counts(self, batch: dict[str, Tensor]) -> LossCounts:
         """Returns the divisors of the losses of a whole batch, for `forward(..., loss_counts=)` on its parts.
@@ -314,6 +322,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         )
         encoder_routers = outputs.encoder_router_outputs or ()
         decoder_routers = outputs.decoder_router_outputs or ()
+        if loss_counts is not None and loss_counts.balance_totals is not None:
+            totals = iter(loss_counts.balance_totals)
+            encoder_routers, decoder_routers = (
+                tuple(router.within(next(totals)) for router in routers)
+                for routers in (encoder_routers, decoder_routers)
+            )
         if labels is not None:
             if loss_counts is None:
                 batch = {"input_ids": result.encoder_last_hidden_state, "labels": labels}

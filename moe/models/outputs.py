@@ -49,8 +49,8 @@ class STMoEOutput(ModelOutput):
         loss: <float32>[] what is minimised: cross-entropy and all weighted auxiliary losses.
         ce_loss: <float32>[] cross-entropy alone, in nats for each target token.
         z_loss: <float32>[] of the vocabulary logits, unweighted.
-        load_balance_loss: <float32>[] summed over sparse layers, unweighted.
-        router_z_loss: <float32>[] summed over sparse layers, unweighted.
+        load_balance_loss: <float32>[] sum or mean over sparse layers, unweighted.
+        router_z_loss: <float32>[] the same.
         logits: <float>[B, T, V].
         past_key_values: Cache for the next step, if asked for.
         encoder_last_hidden_state: <float>[B, L, D].

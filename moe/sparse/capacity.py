@@ -1,10 +1,19 @@
 """How many slots an expert has in a group: integers only."""
 
-import math
 from fractions import Fraction
 
+import torch
 
-def expert_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_expert_capacity: int) -> int:
+from moe.sparse.config import Rounding
+
+
+def expert_capacity(
+    num_tokens: int,
+    num_experts: int,
+    capacity_factor: float,
+    min_expert_capacity: int,
+    rounding: Rounding = "floor",
+) -> int:
     """Returns C, the slots of one expert in one group.
 
     It does not depend on K: with two choices a token and a factor of 1.25, second choices are squeezed out first.
@@ -15,10 +24,24 @@ def expert_capacity(num_tokens: int, num_experts: int, capacity_factor: float, m
         num_experts: E.
         capacity_factor: Slots relative to an even share S / E.
         min_expert_capacity: Least result, whatever the group.
+        rounding: `floor`, then at most S; or `round` half to even, with no such bound.
 
     Source:
-        Mesh-TensorFlow transformer/moe.py at a32810e: max(min(S, int(S * CF / E)), C_min). Differs: no rounding
-        error of binary fractions.
+        Mesh-TensorFlow transformer/moe.py at a32810e: max(min(S, int(S * CF / E)), C_min). Flaxformer
+        architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). Differs: no rounding error of
+        binary fractions.
     """
-    even_share = Fraction(num_tokens, num_experts) * Fraction(str(capacity_factor))
-    return max(min(num_tokens, math.floor(even_share)), min_expert_capacity)
+    numerator, denominator = _written_ratio(capacity_factor)
+    whole = num_experts * denominator
+    slots, rest = divmod(num_tokens * numerator, whole)
+    if rounding == "round":
+        slots += int(2 * rest > whole or (2 * rest == whole and slots % 2 == 1))
+    else:
+        slots = min(num_tokens, slots)
+    return max(slots, min_expert_capacity)
+
+
+@torch.compiler.assume_constant_result
+def _written_ratio(factor: float) -> tuple[int, int]:
+    """Returns the ratio of integers that the decimal number means; a compiled graph holds it as a constant."""
+    return Fraction(str(factor)).as_integer_ratio()

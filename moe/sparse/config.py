@@ -1,64 +1,103 @@
 """What can be set on a sparse layer. Read first; the token's journey starts in groups.py."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
-from moe.errors import ConfigError
+from moe.errors import ConfigError, did_you_mean
 
-Policy = Literal["all", "none", "threshold", "random"]
 Activation = Literal["gelu", "relu"]
 ExpertBias = Literal["none", "additive", "multiplicative"]
+Rounding = Literal["floor", "round"]
+RouterInput = Literal["hidden", "concat", "concat_stop_gradient", "add", "add_stop_gradient"]
+Choices = Literal["first", "all"]
+Positions = Literal["real_tokens", "all_positions"]
+BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
+Dispatch = Literal["ragged", "static"]
+
+_CHOICES = {
+    "activation": Activation,
+    "expert_bias": ExpertBias,
+    "capacity_rounding": Rounding,
+    "router_input": RouterInput,
+    "balance_choices": Choices,
+    "balance_over": Positions,
+    "router_z_loss_over": Positions,
+    "balance_scope": BalanceScope,
+    "dispatch": Dispatch,
+}
 
 
 @dataclass(frozen=True)
 class SparseConfig:
     """Settings of one sparse feed-forward layer; the defaults are the ST-MoE paper's.
 
+    `SparseConfig.after("mesh_tensorflow", ...)` and `after("flaxformer", ...)` set everything in which the two
+    reference implementations differ.
+
     Attributes:
         d_model: Width of a token, D.
         d_ff: Hidden width of one expert, F.
         num_experts: Experts in the layer, E.
-        num_selected_experts: Experts that a token may use, K. 1 keeps the raw gate (Switch), more renormalise
-            the K gates to a sum of 1.
+        num_selected_experts: Experts that a token may use, K; routers that choose one expert want 1.
+        router: Name in ROUTERS of the rule that brings tokens to experts.
+        router_options: Settings of that router alone, by name; see the `Options` of its file in moe/sparse/routers.
+        router_input: What the gate sees: the `hidden` state, or with the token's word embedding behind it (`concat`)
+            or added (`add`); `..._stop_gradient` sends no gradient into the embedding.
+        decoder: Whether the layer stands in a decoder, where no token may learn of later ones.
         capacity_factor: Slots of an expert relative to an even share of the group, in training. Larger drops
             fewer tokens and costs memory; None drops none.
         eval_capacity_factor: The same outside training.
         min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
+        capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round` (Flaxformer).
         group_size: Most tokens that are routed together; a group is a whole number of sequences.
-        second_expert_policy: Whether places 2..K are used in training: `all`, `none`, `threshold` (iff the gate
-            is above the threshold) or `random` (with probability gate / threshold).
-        eval_second_expert_policy: The same outside training. The reference draws there too; `threshold` is its
-            deterministic counterpart, so that one input always has one output.
-        second_expert_threshold: Gate at which `threshold` and `random` use a place for certain.
+        balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is 1 at perfect
+            balance) or `all` K (then K).
+        balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding changes nothing, or
+            `all_positions` of the group (Mesh-TensorFlow).
+        balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch` (one call), a set
+            of `ranks` or the `global` batch; for the last two see `balance_totals`.
+        router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions` (Flaxformer).
+        dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each expert, so that shapes
+            never change and the device is never waited for: for compiled graphs and equal-sized exchanges.
         activation: Non-linearity of the experts; `gelu` is the tanh approximation.
         gated: Whether an expert is a gated linear unit (GEGLU with `gelu`).
         expert_bias: A vector [F] for each expert on its hidden activation; the paper gains by `multiplicative`.
         expert_dropout_rate: Dropout on the hidden activation of the experts.
         initializer_scale: s of the truncated normal with variance s / fan_in.
-        router_initializer_std: Standard deviation of the gate's normal initialisation.
+        router_initializer_std: Standard deviation of the gate's normal initialisation (Flaxformer); None draws it
+            like the experts (Mesh-TensorFlow).
 
     Source:
-        ST-MoE (arXiv:2202.08906) §3, §6.2, appendices C and G; mesh_tensorflow/transformer/moe.py at a32810e.
-        Differs: eval_second_expert_policy, see there.
+        ST-MoE (arXiv:2202.08906) §3, §6.2, appendices C and G; mesh_tensorflow/transformer/moe.py at a32810e;
+        google/flaxformer at 399ea3a8. Differs: what a field says.
     """
 
     d_model: int
     d_ff: int
     num_experts: int
     num_selected_experts: int = 2
+    router: str = "token_choice"
+    router_options: Mapping[str, Any] = field(default_factory=dict)
+    router_input: RouterInput = "hidden"
+    decoder: bool = False
     capacity_factor: float | None = 1.25
     eval_capacity_factor: float | None = 2.0
     min_expert_capacity: int = 4
+    capacity_rounding: Rounding = "floor"
     group_size: int = 4096
-    second_expert_policy: Policy = "random"
-    eval_second_expert_policy: Policy = "threshold"
-    second_expert_threshold: float = 0.2
+    balance_choices: Choices = "first"
+    balance_over: Positions = "real_tokens"
+    balance_scope: BalanceScope = "group"
+    router_z_loss_over: Positions = "real_tokens"
+    dispatch: Dispatch = "ragged"
     activation: Activation = "gelu"
     gated: bool = True
     expert_bias: ExpertBias = "none"
     expert_dropout_rate: float = 0.0
     initializer_scale: float = 0.1
-    router_initializer_std: float = 0.02
+    router_initializer_std: float | None = 0.02
 
     def __post_init__(self) -> None:
         """Checks every value once, at the door.
@@ -71,39 +110,88 @@ class SparseConfig:
         _require(self.min_expert_capacity >= 0, "min_expert_capacity", self.min_expert_capacity, "0 or more")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "a number above 0, or None to drop no token")
-        for name, choices in (
-            ("second_expert_policy", Policy),
-            ("eval_second_expert_policy", Policy),
-            ("activation", Activation),
-            ("expert_bias", ExpertBias),
-        ):
+            _require(value is None or 0 < value < math.inf, name, value, "a number above 0, or None to drop no token")
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _require(value in get_args(choices), name, value, f"one of {', '.join(get_args(choices))}")
-        _require(
-            self.second_expert_threshold > 0,
-            "second_expert_threshold",
-            self.second_expert_threshold,
-            "a number above 0; use policy 'all' to always use every place",
-        )
-        _require(
-            0 <= self.expert_dropout_rate < 1,
-            "expert_dropout_rate",
-            self.expert_dropout_rate,
-            "0 <= rate < 1",
-        )
+        rate, std = self.expert_dropout_rate, self.router_initializer_std
+        _require(0 <= rate < 1, "expert_dropout_rate", rate, "0 <= rate < 1")
         _require(self.initializer_scale > 0, "initializer_scale", self.initializer_scale, "a number above 0")
-        _require(
-            self.router_initializer_std >= 0,
-            "router_initializer_std",
-            self.router_initializer_std,
-            "0 or more",
-        )
+        _require(std is None or std >= 0, "router_initializer_std", std, "0 or more, or None")
         if self.num_selected_experts > self.num_experts:
             raise ConfigError(
                 f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
                 f"experts. Set num_selected_experts to at most {self.num_experts}, or raise num_experts."
             )
+        options = self.router_options
+        _require(isinstance(options, Mapping), "router_options", options, "a mapping of the router's option names")
+        object.__setattr__(self, "router_options", dict(options))  # a copy: the caller's may change later
+        from moe.sparse.router import check_router  # routers are made of a SparseConfig
+
+        check_router(self)
+
+    @classmethod
+    def after(cls, reference: str, **overrides: Any) -> "SparseConfig":
+        """Returns a configuration that routes as a reference implementation does, with `overrides` on top.
+
+        Args:
+            reference: A name in REFERENCES: `mesh_tensorflow` or `flaxformer`.
+            overrides: Fields of this class.
+
+        Raises:
+            ConfigError: When there is no such reference, or a value is out of range.
+        """
+        return cls(**{**reference_fields(reference, overrides.get("router", cls.router)), **overrides})
+
+
+# In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token mask for that.
+REFERENCES: Mapping[str, Mapping[str, Any]] = {
+    "mesh_tensorflow": {
+        "router_options": {"second_expert_policy": "random", "eval_second_expert_policy": "random"},
+        "capacity_rounding": "floor",
+        "balance_choices": "first",
+        "balance_over": "all_positions",
+        "router_z_loss_over": "real_tokens",
+        "router_initializer_std": None,
+    },
+    "flaxformer": {
+        "router_options": {
+            "normalize_gates": False,
+            "second_expert_policy": "all",
+            "eval_second_expert_policy": "all",
+        },
+        "capacity_rounding": "round",
+        "balance_choices": "all",
+        "balance_over": "real_tokens",
+        "router_z_loss_over": "all_positions",
+        "router_initializer_std": 0.02,
+    },
+}
+
+
+def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[str, Any]:
+    """Returns the fields of SparseConfig that make it route as `reference` does.
+
+    Args:
+        reference: A name in REFERENCES.
+        router: A name in ROUTERS; of the reference's options it gets those that it has.
+
+    Raises:
+        ConfigError: When there is no such reference or router.
+
+    Source:
+        mesh_tensorflow/transformer/moe.py at a32810e; google/flaxformer at 399ea3a8, `architectures/moe/routing.py`.
+    """
+    if reference not in REFERENCES:
+        raise ConfigError(
+            f"There is no reference implementation called {reference!r}.{did_you_mean(reference, REFERENCES)} "
+            f"Known: {', '.join(sorted(REFERENCES))}."
+        )
+    from moe.sparse.router import load_routers  # routers are made of a SparseConfig
+
+    known = {item.name for item in fields(load_routers().get(router).Options)}
+    options = REFERENCES[reference]["router_options"]
+    return {**REFERENCES[reference], "router_options": {name: options[name] for name in options if name in known}}
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:

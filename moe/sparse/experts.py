@@ -1,12 +1,16 @@
-"""The experts: E feed-forward networks as stacked weights, run on rows sorted by expert."""
+"""The experts: E feed-forward networks as stacked weights, with the products in the fastest form the device has."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from moe.sparse.config import SparseConfig
+from moe.sparse.dispatch import ExpertRows
+from moe.sparse.parallel import parallel_feed_forward
 
 
 class Experts(nn.Module):
@@ -31,41 +35,121 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.empty(E, F_)) if config.expert_bias != "none" else None
         self.reset_parameters()
 
+    @property
+    def first_proj(self) -> nn.Parameter:
+        """The weights of the first product, [E, 2F or F, D]."""
+        return self.gate_up_proj if self.config.gated else self.up_proj
+
     def reset_parameters(self) -> None:
         """Draws every expert anew and independently: truncated normal with variance scale / fan_in."""
         scale = self.config.initializer_scale
-        first = self.gate_up_proj if self.config.gated else self.up_proj
-        truncated_normal_(first, math.sqrt(scale / self.config.d_model))
+        truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
         truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
         if self.bias is not None:
             nn.init.constant_(self.bias, 1.0 if self.config.expert_bias == "multiplicative" else 0.0)
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Returns what each row's expert makes of it.
+    def forward(self, tokens: Tensor, rows: ExpertRows) -> Tensor:
+        """Returns every token's weighted sum of what its experts make of it; zeros where there is none.
 
         Args:
-            rows: <any float>[N, D] sorted by expert.
-            counts: Rows of each expert, E integers that add up to N; 0 is fine.
+            tokens: <any float>[T, D].
+            rows: Which token goes where; see `sort_rows`.
 
         Returns:
-            <dtype of the products>[N, D].
+            <dtype of the products>[T, D].
         """
-        first = self.gate_up_proj if self.config.gated else self.up_proj
-        biases = self.bias.unbind() if self.bias is not None else [None] * len(counts)
-        parts = zip(rows.split(counts), first.unbind(), self.down_proj.unbind(), biases, strict=True)
-        return torch.cat([self._expert(x, w_in, w_out, bias) for x, w_in, w_out, bias in parts])
+        tokens, first, down, bias = self._in_product_dtype(tokens)
+        if tokens.device.type == "cpu":
+            drop_rate = self.config.expert_dropout_rate if self.training else 0.0
+            return parallel_feed_forward(tokens, rows, first, down, bias, self.config, drop_rate)
+        outputs = self.run_sorted(tokens.index_select(0, rows.token), rows.counts, first, down, bias)
+        outputs = outputs * rows.weight[:, None].to(outputs.dtype)
+        return torch.zeros_like(tokens).index_add(0, rows.token, outputs)
 
-    def _expert(self, x: Tensor, w_in: Tensor, w_out: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns one expert's output <float>[n, D] for its rows <float>[n, D]."""
-        hidden = activate(F.linear(x, w_in), self.config)
+    def forward_slots(self, buffers: Tensor) -> Tensor:
+        """Returns what each expert makes of its slots <dtype of the products>[E, N, D].
+
+        Args:
+            buffers: <any float>[E, N, D].
+        """
+        buffers, first, down, bias = self._in_product_dtype(buffers)
+        with torch.autocast(buffers.device.type, enabled=False):
+            hidden = torch.bmm(buffers, rearrange(first, "e f d -> e d f"))
+            hidden = self._hidden(hidden, None if bias is None else bias[:, None])
+            return torch.bmm(hidden, rearrange(down, "e d f -> e f d"))
+
+    def run_sorted(self, x: Tensor, counts: Tensor, first: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the experts' outputs <float>[N, D] for rows <float>[N, D] sorted by expert, by grouped products.
+
+        Args:
+            x: Rows.
+            counts: <int64>[E] rows of each expert.
+            first: <float>[E, 2F or F, D] weights.
+            down: <float>[E, D, F] weights.
+            bias: <float>[E, F].
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            if bias is not None:
+                bias = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
+            return grouped_linear(self._hidden(grouped_linear(x, first, counts), bias), down, counts)
+
+    def _hidden(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the hidden activation <float>[..., F] of the first product <float>[..., 2F or F]."""
+        hidden = activate(hidden, self.config)
         if bias is not None:
             hidden = hidden * bias if self.config.expert_bias == "multiplicative" else hidden + bias
-        hidden = F.dropout(hidden, self.config.expert_dropout_rate, self.training)
-        return F.linear(hidden.to(x.dtype), w_out)
+        return F.dropout(hidden, self.config.expert_dropout_rate, self.training)
+
+    def _in_product_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns input and weights in the dtype of the model, or of autocast where it is on."""
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.down_proj.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return x.to(dtype), self.first_proj.to(dtype), self.down_proj.to(dtype), bias
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns x W_e^T <float>[N, O] for rows <float>[N, I] sorted by expert.
+
+    One grouped product where torch has it: bfloat16, float16 and float32 with rows of a multiple of 16 bytes; else
+    one product for each expert.
+
+    Args:
+        x: Rows.
+        weight: <float>[E, O, I].
+        counts: <int64>[E] rows of each expert.
+    """
+    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    if x.dtype != torch.float64 and aligned:
+        return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
+    parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([F.linear(part, w) for part, w in parts])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """`F.grouped_mm` whose backward accepts gradients of any strides, which torch's own refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return F.grouped_mm(x, rearrange(weight, "e o i -> e i o"), offs=offsets)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        x, weight, offsets = ctx.saved_tensors
+        if not x.shape[0]:
+            return torch.zeros_like(x), torch.zeros_like(weight), None
+        gradient = grad_outputs[0].contiguous()
+        dx = F.grouped_mm(gradient, weight, offs=offsets)
+        return dx, F.grouped_mm(rearrange(gradient, "n o -> o n"), x, offs=offsets), None
 
 
 def activate(hidden: Tensor, config: SparseConfig) -> Tensor:
-    """Returns the hidden activation <float>[n, F] of <float>[n, 2F] when gated (gate first), else of <float>[n, F]."""
+    """Returns the hidden activation <float>[..., F] of <float>[..., 2F] when gated (gate first), else of [..., F]."""
     gate, up = hidden.chunk(2, dim=-1) if config.gated else (hidden, None)
     gate = F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)
     return gate if up is None else gate * up

@@ -3,6 +3,8 @@
 from einops import rearrange
 from torch import Tensor
 
+from moe.errors import ConfigError
+
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:
     """Returns how many sequences are routed together.
@@ -33,7 +35,16 @@ def to_groups(x: Tensor, sequences: int) -> Tensor:
 
     Returns:
         <any>[G, S, ...] with G = B / sequences and S = sequences * L.
+
+    Raises:
+        ConfigError: When `sequences` does not divide B.
     """
+    if x.shape[0] % sequences:
+        fitting = [n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0]
+        raise ConfigError(
+            f"A group of {sequences} sequences does not divide a batch of {x.shape[0]} sequences. Choose one of "
+            f"{fitting} sequences a group, or another batch size."
+        )
     return rearrange(x, "(g b) l ... -> g (b l) ...", b=sequences)
 
 

@@ -5,13 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe.errors import DataError
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import combine, dispatch
+from moe.sparse.dispatch import combine_slots, dispatch_slots, fill_slots, sort_rows
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups
-from moe.sparse.losses import RouterLosses, router_losses
+from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan
-from moe.sparse.router import TokenChoiceRouter
+from moe.sparse.router import RouterInputs, build_router
 from moe.sparse.stats import RouterStats, router_stats
 
 
@@ -30,9 +31,16 @@ class RouterOutput(NamedTuple):
     losses: RouterLosses
     stats: RouterStats
 
+    def within(self, totals: BalanceTotals) -> "RouterOutput":
+        """Returns the same as a part of a wider scope of the balance loss; see `balance_within`."""
+        losses = balance_within(self.losses, totals)
+        balance, count = losses.load_balance_sum.detach().double(), losses.load_balance_count.double()
+        stats = self.stats._replace(load_balance_sum=balance, load_balance_count=count)
+        return self._replace(losses=losses, stats=stats)
+
 
 class SparseFeedForward(nn.Module):
-    """A feed-forward layer in which every token uses K of E experts; fits any Transformer's feed-forward slot.
+    """A feed-forward layer in which every token uses a few of E experts; fits any Transformer's feed-forward slot.
 
     Example:
         layer = SparseFeedForward(SparseConfig(d_model=512, d_ff=2048, num_experts=8))
@@ -46,11 +54,17 @@ class SparseFeedForward(nn.Module):
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
         self.config = config
-        self.router = TokenChoiceRouter(config)
+        self.router = build_router(config)
         self.experts = Experts(config)
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, *, drop_tokens: bool = True
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        *,
+        token_ids: Tensor | None = None,
+        word_embeddings: Tensor | None = None,
+        drop_tokens: bool = True,
     ) -> tuple[Tensor, RouterOutput]:
         """Returns the layer's output and what its router did.
 
@@ -59,21 +73,55 @@ class SparseFeedForward(nn.Module):
         Args:
             x: <any float>[B, L, D] tokens.
             token_mask: <bool>[B, L] real tokens; None means that all are.
+            token_ids: <int64>[B, L] vocabulary ids, for router `hash`.
+            word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other than `hidden`.
             drop_tokens: False ignores the capacity factor, so that no token is lost (incremental decoding).
 
         Returns:
             <dtype of x>[B, L, D], and the RouterOutput.
+
+        Raises:
+            DataError: When a shape does not fit, an input that the router needs is missing, or the router's logits
+                are not finite.
         """
-        if token_mask is None:
-            token_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        self._check(x, token_mask, token_ids, word_embeddings)
         sequences = sequences_per_group(x.shape[0], x.shape[1], self.config.group_size)
-        tokens, mask = to_groups(x, sequences), to_groups(token_mask.bool(), sequences)
+        tokens, mask, ids, words = (
+            None if value is None else to_groups(value, sequences)
+            for value in (x, token_mask, token_ids, word_embeddings)
+        )
+        assert tokens is not None, "x is given"
+        mask = None if mask is None else mask.bool()
+        real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
 
-        router_logits = self.router(tokens)
-        plan = self.router.assign(router_logits, mask, drop_tokens=drop_tokens)
-        buffers = dispatch(tokens, plan, self.config.num_experts)
-        outputs = buffers._replace(rows=self.experts(buffers.rows, buffers.counts))
-        y = from_groups(combine(outputs, plan), sequences).to(x.dtype)
+        scores = self.router(RouterInputs(tokens, mask, ids, words))
+        plan = self.router.assign(scores, real, drop_tokens=drop_tokens)
+        y = from_groups(self.run_experts(tokens, plan), sequences).to(x.dtype)
 
-        losses = router_losses(router_logits, plan)
-        return y, RouterOutput(router_logits, plan, losses, router_stats(router_logits, plan, losses))
+        losses = self.router.losses(scores, plan)
+        return y, RouterOutput(scores.logits, plan, losses, router_stats(scores, plan, losses))
+
+    def run_experts(self, tokens: Tensor, plan: DispatchPlan) -> Tensor:
+        """Returns <any float>[G, S, D]: dispatch, experts and combine, for tokens <any float>[G, S, D]."""
+        flat = tokens.flatten(0, 1)
+        if self.config.dispatch == "ragged":
+            y = self.experts(flat, sort_rows(plan, self.config.num_experts))
+        else:
+            slots = fill_slots(plan, self.config.num_experts)
+            y = combine_slots(self.experts.forward_slots(dispatch_slots(flat, slots)), slots, flat.shape[0])
+        return y.unflatten(0, tokens.shape[:2])
+
+    def _check(self, x: Tensor, *beside: Tensor | None) -> None:
+        """Raises a DataError when x is not [B, L, D], or what comes beside it has other tokens."""
+        if x.dim() != 3 or x.shape[-1] != self.config.d_model:
+            raise DataError(
+                f"The sparse layer got x of shape {list(x.shape)}; expected [B, L, {self.config.d_model}] (batch, "
+                "length, d_model). Reshape the input, or build the layer with its width."
+            )
+        for name, value in zip(("token_mask", "token_ids", "word_embeddings"), beside, strict=True):
+            embeddings = name == "word_embeddings"
+            if value is not None and value.shape != (x.shape if embeddings else x.shape[:2]):
+                raise DataError(
+                    f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
+                    f"Give one {f'embedding of {x.shape[2]} numbers' if embeddings else 'value'} for each token."
+                )

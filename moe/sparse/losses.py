@@ -3,10 +3,13 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from moe.distributed.exchange import sum_over_ranks
+from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan
+from moe.sparse.scores import RouterScores
 
 
 class RouterLosses(NamedTuple):
@@ -15,50 +18,118 @@ class RouterLosses(NamedTuple):
     Sums and counts add up over micro-batches and ranks exactly; means do not.
 
     Attributes:
-        load_balance_sum: <float32>[] sum over groups.
-        num_groups: <float32>[] groups that hold a real token.
-        router_z_sum: <float32>[] sum over real tokens.
-        num_tokens: <float32>[] real tokens.
+        load_balance_sum: <float32>[] sum over groups; for wider scopes the loss times its count.
+        load_balance_count: <float32>[] groups that hold a real token; for wider scopes the tokens.
+        router_z_sum: <float32>[] sum over tokens.
+        router_z_count: <float32>[] tokens.
+        choices: <float32>[E] choices of each expert that the balance loss counts, in this call.
+        prob_sums: <float32>[E] sums of the router's probabilities over the same tokens, with gradient.
+        num_positions: <float32>[] tokens that the shares are of, in this call.
     """
 
     load_balance_sum: Tensor
-    num_groups: Tensor
+    load_balance_count: Tensor
     router_z_sum: Tensor
-    num_tokens: Tensor
+    router_z_count: Tensor
+    choices: Tensor
+    prob_sums: Tensor
+    num_positions: Tensor
 
     @property
     def load_balance_loss(self) -> Tensor:
-        """<float32>[] E * sum_i f_i P_i, mean over groups: 1 at perfect balance, at most E."""
-        return self.load_balance_sum / self.num_groups.clamp(min=1)
+        """<float32>[] E * sum_i f_i P_i, mean over scopes: 1 at perfect balance (K with all choices), at most E."""
+        return self.load_balance_sum / self.load_balance_count.clamp(min=1)
 
     @property
     def router_z_loss(self) -> Tensor:
-        """<float32>[] mean over real tokens of logsumexp(logits)²."""
-        return self.router_z_sum / self.num_tokens.clamp(min=1)
+        """<float32>[] mean over tokens of logsumexp(logits)²."""
+        return self.router_z_sum / self.router_z_count.clamp(min=1)
 
 
-def router_losses(router_logits: Tensor, plan: DispatchPlan) -> RouterLosses:
+class BalanceTotals(NamedTuple):
+    """What the shares of a balance loss are of, when its scope is wider than one call.
+
+    Attributes:
+        choices: <float32>[E] choices of each expert.
+        num_positions: <float32>[] tokens.
+    """
+
+    choices: Tensor
+    num_positions: Tensor
+
+
+def router_losses(
+    scores: RouterScores, plan: DispatchPlan, config: SparseConfig, *, balanced_by_construction: bool = False
+) -> RouterLosses:
     """Returns both auxiliary losses of a layer.
 
-    The balance loss counts first choices only, before anything is dropped, and only the mean probability carries a
-    gradient. Padding enters neither loss.
+    The balance loss counts choices before anything is dropped, and only the mean probability carries a gradient.
+    Padding enters neither loss, unless the configuration says so.
 
     Trap: in Mesh-TensorFlow the z-loss sits inside the product with the balance weight, so its setting z there
     acts like 0.01 z; the weights of this library are independent factors.
 
     Args:
-        router_logits: <float32>[G, S, E].
+        scores: Of the router.
         plan: The plan made of them.
+        config: Says which choices and positions count, and the scope.
+        balanced_by_construction: Makes the balance loss 0, for routers in which experts choose.
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix A and eq. 5; Mesh-TensorFlow transformer/moe.py at a32810e. Differs: the
-        shares are of a group's real tokens (there: of all positions), so that padding changes nothing.
+        shares are of a group's real tokens by default (there: of all positions), so that padding changes nothing.
     """
-    mask = plan.token_mask.to(router_logits.dtype)
-    tokens = mask.sum(dim=-1)
-    first = F.one_hot(plan.expert_index[..., 0], router_logits.shape[-1]) * mask[..., None]
-    probs = router_logits.softmax(dim=-1) * mask[..., None]
-    share = tokens.clamp(min=1)[:, None]
-    balance = router_logits.shape[-1] * ((first.sum(dim=1) / share) * (probs.sum(dim=1) / share)).sum(dim=-1)
-    z = torch.logsumexp(router_logits, dim=-1).square() * mask
-    return RouterLosses(balance.sum(), (tokens > 0).to(mask.dtype).sum(), z.sum(), tokens.sum())
+    probs, mask = scores.probs, plan.token_mask.to(scores.probs.dtype)
+    real = mask.sum(dim=-1)
+    positions = torch.full_like(real, mask.shape[-1]) if config.balance_over == "all_positions" else real
+    z, z_count = scores.log_normalizer.square(), torch.full_like(real.sum(), mask.numel())
+    if config.router_z_loss_over == "real_tokens":
+        z, z_count = z * mask, real.sum()
+    if balanced_by_construction:
+        nothing = probs.new_zeros(probs.shape[-1])
+        return RouterLosses(nothing.sum(), nothing.sum(), z.sum(), z_count, nothing, nothing, positions.sum())
+
+    num_choices = 1 if config.balance_choices == "first" else config.num_selected_experts
+    index = plan.expert_index[..., :num_choices].flatten(1)
+    choices = probs.new_zeros(probs.shape[0], probs.shape[-1])
+    choices = choices.scatter_add(1, index, mask[..., None].expand(*mask.shape, num_choices).flatten(1))
+    prob_sums = (probs * mask[..., None]).sum(dim=1)  # not a product of matrices, which autocast would round
+    balance = probs.shape[-1] * ((choices * prob_sums).sum(dim=-1) / positions.clamp(min=1).square()).sum()
+    count = (real > 0).to(probs.dtype).sum()
+    choices, prob_sums, positions = choices.sum(dim=0), prob_sums.sum(dim=0), positions.sum()
+    losses = RouterLosses(balance, count, z.sum(), z_count, choices, prob_sums, positions)
+    return losses if config.balance_scope == "group" else balance_within(losses, BalanceTotals(choices, positions))
+
+
+def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> BalanceTotals:
+    """Returns what the shares are of over the ranks of `group`, without gradient; a collective of E + 1 numbers.
+
+    Add the totals of several calls up with `add_totals` when the scope spans micro-batches.
+
+    Args:
+        losses: Of this rank's call.
+        group: Ranks of the scope; None for all of them. Without torch.distributed there is one rank.
+    """
+    with torch.no_grad():
+        both = sum_over_ranks(torch.cat([losses.choices, losses.num_positions[None]]), group)
+        return BalanceTotals(both[:-1], both[-1])
+
+
+def add_totals(a: BalanceTotals, b: BalanceTotals) -> BalanceTotals:
+    """Returns the totals of both together."""
+    return BalanceTotals(a.choices + b.choices, a.num_positions + b.num_positions)
+
+
+def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
+    """Returns the losses of a part of a scope that is wider than one call.
+
+    The sums of all parts, divided by the sum of their counts, are the loss of the whole scope, and so are their
+    gradients: choices carry none, and the loss is linear in the probabilities.
+
+    Args:
+        losses: Of the part.
+        totals: Of the whole scope.
+    """
+    num_experts = losses.prob_sums.shape[-1]
+    balance = num_experts * (totals.choices * losses.prob_sums).sum() / totals.num_positions.clamp(min=1)
+    return losses._replace(load_balance_sum=balance, load_balance_count=losses.num_positions)

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
+from moe.models.losses import LossCounts
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.outputs import STMoEOutput
 from moe.optim.adafactor import Adafactor
 from moe.sparse.groups import sequences_per_group
 from moe.sparse.layer import RouterOutput
+from moe.sparse.losses import add_totals, balance_totals
 from moe.sparse.stats import RouterStats, add_stats
 from moe.training.recipe import Recipe
 
@@ -58,18 +61,27 @@ def train_step(
         ConfigError: When the micro-batch size would change which tokens are routed together.
     """
     training = recipe.training
-    torch.manual_seed(recipe.seed * 1_000_003 + step)
+    parts = list(cut_batch(batch, training.micro_batch_size, model.config.group_size))
+
+    def run_parts(counts: LossCounts) -> Iterator[STMoEOutput]:
+        torch.manual_seed(recipe.seed * 1_000_003 + step)
+        for part in parts:
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+                yield model(**part, loss_counts=counts, output_router_logits=True)
+
     counts = model.loss_counts(batch)
-    totals: list[tuple[Tensor, Tensor]] = []
-    encoder_stats: list[RouterStats] = []
-    decoder_stats: list[RouterStats] = []
-    for part in cut_batch(batch, training.micro_batch_size, model.config.group_size):
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
-            output = model(**part, loss_counts=counts)
+    if model.config.balance_scope in ("ranks", "global") and len(parts) > 1:
+        with torch.no_grad():
+            totals = [[balance_totals(router.losses) for router in _routers(output)] for output in run_parts(counts)]
+        counts = counts._replace(balance_totals=tuple(reduce(add_totals, layer) for layer in zip(*totals, strict=True)))
+
+    losses: list[tuple[Tensor, Tensor]] = []
+    stats: list[list[RouterStats]] = []
+    for output in run_parts(counts):
+        assert output.loss is not None and output.ce_loss is not None, "a batch has labels"
         output.loss.backward()
-        totals.append((output.loss.detach(), output.ce_loss.detach()))
-        encoder_stats += _stats(output.encoder_router_outputs)
-        decoder_stats += _stats(output.decoder_router_outputs)
+        losses.append((output.loss.detach(), output.ce_loss.detach()))
+        stats.append([router.stats for router in _routers(output)])
 
     grad_norm = _clip_gradient(model, recipe.optim.max_grad_norm)
     lr = recipe.build_schedule()(step)
@@ -77,9 +89,13 @@ def train_step(
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    loss, ce_loss = (torch.stack(parts).sum() for parts in zip(*totals, strict=True))
-    tokens = counts.encoder_tokens + counts.target_tokens
-    return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(encoder_stats), _sum(decoder_stats))
+    layer_stats = [reduce(add_stats, layer) for layer in zip(*stats, strict=True)]
+    for layer, layer_stat in zip(model.sparse_layers(), layer_stats, strict=True):
+        layer.router.update(layer_stat)
+    loss, ce_loss = (torch.stack(values).sum() for values in zip(*losses, strict=True))
+    tokens = counts.encoder.tokens + counts.target_tokens
+    encoder = model.config.num_sparse_encoder_layers
+    return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(layer_stats[:encoder]), _sum(layer_stats[encoder:]))
 
 
 def cut_batch(batch: Batch, micro_batch_size: int | None, group_size: int) -> Iterator[Batch]:
@@ -109,9 +125,9 @@ def _clip_gradient(model: torch.nn.Module, max_grad_norm: float | None) -> Tenso
     return torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
-def _stats(routers: tuple[RouterOutput, ...] | None) -> list[RouterStats]:
-    """Returns the statistics of each router."""
-    return [router.stats for router in routers or ()]
+def _routers(output: STMoEOutput) -> tuple[RouterOutput, ...]:
+    """Returns what each router did, the encoder's first."""
+    return (*(output.encoder_router_outputs or ()), *(output.decoder_router_outputs or ()))
 
 
 def _sum(stats: list[RouterStats]) -> RouterStats | None:

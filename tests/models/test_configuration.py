@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from moe import PRESETS, ConfigError, STMoEConfig, STMoEForConditionalGeneration
+from moe import PRESETS, ConfigError, SparseConfig, STMoEConfig, STMoEForConditionalGeneration
+from moe.sparse.config import REFERENCES
 from moe.sparse.experts import Experts
-from moe.sparse.router import TokenChoiceRouter
+from moe.sparse.router import Router, load_routers
+from tests.models.tiny import FIELDS
 
+SPARSE = {"num_experts": 5, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}
 PUBLISHED = {
     "st-moe-l": 4_105_444_352,
     "st-moe-32b": 269_104_613_376,
@@ -50,10 +53,7 @@ def test_st_moe_l_without_experts_is_t5_large_and_twelve_norms():
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(STMoEConfig.from_preset("st-moe-l"))
     routed = sum(
-        p.numel()
-        for module in model.modules()
-        if isinstance(module, Experts | TokenChoiceRouter)
-        for p in module.parameters()
+        p.numel() for module in model.modules() if isinstance(module, Experts | Router) for p in module.parameters()
     )
     dense = STMoEConfig.from_preset("t5-1.1-large")
     assert model.num_parameters() - routed == dense.num_parameters() + 12 * dense.d_model
@@ -83,11 +83,69 @@ def test_active_parameters_count_two_of_the_experts():
         ({"feed_forward_proj": "swish"}, "expected one of gated-gelu, relu"),
         ({"eos_token_id": 40_000}, "eos_token_id is 40000; expected a token id below vocab_size"),
         ({"relative_attention_max_distance": 16}, "relative_attention_max_distance is 16"),
+        ({"router_loss_reduction": "max"}, "router_loss_reduction is 'max'; expected one of sum, mean"),
+        (
+            {**SPARSE, "router": "expert_choice"},
+            "'expert_choice' cannot be used in a decoder.*Set decoder_router to one",
+        ),
+        ({**SPARSE, "router": "swich"}, "Did you mean 'switch'"),
+        ({**SPARSE, "router_options": {"jiter": 0.1}}, "Router 'token_choice' has no option 'jiter'"),
+        ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected a mapping"),
+        ({**SPARSE, "decoder_router": "batch_prioritized"}, "'batch_prioritized' cannot be used in a decoder"),
     ],
 )
 def test_a_config_whose_numbers_are_wrong_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         STMoEConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("router", "router_input"),
+    [
+        (name, seen)
+        for name in load_routers().names()
+        for seen in ("hidden", "concat")
+        if (name, seen) != ("hash", "concat")
+    ],
+)
+def test_parameters_of_every_router_are_counted_before_anything_is_built(router, router_input):
+    kind = load_routers().get(router)
+    config = STMoEConfig(
+        **FIELDS
+        | {"router": router, "router_options": None, "router_input": router_input, "decoder_router": "switch"}
+        | {"num_selected_experts": 1, "expert_bias": "multiplicative"}
+    )
+    built = STMoEForConditionalGeneration(config)
+    assert sum(p.numel() for p in built.parameters()) == config.num_parameters()
+    assert isinstance(built.sparse_layers()[0].router, kind)
+
+
+def test_the_decoder_takes_over_the_router_and_its_options_unless_it_has_its_own():
+    same = STMoEConfig(**SPARSE, num_selected_experts=1, router="switch", router_options={"policy": "sample"})
+    assert same.sparse_config(decoder=True).router_options == {"policy": "sample"}
+    other = STMoEConfig(**SPARSE, router="batch_prioritized", decoder_router="token_choice")
+    assert other.sparse_config(decoder=True).router == "token_choice"
+    assert other.sparse_config(decoder=False).router == "batch_prioritized"
+    options = {"second_expert_policy": "all"}
+    own = STMoEConfig(**SPARSE, decoder_router_options=options)
+    assert own.sparse_config(decoder=False).router_options == {}
+    assert own.sparse_config(decoder=True).router_options == options
+
+
+@pytest.mark.parametrize(("reference", "reduction"), [("mesh_tensorflow", "sum"), ("flaxformer", "mean")])
+def test_a_reference_sets_the_layers_and_the_reduction_over_them(reference, reduction):
+    config = STMoEConfig.after(reference, **SPARSE)
+    layer = config.sparse_config(decoder=False)
+    assert config.router_loss_reduction == reduction
+    expected = SparseConfig.after(reference, d_model=layer.d_model, d_ff=layer.d_ff, num_experts=5)
+    for name in REFERENCES[reference]:
+        assert getattr(layer, name) == getattr(expected, name)
+
+
+def test_a_reference_gives_every_router_the_options_that_it_has():
+    config = STMoEConfig.after("flaxformer", **SPARSE, router="expert_choice", decoder_router="bias_balanced")
+    assert config.sparse_config(decoder=False).router_options == {}
+    assert config.sparse_config(decoder=True).router_options == {"normalize_gates": False}
 
 
 def test_an_unknown_preset_names_the_closest():
@@ -96,6 +154,7 @@ def test_an_unknown_preset_names_the_closest():
 
 
 def test_a_config_survives_saving(tmp_path):
-    config = STMoEConfig.from_preset("st-moe-base", eval_capacity_factor=None, expert_bias="multiplicative")
+    routers = {"router_options": {"second_expert_policy": "all"}, "decoder_router": "bias_balanced"}
+    config = STMoEConfig.from_preset("st-moe-base", eval_capacity_factor=None, expert_bias="multiplicative", **routers)
     config.save_pretrained(tmp_path)
     assert STMoEConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()

@@ -16,8 +16,7 @@ FIELDS = {
     "num_sparse_encoder_layers": 1,
     "num_sparse_decoder_layers": 1,
     "sparse_dense_stacking": True,
-    "second_expert_policy": "all",
-    "eval_second_expert_policy": "all",
+    "router_options": {"second_expert_policy": "all", "eval_second_expert_policy": "all"},
     "initializer_scale": 1.0,
     "router_initializer_std": 0.5,
 }

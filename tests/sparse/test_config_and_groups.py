@@ -1,5 +1,7 @@
 """Settings at the door, capacity and grouping: blackboard examples and one property."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,21 +10,39 @@ from hypothesis import strategies as st
 from moe import ConfigError, SparseConfig
 from moe.sparse.capacity import expert_capacity
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups
+from tests.sparse.by_hand import tokens
+from tests.sparse.layers import build_layer
+
+SIZES = {"d_model": 7, "d_ff": 11, "num_experts": 5}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "factor", "least", "expected"),
+    ("num_tokens", "num_experts", "factor", "least", "rounding", "expected"),
     [
-        (1024, 32, 1.25, 4, 40),  # the paper's numbers
-        (13, 5, 1.25, 4, 4),  # floor(3.25) raised to the least
-        (13, 5, 1.25, 0, 3),
-        (10, 1, 2.0, 4, 10),  # never more than the group
-        (100, 1, 0.29, 0, 29),  # 100 * 0.29 is 28.999... in binary
-        (2, 5, 1.0, 4, 4),  # the least holds even above the group
+        (1024, 32, 1.25, 4, "floor", 40),  # the paper's numbers
+        (13, 5, 1.25, 4, "floor", 4),  # 3.25, raised to the least
+        (13, 5, 1.25, 0, "floor", 3),
+        (13, 5, 1.25, 0, "round", 3),
+        (14, 5, 1.25, 0, "floor", 3),  # 3.5
+        (14, 5, 1.25, 0, "round", 4),
+        (10, 5, 1.25, 0, "round", 2),  # 2.5, half to even
+        (10, 1, 2.0, 4, "floor", 10),  # never more than the group
+        (10, 1, 2.0, 4, "round", 20),  # no such bound
+        (100, 1, 0.29, 0, "floor", 29),  # 100 * 0.29 is 28.999... in binary
+        (2, 5, 1.0, 4, "floor", 4),  # the least holds even above the group
+        (13, 5, 0.01, 0, "floor", 0),
+        (13, 5, 1e-7, 0, "round", 0),
     ],
 )
-def test_capacity(tokens, experts, factor, least, expected):
-    assert expert_capacity(tokens, experts, factor, least) == expected
+def test_capacity(num_tokens, num_experts, factor, least, rounding, expected):
+    assert expert_capacity(num_tokens, num_experts, factor, least, rounding) == expected
+
+
+def test_each_mode_has_its_own_capacity_factor():
+    layer = build_layer(capacity_factor=1.0, eval_capacity_factor=2.0, min_expert_capacity=0)
+    assert layer(tokens(1, 13, 7))[1].plan.capacity == 5  # 26 / 5
+    assert layer.train()(tokens(1, 13, 7))[1].plan.capacity == 2  # 13 / 5
+    assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
 
 
 @pytest.mark.parametrize(
@@ -43,16 +63,15 @@ def test_groups_and_back_is_the_identity_and_keeps_sequences_whole(batch, length
     assert torch.equal(from_groups(groups, together), x)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_selected_experts": 6}, "num_selected_experts is 6, but there are only 5 experts"),
-        ({"capacity_factor": 0.0}, "capacity_factor is 0.0; expected a number above 0, or None"),
-        ({"second_expert_policy": "sometimes"}, "expected one of all, none, threshold, random"),
-        ({"expert_dropout_rate": 1.0}, "expert_dropout_rate is 1.0"),
-        ({"d_ff": 0}, "d_ff is 0; expected an integer of at least 1"),
-    ],
-)
-def test_an_impossible_setting_is_refused_with_its_value(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        SparseConfig(**{"d_model": 7, "d_ff": 11, "num_experts": 5, **changes})
+def test_router_options_are_a_mapping():
+    with pytest.raises(ConfigError, match=r"^router_options is 'all'; expected a mapping"):
+        SparseConfig(**SIZES, router_options="all")
+
+
+def test_a_configuration_keeps_its_own_copy_of_the_router_options():
+    options = {"second_expert_policy": "all"}
+    config = SparseConfig(**SIZES, router_options=options)
+    options["second_expert_policy"] = "none"
+    assert config.router_options == {"second_expert_policy": "all"}
+    assert dataclasses.asdict(config)["router_options"] == {"second_expert_policy": "all"}
+    assert dataclasses.replace(config, d_ff=13).router_options == config.router_options

@@ -1,220 +1,279 @@
-"""The sparse layer against two oracles (tests/oracles/token_choice.py): a loop over tokens and the dense einsum."""
+"""The sparse layer against tests/oracles: a loop over tokens for every router and option, and the dense einsum.
+
+Each drawn case is computed once by the oracle and twice by the layer, by ragged and by static dispatch.
+"""
+
+import dataclasses
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe import SparseConfig, SparseFeedForward, add_stats, summarize
-from moe.sparse.groups import from_groups, sequences_per_group, to_groups
-from tests.oracles.token_choice import capacity_of, dense_einsum, loop_over_tokens
+from moe import RouterStats, SparseFeedForward, summarize
+from moe.sparse.config import RouterInput
+from moe.sparse.routers.hash_by_token import hash_expert
+from moe.sparse.routers.token_choice import keep_places
+from tests.oracles.layer import answer, dense_einsum
+from tests.oracles.stats import summary
+from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of
+from tests.sparse.layers import build_layer
+
+# ---- every router and option against the loop over tokens ----
+
+GATES = {"normalize_gates": st.booleans()}
+THRESHOLD = {"threshold": st.sampled_from([0.2, 0.45])}
+OPTIONS = {
+    "token_choice all": {"policy": st.just("all"), **GATES},
+    "token_choice none": {"policy": st.just("none"), **GATES},
+    "token_choice threshold": {"policy": st.just("threshold"), **GATES, **THRESHOLD},
+    "batch_prioritized all": {"policy": st.just("all"), **GATES},
+    "batch_prioritized threshold": {"policy": st.just("threshold"), **GATES, **THRESHOLD},
+    "switch argmax": {"policy": st.just("argmax")},
+    "expert_choice experts": {"softmax_over": st.just("experts")},
+    "expert_choice tokens": {"softmax_over": st.just("tokens")},
+    "no_token_left_behind": {"num_candidates": st.integers(1, 4)},
+    "hash": {"seed": st.integers(0, 5)},
+    "bias_balanced": {"update_rate": st.sampled_from([0.05, 0.3]), **GATES},
+}
+PADDING = ["no mask", "none", "left", "right", "scattered", "whole sequences", "everything"]
 
 
-def build(seed=0, **changes):
-    settings_ = {"d_model": 7, "d_ff": 11, "num_experts": 5, "initializer_scale": 1.0, "router_initializer_std": 0.7}
-    torch.manual_seed(seed)
-    return SparseFeedForward(SparseConfig(**{**settings_, **changes})).double().eval()
-
-
-cases = st.fixed_dictionaries(
-    {
-        "seed": st.integers(0, 10_000),
-        "batch": st.sampled_from([1, 2, 3]),
-        "length": st.sampled_from([1, 2, 5, 13]),
-        "num_experts": st.sampled_from([1, 2, 5, 17]),
-        "places": st.sampled_from([1, 2, 3]),
-        "factor": st.sampled_from([0.05, 0.5, 1.0, 1.25, 2.0, None]),
-        "least": st.sampled_from([0, 1, 4]),
-        "policy": st.sampled_from(["all", "none", "threshold"]),
-        "gated": st.booleans(),
-        "activation": st.sampled_from(["gelu", "relu"]),
-        "bias": st.sampled_from(["none", "additive", "multiplicative"]),
-        "padding": st.floats(0, 1),
-        "sequences": st.sampled_from([1, 3]),
+@st.composite
+def cases(draw, options):
+    """The settings, shapes and kind of input of a case."""
+    num_experts = draw(st.sampled_from([1, 2, 3, 5, 5, 17]))
+    drawn = {name: draw(values) for name, values in options.items()}
+    if "num_candidates" in drawn:
+        drawn["num_candidates"] = min(drawn["num_candidates"], num_experts)
+    length = draw(st.sampled_from([1, 2, 5, 13, 13, 13]))
+    factors = st.sampled_from([0.05, 0.5, 0.7, 1.0, 1.25, 2.0, None])
+    config = {
+        "num_experts": num_experts,
+        "num_selected_experts": min(draw(st.sampled_from([1, 2, 3])), num_experts),
+        "capacity_factor": draw(factors),
+        "eval_capacity_factor": draw(factors),
+        "min_expert_capacity": draw(st.sampled_from([0, 0, 0, 1, 4])),
+        "capacity_rounding": draw(st.sampled_from(["floor", "round"])),
+        "group_size": draw(st.sampled_from([1, 2, 3])) * length,
+        "router_input": draw(st.sampled_from(["hidden", "hidden", *get_args(RouterInput)])),
+        "balance_choices": draw(st.sampled_from(["first", "all"])),
+        "balance_over": draw(st.sampled_from(["real_tokens", "all_positions"])),
+        "balance_scope": draw(st.sampled_from(["group", "group", "micro_batch", "global"])),
+        "router_z_loss_over": draw(st.sampled_from(["real_tokens", "all_positions"])),
+        "gated": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["gelu", "relu"])),
+        "expert_bias": draw(st.sampled_from(["none", "additive", "multiplicative"])),
     }
-)
+    return {
+        "config": config,
+        "options": drawn,
+        "training": draw(st.booleans()),
+        "batch": draw(st.sampled_from([1, 2, 3, 4])),
+        "length": length,
+        "inputs": draw(st.sampled_from(["normal", "normal", "whole", "equal", "no gate"])),
+        "padding": draw(st.sampled_from([*PADDING, "scattered", "scattered"])),
+        "drop_tokens": draw(st.sampled_from([True, True, True, False])),
+        "seed": draw(st.integers(0, 10_000)),
+    }
 
 
-@settings(max_examples=120, deadline=None)
-@given(cases)
-def test_layer_equals_the_loop_over_tokens_in_output_losses_and_every_gradient(case):
-    layer = build(
-        case["seed"],
-        num_experts=case["num_experts"],
-        num_selected_experts=min(case["places"], case["num_experts"]),
-        eval_capacity_factor=case["factor"],
-        min_expert_capacity=case["least"],
-        eval_second_expert_policy=case["policy"],
-        gated=case["gated"],
-        activation=case["activation"],
-        expert_bias=case["bias"],
-        group_size=case["sequences"] * case["length"],
-    )
-    x = torch.randn(case["batch"], case["length"], 7, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(case["batch"], case["length"]) >= case["padding"]
-    y, router = layer(x, mask)
-
-    together = sequences_per_group(case["batch"], case["length"], case["sequences"] * case["length"])
-    x_oracle = x.detach().clone().requires_grad_()
-    groups, group_mask = to_groups(x_oracle, together), to_groups(mask, together)
-    size = groups.shape[1]
-    capacity = size
-    if case["factor"] is not None:
-        capacity = capacity_of(size, case["num_experts"], case["factor"], case["least"])
-    oracle = loop_over_tokens(layer, groups, group_mask, capacity, case["policy"])
-
-    torch.testing.assert_close(y, from_groups(oracle.output, together), rtol=0, atol=1e-12)
-    torch.testing.assert_close(router.losses.load_balance_loss, oracle.load_balance_loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(router.losses.router_z_loss, oracle.router_z_loss, rtol=0, atol=1e-12)
-    assert router.plan.expert_index.tolist() == oracle.expert_index
-    assert router.plan.accepted.tolist() == oracle.accepted
-    assert int(router.stats.dropped_tokens) == oracle.dropped_tokens
-    torch.testing.assert_close(dense_einsum(layer, groups, router.plan), oracle.output, rtol=0, atol=1e-12)
-
-    cotangent = torch.randn_like(y)
-    inputs = [x, *layer.parameters()]
-    oracle_inputs = [x_oracle, *layer.parameters()]
-    total = (y * cotangent).sum() + router.losses.load_balance_loss + router.losses.router_z_loss
-    expected = (from_groups(oracle.output, together) * cotangent).sum()
-    expected = expected + oracle.load_balance_loss + oracle.router_z_loss + 0 * x_oracle.sum()
-    ours = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-    theirs = torch.autograd.grad(expected, oracle_inputs, allow_unused=True, materialize_grads=True)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+def router_options(router, case):
+    """The options by their names in the library; those that the mode should not read are set to something else."""
+    options = dict(case["options"])
+    if router == "switch" and not case["training"]:
+        options["policy"] = "sample"  # evaluation takes the best expert under every policy
+    if router in ("token_choice", "batch_prioritized"):
+        read, other = ("", "eval_") if case["training"] else ("eval_", "")
+        options[f"{read}second_expert_policy"] = options.pop("policy")
+        options[f"{other}second_expert_policy"] = "random"
+        options[f"{read}second_expert_threshold"] = options.pop("threshold", 0.2)
+        options[f"{other}second_expert_threshold"] = 0.9
+    return options
 
 
-def test_slots_of_an_expert_are_distinct_and_below_capacity():
-    layer = build(eval_capacity_factor=1.0, eval_second_expert_policy="all", min_expert_capacity=0)
-    plan = layer(torch.randn(2, 13, 7, dtype=torch.float64))[1].plan
-    for group in range(plan.slot.shape[0]):
-        taken = {
-            (int(e), int(s))
-            for e, s, ok in zip(
-                plan.expert_index[group].flatten(),
-                plan.slot[group].flatten(),
-                plan.accepted[group].flatten(),
-                strict=True,
-            )
-            if ok
-        }
-        assert len(taken) == int(plan.accepted[group].sum())
-        assert all(slot < plan.capacity for _, slot in taken)
-
-
-def test_permuting_the_experts_changes_nothing_but_their_order():
-    layer, permuted = build(), build()
-    order = torch.tensor([3, 0, 4, 2, 1])
+def build(router, case):
+    """The layer of a case, with a gate and biases that make ties where the case wants them."""
+    config = {**case["config"], "router_options": router_options(router, case)}
+    if router in ("switch", "no_token_left_behind", "hash"):
+        config["num_selected_experts"] = 1
+    if router == "hash":
+        config["router_input"] = "hidden"
+    layer = build_layer(router, case["seed"], **config).train(case["training"])
     with torch.no_grad():
-        permuted.router.gate.copy_(layer.router.gate[order])
-        permuted.experts.gate_up_proj.copy_(layer.experts.gate_up_proj[order])
-        permuted.experts.down_proj.copy_(layer.experts.down_proj[order])
-    x = torch.randn(3, 13, 7, dtype=torch.float64)
-    (y, router), (y_permuted, router_permuted) = layer(x), permuted(x)
-    torch.testing.assert_close(y, y_permuted, rtol=0, atol=1e-12)
-    assert torch.equal(router.stats.expert_load[order], router_permuted.stats.expert_load)
+        if router == "bias_balanced":
+            layer.router.load_steps.random_(-3, 4)
+        if case["inputs"] != "normal" and router != "hash":
+            layer.router.gate.zero_() if case["inputs"] == "no gate" else layer.router.gate.random_(-1, 2)
+    return layer
 
 
-def test_padding_takes_no_slot_and_enters_no_loss_and_no_statistic():
-    layer = build(eval_capacity_factor=None)
-    x = torch.randn(2, 13, 7, dtype=torch.float64)
-    noise = torch.randn(2, 4, 7, dtype=torch.float64) * 100
-    mask = torch.cat([torch.zeros(2, 4, dtype=torch.bool), torch.ones(2, 13, dtype=torch.bool)], dim=1)
-    y, router = layer(x)
-    y_padded, router_padded = layer(torch.cat([noise, x], dim=1), mask)
-    torch.testing.assert_close(y_padded[:, 4:], y, rtol=0, atol=1e-12)
-    assert torch.count_nonzero(y_padded[:, :4]) == 0
-    for a, b in zip(router.stats, router_padded.stats, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+def inputs(case):
+    """Tokens, their mask, ids and word embeddings; in whole numbers, scores tie exactly in any order of summing."""
+    batch, length = case["batch"], case["length"]
+    x = torch.randn(batch, length, 7, dtype=torch.float64)
+    words = torch.randn(batch, length, 7, dtype=torch.float64)
+    if case["inputs"] in ("whole", "equal"):
+        x, words = x.random_(-2, 3), words.random_(-1, 2)
+    if case["inputs"] == "equal":
+        x[:], words[:] = x[:1, :1].clone(), words[:1, :1].clone()
+    ids = torch.randint(0, 11, (batch, length))
+    position, border = torch.arange(length), torch.randint(0, length + 1, (batch, 1))
+    mask = {
+        "no mask": None,
+        "none": torch.ones(batch, length, dtype=torch.bool),
+        "left": position >= border,
+        "right": position < border,
+        "scattered": torch.rand(batch, length) < 0.6,
+        "whole sequences": (torch.rand(batch, 1) < 0.5).expand(batch, length),
+        "everything": torch.zeros(batch, length, dtype=torch.bool),
+    }[case["padding"]]
+    return x.requires_grad_(), mask, ids, words.requires_grad_()
 
 
-def test_all_padding_is_zeros_and_finite_losses():
-    y, router = build()(torch.randn(2, 3, 7, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.bool))
-    assert torch.count_nonzero(y) == 0
-    assert float(router.losses.load_balance_loss.detach()) == 0
-    assert summarize(router.stats)["fraction_dropped"] == 0
+def gradients(output, load_balance_loss, router_z_loss, cotangent, wanted):
+    """Gradients of a weighted sum of all that is learnt from; zeros where nothing depends on it."""
+    total = (output * cotangent).sum() + 0.7 * load_balance_loss + 0.3 * router_z_loss
+    if not total.requires_grad:
+        return [torch.zeros_like(x) for x in wanted]
+    return torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
 
 
-def test_first_places_are_served_before_any_second_place():
-    layer = build(num_experts=2, eval_capacity_factor=0.01, min_expert_capacity=3, eval_second_expert_policy="all")
+def check_plan(plan, routing):
+    """A plan holds the routing of the oracle; slots and weights count where accepted."""
+    assert plan.expert_index.tolist() == routing.expert_index
+    assert plan.wanted.tolist() == routing.wanted
+    assert plan.accepted.tolist() == routing.accepted
+    slots = torch.tensor([[[-1 if slot is None else slot for slot in s] for s in g] for g in routing.slot])
+    assert torch.equal(plan.slot.masked_fill(~plan.accepted, -1), slots)
+    weights = [[[torch.as_tensor(weight).item() for weight in s] for s in g] for g in routing.weight]
+    assert_close(plan.combine_weight, torch.tensor(weights, dtype=torch.float64), "combine_weight")
+
+
+def check_stats(stats, counted):
+    """Counts are exact, sums are close, and the numbers that people read follow from them."""
+    for name in RouterStats._fields:
+        ours, theirs = getattr(stats, name), counted[name]
+        if ours.dtype == torch.int64:
+            assert ours.tolist() == theirs, name
+        else:
+            assert_close(ours, torch.tensor(theirs, dtype=torch.float64), name)
+    means = {
+        f"{name}_loss": counted[f"{name}_sum"] / (counted[f"{name}_count"] or 1)
+        for name in ("load_balance", "router_z")
+    }
+    assert summarize(stats) == pytest.approx(summary(counted) | means, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("variant", OPTIONS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(variant, data):
+    case, router = data.draw(cases(OPTIONS[variant])), variant.split()[0]
+    layer = build(router, case)
+    x, mask, ids, words = inputs(case)
+    expected = answer(layer, x, mask, ids, words, case["drop_tokens"])
+    output = expected.output.reshape(x.shape)
+    cotangent = torch.randn_like(x)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    wanted = [x, words, *parameters]
+    losses = (expected.load_balance_loss, expected.router_z_loss)
+    expected_gradients = gradients(output, *losses, cotangent, wanted)
+
+    for dispatch in ("ragged", "static"):
+        ours = SparseFeedForward(dataclasses.replace(layer.config, dispatch=dispatch)).double()
+        ours.load_state_dict(layer.state_dict())
+        ours.train(layer.training)
+        options = {"token_ids": ids, "word_embeddings": words, "drop_tokens": case["drop_tokens"]}
+        y, found = ours(x, mask, **options)
+        check_plan(found.plan, expected.routing)
+        assert_close(y, output, "output")
+        assert_close(found.losses.load_balance_loss, losses[0].detach(), "load_balance_loss")
+        assert_close(found.losses.router_z_loss, losses[1].detach(), "router_z_loss")
+        check_stats(found.stats, expected.counted)
+        found_losses = (found.losses.load_balance_loss, found.losses.router_z_loss)
+        found_gradients = gradients(y, *found_losses, cotangent, [x, words, *ours.parameters()])
+        for name, a, b in zip(("input", "words", *names), found_gradients, expected_gradients, strict=True):
+            assert_close(a, b, f"gradient of {name}, {dispatch}")
+
     with torch.no_grad():
-        layer.router.gate.zero_()
-        layer.router.gate[0, 0] = 1.0
-    x = torch.zeros(1, 5, 7, dtype=torch.float64)
-    x[0, :, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
-    plan = layer(x)[1].plan
-    assert plan.expert_index[0, :, 0].tolist() == [0, 0, 1, 0, 1]
+        assert_close(dense_einsum(layer, expected.groups, found.plan).reshape(x.shape), output, "dense einsum")
+    assert_close(found.router_logits, expected.logits, "router_logits")
+
+
+# ---- order, slots and weights, by hand ----
+
+
+def test_first_places_are_served_before_any_second_place_and_tokens_in_order():
+    # Two experts with three slots; tokens 0, 1, 3 prefer expert 0. Two first places fill expert 1 up to its last slot.
+    options = {"eval_second_expert_policy": "all"}
+    layer = layer_with_logits(2, eval_capacity_factor=0.01, min_expert_capacity=3, router_options=options)
+    first, second = [0.9, 0.1], [0.2, 0.8]
+    plan = layer(logits_of(first, first, second, first, second))[1].plan
+    assert plan.expert_index[0].tolist() == [[0, 1], [0, 1], [1, 0], [0, 1], [1, 0]]
     assert plan.accepted[0, :, 0].tolist() == [True] * 5
+    assert plan.slot[0, :, 0].tolist() == [0, 1, 0, 2, 1]
     assert plan.accepted[0, :, 1].tolist() == [True, False, False, False, False]
+    assert plan.slot[0, 0, 1] == 2
 
 
-def test_random_policy_keeps_a_place_with_probability_gate_over_threshold():
-    from moe.sparse.router import keep_places
+def test_a_gate_is_not_scaled_up_when_the_other_place_is_dropped():
+    # Both tokens choose experts 0 and 1 by 6 : 3, but each expert has one slot: token 1 has nothing.
+    options = {"eval_second_expert_policy": "all"}
+    layer = layer_with_logits(3, eval_capacity_factor=0.01, min_expert_capacity=1, router_options=options)
+    plan = layer(logits_of([0.6, 0.3, 0.1], [0.6, 0.1, 0.3]))[1].plan
+    expected = torch.tensor([[[2 / 3, 1 / 3], [0, 1 / 3]]], dtype=torch.float64)
+    assert_close(plan.combine_weight, expected, tolerance=1e-8)
 
-    torch.manual_seed(0)
-    gates = torch.tensor([0.95, 0.05]).expand(1, 40_000, 2)
-    kept = keep_places(gates, "random", 0.2)
-    assert kept[..., 0].all()
-    assert abs(kept[..., 1].double().mean().item() - 0.25) < 0.01
+
+def test_a_place_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always_is():
+    gates = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.3, 0.0]]])
+    kept = {policy: keep_places(gates, policy, 0.25)[0].tolist() for policy in ("all", "none", "threshold")}
+    assert kept["all"] == [[True] * 3] * 2
+    assert kept["none"] == [[True, False, False]] * 2
+    assert kept["threshold"] == [[True, False, False], [True, True, False]]
 
 
 def test_a_single_gate_stays_raw_so_that_the_router_learns_from_the_task():
-    layer = build(num_selected_experts=1)
-    y, _ = layer(torch.randn(1, 13, 7, dtype=torch.float64))
+    layer = layer_with_logits(3, num_selected_experts=1)
+    y, router = layer(logits_of([0.6, 0.3, 0.1], [0.1, 0.2, 0.7]))
+    assert_close(router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.7], dtype=torch.float64))
     y.sum().backward()
     assert float(layer.router.gate.grad.abs().sum()) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_routing_is_float32_whatever_the_parameter_dtype(dtype):
-    layer = build().to(dtype)
-    y, router = layer(torch.randn(2, 13, 7).to(dtype))
-    assert y.dtype == dtype
-    assert router.router_logits.dtype == torch.float32
-    assert router.plan.combine_weight.dtype == torch.float32
+def test_the_surest_tokens_are_admitted_first_by_batch_prioritized_routing():
+    options = {"eval_capacity_factor": 0.01, "min_expert_capacity": 2, "num_selected_experts": 1}
+    x = logits_of([0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.9, 0.1])
+    by_order = layer_with_logits(2, **options)(x)[1].plan
+    by_sureness = layer_with_logits(2, "batch_prioritized", **options)(x)[1].plan
+    assert by_order.accepted.flatten().tolist() == [True, True, False, False]
+    assert by_sureness.accepted.flatten().tolist() == [False, True, False, True]
+    assert by_sureness.slot[by_sureness.accepted].tolist() == [0, 1]
 
 
-def test_routing_is_float32_under_autocast():
-    layer = build().float()
-    x = torch.randn(2, 13, 7)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, router = layer(x)
-    assert router.router_logits.dtype == torch.float32
-    assert torch.equal(router.router_logits, layer(x)[1].router_logits)
-    assert y.dtype == torch.float32
+def test_a_bias_moves_against_the_load_and_steers_the_choice_but_not_the_weight():
+    options = {"update_rate": 0.1, "normalize_gates": False}
+    layer = layer_with_logits(3, "bias_balanced", num_selected_experts=1, router_options=options)
+    layer.router.load_steps.zero_()
+    x = logits_of([0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.7, 0.2, 0.1])
+    _, router = layer(x)
+    assert router.stats.expert_load.tolist() == [3, 0, 0]
+    layer.router.update(router.stats)
+    assert layer.router.load_steps.tolist() == [-1, 1, 1]  # against a mean of 1
+    # Probability plus bias is 0.5, 0.4, 0.2 for token 0; 0.4, 0.5, 0.2 for token 1; 0.6, 0.3, 0.2 for token 2.
+    _, router = layer(x)
+    assert router.plan.expert_index.flatten().tolist() == [0, 1, 0]
+    assert_close(router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.4, 0.7], dtype=torch.float64))
+    layer.router.update(router.stats._replace(expert_load=torch.tensor([1, 1, 1])))
+    assert layer.router.load_steps.tolist() == [-1, 1, 1]
 
 
-def test_bfloat16_would_move_the_papers_softmax_by_a_third():
-    logits = torch.tensor([128.5] + [128.0] * 10)
-    exact = logits.softmax(0)[0]
-    rounded = logits.to(torch.bfloat16).float().softmax(0)[0]
-    assert round(exact.item(), 3) == 0.142
-    assert round(rounded.item(), 3) == 0.091
-
-
-def test_statistics_add_up_over_batches():
-    layer = build()
-    x = torch.randn(4, 13, 7, dtype=torch.float64)
-    layer.config = layer.router.config = SparseConfig(d_model=7, d_ff=11, num_experts=5, group_size=26)
-    whole = layer(x)[1].stats
-    parts = add_stats(layer(x[:2])[1].stats, layer(x[2:])[1].stats)
-    for a, b in zip(whole, parts, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
-
-
-def test_summary_of_a_hand_made_load():
-    layer = build(num_experts=2, num_selected_experts=1, eval_capacity_factor=None)
-    stats = layer(torch.randn(1, 13, 7, dtype=torch.float64))[1].stats
-    stats = stats._replace(expert_load=torch.tensor([9.0, 3.0]))
-    summary = summarize(stats)
-    assert summary["max_over_mean"] == 1.5
-    assert summary["load_cv"] == 0.5
-    assert summary["dead_experts"] == 0
-    assert summary["expert_usage"] == 1.0
-
-
-def test_expert_dropout_acts_in_training_only():
-    layer = build(expert_dropout_rate=0.5, second_expert_policy="all", eval_second_expert_policy="all")
-    x = torch.randn(1, 13, 7, dtype=torch.float64)
-    assert torch.equal(layer(x)[0], layer(x)[0])
-    layer.train()
-    assert not torch.equal(layer(x)[0], layer(x)[0])
+def test_the_hash_spreads_ids_evenly_and_each_seed_spreads_them_otherwise():
+    one, other = (hash_expert(torch.arange(30_011), 7, seed) for seed in (0, 1))
+    for expert in (one, other):
+        expected = 30_011 / 7
+        chi_square = (torch.bincount(expert, minlength=7) - expected).square().sum() / expected
+        assert chi_square < 22.5  # 6 degrees of freedom: 99.9 %
+    assert abs((one == other).double().mean() - 1 / 7) < 0.01

@@ -28,9 +28,20 @@ def updated(model, settings, steps=2):
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_the_update_does_not_depend_on_how_the_batch_is_cut(micro):
-    whole, expected = updated(tiny_model(group_size=13).double().train(), recipe())
-    parts, actual = updated(tiny_model(group_size=13).double().train(), recipe(micro_batch_size=micro))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"balance_scope": "global", "load_balance_loss_weight": 3.0},
+        {"balance_scope": "ranks", "balance_over": "all_positions", "balance_choices": "all"},
+        {"router_z_loss_over": "all_positions", "router_loss_reduction": "mean"},
+        {"router": "bias_balanced", "router_options": None},
+    ],
+    ids=str,
+)
+def test_the_update_does_not_depend_on_how_the_batch_is_cut(changes, micro):
+    whole, expected = updated(tiny_model(group_size=13, **changes).double().train(), recipe())
+    parts, actual = updated(tiny_model(group_size=13, **changes).double().train(), recipe(micro_batch_size=micro))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     for a, b in zip(parts, whole, strict=True):
@@ -45,7 +56,7 @@ def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
 
 
 def test_randomness_is_a_function_of_seed_and_step():
-    changes = {"dropout_rate": 0.3, "second_expert_policy": "random"}
+    changes = {"dropout_rate": 0.3, "router_options": {"second_expert_policy": "random"}}
     (first, *_), weights = updated(tiny_model(**changes).train(), recipe())
     torch.manual_seed(99)
     _, again = updated(tiny_model(**changes).train(), recipe())
@@ -55,6 +66,23 @@ def test_randomness_is_a_function_of_seed_and_step():
     model = tiny_model(**changes).train()
     later = train_step(model, Adafactor(parameter_groups(model)), recipe(), tiny_batch(seed=0), 1)
     assert float(first.ce_loss) != float(later.ce_loss)
+
+
+def test_a_wide_balance_scope_is_not_the_mean_over_its_parts():
+    losses = {
+        scope: updated(tiny_model(group_size=13, balance_scope=scope).train(), recipe(), steps=1)[0][0].loss.item()
+        for scope in ("group", "global")
+    }
+    assert losses["group"] != pytest.approx(losses["global"], abs=1e-6)
+
+
+def test_biases_move_against_the_load_of_the_whole_update():
+    model = tiny_model(group_size=13, router="bias_balanced", router_options=None).train()
+    router = model.sparse_layers()[0].router
+    load = model(**tiny_batch(seed=0)).encoder_router_outputs[0].stats.expert_load.double()
+    updated(model, recipe(micro_batch_size=1), steps=1)
+    assert torch.equal(router.load_steps, (load.mean() - load).sign().long())
+    assert router.load_steps.any()
 
 
 def test_bfloat16_computes_in_autocast_and_keeps_float32_weights():

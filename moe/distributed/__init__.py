@@ -1,0 +1,1 @@
+"""What several ranks do together: tensors and ranks, never a model."""

@@ -1,0 +1,88 @@
+"""Loss-free balancing: a bias for each expert, moved with the load, steers the choice and not the weight."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moe.errors import ConfigError
+from moe.sparse.config import SparseConfig
+from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.router import ROUTERS, Router
+from moe.sparse.routers.token_choice import normalize_gates, select_experts
+from moe.sparse.scores import RouterScores
+from moe.sparse.stats import RouterStats
+
+
+@dataclass(frozen=True)
+class BiasBalancedOptions:
+    """Options of loss-free balancing.
+
+    Attributes:
+        update_rate: How far a bias moves in one update, in units of probability.
+        normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw.
+    """
+
+    update_rate: float = 1e-3
+    normalize_gates: bool = True
+
+    def check(self, config: SparseConfig) -> None:
+        """Raises a ConfigError when the rate is not above 0."""
+        if not self.update_rate > 0:
+            raise ConfigError(
+                f"update_rate is {self.update_rate!r}; expected a number above 0; without it use 'token_choice'."
+            )
+
+
+@ROUTERS.register("bias_balanced")
+class BiasBalancedRouter(Router):
+    """Every token chooses the K experts of highest probability plus bias; its weights are the probabilities alone.
+
+    `update` raises the bias of experts with less than the mean load and lowers that of the others. The training
+    loop calls it once after each step; your own loop must do so too. The balance loss stays available; its weight
+    is usually set to 0, or small.
+
+    Source:
+        Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3 (arXiv:2412.19437). Differs:
+        probabilities are a softmax as everywhere here, not a sigmoid.
+    """
+
+    Options: ClassVar[type[BiasBalancedOptions]] = BiasBalancedOptions
+    load_steps: Tensor  # whole steps of the update rate: exact in any parameter dtype
+
+    def __init__(self, config: SparseConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("load_steps", torch.zeros(config.num_experts, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        """Draws the gate anew and sets the biases to zero."""
+        super().reset_parameters()
+        if "load_steps" in self._buffers:
+            nn.init.zeros_(self.load_steps)
+
+    def load_bias(self) -> Tensor:
+        """Returns the bias of each expert <float64>[E], in units of probability."""
+        return self.load_steps.double() * self.options.update_rate
+
+    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+        """Returns the plan for these scores; see `Router.assign`."""
+        capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        biased = scores.probs.detach() + self.load_bias().to(scores.probs.dtype)
+        expert_index = select_experts(biased, self.config.num_selected_experts)
+        gates = scores.probs.gather(-1, expert_index)
+        if self.options.normalize_gates:
+            gates = normalize_gates(gates)
+        wanted = token_mask[..., None].expand_as(expert_index)
+        slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
+        return DispatchPlan(expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity)
+
+    @torch.no_grad()
+    def update(self, stats: RouterStats) -> None:
+        """Moves every bias by the update rate against its expert's load.
+
+        Args:
+            stats: Of this layer, added up over the micro-batches and ranks of the update.
+        """
+        load = stats.expert_load.double()
+        self.load_steps.add_((load.mean() - load).sign().long())

@@ -1,0 +1,91 @@
+"""Switch: one expert for each token, with ways to explore others."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.errors import ConfigError
+from moe.sparse.config import SparseConfig
+from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.router import ROUTERS, Router
+from moe.sparse.routers.token_choice import select_experts
+from moe.sparse.scores import RouterScores
+
+Policy = Literal["argmax", "input_jitter", "input_dropout", "sample"]
+
+
+@dataclass(frozen=True)
+class SwitchOptions:
+    """Options of Switch routing; they act in training only, evaluation takes the best expert.
+
+    Attributes:
+        policy: `argmax` takes the best expert; `input_jitter` and `input_dropout` disturb the router's own copy of
+            its input; `sample` draws the expert from the probabilities.
+        jitter: Half-width of the factor U(1 - jitter, 1 + jitter) of each number.
+        input_dropout_rate: Share of the numbers that `input_dropout` sets to zero.
+        temperature: Of `sample`: above 1 explores more, towards 0 it is the best expert.
+    """
+
+    policy: Policy = "input_jitter"
+    jitter: float = 1e-2
+    input_dropout_rate: float = 0.1
+    temperature: float = 1.0
+
+    def check(self, config: SparseConfig) -> None:
+        """Raises a ConfigError when a value is out of range."""
+        if self.policy not in get_args(Policy):
+            raise ConfigError(f"policy is {self.policy!r}; expected one of {', '.join(get_args(Policy))}.")
+        for name in ("jitter", "input_dropout_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 <= {name} < 1.")
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature is {self.temperature!r}; expected a number above 0; 'argmax' is its limit.")
+
+
+@ROUTERS.register("switch")
+class SwitchRouter(Router):
+    """Every token has one expert, weighted by its raw probability.
+
+    Source:
+        Switch Transformers (arXiv:2101.03961); Mesh-TensorFlow transformer/moe.py at a32810e, `_switch_gating`.
+        ST-MoE (arXiv:2202.08906) §3.2 drops the jitter, which costs quality at scale. Differs: evaluation is
+        deterministic under every policy.
+    """
+
+    Options: ClassVar[type[SwitchOptions]] = SwitchOptions
+    single: ClassVar[bool] = True
+
+    def perturb(self, seen: Tensor) -> Tensor:
+        """Returns the gate's input <float32>[G, S, D], jittered or with dropout when training asks for it."""
+        options = self.options
+        if self.training and options.policy == "input_jitter":
+            return seen * torch.empty_like(seen).uniform_(1 - options.jitter, 1 + options.jitter)
+        if options.policy == "input_dropout":
+            return F.dropout(seen, options.input_dropout_rate, self.training)
+        return seen
+
+    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+        """Returns the plan for these scores; see `Router.assign`."""
+        capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        if self.training and self.options.policy == "sample":
+            expert_index = sample_expert(scores.logits, self.options.temperature)
+        else:
+            expert_index = select_experts(scores.probs, 1)
+        wanted = token_mask[..., None]
+        slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
+        gates = scores.probs.gather(-1, expert_index)
+        return DispatchPlan(expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity)
+
+
+def sample_expert(logits: Tensor, temperature: float) -> Tensor:
+    """Returns an expert <int64>[G, S, 1] drawn with probabilities softmax(logits / temperature).
+
+    Args:
+        logits: <float32>[G, S, E].
+        temperature: Above 0.
+    """
+    gumbel = -torch.empty_like(logits).exponential_().log()  # the largest of logits + Gumbel noise is such a draw
+    return (logits.detach() / temperature + gumbel).argmax(dim=-1, keepdim=True)

@@ -1,0 +1,37 @@
+"""Starts a function in several processes that exchange over gloo, and brings their answers back."""
+
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 90  # seconds; most of them are the imports of a fresh process on a busy machine
+
+
+def run_ranks(function, num_ranks, folder, *arguments):
+    """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them after TIMEOUT.
+
+    The processes are fresh, so that `function` must stand in a module. They meet in a file: no port is needed.
+    """
+    context = mp.start_processes(
+        _rank, (function, num_ranks, str(folder), arguments), nprocs=num_ranks, join=False, start_method="spawn"
+    )
+    end = time.monotonic() + TIMEOUT
+    try:
+        while not context.join(timeout=1):  # raises what a rank raised
+            assert time.monotonic() < end, f"{num_ranks} ranks did not end within {TIMEOUT} seconds"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+
+
+def _rank(rank, function, num_ranks, folder, arguments):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/meeting", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    try:
+        torch.save(function(rank, num_ranks, *arguments), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()

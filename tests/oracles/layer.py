@@ -1,0 +1,160 @@
+"""The sparse layer, one token at a time: a loop over accepted places, and the dense einsum with [G, S, E, C] masks.
+
+Source: ST-MoE (arXiv:2202.08906) §3.1 and appendix C for an expert; Mesh-TensorFlow transformer/moe.py at a32810e for
+the einsum. Idea: the loop is the sum that the paper writes; the einsum says the same with one-hot masks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tests.oracles import losses, routing
+from tests.oracles.stats import statistics
+
+
+@dataclass
+class Answer:
+    """What a sparse layer should return; groups [G, S, D] are its tokens."""
+
+    groups: torch.Tensor
+    output: torch.Tensor  # [G, S, D]
+    logits: torch.Tensor  # [G, S, E]
+    routing: routing.Routing
+    load_balance_loss: torch.Tensor
+    router_z_loss: torch.Tensor
+    counted: dict  # the fields of RouterStats
+
+
+def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
+    """Returns what the layer, read as a table of weights and settings, makes of x [B, L, D]."""
+    config, (batch, length, width) = layer.config, x.shape
+    fitting = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * length <= config.group_size)]
+    shape = (batch // max(fitting), max(fitting) * length)
+    groups = x.reshape(*shape, width)
+    mask = [[True] * shape[1] for _ in range(shape[0])] if mask is None else mask.reshape(shape).tolist()
+    if config.router == "hash":
+        logits = hash_logits(layer, token_ids.reshape(shape))
+    else:
+        logits = gate_logits(layer, groups, mask, None if words is None else words.reshape(*shape, width))
+    probs = logits.softmax(dim=-1)
+
+    factor = config.capacity_factor if layer.training else config.eval_capacity_factor
+    capacity = None
+    if factor is not None and drop_tokens:
+        least, rounding = config.min_expert_capacity, config.capacity_rounding
+        capacity = routing.capacity_of(shape[1], config.num_experts, factor, least, rounding)
+    found = route(layer, logits, probs, mask, token_ids, capacity)
+
+    balance, balance_count = losses.load_balance_of_config(probs, mask, found, config)
+    z = losses.router_z(logits, mask, config.router_z_loss_over)
+    z_count = sum(map(sum, mask)) if config.router_z_loss_over == "real_tokens" else shape[0] * shape[1]
+    counted = statistics(probs, mask, found, config.num_experts, capacity) | {
+        "load_balance_sum": balance.item() * balance_count,
+        "load_balance_count": balance_count,
+        "router_z_sum": z.item() * z_count,
+        "router_z_count": z_count,
+    }
+    return Answer(groups, combine_by_loop(layer, groups, found), logits, found, balance, z, counted)
+
+
+# ---- from tokens to a routing ----
+
+
+def gate_logits(layer, groups, mask, words):
+    """Returns the logits [G, S, E] of tokens [G, S, D]; padding is seen as zeros, whatever it holds."""
+    mode, gate, logits = layer.config.router_input, layer.router.gate, []
+    for g, tokens in enumerate(groups):
+        for s, token in enumerate(tokens):
+            seen = token
+            if mode != "hidden":
+                word = words[g, s].detach() if mode.endswith("stop_gradient") else words[g, s]
+                seen = token + word if mode.startswith("add") else torch.cat([token, word])
+            logits.append(gate @ (seen if mask[g][s] else torch.zeros_like(seen)))
+    return torch.stack(logits).reshape(*groups.shape[:2], -1)
+
+
+def hash_logits(layer, token_ids):
+    """Returns logits [G, S, E] that are certain of the expert of each id [G, S]: e^-10000 is 0 in float64."""
+    experts = routing.hash_by_murmur(token_ids, layer.config.num_experts, layer.router.options.seed)
+    return 10_000 * (F.one_hot(experts, layer.config.num_experts).double() - 1)
+
+
+def route(layer, logits, probs, mask, token_ids, capacity):
+    """Returns the routing by the layer's router under its options."""
+    config, options = layer.config, layer.router.options
+    places, name = config.num_selected_experts, config.router
+    if name in ("token_choice", "batch_prioritized"):
+        mode = "" if layer.training else "eval_"
+        policy = getattr(options, mode + "second_expert_policy")
+        threshold = getattr(options, mode + "second_expert_threshold")
+        router = {"token_choice": routing.token_choice, "batch_prioritized": routing.batch_prioritized}[name]
+        return router(probs, mask, capacity, places, policy, threshold, options.normalize_gates)
+    if name == "switch":
+        return routing.switch(probs, mask, capacity)
+    if name == "bias_balanced":
+        bias = [steps * options.update_rate for steps in layer.router.load_steps.tolist()]
+        return routing.bias_balanced(probs, mask, capacity, bias, places, options.normalize_gates)
+    if name == "no_token_left_behind":
+        return routing.no_token_left_behind(probs, mask, capacity, options.num_candidates)
+    if name == "hash":
+        ids = token_ids.reshape(probs.shape[:2])
+        return routing.hash_by_token(ids, mask, capacity, config.num_experts, options.seed, routing.hash_by_murmur)
+    if options.softmax_over == "tokens":
+        return routing.expert_choice_over_tokens(logits, mask, capacity)
+    return routing.expert_choice_over_experts(probs, mask, capacity)
+
+
+# ---- from a routing or a plan to the output ----
+
+
+def run_expert(layer, expert, token):
+    """Returns one expert's output for one token [D]."""
+    experts, config = layer.experts, layer.config
+    if config.gated:
+        gate, up = (experts.gate_up_proj[expert] @ token).split(config.d_ff)
+        hidden = (F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)) * up
+    else:
+        hidden = experts.up_proj[expert] @ token
+        hidden = F.gelu(hidden, approximate="tanh") if config.activation == "gelu" else F.relu(hidden)
+    if config.expert_bias == "additive":
+        hidden = hidden + experts.bias[expert]
+    elif config.expert_bias == "multiplicative":
+        hidden = hidden * experts.bias[expert]
+    return experts.down_proj[expert] @ hidden
+
+
+def combine_by_loop(layer, groups, routing):
+    """Returns the output [G, S, D] of groups [G, S, D]: the weighed outputs of each token's accepted places."""
+    outputs = []
+    for g, tokens in enumerate(groups):
+        for s, token in enumerate(tokens):
+            y = torch.zeros_like(token)
+            for place, expert in enumerate(routing.expert_index[g][s]):
+                if routing.accepted[g][s][place]:
+                    y = y + routing.weight[g][s][place] * run_expert(layer, expert, token)
+            outputs.append(y)
+    return torch.stack(outputs).reshape(groups.shape)
+
+
+def dense_einsum(layer, groups, plan):
+    """Returns the output [G, S, D] by one-hot dispatch and combine masks [G, S, E, C] of a plan.
+
+    Capacity 0 keeps one slot that nobody is in, as one-hot masks need a column. Slots of refused places may hold
+    anything: they are clamped into the mask and multiplied by accepted = 0.
+    """
+    capacity = plan.capacity if plan.capacity is not None else groups.shape[1]
+    columns = max(capacity, 1)
+    expert = F.one_hot(plan.expert_index, layer.config.num_experts).double()
+    slot = F.one_hot(plan.slot.clamp(0, columns - 1), columns).double()
+    accepted = plan.accepted.double()
+    dispatch = torch.einsum("gske,gskc,gsk->gsec", expert, slot, accepted)
+    combine = torch.einsum("gske,gskc,gsk->gsec", expert, slot, accepted * plan.combine_weight)
+    buffers = torch.einsum("gsec,gsd->gecd", dispatch, groups)
+    outputs = torch.stack(
+        [
+            torch.stack([torch.stack([run_expert(layer, e, row) for row in rows]) for e, rows in enumerate(group)])
+            for group in buffers
+        ]
+    )
+    return torch.einsum("gsec,gecd->gsd", combine, outputs)

@@ -1,0 +1,265 @@
+"""Every error at the doors of the sparse layer: its text says what is wrong, with which value, and what to do."""
+
+import re
+
+import pytest
+import torch
+
+from moe.errors import ConfigError, DataError
+from moe.sparse.config import SparseConfig
+from moe.sparse.groups import to_groups
+from moe.sparse.router import ROUTERS
+from tests.sparse.layers import build_layer
+
+KNOWN_ROUTERS = (
+    "Known: batch_prioritized, bias_balanced, expert_choice, hash, no_token_left_behind, switch, token_choice."
+)
+
+
+def refused(error, text):
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+def config(**fields):
+    return SparseConfig(**{"d_model": 7, "d_ff": 11, "num_experts": 5, **fields})
+
+
+def options(router, **router_options):
+    single = {"num_selected_experts": 1} if ROUTERS.get(router).single else {}
+    return config(router=router, router_options=router_options, **single)
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize("name", ["d_model", "d_ff", "num_experts", "num_selected_experts", "group_size"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_sizes_are_at_least_one(name, value):
+    with refused(ConfigError, f"{name} is {value}; expected an integer of at least 1."):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["capacity_factor", "eval_capacity_factor"])
+@pytest.mark.parametrize("value", [0, -1.25, float("nan"), float("inf")])
+def test_a_capacity_factor_is_a_finite_number_above_zero(name, value):
+    with refused(ConfigError, f"{name} is {value}; expected a number above 0, or None to drop no token."):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"min_expert_capacity": -1}, "min_expert_capacity is -1; expected 0 or more."),
+        ({"expert_dropout_rate": 1.0}, "expert_dropout_rate is 1.0; expected 0 <= rate < 1."),
+        ({"expert_dropout_rate": -0.1}, "expert_dropout_rate is -0.1; expected 0 <= rate < 1."),
+        ({"initializer_scale": 0.0}, "initializer_scale is 0.0; expected a number above 0."),
+        ({"router_initializer_std": -1.0}, "router_initializer_std is -1.0; expected 0 or more, or None."),
+    ],
+)
+def test_rates_and_scales_have_a_range(fields, expected):
+    with refused(ConfigError, expected):
+        config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("activation", "gelu, relu"),
+        ("expert_bias", "none, additive, multiplicative"),
+        ("capacity_rounding", "floor, round"),
+        ("router_input", "hidden, concat, concat_stop_gradient, add, add_stop_gradient"),
+        ("balance_choices", "first, all"),
+        ("balance_over", "real_tokens, all_positions"),
+        ("router_z_loss_over", "real_tokens, all_positions"),
+        ("balance_scope", "group, micro_batch, ranks, global"),
+        ("dispatch", "ragged, static"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(name, choices):
+    with refused(ConfigError, f"{name} is 'sometimes'; expected one of {choices}."):
+        config(**{name: "sometimes"})
+
+
+def test_there_are_no_more_places_than_experts():
+    text = (
+        "num_selected_experts is 7, but there are only 5 experts. Set num_selected_experts to at most 5, or raise "
+        "num_experts."
+    )
+    with refused(ConfigError, text):
+        config(num_selected_experts=7)
+
+
+def test_an_unknown_reference_is_answered_with_the_closest():
+    text = (
+        "There is no reference implementation called 'flaxforme'. Did you mean 'flaxformer'? "
+        "Known: flaxformer, mesh_tensorflow."
+    )
+    with refused(ConfigError, text):
+        SparseConfig.after("flaxforme", d_model=7, d_ff=11, num_experts=5)
+
+
+# ---- routers and their options ----
+
+
+def test_an_unknown_router_is_answered_with_the_closest():
+    text = f"There is no router called 'token_choise'. Did you mean 'token_choice'? {KNOWN_ROUTERS}"
+    with refused(ConfigError, text):
+        config(router="token_choise")
+
+
+def test_an_unknown_router_that_resembles_none_is_answered_with_all():
+    with refused(ConfigError, f"There is no router called 'zzz'. {KNOWN_ROUTERS}"):
+        config(router="zzz")
+
+
+def test_an_unknown_option_is_answered_with_the_closest():
+    text = (
+        "Router 'switch' has no option 'jiter'. Did you mean 'jitter'? Known: policy, jitter, input_dropout_rate, "
+        "temperature."
+    )
+    with refused(ConfigError, text):
+        options("switch", jiter=0.1)
+
+
+def test_an_option_of_another_router_is_refused():
+    with pytest.raises(ConfigError, match=r"^Router 'expert_choice' has no option 'jitter'\. Known: softmax_over\.$"):
+        options("expert_choice", jitter=0.1)
+
+
+@pytest.mark.parametrize("router", ["batch_prioritized", "expert_choice", "no_token_left_behind"])
+def test_a_router_that_looks_ahead_is_refused_in_a_decoder(router):
+    text = (
+        f"Router '{router}' cannot be used in a decoder: it decides about a token by looking at later ones, which a "
+        "decoder does not have when it generates. Use it in the encoder only, and here one of bias_balanced, hash, "
+        "switch, token_choice."
+    )
+    with refused(ConfigError, text):
+        config(router=router, decoder=True, num_selected_experts=1)
+
+
+@pytest.mark.parametrize("router", ["hash", "no_token_left_behind", "switch"])
+def test_a_router_of_one_expert_a_token_wants_one_place(router):
+    text = (
+        f"Router '{router}' gives each token one expert, but num_selected_experts is 2. Set num_selected_experts to 1."
+    )
+    with refused(ConfigError, text):
+        config(router=router)
+
+
+@pytest.mark.parametrize("router", ["token_choice", "batch_prioritized"])
+@pytest.mark.parametrize("name", ["second_expert_policy", "eval_second_expert_policy"])
+def test_token_choice_knows_four_policies(router, name):
+    with refused(ConfigError, f"{name} is 'some'; expected one of all, none, threshold, random."):
+        options(router, **{name: "some"})
+
+
+@pytest.mark.parametrize("router", ["token_choice", "batch_prioritized"])
+@pytest.mark.parametrize("name", ["second_expert_threshold", "eval_second_expert_threshold"])
+def test_token_choice_wants_thresholds_above_zero(router, name):
+    with refused(ConfigError, f"{name} is 0.0; expected a number above 0; use policy 'all' to always use every place."):
+        options(router, **{name: 0.0})
+
+
+@pytest.mark.parametrize(
+    ("router", "given", "text"),
+    [
+        ("switch", {"policy": "x"}, "policy is 'x'; expected one of argmax, input_jitter, input_dropout, sample."),
+        ("switch", {"jitter": 1.0}, "jitter is 1.0; expected 0 <= jitter < 1."),
+        ("switch", {"input_dropout_rate": -0.5}, "input_dropout_rate is -0.5; expected 0 <= input_dropout_rate < 1."),
+        ("switch", {"temperature": 0.0}, "temperature is 0.0; expected a number above 0; 'argmax' is its limit."),
+        ("expert_choice", {"softmax_over": "x"}, "softmax_over is 'x'; expected one of experts, tokens."),
+        (
+            "bias_balanced",
+            {"update_rate": 0.0},
+            "update_rate is 0.0; expected a number above 0; without it use 'token_choice'.",
+        ),
+        ("no_token_left_behind", {"num_candidates": 7}, "num_candidates is 7; expected 1 to num_experts, 5."),
+        ("no_token_left_behind", {"num_candidates": 0}, "num_candidates is 0; expected 1 to num_experts, 5."),
+    ],
+)
+def test_options_have_a_range(router, given, text):
+    with refused(ConfigError, text):
+        options(router, **given)
+
+
+def test_hash_routing_has_no_gate_that_could_see_word_embeddings():
+    text = "router_input is 'concat', but router 'hash' has no gate that could see it. Leave router_input at 'hidden'."
+    with refused(ConfigError, text):
+        config(router="hash", num_selected_experts=1, router_input="concat")
+
+
+# ---- inputs ----
+
+
+@pytest.mark.parametrize("shape", [(13, 7), (2, 13, 5), (2, 3, 13, 7)])
+def test_tokens_are_batch_length_and_width(shape):
+    text = (
+        f"The sparse layer got x of shape {list(shape)}; expected [B, L, 7] (batch, length, d_model). Reshape the "
+        "input, or build the layer with its width."
+    )
+    with refused(DataError, text):
+        build_layer()(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(2, 11), (13, 2), (2,), (2, 13, 1)])
+def test_a_mask_has_one_value_for_each_token(shape):
+    text = f"token_mask has shape {list(shape)}, but x has 2 sequences of 13 tokens. Give one value for each token."
+    with refused(DataError, text):
+        build_layer()(torch.zeros(2, 13, 7, dtype=torch.float64), torch.ones(shape, dtype=torch.bool))
+
+
+def test_token_ids_are_one_for_each_token():
+    layer, x = build_layer("hash"), torch.zeros(2, 13, 7, dtype=torch.float64)
+    text = "token_ids has shape [2, 11], but x has 2 sequences of 13 tokens. Give one value for each token."
+    with refused(DataError, text):
+        layer(x, token_ids=torch.zeros(2, 11, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("shape", [(3, 13, 7), (2, 13, 1), (2, 13)])
+def test_word_embeddings_are_one_for_each_token_and_as_wide(shape):
+    layer, x = build_layer(router_input="add"), torch.zeros(2, 13, 7, dtype=torch.float64)
+    text = (
+        f"word_embeddings has shape {list(shape)}, but x has 2 sequences of 13 tokens. Give one embedding of 7 "
+        "numbers for each token."
+    )
+    with refused(DataError, text):
+        layer(x, word_embeddings=torch.zeros(shape, dtype=torch.float64))
+
+
+def test_hash_routing_needs_token_ids():
+    text = (
+        "Router 'hash' needs the ids of the tokens, but the layer got none. Pass token_ids [B, L] beside the tokens; "
+        "a model does so when it is given input_ids, not inputs_embeds."
+    )
+    with refused(DataError, text):
+        build_layer("hash")(torch.zeros(2, 13, 7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", ["concat", "concat_stop_gradient", "add", "add_stop_gradient"])
+def test_a_gate_that_sees_word_embeddings_needs_them(mode):
+    text = (
+        f"router_input is '{mode}', but the layer got no word embeddings. Pass word_embeddings [B, L, D] beside the "
+        "tokens, or set router_input to 'hidden'."
+    )
+    with refused(DataError, text):
+        build_layer(router_input=mode)(torch.zeros(2, 13, 7, dtype=torch.float64))
+
+
+def test_tokens_that_are_not_finite_are_refused():
+    x = torch.zeros(2, 13, 7, dtype=torch.float64)
+    x[1, 2, 3] = float("nan")
+    text = (
+        "The router's logits are not finite: its input or its weights hold NaN or infinity. Look for the first layer "
+        "whose output is not finite; lower the learning rate, or use bfloat16 instead of float16."
+    )
+    with refused(DataError, text):
+        build_layer()(x)
+
+
+def test_groups_divide_the_batch():
+    text = (
+        "A group of 5 sequences does not divide a batch of 6 sequences. Choose one of [1, 2, 3, 6] sequences a group, "
+        "or another batch size."
+    )
+    with refused(ConfigError, text):
+        to_groups(torch.zeros(6, 13, 7), 5)

@@ -1,0 +1,370 @@
+"""The experts' products on a CPU, one expert a thread.
+
+The oracle is tests/sparse/expert_loop.py; it is given the dropout mask that the engine drew.
+"""
+
+import itertools
+import multiprocessing
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe.sparse import parallel
+from tests.sparse.expert_loop import KINDS, expert_rows, problem, run_loop, tiny
+from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def run_engine(inputs, rows, config, drop_rate=0.0):
+    tokens, weight, first, down, *bias = inputs
+    rows = rows._replace(weight=weight)
+    return parallel.parallel_feed_forward(tokens, rows, first, down, bias[0] if bias else None, config, drop_rate)
+
+
+# ---- the engine of the CPU against the loop ----
+
+
+@pytest.mark.parametrize("chunk", [2, 512])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+@pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
+    activation, gated, expert_bias, drop_rate, chunk, num_threads, threads, monkeypatch
+):
+    threads(num_threads)
+    monkeypatch.setattr(parallel, "_CHUNK", chunk)  # few rows a piece: experts are cut and summed up again
+    config = tiny(activation, gated, expert_bias, d_model=7, d_ff=11)
+    inputs, rows = problem(config, num_tokens=13, num_rows=23)
+    output = run_engine(inputs, rows, config, drop_rate)
+    kept = next(x for x in output.grad_fn.saved_tensors if x is not None and x.dtype == torch.bool)
+    assert kept.numel() == (23 * 11 if drop_rate else 0)
+    expected = run_loop(inputs, rows, config, kept, drop_rate)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    cotangent = torch.randn_like(output)
+    assert_all_close(
+        torch.autograd.grad(output, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), atol=1e-11
+    )
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+@pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
+def test_gradients_of_the_engine_are_the_limits_of_differences(activation, gated, expert_bias, drop_rate):
+    config = tiny(activation, gated, expert_bias, num_experts=3)
+    inputs, rows = problem(config, num_tokens=5, num_rows=7)
+
+    def run(*changed):
+        torch.manual_seed(1)  # the same dropout each time
+        return run_engine(changed, rows, config, drop_rate)
+
+    assert torch.autograd.gradcheck(run, inputs, eps=1e-6, atol=1e-7)
+
+
+def test_a_second_derivative_is_refused_not_wrong():
+    config = tiny()
+    inputs, rows = problem(config, num_tokens=5, num_rows=7)
+    loss = run_engine(inputs, rows, config).square().sum()
+    (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [names for n in range(6) for names in itertools.combinations(range(5), n)], ids=str)
+def test_what_is_frozen_gets_no_gradient_and_the_others_the_same(frozen):
+    config = tiny(expert_bias="additive")
+    inputs, rows = problem(config, num_tokens=5, num_rows=11)
+    run_engine(inputs, rows, config, 0.0).square().sum().backward()
+    expected = [x.grad.clone() for x in inputs]
+    for index, x in enumerate(inputs):
+        x.grad = None
+        x.requires_grad_(index not in frozen)
+    output = run_engine(inputs, rows, config, 0.0)
+    assert output.requires_grad == (len(frozen) < 5)
+    if output.requires_grad:
+        output.square().sum().backward()
+    for index, (x, gradient) in enumerate(zip(inputs, expected, strict=True)):
+        if index in frozen:
+            assert x.grad is None
+        else:
+            assert torch.equal(x.grad, gradient)
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+@pytest.mark.parametrize("expert_of_row", ["even", "one"])
+def test_the_number_of_threads_changes_no_bit_of_the_output_and_gradients_by_rounding_only(
+    expert_of_row, drop_rate, threads
+):
+    config = tiny(expert_bias="multiplicative", d_model=37, d_ff=61)
+    inputs, rows = problem(config, num_tokens=997, num_rows=2003)
+    if expert_of_row == "one":  # and several pieces of it
+        rows = expert_rows([2] * 2003, rows.token.tolist(), 4, 997)
+    rows = rows._replace(weight=rows.weight.detach())
+    inputs = [x.detach().float().requires_grad_() for x in inputs]
+    results = {}
+    for num_threads in (1, 2, 4):
+        threads(num_threads)
+        torch.manual_seed(0)
+        output = run_engine(inputs, rows, config, drop_rate)
+        results[num_threads] = [output, *torch.autograd.grad(output.square().sum(), inputs)]
+        assert torch.get_num_threads() == num_threads
+    for num_threads in (2, 4):
+        assert torch.equal(results[num_threads][0], results[1][0])
+        for ours, theirs in zip(results[num_threads], results[1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * float(theirs.detach().abs().max()))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_output_is_the_same_and_no_product_is_kept(mode, num_threads, threads, monkeypatch):
+    threads(num_threads)
+    config = tiny(expert_bias="multiplicative")
+    inputs, rows = problem(config, num_tokens=5, num_rows=11)
+    sizes, hidden = [], parallel._Expert.hidden
+
+    def watch(self, product, bias, kept):
+        sizes.append((product.shape[0], product.untyped_storage().nbytes() // (8 * product.shape[1])))
+        return hidden(self, product, bias, kept)
+
+    monkeypatch.setattr(parallel._Expert, "hidden", watch)
+    expected = run_engine(inputs, rows, config, 0.0)
+    assert {stored for _, stored in sizes} == {11}  # for the backward pass
+    sizes.clear()
+    with mode():
+        output = run_engine(inputs, rows, config, 0.0)
+    assert torch.equal(output, expected)
+    assert not output.requires_grad
+    assert all(rows_ == stored for rows_, stored in sizes)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_layer_works_without_gradients(num_threads, mode, threads):
+    threads(num_threads)
+    layer, x = build_layer(), torch.randn(2, 13, 7, dtype=torch.float64)
+    with mode():
+        y, _ = layer(x)
+    assert torch.equal(y, layer(x)[0])
+
+
+def test_two_python_threads_may_use_layers_at_once(threads):
+    threads(2)
+    layers = [build_layer(seed=seed, expert_dropout_rate=0.0) for seed in range(2)]
+    x = torch.randn(3, 13, 7, dtype=torch.float64)
+
+    def step(layer):
+        y, router = layer(x)
+        return [y, *gradients(y.square().sum() + router.losses.load_balance_loss, layer)]
+
+    expected, failures = [step(layer) for layer in layers], []
+
+    def work(index):
+        try:
+            for _ in range(53):
+                assert_all_close(step(layers[index]), expected[index], atol=1e-11)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+        assert not worker.is_alive()
+    assert not failures
+
+
+def _in_a_child(layer, x, answers):
+    torch.set_num_threads(1)  # torch's own products hang with more of them after a fork
+    y, _ = layer(x)
+    (gate, *_) = gradients(y.square().sum(), layer)
+    torch.set_num_threads(2)
+    ran = []
+    parallel.run_pieces(ran.append, parallel.cut_rows([3, 5], most=2))
+    answers.put((y.detach().numpy(), gate.numpy(), len(ran)))
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="the platform cannot fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_process_that_forks_after_the_engine_was_used_goes_on_in_the_child(threads):
+    threads(2)
+    layer, x = build_layer(), torch.randn(3, 13, 7, dtype=torch.float64)
+    y, _ = layer(x)
+    (gate, *_) = gradients(y.square().sum(), layer)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_in_a_child, args=(layer, x, answers), daemon=True)
+    child.start()
+    try:
+        y_child, gate_child, pieces = answers.get(timeout=30)
+    finally:
+        child.kill()
+    assert torch.equal(torch.from_numpy(y_child), y)
+    torch.testing.assert_close(torch.from_numpy(gate_child), gate, rtol=0, atol=1e-12)
+    assert pieces == 2 + 3
+    assert torch.equal(layer(x)[0], y)  # and in the parent
+
+
+def test_workers_run_torch_on_one_core_each(threads):
+    threads(2)
+    seen = []
+
+    def run(piece):
+        torch.zeros(2**20).add(1)  # large enough to be split
+        seen.append(torch.get_num_threads())
+
+    parallel.run_pieces(run, parallel.cut_rows([3, 5], most=1))
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == 2
+
+
+# ---- expert dropout ----
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_expert_dropout_is_drawn_from_the_seed_and_only_in_training(dispatch):
+    layer = build_layer(dispatch=dispatch, expert_dropout_rate=0.3, router_options={"second_expert_policy": "all"})
+    x = torch.randn(3, 13, 7, dtype=torch.float64)
+
+    def output(seed):
+        torch.manual_seed(seed)
+        return layer(x)[0]
+
+    assert torch.equal(output(0), output(1))
+    layer.train()
+    assert torch.equal(output(0), output(0))
+    assert not torch.equal(output(0), output(1))
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_expert_dropout_keeps_the_expectation_and_drops_its_share(dispatch):
+    settings = {"num_experts": 2, "num_selected_experts": 1, "expert_dropout_rate": 0.3, **DROPLESS}
+    layer = build_layer(dispatch=dispatch, gated=False, activation="relu", **settings)
+    with torch.no_grad():  # the outputs are what is left of the hidden activation, which is 1
+        layer.experts.up_proj.fill_(1 / 7)
+        layer.experts.down_proj.copy_(torch.eye(7, 11))
+    x = torch.ones(1, 5003, 7, dtype=torch.float64)
+    expected = layer(x)[0]
+    y = layer.train()(x)[0] / expected
+    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7], abs=1e-9)
+    # 5003 x 7 draws of probability 0.7: the mean of kept / 0.7 deviates by sqrt(0.3 / 0.7 / 35021) = 0.0035
+    assert abs(float(y.detach().mean()) - 1) < 5 * 0.0035
+    assert len({tuple(row) for row in (y[0, :97] > 0).tolist()}) > 30  # rows are drawn apart: 2^7 patterns
+
+
+# ---- borders ----
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros(dispatch):
+    layer = build_layer(dispatch=dispatch, num_selected_experts=1, expert_bias="additive", **DROPLESS)
+    x = torch.randn(1, 3, 7, dtype=torch.float64)
+    y, router = layer(x)
+    unused = router.stats.accepted_load == 0
+    assert 2 <= int(unused.sum()) < 5
+    y.square().sum().backward()
+    for parameter in layer.experts.parameters():
+        assert torch.count_nonzero(parameter.grad[unused]) == 0
+        assert all(torch.count_nonzero(gradient) for gradient in parameter.grad[~unused])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_without_any_accepted_row_outputs_and_gradients_are_zeros(dispatch, num_threads, threads):
+    threads(num_threads)
+    layer = build_layer(dispatch=dispatch, expert_bias="additive", expert_dropout_rate=0.3).train()
+    x = torch.randn(2, 13, 7, dtype=torch.float64, requires_grad=True)
+    y, router = layer(x, torch.zeros(2, 13, dtype=torch.bool))
+    total = y.square().sum() + router.losses.load_balance_loss + router.losses.router_z_loss
+    assert y.shape == x.shape
+    for number in (y, total, *gradients(total, layer, x)):
+        assert torch.count_nonzero(number) == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 13, 7), (3, 0, 7), (0, 0, 7)])
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+@pytest.mark.parametrize("name", ["token_choice", "expert_choice", "no_token_left_behind", "batch_prioritized", "hash"])
+def test_an_empty_batch_has_an_empty_output_and_gradients_of_zeros(name, dispatch, shape):
+    layer = build_layer(name, dispatch=dispatch, expert_dropout_rate=0.3).train()
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    y, router = layer(x, token_ids=torch.zeros(shape[:2], dtype=torch.int64))
+    total = y.square().sum() + router.losses.load_balance_loss + router.losses.router_z_loss
+    assert y.shape == x.shape
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in gradients(total, layer, x))
+    assert int(router.stats.num_tokens) == 0
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_strides_of_input_and_weights_do_not_matter(dispatch):
+    layer = build_layer(dispatch=dispatch, expert_bias="multiplicative")
+    plain = torch.randn(3, 13, 7, dtype=torch.float64)
+    strided = plain.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    mask = (torch.rand(13, 3) > 0.2).T
+    y, _ = layer(plain, mask.contiguous())
+    expected = gradients(y.square().sum(), layer)
+    y_strided, _ = layer(strided, mask)
+    torch.testing.assert_close(y_strided, y, rtol=0, atol=1e-12)
+    for parameter in layer.experts.parameters():
+        parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+    y_strided, _ = layer(strided, mask)
+    torch.testing.assert_close(y_strided, y, rtol=0, atol=1e-12)
+    assert_all_close(gradients(y_strided.square().sum(), layer), expected)
+    same_everywhere = torch.autograd.grad(layer(plain)[0].sum(), layer.router.gate)[0]  # a cotangent of stride 0
+    assert_all_close([same_everywhere], torch.autograd.grad((layer(plain)[0] * torch.ones(7)).sum(), layer.router.gate))
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_a_single_expert_is_a_dense_layer(dispatch):
+    layer = build_layer(num_experts=1, num_selected_experts=1, dispatch=dispatch, **DROPLESS)
+    x = torch.randn(3, 13, 7, dtype=torch.float64)
+    gate, up = F.linear(x, layer.experts.gate_up_proj[0]).chunk(2, dim=-1)
+    dense = F.linear(F.gelu(gate, approximate="tanh") * up, layer.experts.down_proj[0])
+    y, _ = layer(x)
+    torch.testing.assert_close(y, dense, rtol=0, atol=1e-12)
+    assert_all_close(gradients(y.square().sum(), layer), gradients(dense.square().sum(), layer))
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_all_tokens_may_go_to_one_expert(num_threads, threads):
+    threads(num_threads)
+    config = tiny(expert_bias="additive", d_model=7, d_ff=11)
+    inputs, rows = problem(config, num_tokens=1999, num_rows=1999)
+    rows = expert_rows([2] * 1999, range(1999), 4, 1999)
+    output, expected = run_engine(inputs, rows, config), run_loop(inputs, rows, config)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-11)
+    assert_all_close(
+        torch.autograd.grad(output.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs), 1e-7
+    )
+
+
+def test_pieces_cover_every_row_once_and_every_expert():
+    counts = [5, 0, 13, 1]
+    pieces = parallel.cut_rows(counts, most=3)
+    assert sorted(row for p in pieces for row in range(p.start, p.end)) == list(range(19))
+    assert {p.expert for p in pieces} == {0, 1, 2, 3}
+    assert all(p.end - p.start <= 3 for p in pieces)
+    assert [p.end - p.start for p in pieces] == sorted((p.end - p.start for p in pieces), reverse=True)
+    assert sorted((p.expert, p.part) for p in pieces) == [
+        (0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (3, 0),
+    ]  # fmt: skip
+
+
+def test_an_error_in_a_piece_reaches_the_caller(threads):
+    threads(2)
+
+    def run(piece):
+        if piece.expert == 2:
+            raise ZeroDivisionError("expert 2")
+
+    with pytest.raises(ZeroDivisionError, match="expert 2"):
+        parallel.run_pieces(run, parallel.cut_rows([3, 3, 3, 3], most=2))

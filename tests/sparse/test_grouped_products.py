@@ -1,0 +1,78 @@
+"""The grouped products that experts use on other devices, run on the CPU, against a loop over experts."""
+
+import pytest
+import torch
+
+from moe.sparse.experts import Experts, grouped_linear
+from tests.sparse.expert_loop import KINDS, problem, run_loop, tiny
+
+
+def grouped_outputs(inputs, rows, config):
+    """Returns what `Experts.forward` makes of these on a device other than the CPU."""
+    tokens, weight, first, down, *bias = inputs
+    outputs = Experts(config).eval().run_sorted(tokens[rows.token], rows.counts, first, down, bias[0] if bias else None)
+    return torch.zeros_like(tokens).index_add(0, rows.token, outputs * weight[:, None].to(outputs.dtype))
+
+
+ALIGNED, UNALIGNED = {"d_model": 12, "d_ff": 20}, {"d_model": 7, "d_ff": 11}  # 16 bytes are 4 numbers of float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "tolerance"),
+    [
+        (torch.float64, UNALIGNED, 1e-12),
+        (torch.float64, ALIGNED, 1e-12),
+        (torch.float32, UNALIGNED, 1e-4),
+        (torch.float32, ALIGNED, 1e-4),
+    ],
+    ids=["float64", "float64_aligned", "float32_unaligned", "float32_aligned"],
+)
+@pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
+def test_grouped_products_equal_a_loop_over_experts(activation, gated, expert_bias, dtype, sizes, tolerance):
+    config = tiny(activation, gated, expert_bias, **sizes)
+    inputs, rows = problem(config, num_tokens=13, num_rows=23)
+    given = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    output, expected = grouped_outputs(given, rows, config), run_loop(inputs, rows, config)
+    assert output.dtype == dtype
+    scale = expected.detach().abs().max()
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=float(tolerance * scale))
+    cotangent = torch.randn_like(expected)
+    ours = torch.autograd.grad(output, given, cotangent.to(dtype))
+    for a, b in zip(ours, torch.autograd.grad(expected, inputs, cotangent), strict=True):
+        assert float((a.double() - b).abs().max()) <= 10 * tolerance * float(b.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_take_gradients_of_any_strides_and_experts_without_rows(dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(5, 24, 40, dtype=dtype, requires_grad=True)
+    x = torch.randn(23, 40, dtype=dtype, requires_grad=True)
+    counts = torch.tensor([0, 13, 0, 10, 0])
+    y = grouped_linear(x, weight, counts)
+    expected = torch.cat([x[:13] @ weight[1].T, x[13:] @ weight[3].T])
+    torch.testing.assert_close(y, expected)
+    for cotangent in (torch.ones(1, 1, dtype=dtype).expand(23, 24), torch.randn(24, 23, dtype=dtype).T):
+        ours = torch.autograd.grad(y, (x, weight), cotangent, retain_graph=True)
+        theirs = torch.autograd.grad(expected, (x, weight), cotangent, retain_graph=True)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        assert torch.count_nonzero(ours[1][counts == 0]) == 0
+
+
+@pytest.mark.parametrize(("size", "aligned"), [(12, True), (11, False)])
+def test_grouped_products_of_no_row_at_all_are_empty(size, aligned):
+    weight = torch.randn(3, size, size, requires_grad=True)
+    x = torch.randn(0, size, requires_grad=True)
+    y = grouped_linear(x, weight, torch.zeros(3, dtype=torch.int64))
+    assert y.shape == (0, size)
+    d_x, d_weight = torch.autograd.grad(y.sum(), (x, weight))
+    assert d_x.shape == (0, size)
+    assert torch.count_nonzero(d_weight) == 0
+
+
+def test_second_derivatives_of_grouped_products_are_refused():
+    weight, x = torch.randn(3, 12, 12, requires_grad=True), torch.randn(7, 12, requires_grad=True)
+    y = grouped_linear(x, weight, torch.tensor([3, 0, 4]))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+        gradient.sum().backward()

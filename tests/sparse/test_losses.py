@@ -1,0 +1,195 @@
+"""The auxiliary losses, and routing after the references, by hand; also against the oracle tests/oracles/routing.py.
+
+A table of probabilities stands in for the gate, so that every number can be worked out beside it.
+"""
+
+import math
+
+import pytest
+import torch
+
+from moe import SparseConfig, add_stats, summarize
+from moe.sparse.config import REFERENCES, reference_fields
+from moe.sparse.losses import add_totals, balance_totals, balance_within
+from tests.oracles import routing
+from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of, tokens
+from tests.sparse.layers import build_layer
+
+SHARPLY_BALANCED = ([0.9, 0.1], [0.1, 0.9])
+
+
+def losses_of(x, mask=None, **changes):
+    layer = layer_with_logits(x.shape[-1], **changes)
+    return layer(x, None if mask is None else torch.tensor(mask))[1].losses
+
+
+@pytest.mark.parametrize(("choices", "expected"), [("first", 1.0), ("all", 2.0)])
+def test_perfect_balance_costs_1_by_first_choices_and_k_by_all(choices, expected):
+    losses = losses_of(logits_of(*SHARPLY_BALANCED), balance_choices=choices)
+    assert losses.load_balance_loss.item() == pytest.approx(expected)
+    weight = 0.01
+    assert weight * losses.load_balance_loss.item() == pytest.approx(weight * expected)
+
+
+def test_one_expert_for_all_costs_as_much_as_there_are_experts():
+    assert losses_of(logits_of(*[[1 - 4e-9, *[1e-9] * 4]] * 3)).load_balance_loss.item() == pytest.approx(5)
+
+
+@pytest.mark.parametrize(
+    ("over", "scope", "expected"),
+    [
+        ("real_tokens", "group", 1.4),  # f = (1, 0), P = (1.4, 0.6) / 2: 2 * 0.7; the second group mirrors it
+        ("all_positions", "group", 5.6 / 9),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3
+        ("real_tokens", "micro_batch", 1.0),  # f = P = (1/2, 1/2)
+        ("all_positions", "micro_batch", 16 / 81),  # f = P = (2/9, 2/9), as the group of padding counts too
+    ],
+)
+def test_balance_is_a_mean_over_groups_that_hold_tokens_or_one_product_of_the_scope(over, scope, expected):
+    padding, mask = [0.5, 0.5], [[True, True, False], [True, True, False], [False] * 3]
+    groups = ([0.6, 0.4], [0.8, 0.2], padding), ([0.2, 0.8], [0.4, 0.6], padding), (padding,) * 3
+    x = torch.cat([logits_of(*group) for group in groups])
+    losses = losses_of(x, mask, balance_over=over, balance_scope=scope, group_size=3)
+    assert losses.load_balance_loss.item() == pytest.approx(expected)
+
+
+def test_dropped_places_count_for_balance_as_they_were_chosen():
+    x = logits_of(*[[0.6, 0.4]] * 3)
+    for factor in (None, 0.01):
+        losses = losses_of(x, eval_capacity_factor=factor, min_expert_capacity=0)
+        assert losses.load_balance_loss.item() == pytest.approx(2 * 0.6)
+
+
+def test_balance_pushes_each_probability_by_the_share_of_its_expert():
+    # d/dp of 2 (2/3 mean p_0 + 1/3 mean p_1) is 2 f_i / 3; through the softmax, dz_0 = p_0 p_1 (d_0 - d_1).
+    x = logits_of([0.8, 0.2], [0.7, 0.3], [0.1, 0.9]).requires_grad_()
+    (gradient,) = torch.autograd.grad(losses_of(x).load_balance_loss, x)
+    push = 2 / 3 * (2 / 3 - 1 / 3)
+    expected = torch.tensor([0.8 * 0.2, 0.7 * 0.3, 0.1 * 0.9], dtype=torch.float64) * push
+    assert_close(gradient[0], torch.stack([expected, -expected], dim=1))
+
+
+def test_router_z_is_the_mean_square_of_the_logsumexp():
+    # log(1 + 1), log(3 + 1), log(7 + 1) = 1, 2, 3 times log 2; the fourth is padding, whose logits are 0 and 0.
+    x = torch.tensor([[[0.0, 0], [math.log(3), 0], [math.log(7), 0], [99, 99]]], dtype=torch.float64)
+    mask = [[True, True, True, False]]
+    unit = math.log(2) ** 2
+    assert losses_of(x, mask).router_z_loss.item() == pytest.approx((1 + 4 + 9) / 3 * unit)
+    losses = losses_of(x, mask, router_z_loss_over="all_positions")
+    assert losses.router_z_loss.item() == pytest.approx((1 + 4 + 9 + 1) / 4 * unit)
+
+
+def test_padding_enters_neither_loss():
+    x, mask = tokens(2, 13, 7), torch.arange(17).expand(2, 17) < 13
+    padded = torch.cat([x, 100 * tokens(2, 4, 7, seed=2)], dim=1)
+    layer = build_layer()
+    ours, expected = layer(padded, mask)[1].losses, layer(x)[1].losses
+    assert_close(ours.load_balance_loss, expected.load_balance_loss)
+    assert_close(ours.router_z_loss, expected.router_z_loss)
+    for changes in ({"balance_over": "all_positions"}, {"router_z_loss_over": "all_positions"}):
+        other = build_layer(**changes)(padded, mask)[1].losses
+        assert not torch.allclose(torch.stack(other[:4]), torch.stack(expected[:4]))
+
+
+def test_experts_that_choose_are_balanced_by_construction():
+    losses = losses_of(logits_of([0.9, 0.1], [0.8, 0.2]), router="expert_choice")
+    assert losses.load_balance_loss.item() == losses.load_balance_count.item() == 0
+    assert losses.router_z_loss.item() == pytest.approx(0, abs=1e-12)  # probabilities as logits: log 1
+
+
+def test_a_batch_without_a_token_costs_nothing_and_its_gradients_are_zeros():
+    x = tokens(2, 3, 7).requires_grad_()
+    for scope in ("group", "micro_batch"):
+        losses = build_layer(balance_scope=scope)(x, torch.zeros(2, 3, dtype=torch.bool))[1].losses
+        total = losses.load_balance_loss + losses.router_z_loss
+        assert total.item() == 0
+        assert torch.count_nonzero(torch.autograd.grad(total, x)[0]) == 0
+
+
+@pytest.mark.parametrize("over", ["real_tokens", "all_positions"])
+@pytest.mark.parametrize("choices", ["first", "all"])
+def test_a_global_scope_in_parts_is_the_scope_at_once_in_loss_and_gradient(over, choices):
+    layer = build_layer(balance_scope="global", balance_over=over, balance_choices=choices, group_size=13)
+    x, mask = tokens(5, 13, 7), torch.rand(5, 13, generator=torch.Generator().manual_seed(0)) < 0.7
+    whole = layer(x, mask)[1].losses
+    gradient = torch.autograd.grad(whole.load_balance_loss, layer.router.gate)[0]
+
+    parts = [layer(x[rows], mask[rows])[1].losses for rows in (slice(0, 2), slice(2, 5))]
+    totals = add_totals(*[balance_totals(part) for part in parts])
+    parts = [balance_within(part, totals) for part in parts]
+    loss = sum(part.load_balance_sum for part in parts) / sum(part.load_balance_count for part in parts)
+    assert_close(loss, whole.load_balance_loss)
+    assert_close(torch.autograd.grad(loss, layer.router.gate)[0], gradient)
+    one_alone = parts[0].load_balance_loss
+    assert not torch.allclose(one_alone, loss)
+
+
+def test_sums_and_counts_of_a_group_scope_add_up_over_parts():
+    layer, x = build_layer(group_size=13), tokens(5, 13, 7)
+    whole = summarize(layer(x)[1].stats)
+    parts = summarize(add_stats(layer(x[:2])[1].stats, layer(x[2:])[1].stats))
+    assert parts == pytest.approx(whole, rel=1e-12)
+
+
+# ---- the reference implementations ----
+
+# Second gates of tokens 0, 2, 4 are above 0.2, so that even the random policy keeps them; that of token 1 is as good as
+# 0. Token 3 is padding. Logits are 1 above log p, so that the logsumexp of a real token is 1.
+TABLE = ([0.6, 0.3, 0.1], [1.0, 1e-30, 1e-30], [0.2, 0.5, 0.3], [0.4, 0.35, 0.25], [0.25, 0.05, 0.7])
+MASK = torch.tensor([[True, True, True, False, True]])
+UP_TO_THE_GROUP = {"eval_capacity_factor": 1.0, "min_expert_capacity": 0}  # 5/3 of a slot
+
+
+def route_after(reference):
+    """Routes the table; returns plan and losses."""
+    fields = reference_fields(reference)
+    return layer_with_logits(3, **fields, **UP_TO_THE_GROUP)(logits_of(*TABLE) + 1, MASK)[1]
+
+
+def test_after_mesh_tensorflow_routes_and_costs_as_worked_out_by_hand():
+    router = route_after("mesh_tensorflow")
+    # 5/3 is 1 slot. t0, t2 and t4 take the only slots of experts 0, 1 and 2; all second places come too late.
+    assert router.plan.capacity == 1
+    assert router.plan.expert_index[0].tolist() == [[0, 1], [0, 1], [1, 2], [0, 1], [2, 0]]
+    assert router.plan.wanted[0].tolist() == [[True, True], [True, False], [True, True], [False] * 2, [True, True]]
+    weights = [[6 / 9, 0], [0, 0], [5 / 8, 0], [0, 0], [70 / 95, 0]]
+    assert_close(router.plan.combine_weight[0], torch.tensor(weights, dtype=torch.float64), tolerance=1e-8)
+    # Of 5 positions: f = (2, 1, 1) / 5 by first choices, P = (2.05, 0.85, 1.1) / 5; z over the 4 real tokens.
+    assert router.losses.load_balance_loss.item() == pytest.approx(3 * (2 * 2.05 + 0.85 + 1.1) / 25)
+    assert router.losses.router_z_loss.item() == pytest.approx(1)
+
+
+def test_after_flaxformer_routes_and_costs_as_worked_out_by_hand():
+    router = route_after("flaxformer")
+    # 5/3 is 2 slots. Expert 0 takes t0, t1; expert 1 t2, t0; expert 2 t4, t2. Gates stay raw.
+    assert router.plan.capacity == 2
+    assert router.plan.wanted[0].tolist() == [[True, True]] * 3 + [[False] * 2, [True, True]]
+    weights = [[0.6, 0.3], [1, 0], [0.5, 0.3], [0, 0], [0.7, 0]]
+    assert_close(router.plan.combine_weight[0], torch.tensor(weights, dtype=torch.float64))
+    # Of 4 real tokens: f = (3, 3, 2) / 4 by all choices; z over 5 positions, and that of padding is (log 3)².
+    assert router.losses.load_balance_loss.item() == pytest.approx(3 * (3 * 2.05 + 3 * 0.85 + 2 * 1.1) / 16)
+    assert router.losses.router_z_loss.item() == pytest.approx((4 + math.log(3) ** 2) / 5)
+
+
+@pytest.mark.parametrize(
+    ("reference", "policy", "normalize", "rounding"),
+    [("mesh_tensorflow", "threshold", True, "floor"), ("flaxformer", "all", False, "round")],
+)
+def test_each_reference_is_the_oracle_under_its_settings(reference, policy, normalize, rounding):
+    plan = route_after(reference).plan  # in this table, random is threshold
+    capacity = routing.capacity_of(5, 3, 1.0, 0, rounding)
+    found = routing.token_choice(torch.tensor([TABLE]).double(), MASK.tolist(), capacity, 2, policy, 0.2, normalize)
+    assert (plan.wanted.tolist(), plan.accepted.tolist()) == (found.wanted, found.accepted)
+
+
+def test_the_references_set_the_same_fields_and_each_to_another_value():
+    mesh, flax = REFERENCES["mesh_tensorflow"], REFERENCES["flaxformer"]
+    assert mesh.keys() == flax.keys()
+    assert all(mesh[name] != flax[name] for name in mesh)
+
+
+def test_fields_beside_a_reference_override_it():
+    sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5}
+    config = SparseConfig.after("flaxformer", **sizes, capacity_rounding="floor")
+    assert (config.capacity_rounding, config.balance_choices) == ("floor", "all")
+    config.router_options["normalize_gates"] = True
+    assert REFERENCES["flaxformer"]["router_options"]["normalize_gates"] is False

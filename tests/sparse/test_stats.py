@@ -1,0 +1,130 @@
+"""What a router did, by hand: a made load, and the layer on a table of probabilities; drawn cases are in test_layer.py.
+
+The oracle of add_stats is the layer on both batches at once.
+"""
+
+import math
+
+import pytest
+import torch
+
+from moe import RouterStats, add_stats, summarize
+from moe.sparse.stats import sum_stats
+from tests.sparse.by_hand import layer_with_logits, logits_of, tokens
+from tests.sparse.layers import ROUTER_NAMES, build_layer
+
+COUNTS = [name for name in RouterStats._fields if name.split("_")[-1] not in ("sum", "count")]
+
+
+def made_stats(**changes):
+    """Ten tokens of 16 positions with two places, three experts with 8 slots each."""
+    fields = {
+        "expert_load": torch.tensor([9, 0, 3]),
+        "accepted_load": torch.tensor([7, 0, 2]),
+        "num_slots": torch.tensor(24),
+        "num_tokens": torch.tensor(10),
+        "num_positions": torch.tensor(16),
+        "dropped_tokens": torch.tensor(3),
+        "dropped_by_place": torch.tensor([1, 2]),
+        "second_expert_tokens": torch.tensor(2),
+        "entropy_sum": torch.tensor(5.0),
+        "confidence_sum": torch.tensor(6.75),
+        "load_balance_sum": torch.tensor(3.0),
+        "load_balance_count": torch.tensor(2.0),
+        "router_z_sum": torch.tensor(40.0),
+        "router_z_count": torch.tensor(10.0),
+    }
+    return RouterStats(**{**fields, **changes})
+
+
+def test_a_made_load_is_summarised_as_worked_out_by_hand():
+    assert summarize(made_stats()) == pytest.approx(
+        {
+            "load_balance_loss": 3 / 2,
+            "router_z_loss": 40 / 10,
+            "fraction_dropped": 3 / 10,
+            "fraction_dropped_place_1": 1 / 10,
+            "fraction_dropped_place_2": 2 / 10,
+            "fraction_padding": 6 / 16,
+            "second_expert_rate": 2 / 10,
+            "entropy": 5 / 10,
+            "load_cv": math.sqrt((25 + 16 + 1) / 3) / 4,  # 9, 0, 3 about their mean 4
+            "max_over_mean": 9 / 4,
+            "dead_experts": 1,
+            "expert_usage": 9 / 24,
+            "confidence": 6.75 / 9,
+        }
+    )
+
+
+def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():
+    # Everybody asks expert 0 first, then 1; of two slots each, t0 takes one of both, t1 too, and t2 gets none.
+    options = {"eval_second_expert_policy": "all"}
+    layer = layer_with_logits(3, eval_capacity_factor=0.01, min_expert_capacity=2, router_options=options)
+    mask = torch.tensor([[True, True, True, False]])
+    stats = layer(logits_of(*[[0.6, 0.3, 0.1]] * 4), mask)[1].stats
+    assert stats.expert_load.tolist() == [3, 3, 0]
+    assert stats.accepted_load.tolist() == [2, 2, 0]
+    assert stats.dropped_by_place.tolist() == [1, 1]
+    names = ("num_slots", "num_tokens", "num_positions", "dropped_tokens", "second_expert_tokens")
+    assert [int(getattr(stats, name)) for name in names] == [6, 3, 4, 1, 2]
+    entropy = -sum(p * math.log(p) for p in (0.6, 0.3, 0.1))
+    assert stats.entropy_sum.item() == pytest.approx(3 * entropy)
+    assert stats.confidence_sum.item() == pytest.approx(2)  # two tokens of weight 2/3 + 1/3
+
+
+def test_without_a_capacity_every_slot_is_used():
+    stats = build_layer(eval_capacity_factor=None)(tokens(3, 13, 7))[1].stats
+    assert int(stats.num_slots) == int(stats.accepted_load.sum()) > 0
+    assert summarize(stats)["expert_usage"] == 1
+    assert summarize(stats)["fraction_dropped"] == 0
+
+
+@pytest.mark.parametrize("name", ROUTER_NAMES)
+@pytest.mark.parametrize("factor", [1.25, None])
+def test_a_batch_of_padding_counts_nothing_but_its_positions(name, factor):
+    layer, ids = build_layer(name, eval_capacity_factor=factor), torch.zeros(2, 3, dtype=torch.int64)
+    y, router = layer(tokens(2, 3, 7), torch.zeros(2, 3, dtype=torch.bool), token_ids=ids)
+    assert torch.count_nonzero(y) == 0
+    for field in set(RouterStats._fields) - {"num_positions", "num_slots"}:
+        assert torch.count_nonzero(getattr(router.stats, field)) == 0, field
+    assert int(router.stats.num_positions) == 6
+    summary = summarize(router.stats)
+    assert summary.pop("fraction_padding") == 1
+    assert summary.pop("dead_experts") == 5
+    assert set(summary.values()) == {0}
+
+
+@pytest.mark.parametrize("name", ROUTER_NAMES)
+def test_statistics_of_two_batches_are_those_of_both_at_once(name):
+    layer, x = build_layer(name, group_size=26, eval_capacity_factor=0.7, min_expert_capacity=0), tokens(6, 13, 7)
+    mask = tokens(6, 13, seed=2) < 0.8
+    ids = torch.arange(6 * 13).reshape(6, 13)
+    whole = layer(x, mask, token_ids=ids)[1].stats
+    cut = (slice(0, 2), slice(2, 6))
+    parts = add_stats(*(layer(x[rows], mask[rows], token_ids=ids[rows])[1].stats for rows in cut))
+    for field in RouterStats._fields:
+        ours, expected = getattr(parts, field), getattr(whole, field)
+        if field in COUNTS:
+            assert ours.dtype == torch.int64
+            assert torch.equal(ours, expected), field
+        else:
+            assert ours.dtype == torch.float64
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
+
+
+def test_no_token_is_lost_in_a_long_run():
+    many = made_stats(expert_load=torch.tensor([2**53, 0, 3]), entropy_sum=torch.tensor(2.0**40).double())
+    total = add_stats(many, made_stats(expert_load=torch.tensor([1, 0, 0])))
+    assert total.expert_load.tolist() == [2**53 + 1, 0, 3]
+    assert total.entropy_sum.item() == 2**40 + 5
+
+
+def test_one_process_is_the_sum_over_all_ranks():
+    stats = made_stats()
+    assert all(torch.equal(a, b) for a, b in zip(sum_stats(stats), stats, strict=True))
+
+
+def test_statistics_carry_no_gradient():
+    stats = build_layer()(tokens(2, 13, 7).requires_grad_())[1].stats
+    assert not any(value.requires_grad for value in stats)
