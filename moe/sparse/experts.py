@@ -69,14 +69,16 @@ class Experts(nn.Module):
     def forward_slots(self, buffers: Tensor) -> Tensor:
         """Returns what each expert makes of its slots <dtype of the products>[E, N, D].
 
+        The weights stand on the left of their products, so that their gradients come in the layout of the weights.
+
         Args:
             buffers: <any float>[E, N, D].
         """
         buffers, first, down, bias = self._in_product_dtype(buffers)
         with torch.autocast(buffers.device.type, enabled=False):
-            hidden = torch.bmm(buffers, rearrange(first, "e f d -> e d f"))
-            hidden = self._hidden(hidden, None if bias is None else bias[:, None])
-            return torch.bmm(hidden, rearrange(down, "e d f -> e f d"))
+            hidden = torch.bmm(first, rearrange(buffers, "e n d -> e d n"))
+            hidden = self._hidden(hidden, None if bias is None else bias[..., None], dim=1)
+            return rearrange(torch.bmm(down, hidden), "e d n -> e n d")
 
     def run_sorted(self, x: Tensor, counts: Tensor, first: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the experts' outputs <float>[N, D] for rows <float>[N, D] sorted by expert, by grouped products.
@@ -93,9 +95,9 @@ class Experts(nn.Module):
                 bias = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
             return grouped_linear(self._hidden(grouped_linear(x, first, counts), bias), down, counts)
 
-    def _hidden(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the hidden activation <float>[..., F] of the first product <float>[..., 2F or F]."""
-        hidden = activate(hidden, self.config)
+    def _hidden(self, hidden: Tensor, bias: Tensor | None, dim: int = -1) -> Tensor:
+        """Returns the hidden activation <float>[..., F] of the first product <float>[..., 2F or F]; `dim` is theirs."""
+        hidden = activate(hidden, self.config, dim)
         if bias is not None:
             hidden = hidden * bias if self.config.expert_bias == "multiplicative" else hidden + bias
         return F.dropout(hidden, self.config.expert_dropout_rate, self.training)
@@ -148,9 +150,15 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, F.grouped_mm(rearrange(gradient, "n o -> o n"), x, offs=offsets), None
 
 
-def activate(hidden: Tensor, config: SparseConfig) -> Tensor:
-    """Returns the hidden activation <float>[..., F] of <float>[..., 2F] when gated (gate first), else of [..., F]."""
-    gate, up = hidden.chunk(2, dim=-1) if config.gated else (hidden, None)
+def activate(hidden: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
+    """Returns the hidden activation <float>[..., F] of <float>[..., 2F] when gated (gate first), else of [..., F].
+
+    Args:
+        hidden: The first product.
+        config: Activation, and whether it is gated.
+        dim: Which dimension holds the 2F or F numbers.
+    """
+    gate, up = hidden.chunk(2, dim=dim) if config.gated else (hidden, None)
     gate = F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)
     return gate if up is None else gate * up
 
