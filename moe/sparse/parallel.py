@@ -82,10 +82,11 @@ class _ParallelFeedForward(torch.autograd.Function):
         learns: bool,
     ) -> Tensor:
         counts, num_rows = rows.counts.tolist(), rows.token.numel()
+        expert = _Expert(config, drop_rate)
         products = tokens.new_empty(num_rows if learns else 0, first.shape[1])
+        gates = tokens.new_empty(num_rows if learns and expert.gelu else 0, down.shape[2])
         kept = torch.empty(num_rows if drop_rate else 0, down.shape[2], dtype=torch.bool)
         outputs = tokens.new_empty(num_rows, down.shape[1])
-        expert = _Expert(config, drop_rate)
         seed = int(torch.randint(2**62, ()).item()) if drop_rate else 0
 
         def run(piece: Piece) -> None:
@@ -94,16 +95,16 @@ class _ParallelFeedForward(torch.autograd.Function):
             if drop_rate:
                 kept[here].bernoulli_(1 - drop_rate, generator=torch.Generator().manual_seed(seed + piece.start))
             product = torch.mm(x, first[piece.expert].t(), out=products[here] if learns else None)
-            expert.activate_(product)
-            hidden = expert.hidden(product, _of(bias, piece.expert), kept[here]).hidden
+            gate = expert.activate(product, gates[here] if gates.numel() else None)
+            hidden = expert.hidden(product, gate, _of(bias, piece.expert), kept[here]).hidden
             torch.mm(hidden, down[piece.expert].t(), out=outputs[here])
 
         run_pieces(run, [piece for piece in cut_rows(counts, _CHUNK) if piece.end > piece.start])
         ctx.save_for_backward(
-            tokens, weight, first, down, bias, products, kept, outputs if ctx.needs_input_grad[1] else None
+            tokens, weight, first, down, bias, products, gates, kept, outputs if ctx.needs_input_grad[1] else None
         )
         ctx.rows, ctx.counts, ctx.expert = rows, counts, expert
-        return _sum_by_token(outputs, rows, weight)
+        return sum_by_token(outputs, rows, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -111,7 +112,7 @@ class _ParallelFeedForward(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         d_output = grad_outputs[0]
-        tokens, weight, first, down, bias, products, kept, outputs = ctx.saved_tensors
+        tokens, weight, first, down, bias, products, gates, kept, outputs = ctx.saved_tensors
         rows, expert = ctx.rows, ctx.expert
         d_rows = tokens.new_empty(products.shape[0] if ctx.needs_input_grad[0] else 0, tokens.shape[1])
         d_weight = None if outputs is None else torch.empty_like(weight)
@@ -128,12 +129,13 @@ class _ParallelFeedForward(torch.autograd.Function):
             if outputs is not None and d_weight is not None:
                 d_weight[here] = torch.linalg.vecdot(dy, outputs[here])
             dy *= row_weight[here]
-            parts = expert.hidden(product, expert_bias, kept[here])
+            gate = gates[here] if gates.numel() else expert.gate(product)
+            parts = expert.hidden(product, gate, expert_bias, kept[here])
             if d_down:
                 torch.mm(dy.t(), parts.hidden, out=d_down.of(piece))
             d_hidden = torch.mm(dy, down[piece.expert])
             d_plain = expert.d_plain(d_hidden, parts, expert_bias, kept[here], d_bias.of(piece) if d_bias else None)
-            d_product = expert.d_product(d_plain, product, parts)
+            d_product = expert.d_product(d_plain, product, gate)
             if d_first:
                 torch.mm(d_product.t(), tokens.index_select(0, token), out=d_first.of(piece))
             if ctx.needs_input_grad[0]:
@@ -141,7 +143,7 @@ class _ParallelFeedForward(torch.autograd.Function):
 
         share = math.ceil(products.shape[0] / torch.get_num_threads())
         run_pieces(run, cut_rows(ctx.counts, max(_CHUNK, share)))
-        d_tokens = _sum_by_token(d_rows, rows, None) if ctx.needs_input_grad[0] else None
+        d_tokens = sum_by_token(d_rows, rows, None) if ctx.needs_input_grad[0] else None
         return d_tokens, d_weight, *(x.total() if x else None for x in (d_first, d_down, d_bias)), *[None] * 4
 
 
@@ -149,12 +151,10 @@ class _Hidden(NamedTuple):
     """The steps from the first product to the second.
 
     Attributes:
-        gate: <float>[n, F] activated gate.
         plain: <float>[n, F] hidden activation before bias and dropout.
         hidden: <float>[n, F] what the second product takes.
     """
 
-    gate: Tensor
     plain: Tensor
     hidden: Tensor
 
@@ -162,29 +162,36 @@ class _Hidden(NamedTuple):
 class _Expert:
     """The elementwise half of an expert, forwards and backwards.
 
-    The first product is kept with its ReLU done, since its gradient needs no more than that; with GELU as it is.
+    A ReLU is done in place of the first product, since its gradient needs no more than that. GELU's gradient needs its
+    input, and to do it again would cost more than to keep its result.
     """
 
     def __init__(self, config: SparseConfig, drop_rate: float) -> None:
         self.gated, self.gelu = config.gated, config.activation == "gelu"
         self.multiplicative, self.keep_scale = config.expert_bias == "multiplicative", 1 / (1 - drop_rate)
 
-    def activate_(self, product: Tensor) -> None:
-        """Does the ReLU of a first product <float>[n, 2F or F] in place."""
-        if not self.gelu:
-            (product.chunk(2, dim=-1)[0] if self.gated else product).relu_()
+    def gate(self, product: Tensor) -> Tensor:
+        """Returns the gate's part <float>[n, F] of a first product <float>[n, 2F or F]."""
+        return product.chunk(2, dim=-1)[0] if self.gated else product
 
-    def hidden(self, product: Tensor, bias: Tensor | None, kept: Tensor) -> _Hidden:
-        """Returns the steps for the first product <float>[n, 2F or F]; `kept` is empty without dropout."""
-        gate, up = product.chunk(2, dim=-1) if self.gated else (product, None)
-        gate = F.gelu(gate, approximate="tanh") if self.gelu else gate
-        plain = gate if up is None else gate * up
+    def activate(self, product: Tensor, out: Tensor | None) -> Tensor:
+        """Returns the activated gate <float>[n, F] of a first product <float>[n, 2F or F]; GELU may fill `out`."""
+        gate = self.gate(product)
+        if not self.gelu:
+            return gate.relu_()
+        if out is None:
+            return F.gelu(gate, approximate="tanh")
+        return torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
+
+    def hidden(self, product: Tensor, gate: Tensor, bias: Tensor | None, kept: Tensor) -> _Hidden:
+        """Returns the steps from first product and activated gate <float>[n, F]; `kept` is empty without dropout."""
+        plain = gate * product.chunk(2, dim=-1)[1] if self.gated else gate
         hidden = plain
         if bias is not None:
             hidden = plain * bias if self.multiplicative else plain + bias
         if kept.numel():
             hidden = hidden * kept * self.keep_scale
-        return _Hidden(gate, plain, hidden)
+        return _Hidden(plain, hidden)
 
     def d_plain(
         self, d_hidden: Tensor, parts: _Hidden, bias: Tensor | None, kept: Tensor, d_bias: Tensor | None
@@ -196,15 +203,14 @@ class _Expert:
             torch.sum(d_hidden * parts.plain if self.multiplicative else d_hidden, dim=0, out=d_bias)
         return d_hidden * bias if bias is not None and self.multiplicative else d_hidden
 
-    def d_product(self, d_plain: Tensor, product: Tensor, parts: _Hidden) -> Tensor:
+    def d_product(self, d_plain: Tensor, product: Tensor, gate: Tensor) -> Tensor:
         """Returns the gradient <float>[n, 2F or F] of the first product; overwrites `d_plain`."""
         if not self.gated:
             return self._d_gate(d_plain, product, d_plain)
-        gate, up = product.chunk(2, dim=-1)
         d_product = torch.empty_like(product)
         d_gate, d_up = d_product.chunk(2, dim=-1)
-        torch.mul(d_plain, parts.gate, out=d_up)
-        self._d_gate(d_plain.mul_(up), gate, d_gate)
+        torch.mul(d_plain, gate, out=d_up)
+        self._d_gate(d_plain.mul_(product.chunk(2, dim=-1)[1]), self.gate(product), d_gate)
         return d_product
 
     def _d_gate(self, d_activated: Tensor, gate: Tensor, out: Tensor) -> Tensor:
@@ -240,7 +246,7 @@ def _of(bias: Tensor | None, expert: int) -> Tensor | None:
     return None if bias is None else bias[expert]
 
 
-def _sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Tensor:
+def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Tensor:
     """Returns each token's sum <float>[T, D] over its rows <float>[N, D], weighted by <float>[N]."""
     if not outputs.shape[0]:
         return outputs.new_zeros(rows.token_start.numel(), outputs.shape[1])

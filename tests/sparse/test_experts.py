@@ -132,9 +132,9 @@ def test_without_gradients_the_output_is_the_same_and_no_product_is_kept(mode, n
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
     sizes, hidden = [], parallel._Expert.hidden
 
-    def watch(self, product, bias, kept):
+    def watch(self, product, gate, bias, kept):
         sizes.append((product.shape[0], product.untyped_storage().nbytes() // (8 * product.shape[1])))
-        return hidden(self, product, bias, kept)
+        return hidden(self, product, gate, bias, kept)
 
     monkeypatch.setattr(parallel._Expert, "hidden", watch)
     expected = run_engine(inputs, rows, config, 0.0)

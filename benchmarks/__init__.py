@@ -1,0 +1,1 @@
+"""Benchmarks; read: cases, variants, peers, timing, memory, layer. The command is python -m scripts.benchmark."""

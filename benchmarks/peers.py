@@ -1,0 +1,233 @@
+"""The peers: what a user could take instead, over the same weights. Each builds a variant or says why it cannot."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor, nn
+from transformers import NllbMoeConfig, OlmoeConfig, SwitchTransformersConfig
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
+from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+from benchmarks.cases import Problem, Variant
+from benchmarks.variants import CAPACITY_FACTOR, FeedForward, share_weights
+
+ST_MOE_GROUP = 512  # its one-hot dispatch grows with the square of a group
+NLLB_EXPERTS = 8  # it computes tokens x E rows: with more experts, minutes
+
+
+class UnavailableError(Exception):
+    """A peer cannot run a case here; the text says why."""
+
+
+def hf_grouped_mm(problem: Problem) -> Variant:
+    """The `grouped_mm` experts of transformers under OLMoE's router."""
+    case = problem.case
+    config = OlmoeConfig(
+        hidden_size=case.d_model,
+        intermediate_size=case.d_ff,
+        num_experts=case.num_experts,
+        num_experts_per_tok=case.num_selected_experts,
+        norm_topk_prob=case.num_selected_experts > 1,
+    )
+    config._experts_implementation = "grouped_mm"
+
+    @use_experts_implementation(has_gate=case.gated)
+    class StackedExperts(nn.Module):
+        def __init__(self, config: OlmoeConfig) -> None:
+            super().__init__()
+            self.num_experts = config.num_experts
+            self.act_fn = nn.GELU("tanh") if case.gated else nn.ReLU()
+
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            raise NotImplementedError("the decorator takes grouped_mm instead")
+
+    module = nn.ModuleDict({"router": OlmoeTopKRouter(config), "experts": StackedExperts(config)})
+    first = "gate_up_proj" if case.gated else "up_proj"
+    weights = {"router.weight": problem.gate, f"experts.{first}": problem.first, "experts.down_proj": problem.down}
+    share_weights(module, weights)
+
+    def forward(x: Tensor) -> Tensor:
+        tokens = rearrange(x, "b l d -> (b l) d")
+        _, weight, index = module["router"](tokens)
+        return module["experts"](tokens, index, weight)[None]
+
+    return _variant("hf_grouped_mm", problem, forward, module, case.rows)
+
+
+def hf_switch(problem: Problem) -> Variant:
+    """The sparse block of transformers' SwitchTransformers with room for every token."""
+    case = problem.case
+    _require(case.num_selected_experts == 1, "only one expert for a token")
+    _require(not case.gated, "no gated experts")
+    config = SwitchTransformersConfig(
+        d_model=case.d_model,
+        d_ff=case.d_ff,
+        num_experts=case.num_experts,
+        expert_capacity=case.tokens,
+        router_jitter_noise=0.0,
+        dropout_rate=0.0,
+    )
+    with torch.device("meta"):
+        module = SwitchTransformersSparseMLP(config)
+    weights = {"router.classifier.weight": problem.gate}
+    for index in range(case.num_experts):
+        weights[f"experts.expert_{index}.wi.weight"] = problem.first[index]
+        weights[f"experts.expert_{index}.wo.weight"] = problem.down[index]
+    share_weights(module, weights)
+    return _variant("hf_switch", problem, module, module, case.rows)
+
+
+def hf_nllb(problem: Problem) -> Variant:
+    """The sparse block of transformers' NllbMoe with room for every token."""
+    case = problem.case
+    _require(case.num_selected_experts == 2, "always two experts for a token")
+    _require(not case.gated, "no gated experts")
+    why = f"it computes tokens x {case.num_experts} rows; measured with {NLLB_EXPERTS} experts at most"
+    _require(case.num_experts <= NLLB_EXPERTS, why)
+    config = NllbMoeConfig(
+        d_model=case.d_model,
+        num_experts=case.num_experts,
+        expert_capacity=case.tokens,
+        second_expert_policy="all",
+        normalize_router_prob_before_dropping=True,
+        activation_function="relu",
+        activation_dropout=0.0,
+        moe_token_dropout=0.0,
+    )
+    with torch.device("meta"):
+        module = NllbMoeSparseMLP(config, case.d_ff)
+    weights = {"router.classifier.weight": problem.gate}
+    for index in range(case.num_experts):
+        weights[f"experts.expert_{index}.fc1.weight"] = problem.first[index]
+        weights[f"experts.expert_{index}.fc1.bias"] = problem.first.new_zeros(case.d_ff)
+        weights[f"experts.expert_{index}.fc2.weight"] = problem.down[index]
+        weights[f"experts.expert_{index}.fc2.bias"] = problem.down.new_zeros(case.d_model)
+    share_weights(module, weights)
+    note = "wrong result in transformers 5.23: only experts 0 and 1 run"
+    return _variant("hf_nllb", problem, module, module, case.tokens * case.num_experts, note)
+
+
+def st_moe_pytorch(problem: Problem) -> Variant:
+    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens with our capacity factor."""
+    case = problem.case
+    _require(case.num_selected_experts >= 2, "at least two experts for a token")
+    _require(problem.x.dtype == torch.float32, "float32 only")
+    group = min(ST_MOE_GROUP, case.tokens)
+    module = _import("st_moe_pytorch").MoE(
+        dim=case.d_model,
+        num_experts=case.num_experts,
+        gating_top_n=case.num_selected_experts,
+        threshold_train=0.0,
+        threshold_eval=0.0,
+        capacity_factor_train=CAPACITY_FACTOR,
+        capacity_factor_eval=CAPACITY_FACTOR,
+        experts=nn.ModuleList(_feed_forwards(problem)),
+    )
+    module = module.to(problem.x.device)
+    module.gate.to_gates.weight = nn.Parameter(problem.gate.detach())
+    capacity = max(int(group * CAPACITY_FACTOR / case.num_experts), 4)
+
+    def forward(x: Tensor) -> Tensor:
+        y = module(rearrange(x, "1 (g s) d -> g s d", s=group)).outputs
+        return rearrange(y, "g s d -> 1 (g s) d")
+
+    rows = case.tokens // group * case.num_experts * capacity
+    note = f"capacity {CAPACITY_FACTOR} in groups of {group}"
+    return _variant("st_moe_pytorch", problem, forward, module, rows, note)
+
+
+def deepspeed(problem: Problem) -> Variant:
+    """The layer of DeepSpeed with as many slots as the fullest expert needs, in a group of one process."""
+    case = problem.case
+    _require(case.num_selected_experts <= 2, "at most two experts for a token")
+    with contextlib.redirect_stdout(io.StringIO()):
+        _import("deepspeed")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # a free port
+        _import("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        with torch.device("meta"):
+            expert = FeedForward(problem.first[0], problem.down[0], case.gated)
+        module = importlib.import_module("deepspeed.moe.layer").MoE(
+            case.d_model,
+            expert,
+            num_experts=case.num_experts,
+            k=case.num_selected_experts,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
+        module.set_deepspeed_parallelism()
+    module.deepspeed_moe.gate.wg.weight = nn.Parameter(problem.gate.detach())
+    module.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(_feed_forwards(problem))
+    with torch.no_grad():
+        counts = module(problem.x)[2]
+    rows = case.num_experts * int(counts.max())
+    return _variant("deepspeed", problem, lambda x: module(x)[0], module, rows)
+
+
+PEERS: dict[str, Callable[[Problem], Variant]] = {
+    build.__name__: build for build in (hf_grouped_mm, hf_switch, hf_nllb, st_moe_pytorch, deepspeed)
+}
+
+
+def build_peer(name: str, problem: Problem) -> Variant:
+    """Returns a peer that has run once.
+
+    Raises:
+        UnavailableError: When it is not installed, does not do such a case, or fails at it.
+    """
+    try:
+        variant = PEERS[name](problem)
+        variant.run("forward_backward")
+    except UnavailableError:
+        raise
+    except Exception as error:  # whatever a peer dies of, the others are measured
+        reason = (str(error).splitlines() or [""])[0]
+        raise UnavailableError(f"failed with {type(error).__name__}: {reason}") from error
+    variant.clear()
+    return variant
+
+
+def close_peers() -> None:
+    """Ends the process group that DeepSpeed needs."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _require(holds: bool, reason: str) -> None:
+    """Raises an UnavailableError unless `holds`."""
+    if not holds:
+        raise UnavailableError(reason)
+
+
+def _import(name: str) -> Any:
+    """Returns an optional module."""
+    _require(importlib.util.find_spec(name) is not None, "not installed; pip install 'stmoe[bench]'")
+    module: ModuleType = importlib.import_module(name)
+    return module
+
+
+def _feed_forwards(problem: Problem) -> list[FeedForward]:
+    """Returns the experts as modules over the shared weights."""
+    pairs = zip(problem.first, problem.down, strict=True)
+    return [FeedForward(first, down, problem.case.gated) for first, down in pairs]
+
+
+def _variant(
+    name: str, problem: Problem, forward: Callable[[Tensor], Tensor], module: nn.Module, rows: int, note: str = ""
+) -> Variant:
+    """Returns the variant of a module in training mode on the shared input."""
+    parameters = list(module.train().parameters())
+    return Variant(name, forward, problem.x, problem.gradient, parameters, rows, note)
