@@ -31,6 +31,14 @@ def test_the_tiny_recipe_has_the_papers_loss_weights():
     assert (config.capacity_factor, config.eval_capacity_factor, config.num_selected_experts) == (1.25, 2.0, 2)
 
 
+@pytest.mark.parametrize("name", ["bias_balanced", "expert_choice"])
+def test_a_recipe_of_a_router_goes_on_top_of_another(name):
+    folder = RECIPES[0].parent
+    config = parse("--config", folder / "st_moe_tiny_pretrain.yaml", "--config", folder / f"{name}.yaml").build_config()
+    assert config.sparse_config(decoder=False).router == name
+    assert config.num_experts == 8
+
+
 def test_later_files_and_arguments_win_and_a_saved_recipe_reads_back(tmp_path):
     (tmp_path / "a.yaml").write_text("seed: 3\noptim:\n  lr: 0.5\n")
     (tmp_path / "b.yaml").write_text("optim:\n  lr: 0.25\n")
