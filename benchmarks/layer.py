@@ -15,8 +15,8 @@ from tqdm import tqdm
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
 from benchmarks.memory import MEASURED, can_measure, peak_mib
 from benchmarks.peers import PEERS, UnavailableError, build_peer, close_peers
-from benchmarks.timing import capture_cuda_graph, measure_rounds, median_ratio, square_tflops
-from benchmarks.variants import OURS, moe_dropless, routing_only
+from benchmarks.timing import capture_cuda_graph, measure, measure_rounds, median_ratio, square_tflops
+from benchmarks.variants import OURS, moe_dropless, routing_only, stats_of
 from moe.data.storage import whole_file
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
@@ -200,12 +200,14 @@ def _has_peak(row: Mapping[str, Any]) -> bool:
 def profile_layer(benchmark: LayerBenchmark, dtype: str) -> Iterator[Row]:
     """Yields the share of routing, dispatch and combine in forward and backward of the dropless layer.
 
-    It is the time of the same layer with experts that hand their rows through, losses and statistics included.
+    It is the time of the same layer with experts that hand their rows through, losses and statistics included; and
+    that of the statistics alone.
     """
     problem = build_problem(CASES[PROFILED_CASE], DTYPES[dtype], benchmark.device)
     full, routing = moe_dropless(problem), routing_only(problem)
     variants = [full, routing]
     times = list(measure_rounds(variants, "forward_backward", benchmark.rounds, benchmark.device))
+    stats_ms = statistics.median(measure(stats_of(problem), benchmark.device) for _ in range(benchmark.rounds))
     yield {
         "case": PROFILED_CASE,
         "dtype": dtype,
@@ -213,6 +215,7 @@ def profile_layer(benchmark: LayerBenchmark, dtype: str) -> Iterator[Row]:
         "ms": statistics.median(round_[full.name] for round_ in times),
         "routing_ms": statistics.median(round_[routing.name] for round_ in times),
         "routing_share": median_ratio(times, routing.name, full.name),
+        "stats_ms": stats_ms,
     }
 
 
@@ -228,7 +231,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     for row in report.get("profile", ()):
         lines.append(
             f"\ncase {row['case']} {row['dtype']}: routing, dispatch and combine take {row['routing_ms']:.1f} ms of "
-            f"{row['ms']:.1f} ms, {row['routing_share']:.0%} of {row['pass']}"
+            f"{row['ms']:.1f} ms, {row['routing_share']:.1%} of {row['pass']}; statistics {row['stats_ms']:.2f} ms"
         )
     return "\n".join(lines)
 

@@ -119,31 +119,32 @@ def hf_nllb(problem: Problem) -> Variant:
 
 
 def st_moe_pytorch(problem: Problem) -> Variant:
-    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens with our capacity factor."""
+    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens; its capacity factor does not count K either."""
     case = problem.case
     _require(case.num_selected_experts >= 2, "at least two experts for a token")
     _require(problem.x.dtype == torch.float32, "float32 only")
     group = min(ST_MOE_GROUP, case.tokens)
+    factor = CAPACITY_FACTOR * case.num_selected_experts  # it cannot do without a capacity: room for most of the rows
     module = _import("st_moe_pytorch").MoE(
         dim=case.d_model,
         num_experts=case.num_experts,
         gating_top_n=case.num_selected_experts,
         threshold_train=0.0,
         threshold_eval=0.0,
-        capacity_factor_train=CAPACITY_FACTOR,
-        capacity_factor_eval=CAPACITY_FACTOR,
+        capacity_factor_train=factor,
+        capacity_factor_eval=factor,
         experts=nn.ModuleList(_feed_forwards(problem)),
     )
     module = module.to(problem.x.device)
     module.gate.to_gates.weight = nn.Parameter(problem.gate.detach())
-    capacity = max(int(group * CAPACITY_FACTOR / case.num_experts), 4)
+    capacity = max(int(group * factor / case.num_experts), 4)
 
     def forward(x: Tensor) -> Tensor:
         y = module(rearrange(x, "1 (g s) d -> g s d", s=group)).outputs
         return rearrange(y, "g s d -> 1 (g s) d")
 
     rows = case.tokens // group * case.num_experts * capacity
-    note = f"capacity {CAPACITY_FACTOR} in groups of {group}"
+    note = f"capacity {factor} in groups of {group}"
     return _variant("st_moe_pytorch", problem, forward, module, rows, note)
 
 

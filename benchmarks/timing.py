@@ -1,5 +1,6 @@
 """Time: variants in turn, round by round, so that whatever disturbs the machine disturbs all of them."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,13 @@ def measure_rounds(
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every variant, round by round.
 
-    A first round is not counted, and every round begins with another variant. Gradients are freed in between.
+    A first round is not counted. The order is drawn anew for every round, since memory that one variant frees makes
+    the next one faster or slower. Gradients are freed in between.
     """
+    order = random.Random(0)
     for index in range(rounds + 1):
         times = {}
-        start = index % len(variants)
-        for variant in (*variants[start:], *variants[:start]):
+        for variant in order.sample(variants, len(variants)):
             times[variant.name] = measure(lambda variant=variant: variant.run(pass_name), device)
             variant.clear()
         if index:

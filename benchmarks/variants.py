@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cases import Problem, Variant
-from moe import SparseConfig, SparseFeedForward
+from moe import RouterInputs, SparseConfig, SparseFeedForward
 from moe.sparse.dispatch import ExpertRows
 from moe.sparse.parallel import sum_by_token
+from moe.sparse.stats import router_stats
 
 CAPACITY_FACTOR = 1.25  # the paper's in training; it does not count K, see moe/sparse/capacity.py
 
@@ -71,6 +72,15 @@ def routing_only(problem: Problem) -> Variant:
     layer = _build_layer(problem, None, "ragged")
     layer.register_module("experts", _HandThrough())
     return Variant("routing_only", lambda x: layer(x)[0], problem.x, problem.gradient, list(layer.parameters()), 0)
+
+
+def stats_of(problem: Problem) -> Callable[[], object]:
+    """Returns the making of the statistics of the dropless layer, alone."""
+    layer = _build_layer(problem, None, "ragged")
+    scores = layer.router(RouterInputs(problem.x))
+    plan = layer.router.assign(scores, torch.ones(problem.x.shape[:2], dtype=torch.bool, device=problem.x.device))
+    losses = layer.router.losses(scores, plan)
+    return lambda: router_stats(scores, plan, losses)
 
 
 class _HandThrough(nn.Module):
