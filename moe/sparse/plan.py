@@ -84,5 +84,6 @@ def queue_position(expert_index: Tensor, wanted: Tensor, num_experts: int) -> Te
     queue = queue.masked_fill(~wanted, groups * num_experts).flatten()
     length = queue.new_zeros(groups * num_experts + 1).scatter_add(0, queue, torch.ones_like(queue))
     order = queue.argsort(stable=True)
-    rank = torch.arange(groups * size, device=queue.device) - (length.cumsum(0) - length)[queue[order]]
+    start = (length.cumsum(0) - length).index_select(0, queue.index_select(0, order))
+    rank = torch.arange(groups * size, device=queue.device) - start
     return torch.empty_like(rank).scatter(0, order, rank).reshape(groups, size)

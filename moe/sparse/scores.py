@@ -20,6 +20,6 @@ class RouterScores(NamedTuple):
 
 
 def router_scores(logits: Tensor) -> RouterScores:
-    """Returns the scores that belong to logits <float32>[G, S, E]."""
-    log_normalizer = logits.logsumexp(dim=-1)
-    return RouterScores(logits, logits.softmax(dim=-1), log_normalizer)
+    """Returns the scores that belong to logits <float32>[G, S, E]; all from one pass over them."""
+    log_probs = logits.log_softmax(dim=-1)
+    return RouterScores(logits, log_probs.exp(), logits[..., 0] - log_probs[..., 0])
