@@ -67,7 +67,8 @@ def train_step(
         torch.manual_seed(recipe.seed * 1_000_003 + step)
         for part in parts:
             with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
-                yield model(**part, loss_counts=counts, output_router_logits=True)
+                output = model(**part, loss_counts=counts, output_router_logits=True)
+            yield output  # outside: a backward pass in autocast would round the router's gradient
 
     counts = model.loss_counts(batch)
     if model.config.balance_scope in ("ranks", "global") and len(parts) > 1:

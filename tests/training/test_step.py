@@ -93,6 +93,17 @@ def test_bfloat16_computes_in_autocast_and_keeps_float32_weights():
     assert float(metrics.ce_loss) == pytest.approx(float(exact.ce_loss), rel=0.02)
 
 
+@pytest.mark.parametrize("micro", [None, 2])
+def test_the_backward_pass_runs_outside_autocast_so_that_the_routers_gradient_is_not_rounded(micro):
+    model, seen = tiny_model(group_size=13).train(), []
+    gate = model.sparse_layers()[0].router.gate
+    gate.register_post_accumulate_grad_hook(
+        lambda p: seen.append((torch.is_autocast_enabled("cpu"), torch.equal(p.grad, p.grad.bfloat16().float())))
+    )
+    updated(model, recipe(precision="bfloat16", micro_batch_size=micro), steps=1)
+    assert set(seen) == {(False, False)}
+
+
 def test_metrics_have_the_public_names():
     (metrics, *_), _ = updated(tiny_model().train(), recipe(), steps=1)
     router = (
