@@ -43,6 +43,7 @@ class RecipeCommand(Generic[R]):
     def __init__(self, kind: type[R], description: str) -> None:
         self.kind = kind
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
+        self._mappings = {name for name, setting in self._settings.items() if _is_mapping(setting.type)}
         self._own: set[str] = set()
         self._parser = ArgumentParser(description=description, exit_on_error=False)
         self._parser.add_argument("--config", action="config", help="YAML file with settings; later ones win")
@@ -79,7 +80,7 @@ class RecipeCommand(Generic[R]):
         known = self._settings.keys() | self._own | {"config", "print_config", "help"}
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
-            if argument.startswith("--") and name not in known:
+            if argument.startswith("--") and name not in known and name.rpartition(".")[0] not in self._mappings:
                 raise ConfigError(f"There is no option --{name}.{did_you_mean(name, known)} --help lists all of them.")
 
     def _refuse_nulls(self, parsed: Any) -> None:
@@ -93,7 +94,7 @@ class RecipeCommand(Generic[R]):
     def _refuse_unknown_keys(self, file: str) -> None:
         """Raises a ConfigError for the first key of a YAML file that is no setting."""
         sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
-        for key in _dotted_keys(_read_mapping(file)):
+        for key in _dotted_keys(_read_mapping(file), self._mappings):
             if key not in self._settings.keys() | self._own | sections:
                 raise ConfigError(
                     f"{file}: there is no setting {key!r} in a {self.kind.__name__}."
@@ -176,12 +177,23 @@ def _read_mapping(file: str) -> dict[str, Any]:
     return content
 
 
-def _dotted_keys(mapping: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the names of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for an empty one."""
+def _is_mapping(kind: Any) -> bool:
+    """Returns whether a setting of this type holds names and values of its own, or may."""
+    return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
+
+
+def _dotted_keys(mapping: dict[str, Any], leaves: set[str], prefix: str = "") -> Iterator[str]:
+    """Yields the names of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for an empty one.
+
+    Args:
+        mapping: Read from YAML.
+        leaves: Names whose value is a mapping itself.
+        prefix: Of the names in `mapping`.
+    """
     if prefix and not mapping:
         yield prefix
     for key, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _dotted_keys(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and f"{prefix}{key}" not in leaves:
+            yield from _dotted_keys(value, leaves, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

@@ -48,6 +48,24 @@ def test_later_files_and_arguments_win_and_a_saved_recipe_reads_back(tmp_path):
     assert parse("--config", tmp_path / "c.yaml") == recipe
 
 
+def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on_the_command_line(tmp_path):
+    file, again = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    file.write_text(
+        "model:\n  router: switch\n  num_selected_experts: 1\n"
+        "  router_options:\n    policy: sample\n    temperature: 2e-1\n"
+    )
+    recipe = parse("--config", file)
+    assert recipe.model["router_options"] == {"policy": "sample", "temperature": 0.2}
+    save_recipe(recipe, again)
+    assert parse("--config", again) == recipe
+    recipe = parse("--config", file, "--model.router_options.temperature=3")
+    assert recipe.model["router_options"] == {"policy": "sample", "temperature": 3}
+    recipe = parse("--config", file, "--model.router_options", "{jitter: 0.5}")
+    assert recipe.model["router_options"] == {"jitter": 0.5}
+    recipe = parse("--model.decoder_router_options.second_expert_policy", "all", kind=FinetuneRecipe)
+    assert recipe.model["decoder_router_options"] == {"second_expert_policy": "all"}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
