@@ -12,8 +12,9 @@ import functools
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -275,30 +276,48 @@ def cut_rows(counts: list[int], most: int) -> list[Piece]:
 
 
 def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
-    """Runs all pieces, as many at once as torch has threads, each of them on one core."""
-    remaining, lock = iter(pieces), threading.Lock()
+    """Runs all pieces, as many at once as torch has threads, each of them on one core.
+
+    After an error or Ctrl-C no piece begins any more, and none is running when it is raised.
+    """
+    waiting, lock = deque(pieces), threading.Lock()
+
+    def take() -> Piece | None:
+        with lock:
+            return waiting.popleft() if waiting else None
+
+    def stop() -> None:
+        with lock:
+            waiting.clear()
 
     def work() -> None:
-        while True:
-            with lock:
-                piece = next(remaining, None)
-            if piece is None:
-                return
-            run(piece)
+        try:
+            while (piece := take()) is not None:
+                run(piece)
+        except BaseException:
+            stop()
+            raise
 
     threads = torch.get_num_threads()
     if threads == 1:
         with torch.autocast("cpu", enabled=False):
             work()
         return
-    pool = _thread_pool(threads)
+    pool, jobs = _thread_pool(threads), []
     if torch.is_inference_mode_enabled():  # the mode belongs to a thread, and its tensors change within it only
         work = torch.inference_mode()(work)
-    for done in [pool.submit(work) for _ in range(threads)]:
-        done.result()
+    try:
+        for _ in range(threads):
+            jobs.append(pool.submit(work))
+        for job in jobs:
+            job.result()
+    except BaseException:
+        stop()
+        wait(jobs)
+        raise
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # the workers of a number of threads that is no longer asked for end
 def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Returns the workers for so many threads: each runs torch on one core and builds no graph."""
     started = threading.Barrier(threads)
@@ -313,9 +332,14 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
         torch.set_grad_enabled(False)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="experts", initializer=prepare)
-    for ready in [pool.submit(started.wait) for _ in range(threads)]:
-        ready.result()
-    torch.set_num_threads(threads)  # the workers' setting is also what threads to come would inherit
+    try:
+        for ready in [pool.submit(started.wait) for _ in range(threads)]:
+            ready.result()
+    except BaseException:  # the system gives no more threads: who waits for them would keep the process from ending
+        started.abort()
+        raise
+    finally:
+        torch.set_num_threads(threads)  # the workers' setting is also what threads to come would inherit
     return pool
 
 

@@ -5,7 +5,12 @@ The oracle is tests/sparse/expert_loop.py; it is given the dropout mask that the
 
 import itertools
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -368,3 +373,68 @@ def test_an_error_in_a_piece_reaches_the_caller(threads):
 
     with pytest.raises(ZeroDivisionError, match="expert 2"):
         parallel.run_pieces(run, parallel.cut_rows([3, 3, 3, 3], most=2))
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
+    threads(2)
+    failed, begun, ended = threading.Event(), [], []
+
+    def run(piece):
+        begun.append(piece)
+        if len(begun) == 2:
+            failed.set()
+            raise error
+        assert failed.wait(timeout=30)
+        time.sleep(0.1)
+        ended.append(piece)
+
+    with pytest.raises(error):
+        parallel.run_pieces(run, parallel.cut_rows([5] * 13, most=1))
+    assert (len(begun), len(ended)) == (2, 1)
+
+
+def test_ctrl_c_leaves_no_piece_running(threads):
+    threads(2)
+    begun, ended = [], []
+
+    def run(piece):
+        begun.append(piece)
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        ended.append(piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel.run_pieces(run, parallel.cut_rows([5] * 131, most=1))
+    assert len(begun) == len(ended) < 100
+
+
+def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
+    for number in range(2, 14):
+        threads(number)
+        parallel.run_pieces(lambda piece: None, parallel.cut_rows([3], most=1))
+    for _ in range(200):
+        workers = [thread for thread in threading.enumerate() if thread.name.startswith("experts")]
+        if len(workers) <= 10 + 11 + 12 + 13:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{len(workers)} workers are alive")
+
+
+def test_a_process_that_gets_no_threads_ends_with_the_error():
+    program = (
+        "import threading, torch\n"
+        "from moe.sparse import parallel\n"
+        "torch.set_num_threads(3)\n"
+        "start, started = threading.Thread.start, []\n"
+        "def refuse(self):\n"
+        "    started.append(self)\n"
+        '    if len(started) == 2: raise RuntimeError("can\'t start new thread")\n'
+        "    start(self)\n"
+        "threading.Thread.start = refuse\n"
+        "parallel.run_pieces(print, parallel.cut_rows([3], most=1))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "can't start new thread" in done.stderr
