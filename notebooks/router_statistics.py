@@ -61,5 +61,5 @@ for token, probs in zip(
     output.encoder_router_outputs[0].router_logits.softmax(-1).flatten(0, 1),
     strict=False,
 ):
-    first, second = probs.topk(2).indices.tolist()
-    print(f"{token:<16} expert {first + 1} ({probs[first]:.2f}), then {second + 1} ({probs[second]:.2f})")
+    best = probs.topk(min(2, probs.numel())).indices.tolist()
+    print(f"{token:<16} expert", ", then ".join(f"{expert + 1} ({probs[expert]:.2f})" for expert in best))

@@ -16,10 +16,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 1, "num_selected_experts": 1}], ids=str)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs(path, tmp_path):
+def test_the_notebook_runs(path, changes, tmp_path):
     texts = [file.read_text() for file in sorted(write_texts(tmp_path / "texts").iterdir())]
-    tiny_model(vocab_size=230).save_pretrained(tmp_path / "model")
+    tiny_model(vocab_size=230, **changes).save_pretrained(tmp_path / "model")
     train_tokenizer(texts, 230, tmp_path / "tokenizer").save_pretrained(str(tmp_path / "model"))
     environment = {**os.environ, "MOE_MODEL": str(tmp_path / "model"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(path)]
