@@ -43,6 +43,20 @@ class STMoEPreTrainedModel(PreTrainedModel):
                 parameter.data = parameter.data.clone()
         return result
 
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """Switches activation checkpointing on or off; both public names of transformers come through here.
+
+        Raises:
+            ConfigError: When it would be reentrant, as it is by torch's default.
+        """
+        function = kwargs.get("gradient_checkpointing_func")
+        if function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False:
+            raise ConfigError(
+                "Activation checkpointing was asked for without use_reentrant=False: the reentrant kind loses the "
+                "gradient of the routers' losses. Add it to the keyword arguments, or give none."
+            )
+        cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights of one module anew; transformers keeps those that were loaded."""

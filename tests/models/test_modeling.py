@@ -205,6 +205,15 @@ def test_activation_checkpointing_changes_no_gradient():
         close(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("arguments", [{"use_reentrant": True}, {"preserve_rng_state": True}], ids=str)
+def test_reentrant_checkpointing_is_refused_since_it_loses_the_gradient_of_the_router_losses(arguments):
+    model = tiny_model()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    with pytest.raises(ConfigError, match="without use_reentrant=False: the reentrant kind loses the gradient"):
+        enable(arguments)
+    enable({"use_reentrant": False, "preserve_rng_state": True})
+
+
 def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
     model, batch = tiny_model(), tiny_batch()
     model.save_pretrained(tmp_path / "model")
