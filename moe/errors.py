@@ -24,7 +24,7 @@ class CheckpointError(MoEError, RuntimeError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -1,5 +1,6 @@
 """STMoEConfig: every setting of a model, checked at the door, and its parameter counts before anything is built."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -15,9 +16,10 @@ from moe.sparse.config import (
     Rounding,
     RouterInput,
     SparseConfig,
+    is_kind,
     reference_fields,
 )
-from moe.sparse.router import load_routers
+from moe.sparse.router import load_routers, router_options_by_name
 
 FeedForward = Literal["gated-gelu", "relu"]
 Reduction = Literal["sum", "mean"]
@@ -149,6 +151,10 @@ class STMoEConfig(PreTrainedConfig):
         self._refuse_unknown(kwargs)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
+        for name in ("router_options", "decoder_router_options"):
+            options = getattr(self, name)
+            if isinstance(options, Mapping):
+                setattr(self, name, dict(options))  # a copy: the caller's may change later
         super().__post_init__(**kwargs)
         self._check()
 
@@ -273,6 +279,11 @@ class STMoEConfig(PreTrainedConfig):
         for name in kwargs:
             if name not in known:
                 fields = list(type(self).__dataclass_fields__)
+                if name in (options := router_options_by_name()):
+                    raise ConfigError(
+                        f"STMoEConfig has no field {name!r} (value {kwargs[name]!r}): it is an option of "
+                        f"{', '.join(options[name])}. Give it inside router_options or decoder_router_options."
+                    )
                 raise ConfigError(
                     f"STMoEConfig has no field {name!r} (value {kwargs[name]!r}).{did_you_mean(name, fields)} "
                     "Remove it or correct its name."
@@ -290,17 +301,16 @@ class STMoEConfig(PreTrainedConfig):
         ):
             self._expect(name, _is_integer(getattr(self, name), least=0), "an integer of at least 0")
         for name in ("dropout_rate", "expert_dropout_rate"):
+            if name == "expert_dropout_rate" and self.expert_dropout_rate is None:
+                continue
             rate = getattr(self, name)
-            holds = (
-                rate is None if name == "expert_dropout_rate" and rate is None else _is_number(rate) and 0 <= rate < 1
-            )
-            self._expect(name, holds, "a number with 0 <= rate < 1")
+            self._expect(name, is_kind(rate, float) and 0 <= rate < 1, "a number with 0 <= rate < 1")
         for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
             value = getattr(self, name)
-            self._expect(name, _is_number(value) and value >= 0, "a number of at least 0")
+            self._expect(name, is_kind(value, float) and value >= 0, "a number of at least 0")
         for name in ("layer_norm_epsilon", "initializer_scale"):
             value = getattr(self, name)
-            self._expect(name, _is_number(value) and value > 0, "a number above 0")
+            self._expect(name, is_kind(value, float) and value > 0, "a number above 0")
         for name, choices in (("feed_forward_proj", FeedForward), ("router_loss_reduction", Reduction)):
             known = get_args(choices)
             self._expect(name, getattr(self, name) in known, f"one of {', '.join(known)}")
@@ -329,6 +339,15 @@ class STMoEConfig(PreTrainedConfig):
                 f"num_experts is {self.num_experts}, but num_sparse_encoder_layers + num_sparse_decoder_layers is "
                 f"{sparse_layers}. A dense model has 0 of both, a sparse one at least 1 of each: set the other."
             )
+        for name in (self.router, self.decoder_router):
+            if name is not None:
+                load_routers().get(name)
+        for name in ("decoder_router", "decoder_router_options"):
+            if not self.num_sparse_decoder_layers and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, but the decoder has no sparse layer that could use it. Leave "
+                    "it out, or set num_sparse_decoder_layers."
+                )
         for decoder, stack in ((False, "encoder"), (True, "decoder")):
             layers, sparse = self._stack_sizes(decoder)
             if sparse and layers % sparse:
@@ -374,9 +393,4 @@ _POSITIVE_INTEGERS = (
 
 def _is_integer(value: object, *, least: int) -> bool:
     """Returns whether `value` is an integer, not a bool, of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    """Returns whether `value` is a number, not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int) and is_kind(value, int) and value >= least

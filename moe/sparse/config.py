@@ -1,6 +1,7 @@
 """What can be set on a sparse layer. Read first; the token's journey starts in groups.py."""
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -106,18 +107,22 @@ class SparseConfig:
             ConfigError: When a value is out of range or contradicts another.
         """
         for name in ("d_model", "d_ff", "num_experts", "num_selected_experts", "group_size"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "an integer of at least 1")
-        _require(self.min_expert_capacity >= 0, "min_expert_capacity", self.min_expert_capacity, "0 or more")
+            value = getattr(self, name)
+            _require(is_kind(value, int) and value >= 1, name, value, "an integer of at least 1")
+        least = self.min_expert_capacity
+        _require(is_kind(least, int) and least >= 0, "min_expert_capacity", least, "0 or more")
         for name in ("capacity_factor", "eval_capacity_factor"):
             value = getattr(self, name)
-            _require(value is None or 0 < value < math.inf, name, value, "a number above 0, or None to drop no token")
+            holds = value is None or (is_kind(value, float) and value > 0)
+            _require(holds, name, value, "a number above 0, or None to drop no token")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _require(value in get_args(choices), name, value, f"one of {', '.join(get_args(choices))}")
-        rate, std = self.expert_dropout_rate, self.router_initializer_std
-        _require(0 <= rate < 1, "expert_dropout_rate", rate, "0 <= rate < 1")
-        _require(self.initializer_scale > 0, "initializer_scale", self.initializer_scale, "a number above 0")
-        _require(std is None or std >= 0, "router_initializer_std", std, "0 or more, or None")
+        rate, scale, std = self.expert_dropout_rate, self.initializer_scale, self.router_initializer_std
+        _require(is_kind(rate, float) and 0 <= rate < 1, "expert_dropout_rate", rate, "0 <= rate < 1")
+        _require(is_kind(scale, float) and scale > 0, "initializer_scale", scale, "a number above 0")
+        holds = std is None or (is_kind(std, float) and std >= 0)
+        _require(holds, "router_initializer_std", std, "0 or more, or None")
         if self.num_selected_experts > self.num_experts:
             raise ConfigError(
                 f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
@@ -147,7 +152,11 @@ class SparseConfig:
 # In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token mask for that.
 REFERENCES: Mapping[str, Mapping[str, Any]] = {
     "mesh_tensorflow": {
-        "router_options": {"second_expert_policy": "random", "eval_second_expert_policy": "random"},
+        "router_options": {
+            "second_expert_policy": "random",
+            "eval_second_expert_policy": "random",
+            "softmax_over": "tokens",
+        },
         "capacity_rounding": "floor",
         "balance_choices": "first",
         "balance_over": "all_positions",
@@ -159,6 +168,7 @@ REFERENCES: Mapping[str, Mapping[str, Any]] = {
             "normalize_gates": False,
             "second_expert_policy": "all",
             "eval_second_expert_policy": "all",
+            "softmax_over": "experts",
         },
         "capacity_rounding": "round",
         "balance_choices": "all",
@@ -192,6 +202,15 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
     known = {item.name for item in fields(load_routers().get(router).Options)}
     options = REFERENCES[reference]["router_options"]
     return {**REFERENCES[reference], "router_options": {name: options[name] for name in options if name in known}}
+
+
+def is_kind(value: object, kind: type) -> bool:
+    """Returns whether `value` is a bool, an integer or a finite number, as `kind` (bool, int or float) says."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, numbers.Integral)
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
+import typing
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +20,7 @@ import moe.sparse.routers
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.registry import Registry
 from moe.sparse.capacity import expert_capacity
-from moe.sparse.config import SparseConfig
+from moe.sparse.config import SparseConfig, is_kind
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.losses import RouterLosses, router_losses
 from moe.sparse.plan import DispatchPlan
@@ -187,6 +188,10 @@ def check_router(config: SparseConfig) -> None:
                 f"Router {config.router!r} has no option {name!r}.{did_you_mean(name, known)} "
                 f"Known: {', '.join(known) or 'none'}."
             )
+        kind = typing.get_type_hints(router.Options)[name]
+        value = config.router_options[name]
+        if kind in _KINDS and not is_kind(value, kind):
+            raise ConfigError(f"{name} of router {config.router!r} is {value!r}; expected {_KINDS[kind]}.")
     options = router.Options(**config.router_options)
     if hasattr(options, "check"):
         options.check(config)
@@ -202,6 +207,18 @@ def check_router(config: SparseConfig) -> None:
             f"Router {config.router!r} gives each token one expert, but num_selected_experts is "
             f"{config.num_selected_experts}. Set num_selected_experts to 1."
         )
+
+
+_KINDS = {bool: "True or False", int: "an integer", float: "a finite number"}
+
+
+def router_options_by_name() -> dict[str, list[str]]:
+    """Returns the name of every option that a router has, with the names of the routers that have it."""
+    found: dict[str, list[str]] = {}
+    for name in load_routers().names():
+        for item in dataclasses.fields(ROUTERS.get(name).Options):
+            found.setdefault(item.name, []).append(name)
+    return found
 
 
 def gate_logits(seen: Tensor, gate: Tensor) -> Tensor:

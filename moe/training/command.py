@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
+from moe.sparse.router import router_options_by_name
 from moe.training.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
@@ -45,6 +46,8 @@ class RecipeCommand(Generic[R]):
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
         self._mappings = {name for name, setting in self._settings.items() if _is_mapping(setting.type)}
         self._own: set[str] = set()
+        options = {f"{name}.{option}" for name in self._mappings for option in router_options_by_name()}
+        self._suggested = options | self._settings.keys()
         self._parser = ArgumentParser(description=description, exit_on_error=False)
         self._parser.add_argument("--config", action="config", help="YAML file with settings; later ones win")
         for setting in self._settings.values():
@@ -81,7 +84,8 @@ class RecipeCommand(Generic[R]):
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
             if argument.startswith("--") and name not in known and name.rpartition(".")[0] not in self._mappings:
-                raise ConfigError(f"There is no option --{name}.{did_you_mean(name, known)} --help lists all of them.")
+                closest = did_you_mean(name, known | self._suggested)
+                raise ConfigError(f"There is no option --{name}.{closest} --help lists all of them.")
 
     def _refuse_nulls(self, parsed: Any) -> None:
         """Raises a ConfigError for the first setting that is null and may not be; jsonargparse lets all be null."""
@@ -98,7 +102,7 @@ class RecipeCommand(Generic[R]):
             if key not in self._settings.keys() | self._own | sections:
                 raise ConfigError(
                     f"{file}: there is no setting {key!r} in a {self.kind.__name__}."
-                    f"{did_you_mean(key, self._settings)} Remove it or correct its name."
+                    f"{did_you_mean(key, self._suggested)} Remove it or correct its name."
                 )
 
 

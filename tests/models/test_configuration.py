@@ -89,6 +89,15 @@ def test_active_parameters_count_two_of_the_experts():
             "'expert_choice' cannot be used in a decoder.*Set decoder_router to one",
         ),
         ({**SPARSE, "router": "swich"}, "Did you mean 'switch'"),
+        ({"router": "swich"}, "Did you mean 'switch'"),
+        ({**SPARSE, "router": None}, "no router called None"),
+        (
+            {**SPARSE, "second_expert_policy": "all"},
+            "no field 'second_expert_policy' .*option of batch_prioritized, token_choice. Give it inside router_opt",
+        ),
+        ({**SPARSE, "capacity_factor": "1.25"}, "capacity_factor is '1.25'; expected a number above 0, or None"),
+        ({"decoder_router": "switch"}, "decoder_router is 'switch', but the decoder has no sparse layer"),
+        ({"decoder_router_options": {"policy": "sample"}}, "decoder_router_options is .*, but the decoder has no"),
         ({**SPARSE, "router_options": {"jiter": 0.1}}, "Router 'token_choice' has no option 'jiter'"),
         ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected a mapping"),
         ({**SPARSE, "decoder_router": "batch_prioritized"}, "'batch_prioritized' cannot be used in a decoder"),
@@ -144,8 +153,17 @@ def test_a_reference_sets_the_layers_and_the_reduction_over_them(reference, redu
 
 def test_a_reference_gives_every_router_the_options_that_it_has():
     config = STMoEConfig.after("flaxformer", **SPARSE, router="expert_choice", decoder_router="bias_balanced")
-    assert config.sparse_config(decoder=False).router_options == {}
+    assert config.sparse_config(decoder=False).router_options == {"softmax_over": "experts"}
     assert config.sparse_config(decoder=True).router_options == {"normalize_gates": False}
+    config = STMoEConfig.after("mesh_tensorflow", **SPARSE, router="expert_choice", decoder_router="token_choice")
+    assert config.sparse_config(decoder=False).router_options == {"softmax_over": "tokens"}
+
+
+def test_a_configuration_keeps_its_own_copy_of_the_router_options():
+    options = {"second_expert_policy": "all"}
+    config = STMoEConfig(**SPARSE, router_options=options)
+    options["second_expert_policy"] = "none"
+    assert config.router_options == {"second_expert_policy": "all"}
 
 
 def test_an_unknown_preset_names_the_closest():

@@ -1,5 +1,6 @@
 """Every error at the doors of the sparse layer: its text says what is wrong, with which value, and what to do."""
 
+import math
 import re
 
 import pytest
@@ -124,6 +125,22 @@ def test_an_unknown_option_is_answered_with_the_closest():
 def test_an_option_of_another_router_is_refused():
     with pytest.raises(ConfigError, match=r"^Router 'expert_choice' has no option 'jitter'\. Known: softmax_over\.$"):
         options("expert_choice", jitter=0.1)
+
+
+@pytest.mark.parametrize(
+    ("router", "name", "value", "expected"),
+    [
+        ("bias_balanced", "update_rate", "1e-3", "a finite number"),
+        ("bias_balanced", "update_rate", math.inf, "a finite number"),
+        ("bias_balanced", "update_rate", True, "a finite number"),
+        ("token_choice", "normalize_gates", "no", "True or False"),
+        ("no_token_left_behind", "num_candidates", 2.5, "an integer"),
+        ("hash", "seed", "a", "an integer"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused(router, name, value, expected):
+    with refused(ConfigError, f"{name} of router {router!r} is {value!r}; expected {expected}."):
+        options(router, **{name: value})
 
 
 @pytest.mark.parametrize("router", ["batch_prioritized", "expert_choice", "no_token_left_behind"])

@@ -71,6 +71,7 @@ def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on
     [
         ("optim:\n  lrr: 1\n", "no setting 'optim.lrr' in a PretrainRecipe. Did you mean 'optim.lr'"),
         ("model:\n  num_expert: 4\n", "Did you mean 'model.num_experts'"),
+        ("model:\n  second_expert_policy: all\n", "Did you mean 'model.router_options.second_expert_policy'"),
         ("training:\n  steps: many\n", "steps"),
         ("training:\n  steps: 0\n", "training.steps is 0; expected at least 1"),
         ("training:\n  batch_size: 4\n  micro_batch_size: 3\n", "expected a divisor of training.batch_size, 4"),
