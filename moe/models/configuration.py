@@ -71,7 +71,7 @@ class STMoEConfig(PreTrainedConfig):
         sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
         num_selected_experts: See `SparseConfig` for this and the fields that follow, where nothing else is said.
         router: Name in ROUTERS of the encoder's router.
-        router_options: Its settings; None for its defaults.
+        router_options: Its settings; what is not named is at its default, and None names nothing.
         decoder_router: The decoder's router; None for the same.
         decoder_router_options: Its settings; None for those of the encoder when it is the same, else the defaults.
         load_balance_loss_weight: Factor of the balance loss.
@@ -242,7 +242,10 @@ class STMoEConfig(PreTrainedConfig):
         return self._count(self.num_experts)
 
     def num_active_parameters(self) -> int:
-        """Returns the parameters that one token uses: all of the dense ones and K of every E experts."""
+        """Returns the parameters that one token uses: all of the dense ones and K of every E experts.
+
+        Where experts choose their tokens, a token has as many experts as the capacity factor on average, not K.
+        """
         return self._count(min(self.num_selected_experts, self.num_experts))
 
     def _count(self, experts_per_layer: int) -> int:

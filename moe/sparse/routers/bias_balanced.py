@@ -20,7 +20,8 @@ class BiasBalancedOptions:
     """Options of loss-free balancing.
 
     Attributes:
-        update_rate: How far a bias moves in one update, in units of probability.
+        update_rate: How far a bias moves in one update, in units of probability. What is kept is the number of steps,
+            so that another rate scales the biases of a trained router, too.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw.
     """
 
