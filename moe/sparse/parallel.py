@@ -3,13 +3,14 @@
 One core at a time does gather, product, activation and product of one expert's rows while they are in its cache.
 That scales better than splitting each product over all cores, because products of a few hundred rows are small.
 
-Tried and left out: huge pages for the gradients of the weights, whose first touch is up to a third of the time. They won
-10 to 50 % in a loop over one layer of 32 and 128 experts, and lost 10 % on a virtual machine that had given the free
-memory back to its host between two steps.
+With few rows for an expert, most of a backward pass is the first touch of the gradients' memory; huge pages halve it
+there. With many rows they won 10 % at best, and lost as much on a virtual machine that gives free memory to its host.
 """
 
+import contextlib
 import functools
 import math
+import mmap
 import os
 import threading
 from collections import deque
@@ -24,6 +25,8 @@ from torch import Tensor
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertRows
 
+_FEW_ROWS = 64  # rows of an expert, on average, below which the memory of its gradient costs more than the products
+_HUGE_PAGE = 2**21  # bytes
 _CHUNK = 512  # rows in one piece of the forward pass: enough for a full-speed product, few enough for the cache
 
 
@@ -121,7 +124,7 @@ class _ParallelFeedForward(torch.autograd.Function):
         d_rows = tokens.new_empty(products.shape[0] if ctx.needs_input_grad[0] else 0, tokens.shape[1])
         d_weight = None if outputs is None else torch.empty_like(weight)
         d_first, d_down, d_bias = (
-            _ExpertSums(x) if needed else None
+            _ExpertSums(x, products.shape[0]) if needed else None
             for x, needed in zip((first, down, bias), ctx.needs_input_grad[2:5], strict=True)
         )
         row_weight = weight.to(tokens.dtype)[:, None]
@@ -227,8 +230,9 @@ class _Expert:
 class _ExpertSums:
     """Gradient of stacked weights; an expert in several pieces is summed in their order, whoever ends first."""
 
-    def __init__(self, weights: Tensor) -> None:
-        self._first_pieces = torch.empty_like(weights)
+    def __init__(self, weights: Tensor, num_rows: int) -> None:
+        few_rows = num_rows < _FEW_ROWS * weights.shape[0]
+        self._first_pieces = in_huge_pages(weights) if few_rows else torch.empty_like(weights)
         self._further_pieces: dict[tuple[int, int], Tensor] = {}
 
     def of(self, piece: Piece) -> Tensor:
@@ -243,6 +247,17 @@ class _ExpertSums:
         for expert, part in sorted(self._further_pieces):
             self._first_pieces[expert] += self._further_pieces[expert, part]
         return self._first_pieces
+
+
+def in_huge_pages(like: Tensor) -> Tensor:
+    """Returns uninitialised memory of shape and dtype of <float>[...], in huge pages where the system has them."""
+    num_bytes = like.numel() * like.element_size()
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty_like(like)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def _of(bias: Tensor | None, expert: int) -> Tensor | None:
