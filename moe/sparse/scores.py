@@ -20,6 +20,8 @@ class RouterScores(NamedTuple):
 
 
 def router_scores(logits: Tensor) -> RouterScores:
-    """Returns the scores that belong to logits <float32>[G, S, E]; all from one pass over them."""
-    log_probs = logits.log_softmax(dim=-1)
-    return RouterScores(logits, log_probs.exp(), logits[..., 0] - log_probs[..., 0])
+    """Returns the scores that belong to logits <float32>[G, S, E].
+
+    The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie in a softmax.
+    """
+    return RouterScores(logits, logits.softmax(dim=-1), logits.logsumexp(dim=-1))

@@ -396,12 +396,12 @@ def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
 
 def test_ctrl_c_leaves_no_piece_running(threads):
     threads(2)
-    begun, ended = [], []
+    begun, ended, sent = [], [], []
 
     def run(piece):
         begun.append(piece)
-        if len(begun) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
+        if len(begun) > 4 and not sent:  # Python can miss a signal in the moment before its main thread waits
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
         time.sleep(0.1)
         ended.append(piece)
 
