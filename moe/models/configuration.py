@@ -19,7 +19,7 @@ from moe.sparse.config import (
     is_kind,
     reference_fields,
 )
-from moe.sparse.router import load_routers, router_options_by_name
+from moe.sparse.router import check_causal, load_routers, router_options_by_name
 
 FeedForward = Literal["gated-gelu", "relu"]
 Reduction = Literal["sum", "mean"]
@@ -360,18 +360,9 @@ class STMoEConfig(PreTrainedConfig):
                     f"{stack}. Choose one of {fitting}."
                 )
             if sparse:
-                self._check_router(decoder)
+                if decoder and self.decoder_router is None:
+                    check_causal(self.router, "Set decoder_router to")
                 self.sparse_config(decoder=decoder)
-
-    def _check_router(self, decoder: bool) -> None:
-        """Raises a ConfigError when the decoder would take over a router that is for encoders only."""
-        routers = load_routers()
-        if decoder and self.decoder_router is None and not routers.get(self.router).causal:
-            causal = ", ".join(name for name in routers.names() if routers.get(name).causal)
-            raise ConfigError(
-                f"Router {self.router!r} cannot be used in a decoder: it decides about a token by looking at later "
-                f"ones, which a decoder does not have when it generates. Set decoder_router to one of {causal}."
-            )
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
         """Raises a ConfigError that names field, value and expectation, unless `holds`."""

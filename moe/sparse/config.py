@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from moe.errors import ConfigError, did_you_mean
 
@@ -16,18 +16,6 @@ Choices = Literal["first", "all"]
 Positions = Literal["real_tokens", "all_positions"]
 BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
 Dispatch = Literal["ragged", "static"]
-
-_CHOICES = {
-    "activation": Activation,
-    "expert_bias": ExpertBias,
-    "capacity_rounding": Rounding,
-    "router_input": RouterInput,
-    "balance_choices": Choices,
-    "balance_over": Positions,
-    "router_z_loss_over": Positions,
-    "balance_scope": BalanceScope,
-    "dispatch": Dispatch,
-}
 
 
 @dataclass(frozen=True)
@@ -115,9 +103,7 @@ class SparseConfig:
             value = getattr(self, name)
             holds = value is None or (is_kind(value, float) and value > 0)
             _require(holds, name, value, "a number above 0, or None to drop no token")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            _require(value in get_args(choices), name, value, f"one of {', '.join(get_args(choices))}")
+        check_choices(self)
         rate, scale, std = self.expert_dropout_rate, self.initializer_scale, self.router_initializer_std
         _require(is_kind(rate, float) and 0 <= rate < 1, "expert_dropout_rate", rate, "0 <= rate < 1")
         _require(is_kind(scale, float) and scale > 0, "initializer_scale", scale, "a number above 0")
@@ -202,6 +188,18 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
     known = {item.name for item in fields(load_routers().get(router).Options)}
     options = REFERENCES[reference]["router_options"]
     return {**REFERENCES[reference], "router_options": {name: options[name] for name in options if name in known}}
+
+
+def check_choices(settings: object) -> None:
+    """Checks every field of a dataclass whose type is a Literal.
+
+    Raises:
+        ConfigError: When a value is none of those that its type names.
+    """
+    for name, kind in get_type_hints(type(settings)).items():
+        if get_origin(kind) is Literal:
+            value, choices = getattr(settings, name), get_args(kind)
+            _require(value in choices, name, value, f"one of {', '.join(choices)}")
 
 
 def is_kind(value: object, kind: type) -> bool:

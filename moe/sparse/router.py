@@ -4,6 +4,7 @@ What all routers share stands here; each of them is a file in moe/sparse/routers
 """
 
 import dataclasses
+import functools
 import importlib
 import math
 import pkgutil
@@ -20,7 +21,7 @@ import moe.sparse.routers
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.registry import Registry
 from moe.sparse.capacity import expert_capacity
-from moe.sparse.config import SparseConfig, is_kind
+from moe.sparse.config import SparseConfig, check_choices, is_kind
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.losses import RouterLosses, router_losses
 from moe.sparse.plan import DispatchPlan
@@ -162,6 +163,7 @@ class Router(nn.Module):
 ROUTERS: Registry[type[Router]] = Registry("router")
 
 
+@functools.cache
 def load_routers() -> Registry[type[Router]]:
     """Returns ROUTERS with every file of moe/sparse/routers in it."""
     for module in pkgutil.iter_modules(moe.sparse.routers.__path__):
@@ -193,19 +195,25 @@ def check_router(config: SparseConfig) -> None:
         if kind in _KINDS and not is_kind(value, kind):
             raise ConfigError(f"{name} of router {config.router!r} is {value!r}; expected {_KINDS[kind]}.")
     options = router.Options(**config.router_options)
+    check_choices(options)
     if hasattr(options, "check"):
         options.check(config)
-    if config.decoder and not router.causal:
-        causal = ", ".join(name for name in ROUTERS.names() if ROUTERS.get(name).causal)
-        raise ConfigError(
-            f"Router {config.router!r} cannot be used in a decoder: it decides about a token by looking at later "
-            f"ones, which a decoder does not have when it generates. Use it in the encoder only, and here one of "
-            f"{causal}."
-        )
+    if config.decoder:
+        check_causal(config.router, "Use it in the encoder only, and here")
     if router.single and config.num_selected_experts != 1:
         raise ConfigError(
             f"Router {config.router!r} gives each token one expert, but num_selected_experts is "
             f"{config.num_selected_experts}. Set num_selected_experts to 1."
+        )
+
+
+def check_causal(name: str, advice: str) -> None:
+    """Raises a ConfigError when router `name` is for encoders only; `advice` is what to do with the others' names."""
+    if not load_routers().get(name).causal:
+        causal = ", ".join(other for other in ROUTERS.names() if ROUTERS.get(other).causal)
+        raise ConfigError(
+            f"Router {name!r} cannot be used in a decoder: it decides about a token by looking at later ones, which a "
+            f"decoder does not have when it generates. {advice} one of {causal}."
         )
 
 
