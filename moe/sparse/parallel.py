@@ -333,6 +333,9 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
         stop()
         wait(jobs)
         raise
+    finally:  # an error, its frame and the jobs would hold each other, and with them the workers
+        job = None
+        jobs.clear()
 
 
 @functools.lru_cache(maxsize=4)  # the workers of a number of threads that is no longer asked for end
