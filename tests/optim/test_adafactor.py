@@ -138,6 +138,44 @@ def test_an_impossible_setting_is_refused(arguments, message):
         Adafactor([torch.nn.Parameter(torch.zeros(3))], **arguments)
 
 
-def test_an_unmarked_stack_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"shape \(3, 5, 7\).*batch_dims"):
-        Adafactor([torch.nn.Parameter(torch.zeros(3, 5, 7))])
+@pytest.mark.parametrize(
+    ("shape", "batch_dims", "message"),
+    [
+        ((3,), 1, r"shape \(3,\).*batch_dims 1: 0 dim"),
+        ((), 1, "-1 dim"),
+        ((3, 5), -1, "batch_dims -1: 3 dim.*0 or more"),
+    ],
+)
+def test_a_stack_of_nothing_is_refused_with_the_way_out(shape, batch_dims, message):
+    with pytest.raises(ConfigError, match=message):
+        Adafactor([{"params": [torch.nn.Parameter(torch.zeros(shape))], "batch_dims": batch_dims}])
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch_dims", "min_dim", "state"),
+    [
+        ((3, 2, 5, 7), 1, 128, {"v_row": (3, 2, 5), "v_col": (3, 7)}),
+        ((2, 5, 7), 0, 8, {"v": (2, 5, 7)}),
+        ((2, 5, 7), 0, 7, {"v_row": (2, 5), "v_col": (7,)}),  # 2 x 5 rows: 5 alone would not be enough
+        ((2, 3, 5, 7), 0, 7, {"v_row": (2, 3, 5), "v_col": (7,)}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_packed_rows_take_exactly_the_steps_of_a_matrix(shape, batch_dims, min_dim, state, dtype, is_dense):
+    torch.manual_seed(0)
+    packed = torch.randn(shape, dtype=dtype)
+    packed = torch.nn.Parameter(packed if is_dense else packed.transpose(0, -1).contiguous().transpose(0, -1))
+    matrix = torch.nn.Parameter(packed.detach().flatten(batch_dims, -2).clone())
+    optimizers = [
+        Adafactor([{"params": [p], "batch_dims": batch_dims}], lr=0.1, min_dim_size_to_factor=min_dim)
+        for p in (packed, matrix)
+    ]
+    for _ in range(3):
+        packed.grad = torch.randn(shape, dtype=dtype)
+        matrix.grad = packed.grad.flatten(batch_dims, -2)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(packed.flatten(batch_dims, -2), matrix)
+    moments = optimizers[0].state[packed]
+    assert {name: tuple(value.shape) for name, value in moments.items() if name != "step"} == state

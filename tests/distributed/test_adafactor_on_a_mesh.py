@@ -1,0 +1,305 @@
+"""Adafactor on parameters that are cut over four ranks in every way that the library cuts them.
+
+The oracle is the same optimizer on whole parameters in one process. Each rank brings the elements that it holds and
+where they stand in the whole, as it learned from a parameter of running numbers that was cut alike.
+"""
+
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from moe.optim import adafactor
+from moe.optim.adafactor import Adafactor
+from tests.distributed.ranks import run_ranks
+
+NUM_RANKS, NUM_STEPS = 4, 20
+
+
+class Case(NamedTuple):
+    """A parameter and how it is cut: `cut` names the dim of an axis, None for replicas; FSDP takes the other axes."""
+
+    axes: dict[str, int]
+    shape: tuple[int, ...]
+    cut: dict[str, int | None] = MappingProxyType({})
+    fsdp_dim: int = 0
+    batch_dims: int = 0
+
+
+FSDP, HSDP = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
+FSDP_TP, EP_TP, FSDP_EP = {"dp_shard": 2, "tp": 2}, {"ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2}
+ALL_AXES = {"dp_replicate": 1, "dp_shard": 2, "ep": 2, "tp": 1}
+
+CASES = {
+    "on no mesh": Case({}, (5, 7)),
+    "fsdp, factored": Case(FSDP, (5, 7)),
+    "fsdp, two empty shards": Case(FSDP, (2, 3, 7)),
+    "fsdp, one row": Case(FSDP, (1, 7)),
+    "fsdp, vector": Case(FSDP, (3,)),
+    "hsdp, factored": Case(HSDP, (5, 7)),
+    "hsdp, packed": Case(HSDP, (2, 3, 7)),
+    "hsdp, vector": Case(HSDP, (3,)),
+    "fsdp and tp in the rows": Case(FSDP_TP, (10, 7), {"tp": 0}),
+    "fsdp and tp in the rows, uneven": Case(FSDP_TP, (11, 7), {"tp": 0}),
+    "fsdp and tp in the columns": Case(FSDP_TP, (5, 8), {"tp": 1}, fsdp_dim=1),
+    "fsdp in the rows, tp in the columns": Case(FSDP_TP, (5, 8), {"tp": 1}),
+    "fsdp in the columns, tp in the rows": Case(FSDP_TP, (5, 8), {"tp": 0}, fsdp_dim=1),
+    "fsdp and tp, not factored": Case(FSDP_TP, (3, 8), {"tp": 1}),
+    "fsdp and tp in a vector": Case(FSDP_TP, (7,), {"tp": 0}),
+    "fsdp and replicas": Case(FSDP_TP, (5, 7), {"tp": None}),
+    "fsdp and tp, packed": Case(FSDP_TP, (2, 6, 7), {"tp": 1}),
+    "fsdp and tp in F, packed": Case(FSDP_TP, (2, 12, 7), {"tp": 1}, fsdp_dim=1),
+    "ep and tp": Case(EP_TP, (3, 2, 6, 7), {"ep": 0, "tp": 2}, batch_dims=1),
+    "ep and tp in the columns": Case(EP_TP, (3, 7, 6), {"ep": 0, "tp": 2}, batch_dims=1),
+    "ep and tp, vectors": Case(EP_TP, (3, 7), {"ep": 0, "tp": None}, batch_dims=1),
+    "ep and fsdp in the experts": Case(FSDP_EP, (6, 2, 5, 7), {"ep": 0}, batch_dims=1),
+    "ep, fsdp in gate and up": Case(FSDP_EP, (3, 2, 5, 7), {"ep": 0}, fsdp_dim=1, batch_dims=1),
+    "ep, fsdp in F": Case(FSDP_EP, (3, 2, 6, 7), {"ep": 0}, fsdp_dim=2, batch_dims=1),
+    "ep, fsdp in the columns": Case(FSDP_EP, (3, 7, 6), {"ep": 0}, fsdp_dim=2, batch_dims=1),
+    "ep, fsdp in the vectors": Case(FSDP_EP, (3, 6), {"ep": 0}, fsdp_dim=1, batch_dims=1),
+    "all axes": Case(ALL_AXES, (3, 2, 6, 7), {"ep": 0, "tp": 2}, fsdp_dim=1, batch_dims=1),
+}
+
+RESHARDED = {
+    "fsdp and tp in the rows": Case(FSDP, (10, 7)),
+    "fsdp and tp in F, packed": Case(HSDP, (2, 12, 7)),
+    "ep and tp": Case(FSDP_EP, (3, 2, 6, 7), {"ep": 0}, fsdp_dim=2, batch_dims=1),
+    "ep, fsdp in the columns": Case(EP_TP, (3, 7, 6), {"ep": 0, "tp": 1}, batch_dims=1),
+    "ep, fsdp in the vectors": Case({}, (3, 6), batch_dims=1),
+}
+"""Where parameters of CASES go on after a checkpoint."""
+
+
+# ---- one process ----
+
+
+def whole(name, case, step, dtype):
+    """Returns the weights (step -1) or the gradient of a step; some gradients are spikes, so that clipping acts."""
+    seed = 1000 * sorted(CASES).index(name) + step + 1
+    x = torch.randn(case.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (x * (30 if step % 5 == 4 else 1)).to(dtype)
+
+
+def build_adafactor(parameters, cases):
+    """Returns Adafactor in two groups, in which matrices are factored from 5 x 5 on."""
+    groups = [
+        {"params": [parameters[name] for name, case in cases.items() if case.batch_dims == batch_dims]}
+        | {"batch_dims": batch_dims}
+        for batch_dims in (0, 1)
+    ]
+    return Adafactor(groups, lr=0.1, min_dim_size_to_factor=5)
+
+
+def build_adamw(parameters, cases, foreach=None):
+    return torch.optim.AdamW([parameters[name] for name in cases], lr=0.1, foreach=foreach)
+
+
+def steps_of_one_process(cases, dtype, num_steps=NUM_STEPS, build=build_adafactor):
+    parameters = {name: torch.nn.Parameter(whole(name, case, -1, dtype)) for name, case in cases.items()}
+    optimizer = build(parameters, cases)
+    for step in range(num_steps):
+        for name, case in cases.items():
+            parameters[name].grad = whole(name, case, step, dtype)
+        optimizer.step()
+    return parameters
+
+
+ADAMW = {
+    "adamw": (CASES, build_adamw),
+    "adamw, foreach": (
+        {name: case for name, case in CASES.items() if case.axes},  # torch refuses to mix them with plain tensors
+        partial(build_adamw, foreach=True),
+    ),
+}
+
+
+# ---- ranks ----
+
+
+def cut_up(full, case, meshes):
+    """Returns this rank's parameter: experts and tensor axes first, then FSDP, as the library does it."""
+    if not case.axes:
+        return torch.nn.Parameter(full)
+    names, sizes = tuple(case.axes), tuple(case.axes.values())
+    if (names, sizes) not in meshes:
+        meshes[names, sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = meshes[names, sizes]
+    if case.cut:
+        placements = [Replicate() if dim is None else Shard(dim) for dim in case.cut.values()]
+        full = distribute_tensor(full, mesh[tuple(case.cut)], placements)
+    holder = torch.nn.ParameterDict({"parameter": torch.nn.Parameter(full)})
+    if data_axes := tuple(name for name in names if name not in case.cut):
+        fully_shard(holder, mesh=mesh[data_axes], shard_placement_fn=lambda _: Shard(case.fsdp_dim))
+    return holder["parameter"]
+
+
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def like(parameter, tensor):
+    """Returns a local tensor as a DTensor that is placed as the parameter."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class OnAMesh:
+    """Parameters of some cases, and the places of this rank's elements in each."""
+
+    def __init__(self, cases, dtype, meshes, build=build_adafactor):
+        self.cases, self.dtype = cases, dtype
+        self.parameters = {name: cut_up(whole(name, case, -1, dtype), case, meshes) for name, case in cases.items()}
+        self.places = {}
+        for name, case in cases.items():
+            numbers = torch.arange(float(self.parameters[name].numel()), dtype=torch.float64).view(case.shape)
+            self.places[name] = local(cut_up(numbers, case, meshes).detach()).long()
+        self.optimizer = build(self.parameters, cases)
+
+    def take_steps(self, steps):
+        for step in steps:
+            for name, case in self.cases.items():
+                grad = whole(name, case, step, self.dtype).flatten()[self.places[name]]
+                self.parameters[name].grad = like(self.parameters[name], grad)
+            self.optimizer.step()
+
+    def checkpoint(self):
+        """Returns weights and moments under the names of the cases."""
+        moments = {name: dict(self.optimizer.state[p]) for name, p in self.parameters.items()}
+        return {"moments": moments, "weights": {name: p.detach() for name, p in self.parameters.items()}}
+
+    def resume(self, folder):
+        """Takes over a checkpoint; as torch's own loading does, after a step of nothing that makes the moments."""
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1
+        saved = self.checkpoint()
+        dcp.load(saved, checkpoint_id=folder)
+        numbered = sorted(self.cases, key=lambda name: self.cases[name].batch_dims)
+        state = {index: saved["moments"][name] for index, name in enumerate(numbered)}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+    def elements(self):
+        return {name: (self.places[name], local(p.detach()).clone()) for name, p in self.parameters.items()}
+
+
+def count_all_reduces(num_parameters, meshes):
+    """Returns how many exchanges one step takes on as many vectors and twice as many matrices."""
+    vectors = {f"vector {i}": Case(FSDP, (3,)) for i in range(num_parameters)}
+    matrices = {f"matrix {i}": Case(FSDP, (5, 7)) for i in range(2 * num_parameters)}
+    cases = {**vectors, **matrices}
+    parameters = {name: cut_up(torch.ones(case.shape), case, meshes) for name, case in cases.items()}
+    optimizer = build_adafactor(parameters, cases)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    real, calls = dist.all_reduce, []
+    dist.all_reduce = lambda *arguments, **options: (calls.append(1), real(*arguments, **options))[1]
+    try:
+        optimizer.step()
+    finally:
+        dist.all_reduce = real
+    return len(calls)
+
+
+def on_a_rank(rank, num_ranks, folder):
+    """Returns this rank's answers to all tests below; the small buckets hold one to three parameters."""
+    answers, meshes = {}, {}
+    for dtype, limit in ((torch.float64, adafactor.MAX_BUCKET_ELEMENTS), (torch.float32, 30)):
+        adafactor.MAX_BUCKET_ELEMENTS, before = limit, adafactor.MAX_BUCKET_ELEMENTS
+        run = OnAMesh(CASES, dtype, meshes)
+        run.take_steps(range(NUM_STEPS))
+        answers[dtype] = run.elements()
+        adafactor.MAX_BUCKET_ELEMENTS = before
+
+    first = OnAMesh({name: CASES[name] for name in RESHARDED}, torch.float64, meshes)
+    first.take_steps(range(NUM_STEPS // 2))
+    dcp.save(first.checkpoint(), checkpoint_id=folder)
+    second = OnAMesh(RESHARDED, torch.float64, meshes)
+    second.resume(folder)
+    second.take_steps(range(NUM_STEPS // 2, NUM_STEPS))
+    answers["resumed"] = second.elements()
+
+    answers["all-reduces"] = [count_all_reduces(num, meshes) for num in (1, 13)]
+    for name, (cases, build) in ADAMW.items():
+        run = OnAMesh(cases, torch.float64, meshes, build)
+        run.take_steps(range(5))
+        answers[name] = run.elements()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    checkpoint_folder = str(tmp_path_factory.mktemp("checkpoint"))
+    return run_ranks(on_a_rank, NUM_RANKS, tmp_path_factory.mktemp("ranks"), checkpoint_folder)
+
+
+def assert_same(parts, expected, tolerance):
+    """Compares the elements of all ranks with whole parameters, relative to the largest entry of each."""
+    for name, parameter in expected.items():
+        flat, seen = parameter.detach().flatten(), set()
+        for part in parts:
+            places, elements = part[name]
+            torch.testing.assert_close(
+                elements,
+                flat[places],
+                rtol=0,
+                atol=tolerance * float(flat.abs().max()),
+                msg=lambda m, n=name: f"{n}: {m}",
+            )
+            seen.update(places.flatten().tolist())
+        assert len(seen) == flat.numel(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_parameters_that_are_cut_take_the_steps_of_whole_ones(answers, dtype, tolerance):
+    parameters = steps_of_one_process(CASES, dtype)
+    assert_same([answer[dtype] for answer in answers], parameters, tolerance)
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_to_the_last_bit(answers):
+    for name, case in CASES.items():
+        held = torch.full(case.shape, torch.nan).flatten()
+        for answer in answers:
+            places, elements = answer[torch.float32][name]
+            known = ~held[places].isnan()
+            assert torch.equal(held[places][known], elements[known]), name
+            held[places] = elements
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_parameters_are_cut_otherwise(answers):
+    parameters = steps_of_one_process({name: CASES[name] for name in RESHARDED}, torch.float64)
+    assert_same([answer["resumed"] for answer in answers], parameters, 1e-12)
+
+
+@pytest.mark.slow
+def test_the_number_of_all_reduces_does_not_grow_with_the_number_of_parameters(answers):
+    assert [answer["all-reduces"] for answer in answers] == [[3, 3]] * NUM_RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAMW)
+def test_torchs_adamw_takes_the_same_steps_on_several_meshes_at_once(answers, name):
+    cases, build = ADAMW[name]
+    parameters = steps_of_one_process(cases, torch.float64, num_steps=5, build=build)
+    assert_same([answer[name] for answer in answers], parameters, 1e-12)
