@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moe.distributed.exchange import enter_shards, leave_shards
+from moe.distributed.sharding import local_shard
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import truncated_normal_
 
@@ -23,6 +26,10 @@ class Projection(nn.Linear):
     def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
         self.std, self.truncated = std, truncated
         super().__init__(d_in, d_out, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns <float>[..., d_out of this rank] of <float>[..., d_in of this rank]."""
+        return F.linear(input, local_shard(self.weight).flatten(0, -2))  # packed for a mesh: [2, F, D]
 
     def reset_parameters(self) -> None:
         """Draws the weights anew; `truncated` cuts the normal at two deviations."""
@@ -81,7 +88,7 @@ class RelativePositionBias(nn.Module):
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        return rearrange(F.embedding(buckets, self.table), "q k h -> 1 h q k")
+        return rearrange(F.embedding(buckets, local_shard(self.table)), "q k h -> 1 h q k")
 
 
 def relative_position_bucket(distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
@@ -126,6 +133,7 @@ class Attention(nn.Module):
         self.k_proj = Projection(config.d_model, width, std=std)
         self.v_proj = Projection(config.d_model, width, std=std)
         self.o_proj = Projection(width, config.d_model, std=math.sqrt(scale / width))
+        self.tp: ProcessGroup | None = None  # ranks that hold the other heads
 
     def forward(
         self,
@@ -138,19 +146,21 @@ class Attention(nn.Module):
 
         Args:
             x: <float>[B, L, D] queries, and keys and values of self-attention.
-            bias: <float>[B or 1, H or 1, L, keys] added to the scores; holds positions and masks. None for nothing.
+            bias: <float>[B or 1, H or 1, L, keys] for the heads of this rank, added to the scores; holds positions
+                and masks. None for nothing.
             memory: <float>[B, M, D] encoder output; cross-attention only.
             cache: Keys and values of earlier steps, extended by this call.
 
         Returns:
             <float>[B, L, D].
         """
+        x = enter_shards(x, self.tp)
         query = self._split_heads(self.q_proj(x))
         key, value = self._keys_and_values(x if memory is None else memory, cache)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or "eager", eager_attention)
         dropout = self.config.dropout_rate if self.training else 0.0
         y, _ = attend(self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False)
-        return self.o_proj(rearrange(y, "b l h d -> b l (h d)"))
+        return leave_shards(self.o_proj(rearrange(y, "b l h d -> b l (h d)")), self.tp)
 
     def _keys_and_values(self, source: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
         """Returns keys and values <float>[B, H, keys, d_kv], through the cache if there is one."""

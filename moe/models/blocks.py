@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from moe.distributed.exchange import enter_shards, leave_shards
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
 from moe.models.configuration import STMoEConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -24,16 +26,17 @@ class FeedForward(nn.Module):
         d_hidden, scale = config.d_ff * (2 if self.gated else 1), config.initializer_scale
         self.up_proj = Projection(config.d_model, d_hidden, std=math.sqrt(scale / config.d_model), truncated=True)
         self.down_proj = Projection(config.d_ff, config.d_model, std=math.sqrt(scale / config.d_ff), truncated=True)
+        self.tp: ProcessGroup | None = None  # ranks that hold the other hidden units
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns <float>[B, L, D] of <float>[B, L, D]."""
-        hidden = self.up_proj(x)
+        hidden = self.up_proj(enter_shards(x, self.tp))
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = F.gelu(gate, approximate="tanh") * up
         else:
             hidden = F.relu(hidden)
-        return self.down_proj(F.dropout(hidden, self.config.dropout_rate, self.training))
+        return leave_shards(self.down_proj(F.dropout(hidden, self.config.dropout_rate, self.training)), self.tp)
 
 
 class Context(NamedTuple):
@@ -118,6 +121,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer, decoder=decoder) for layer in range(num_layers))
         self.final_norm = RMSNorm(config)
         self.dropout = nn.Dropout(config.dropout_rate)
+        self.tp: ProcessGroup | None = None  # ranks that see the same tokens
 
     def forward(
         self,
@@ -168,7 +172,7 @@ class Stack(nn.Module):
         context = Context(
             self_bias=mask_bias(self.position_bias(length, past + length, past).to(x.dtype), allowed),
             token_mask=routing_mask.bool(),
-            memory=memory,
+            memory=None if memory is None else enter_shards(memory, self.tp),
             memory_bias=None if memory_allowed is None else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
             cache=cache,
             drop_tokens=drop_tokens,

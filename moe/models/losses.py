@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from moe.distributed.exchange import sum_together
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group, to_groups
 from moe.sparse.layer import RouterOutput
@@ -79,6 +81,14 @@ def count_losses(config: STMoEConfig, encoder_mask: Tensor, decoder_mask: Tensor
         encoder=_count_stack(config, encoder_mask),
         decoder=_count_stack(config, decoder_mask),
     )
+
+
+def sum_counts(counts: LossCounts, group: ProcessGroup | None) -> LossCounts:
+    """Returns the counts of the parts that all ranks of `group` hold; `balance_totals` stay as they are."""
+    numbers = iter(sum_together([counts.target_tokens, *counts.encoder, *counts.decoder], group))
+    target_tokens = next(numbers)
+    encoder, decoder = (StackCounts(*(next(numbers) for _ in StackCounts._fields)) for _ in range(2))
+    return counts._replace(target_tokens=target_tokens, encoder=encoder, decoder=decoder)
 
 
 def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from moe.distributed.sharding import local_shard
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertRows
 from moe.sparse.parallel import parallel_feed_forward
@@ -48,16 +49,19 @@ class Experts(nn.Module):
         if self.bias is not None:
             nn.init.constant_(self.bias, 1.0 if self.config.expert_bias == "multiplicative" else 0.0)
 
-    def forward(self, tokens: Tensor, rows: ExpertRows) -> Tensor:
+    def forward(self, tokens: Tensor, rows: ExpertRows | None = None) -> Tensor:
         """Returns every token's weighted sum of what its experts make of it; zeros where there is none.
 
         Args:
             tokens: <any float>[T, D].
-            rows: Which token goes where; see `sort_rows`.
+            rows: Which token goes where; see `sort_rows`. None when `tokens` are slots already, <any float>[E, N, D]:
+                see `forward_slots`.
 
         Returns:
-            <dtype of the products>[T, D].
+            <dtype of the products>[T, D], or [E, N, D] for slots.
         """
+        if rows is None:
+            return self.forward_slots(tokens)
         tokens, first, down, bias = self._in_product_dtype(tokens)
         if tokens.device.type == "cpu":
             drop_rate = self.config.expert_dropout_rate if self.training else 0.0
@@ -102,13 +106,19 @@ class Experts(nn.Module):
             hidden = hidden * bias if self.config.expert_bias == "multiplicative" else hidden + bias
         return F.dropout(hidden, self.config.expert_dropout_rate, self.training)
 
+    def product_dtype(self) -> torch.dtype:
+        """Returns the dtype of the products: that of the model, or of autocast where it is on."""
+        device = self.down_proj.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.down_proj.dtype
+
     def _in_product_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns input and weights in the dtype of the model, or of autocast where it is on."""
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else self.down_proj.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return x.to(dtype), self.first_proj.to(dtype), self.down_proj.to(dtype), bias
+        """Returns input and this rank's weights in the dtype of the products; gate and up of F lie side by side."""
+        dtype = self.product_dtype()
+        first = local_shard(self.first_proj)
+        if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
+            first = first.flatten(1, 2)
+        bias = None if self.bias is None else local_shard(self.bias).to(dtype)
+        return x.to(dtype), first.to(dtype), local_shard(self.down_proj).to(dtype), bias
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

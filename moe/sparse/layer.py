@@ -1,10 +1,15 @@
 """The sparse feed-forward layer: the whole journey in one forward."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from moe.distributed.exchange import enter_shards, leave_shards
+from moe.distributed.mesh import ExpertAxis
 from moe.errors import DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import combine_slots, dispatch_slots, fill_slots, sort_rows
@@ -13,6 +18,7 @@ from moe.sparse.groups import from_groups, sequences_per_group, to_groups
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.router import RouterInputs, build_router
+from moe.sparse.spread import start_ragged, start_static
 from moe.sparse.stats import RouterStats, router_stats
 
 
@@ -56,6 +62,17 @@ class SparseFeedForward(nn.Module):
         self.config = config
         self.router = build_router(config)
         self.experts = Experts(config)
+        self.ep: ExpertAxis | None = None
+        self.tp: ProcessGroup | None = None
+
+    def spread(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
+        """Tells the layer where its experts are; their parameters are cut by `moe.distributed.sharding`.
+
+        Args:
+            ep: Ranks that hold E / ep experts each; None when all are here.
+            tp: Ranks that hold F / tp hidden units of each expert here and see the same tokens; None likewise.
+        """
+        self.ep, self.tp = ep, tp
 
     def forward(
         self,
@@ -96,20 +113,32 @@ class SparseFeedForward(nn.Module):
 
         scores = self.router(RouterInputs(tokens, mask, ids, words))
         plan = self.router.assign(scores, real, drop_tokens=drop_tokens)
-        y = from_groups(self.run_experts(tokens, plan), sequences).to(x.dtype)
-
+        finish = self.start_experts(tokens, plan)  # with experts on other ranks, rows travel while the losses are made
         losses = self.router.losses(scores, plan)
-        return y, RouterOutput(scores.logits, plan, losses, router_stats(scores, plan, losses))
+        stats = router_stats(scores, plan, losses)
+        y = from_groups(finish(), sequences).to(x.dtype)
+        return y, RouterOutput(scores.logits, plan, losses, stats)
 
-    def run_experts(self, tokens: Tensor, plan: DispatchPlan) -> Tensor:
-        """Returns <any float>[G, S, D]: dispatch, experts and combine, for tokens <any float>[G, S, D]."""
-        flat = tokens.flatten(0, 1)
-        if self.config.dispatch == "ragged":
-            y = self.experts(flat, sort_rows(plan, self.config.num_experts))
+    def start_experts(self, tokens: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
+        """Dispatches tokens <any float>[G, S, D] and returns a function that runs the experts and combines.
+
+        That function returns <any float>[G, S, D].
+        """
+        flat = enter_shards(tokens.flatten(0, 1).to(self.experts.product_dtype()), self.tp)
+        plan = plan._replace(combine_weight=enter_shards(plan.combine_weight, self.tp))
+        if self.ep is None:
+            start = partial(self._run_here, flat, plan)
         else:
-            slots = fill_slots(plan, self.config.num_experts)
-            y = combine_slots(self.experts.forward_slots(dispatch_slots(flat, slots)), slots, flat.shape[0])
-        return y.unflatten(0, tokens.shape[:2])
+            exchange = start_ragged if self.config.dispatch == "ragged" else start_static
+            start = exchange(flat, plan, self.config.num_experts, self.experts, self.ep)
+        return lambda: leave_shards(start(), self.tp).unflatten(0, tokens.shape[:2])
+
+    def _run_here(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
+        """Returns <any float>[T, D]: dispatch, experts and combine of tokens <any float>[T, D] on this rank."""
+        if self.config.dispatch == "ragged":
+            return self.experts(flat, sort_rows(plan, self.config.num_experts))
+        slots = fill_slots(plan, self.config.num_experts)
+        return combine_slots(self.experts(dispatch_slots(flat, slots)), slots, flat.shape[0])
 
     def _check(self, x: Tensor, *beside: Tensor | None) -> None:
         """Raises a DataError when x is not [B, L, D], or what comes beside it has other tokens."""

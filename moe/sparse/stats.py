@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.distributed.exchange import sum_over_ranks
+from moe.distributed.exchange import sum_together
 from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.scores import RouterScores
@@ -98,7 +98,7 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
 
 def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterStats:
     """Returns the statistics of all ranks of `group` together, the same on each; None for all ranks."""
-    return RouterStats(*(sum_over_ranks(x, group) for x in stats))
+    return RouterStats(*sum_together(stats, group))
 
 
 def summarize(stats: RouterStats) -> dict[str, float]:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
+from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
 
 Precision = Literal["float32", "bfloat16"]
@@ -28,30 +30,37 @@ def _expect(holds: bool, name: str, value: object, expected: str) -> None:
 
 @dataclass(frozen=True)
 class OptimRecipe:
-    """Adafactor and its learning rate.
+    """The optimizer and its learning rate.
 
     Attributes:
+        optimizer: `adafactor` (the paper's) or `adamw`, whose rate is absolute.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)) or `constant`.
         lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the peak is lr / sqrt(warmup_steps).
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (`constant`).
         cooldown_steps: Last steps, over which the rate falls linearly to zero.
-        clipping_threshold: Largest RMS of a parameter's update before lr; the paper loses quality with 0.1.
+        clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper loses quality
+            with 0.1.
+        weight_decay: Share of lr by which adamw shrinks weights.
         max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
     """
 
+    optimizer: str = "adafactor"
     schedule: str = "rsqrt"
     lr: float = 1.0
     warmup_steps: int = 10_000
     cooldown_steps: int = 0
     clipping_threshold: float = 1.0
+    weight_decay: float = 0.0
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
+        OPTIMIZERS.get(self.optimizer)
         SCHEDULES.get(self.schedule)
         _expect(0 < self.lr < math.inf, "optim.lr", self.lr, "a finite number above 0")
         _expect(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
         _expect(self.cooldown_steps >= 0, "optim.cooldown_steps", self.cooldown_steps, "0 or more")
         _expect(self.clipping_threshold > 0, "optim.clipping_threshold", self.clipping_threshold, "above 0")
+        _expect(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "a finite number from 0")
         norm = self.max_grad_norm
         _expect(norm is None or norm > 0, "optim.max_grad_norm", norm, "a number above 0, or null")
 
@@ -63,8 +72,11 @@ class TrainingRecipe:
     Attributes:
         steps: Updates in the whole run.
         batch_size: Sequences in an update.
-        micro_batch_size: Sequences in a forward pass; less needs less memory and changes no result. Null for all.
-        precision: `bfloat16` computes in autocast; parameters, router and losses stay float32.
+        micro_batch_size: Sequences in a forward pass of one rank; less needs less memory and changes no result. Null
+            for all.
+        precision: `bfloat16` computes in autocast; parameters, router and losses stay float32. On a mesh parameters
+            travel in bfloat16, gradients in float32.
+        activation_checkpointing: Whether a block keeps only its input and runs again in the backward pass.
         log_every: Steps from one line of metrics to the next.
         evaluate_every: Steps from one held-out evaluation to the next.
         held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
@@ -76,6 +88,7 @@ class TrainingRecipe:
     batch_size: int = 128
     micro_batch_size: int | None = None
     precision: Precision = "float32"
+    activation_checkpointing: bool = False
     log_every: int = 10
     evaluate_every: int = 1_000
     held_out_batches: int = 8
@@ -150,6 +163,7 @@ class Recipe:
         model: Fields of STMoEConfig.
         optim: Optimizer and schedule.
         training: Length, batches and rhythm.
+        mesh: Ranks that the run is spread over, as torchrun starts them.
 
     Raises:
         ConfigError: When a value is out of range, unknown, or contradicts another.
@@ -164,6 +178,7 @@ class Recipe:
     model: dict[str, Any] = field(default_factory=dict)
     optim: OptimRecipe = field(default_factory=OptimRecipe)
     training: TrainingRecipe = field(default_factory=TrainingRecipe)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
         _expect(0 <= self.seed < 2**32, "seed", self.seed, f"0 to {2**32 - 1}")
@@ -175,6 +190,13 @@ class Recipe:
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
         self.build_schedule()
+        rows, micro = self.training.batch_size, self.training.micro_batch_size or 1
+        parts = self.mesh.num_data_ranks * micro
+        if rows % parts:
+            raise ConfigError(
+                f"training.batch_size is {rows}; expected a multiple of {parts}: {self.mesh.num_data_ranks} data ranks "
+                f"({self.mesh}) with micro-batches of {micro}. Choose another batch size or mesh."
+            )
 
     def build_schedule(self) -> Schedule:
         """Returns the learning rate as a function of the step.

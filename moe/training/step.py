@@ -1,18 +1,21 @@
 """One update of the weights: the same result however the batch is cut into micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe.data.pipeline import Batch
+from moe.distributed.exchange import sum_together
+from moe.distributed.mesh import Mesh
+from moe.distributed.sharding import clip_gradient, sum_gradients_now
 from moe.errors import ConfigError
-from moe.models.losses import LossCounts
+from moe.models.losses import LossCounts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
-from moe.optim.adafactor import Adafactor
 from moe.sparse.groups import sequences_per_group
 from moe.sparse.layer import RouterOutput
 from moe.sparse.losses import add_totals, balance_totals
@@ -43,7 +46,12 @@ class StepMetrics(NamedTuple):
 
 
 def train_step(
-    model: STMoEForConditionalGeneration, optimizer: Adafactor, recipe: Recipe, batch: Batch, step: int
+    model: STMoEForConditionalGeneration,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    batch: Batch,
+    step: int,
+    mesh: Mesh | None = None,
 ) -> StepMetrics:
     """Updates the weights once and returns what happened.
 
@@ -54,26 +62,32 @@ def train_step(
         model: In training mode.
         optimizer: Of the model's parameters.
         recipe: Gives schedule, micro-batch size, precision and clipping.
-        batch: Of the whole update, on the model's device.
+        batch: Of the whole update, on the model's device; on a mesh the rows of this rank.
         step: Number of the update, from 0.
+        mesh: What the model is cut over by `shard_model`; None for one process. Whatever is returned is of all ranks.
 
     Raises:
         ConfigError: When the micro-batch size would change which tokens are routed together.
     """
     training = recipe.training
-    parts = list(cut_batch(batch, training.micro_batch_size, model.config.group_size))
+    ranks = mesh.data if mesh else None
+    data_ranks, data_rank = (mesh.config.num_data_ranks, mesh.data_rank) if mesh else (1, 0)
+    parts = list(cut_batch(batch, training.micro_batch_size, model.config.group_size, data_ranks))
 
     def run_parts(counts: LossCounts) -> Iterator[STMoEOutput]:
-        torch.manual_seed(recipe.seed * 1_000_003 + step)
-        for part in parts:
+        torch.manual_seed((recipe.seed * 1_000_003 + step) * data_ranks + data_rank)
+        for number, part in enumerate(parts, start=1):
+            sum_gradients_now(model, number == len(parts))
             with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
                 output = model(**part, loss_counts=counts, output_router_logits=True)
             yield output  # outside: a backward pass in autocast would round the router's gradient
 
-    counts = model.loss_counts(batch)
-    if model.config.balance_scope in ("ranks", "global") and len(parts) > 1:
+    counts = sum_counts(model.loss_counts(batch), ranks) if mesh else model.loss_counts(batch)
+    if model.config.balance_scope in ("ranks", "global") and len(parts) * data_ranks > 1:
         with torch.no_grad():
-            totals = [[balance_totals(router.losses) for router in _routers(output)] for output in run_parts(counts)]
+            totals = [
+                [balance_totals(router.losses, ranks) for router in _routers(output)] for output in run_parts(counts)
+            ]
         counts = counts._replace(balance_totals=tuple(reduce(add_totals, layer) for layer in zip(*totals, strict=True)))
 
     losses: list[tuple[Tensor, Tensor]] = []
@@ -84,46 +98,73 @@ def train_step(
         losses.append((output.loss.detach(), output.ce_loss.detach()))
         stats.append([router.stats for router in _routers(output)])
 
-    grad_norm = _clip_gradient(model, recipe.optim.max_grad_norm)
+    grad_norm = clip_gradient(model.parameters(), recipe.optim.max_grad_norm)
     lr = recipe.build_schedule()(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     layer_stats = [reduce(add_stats, layer) for layer in zip(*stats, strict=True)]
+    loss, ce_loss = (torch.stack(values).sum() for values in zip(*losses, strict=True))
+    if mesh:
+        remaining = iter(sum_together([loss, ce_loss, *chain.from_iterable(layer_stats)], ranks))
+        loss, ce_loss = next(remaining), next(remaining)
+        layer_stats = [RouterStats(*islice(remaining, len(layer))) for layer in layer_stats]
     for layer, layer_stat in zip(model.sparse_layers(), layer_stats, strict=True):
         layer.router.update(layer_stat)
-    loss, ce_loss = (torch.stack(values).sum() for values in zip(*losses, strict=True))
     tokens = counts.encoder.tokens + counts.target_tokens
     encoder = model.config.num_sparse_encoder_layers
     return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(layer_stats[:encoder]), _sum(layer_stats[encoder:]))
 
 
-def cut_batch(batch: Batch, micro_batch_size: int | None, group_size: int) -> Iterator[Batch]:
-    """Yields micro-batches of `micro_batch_size` rows; the whole batch when that is None.
+def cut_batch(batch: Batch, micro_batch_size: int | None, group_size: int, data_ranks: int = 1) -> Iterator[Batch]:
+    """Yields micro-batches of `micro_batch_size` rows; all rows when that is None.
+
+    Args:
+        batch: Rows of this rank.
+        micro_batch_size: Rows in a micro-batch.
+        group_size: Most tokens that are routed together.
+        data_ranks: Ranks with as many rows each.
 
     Raises:
         ConfigError: When a micro-batch would group tokens for routing otherwise than the whole batch does.
     """
     rows = batch["labels"].shape[0]
     micro = micro_batch_size or rows
-    for name in ("input_ids", "labels"):
-        length = batch[name].shape[1]
-        whole, part = (sequences_per_group(size, length, group_size) for size in (rows, micro))
-        if whole != part:
-            raise ConfigError(
-                f"training.micro_batch_size is {micro}: the whole batch of {rows} rows of {length} tokens is routed in "
-                f"groups of {whole} sequences (model.group_size {group_size}), a micro-batch in groups of {part}. "
-                f"Choose a micro-batch size that is a multiple of {whole}, or model.group_size {part * length}."
-            )
+    lengths = [batch[name].shape[1] for name in ("input_ids", "labels")]
+    check_groups(lengths, rows * data_ranks, micro, group_size)
     for start in range(0, rows, micro):
         yield {name: tensor[start : start + micro] for name, tensor in batch.items()}
 
 
-def _clip_gradient(model: torch.nn.Module, max_grad_norm: float | None) -> Tensor:
-    """Returns the global norm of the gradient <float32>[]; scales the gradient down to `max_grad_norm` if given."""
-    limit = float("inf") if max_grad_norm is None else max_grad_norm
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> None:
+    """Refuses to cut a batch where tokens would be routed in other groups than those of the whole batch.
+
+    Args:
+        lengths: Tokens of a row in the encoder and the decoder.
+        batch_size: Rows of the whole batch.
+        rows: Rows of a forward pass on one rank.
+        group_size: Most tokens that are routed together.
+
+    Raises:
+        ConfigError: Names a `group_size` that goes with the cut.
+    """
+
+    def groups_alike(size: int) -> bool:
+        return all(
+            sequences_per_group(batch_size, length, size) == sequences_per_group(rows, length, size)
+            for length in lengths
+        )
+
+    if not groups_alike(group_size):
+        whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
+        fitting = next(size for size in range(min(group_size, rows * max(lengths)), 0, -1) if groups_alike(size))
+        raise ConfigError(
+            f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} "
+            f"and {whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "
+            "(training.micro_batch_size, or the batch's share of a data rank) and would group them otherwise. Set "
+            f"model.group_size to {fitting}, the largest that fits, or choose more rows for a forward pass."
+        )
 
 
 def _routers(output: STMoEOutput) -> tuple[RouterOutput, ...]:

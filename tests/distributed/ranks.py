@@ -9,18 +9,18 @@ import torch.multiprocessing as mp
 TIMEOUT = 90  # seconds; most of them are the imports of a fresh process on a busy machine
 
 
-def run_ranks(function, num_ranks, folder, *arguments):
-    """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them after TIMEOUT.
+def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
+    """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them after `timeout`.
 
     The processes are fresh, so that `function` must stand in a module. They meet in a file: no port is needed.
     """
     context = mp.start_processes(
         _rank, (function, num_ranks, str(folder), arguments), nprocs=num_ranks, join=False, start_method="spawn"
     )
-    end = time.monotonic() + TIMEOUT
+    end = time.monotonic() + timeout
     try:
         while not context.join(timeout=1):  # raises what a rank raised
-            assert time.monotonic() < end, f"{num_ranks} ranks did not end within {TIMEOUT} seconds"
+            assert time.monotonic() < end, f"{num_ranks} ranks did not end within {timeout} seconds"
     finally:
         for process in context.processes:
             process.kill()

@@ -49,7 +49,7 @@ def test_experts_never_see_the_word_embedding(mode):
     layer, x, _, y, router = with_words(mode)
     with torch.no_grad():
         grouped = x.reshape(1, -1, 7)
-        torch.testing.assert_close(layer.run_experts(grouped, router.plan).reshape(x.shape), y, rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer.start_experts(grouped, router.plan)().reshape(x.shape), y, rtol=0, atol=1e-12)
 
 
 # ---- hashing ----

@@ -1,0 +1,99 @@
+"""Where the parameters of a model lie on a mesh, and what its modules must know of it."""
+
+from typing import cast
+
+from torch import nn
+
+from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
+from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout, shard_unit
+from moe.models.attention import Attention
+from moe.models.blocks import Block, FeedForward, Stack
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.layer import SparseFeedForward
+
+
+def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
+    """Returns the rules that cover every parameter of a model.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §5: experts over data rows, hidden units over model columns; Megatron-LM
+        (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not cut over `tp`.
+    """
+    gated = config.feed_forward_proj == "gated-gelu"
+    return (
+        Rule("embedding", r".*\.embed_tokens\.weight"),
+        Rule("head", r"lm_head\.weight"),
+        Rule("norm", r".*_norm\.weight"),
+        Rule("position bias", r".*\.position_bias\.table", tp_dim=-1),
+        Rule("attention in", r".*_attention\.[qkv]_proj\.weight", tp_dim=-2),
+        Rule("attention out", r".*_attention\.o_proj\.weight", tp_dim=-1),
+        Rule("router", r".*\.sparse_feed_forward\.router\.gate"),
+        Rule("experts in", r".*\.experts\.(gate_)?up_proj", tp_dim=-2, expert=True, packed=gated),
+        Rule("experts out", r".*\.experts\.down_proj", tp_dim=-1, expert=True),
+        Rule("expert bias", r".*\.experts\.bias", tp_dim=-1, expert=True),
+        Rule("feed-forward in", r".*\.feed_forward\.up_proj\.weight", tp_dim=-2, packed=gated),
+        Rule("feed-forward out", r".*\.feed_forward\.down_proj\.weight", tp_dim=-1),
+    )
+
+
+def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
+    """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
+    sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
+    return MeshLimits(num_ranks, config.num_experts if sparse else 0, config.num_heads, config.d_ff, num_groups)
+
+
+def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> dict[str, Layout]:
+    """Returns where each parameter of a model with whole parameters lies, by name.
+
+    Raises:
+        ConfigError: When no rule covers one of them.
+    """
+    rules = sharding_rules(config)
+    return {name: find_layout(name, p.shape, rules, mesh) for name, p in model.named_parameters()}
+
+
+def shard_model(
+    model: STMoEForConditionalGeneration, mesh: Mesh, *, bfloat16: bool = False, gather: bool = True
+) -> dict[str, Layout]:
+    """Cuts a model over a mesh and returns where each parameter lies.
+
+    Every block is a unit of FSDP, its experts and its router are units of their own; the router, the embedding and
+    the head are gathered as they are, so that routing and loss stay float32.
+
+    Args:
+        model: With whole parameters, equal on all ranks, or on the meta device.
+        mesh: The ranks.
+        bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast.
+        gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for inference.
+    """
+    config = model.config
+    layouts = model_layouts(model, config, mesh.config)
+    if not gather:
+        layouts = {name: layout._replace(num_shards=1) for name, layout in layouts.items()}
+    distribute_parameters(model, layouts, mesh)
+    for module in model.modules():
+        if isinstance(module, SparseFeedForward):
+            module.spread(mesh.ep, mesh.tp)
+        elif isinstance(module, Attention | FeedForward | Stack):
+            module.tp = mesh.tp
+    if gather and mesh.config.num_data_ranks > 1:
+        _shard_over_data_ranks(model, mesh, layouts, bfloat16)
+    return layouts
+
+
+def _shard_over_data_ranks(
+    model: STMoEForConditionalGeneration, mesh: Mesh, layouts: dict[str, Layout], bfloat16: bool
+) -> None:
+    """Makes the model, its blocks, and their experts and routers units of FSDP."""
+    dims = {p: layouts[name].shard_dim for name, p in model.named_parameters()}
+    for block in (block for module in model.modules() if isinstance(module, Stack) for block in module.blocks):
+        block = cast(Block, block)
+        if block.sparse:
+            layer = block.sparse_feed_forward
+            if mesh.experts.size() > 1:
+                shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
+            if bfloat16 and any(True for _ in layer.router.parameters()):
+                shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
+        shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
+    shard_unit(model, mesh, dims, experts=False, bfloat16=False)

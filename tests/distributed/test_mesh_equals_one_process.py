@@ -1,0 +1,226 @@
+"""A model on a mesh gives the numbers of one process: losses, statistics, every gradient, and 20 updates.
+
+The oracle is the same model, whole, with the whole batch, in one process; groups of tokens are the same on both sides.
+Each rank computes the oracle for itself and returns how far it is from it.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.models.sharding import shard_model
+from moe.optim.optimizers import OPTIMIZERS
+from moe.optim.parameter_groups import parameter_groups
+from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
+from moe.training.step import train_step
+from tests.distributed.ranks import run_ranks
+from tests.models.tiny import tiny_model
+
+FIELDS = {
+    "vocab_size": 53,
+    "d_model": 13,
+    "d_kv": 3,
+    "d_ff": 20,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
+    "num_heads": 4,
+    "num_experts": 8,
+    "group_size": 26,
+}
+ROWS, LENGTH, TARGETS = 16, 13, 11
+
+# dp_replicate, dp_shard, ep, tp, nodes
+MESHES = {
+    2: {"ep 2": (1, 1, 2, 1), "tp 2": (1, 1, 1, 2)},
+    4: {
+        "ep 4": (1, 1, 4, 1),
+        "dp_shard 2, ep 2": (1, 2, 2, 1),
+        "dp_replicate 2, ep 2": (2, 1, 2, 1),
+        "dp_shard 4": (1, 4, 1, 1),
+        "ep 2, tp 2": (1, 1, 2, 2),
+    },
+    8: {"dp_shard 2, ep 2, tp 2": (1, 2, 2, 2)},
+}
+FURTHER_MESHES = {
+    "ep 4 in 2 nodes": (1, 1, 4, 1, 2),
+    "dp_replicate 2, dp_shard 2": (2, 2, 1, 1),
+    "dp_replicate 2, tp 2": (2, 1, 1, 2),
+    "tp 4": (1, 1, 1, 4),
+}
+LONG = {"ragged": {}, "static, accumulated, checkpointed": {"dispatch": "static", "micro": 2, "checkpointed": True}}
+SHORT = {
+    "static": {"dispatch": "static"},
+    "dropless": {"capacity_factor": None},
+    "accumulated, checkpointed": {"micro": 2, "checkpointed": True},
+    "balanced over all ranks": {"balance_scope": "global", "micro": 2},
+    "without tokens on a rank": {"hole": True},
+    "all tokens on two experts": {"crowded": True, "capacity_factor": None},
+    "bias_balanced, expert bias": {"router": "bias_balanced", "router_options": None, "expert_bias": "multiplicative"},
+    "relu, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
+    "adamw": {"optimizer": "adamw"},
+}
+
+
+def build(dtype, checkpointed=False, crowded=False, **fields):
+    """Returns a model in training mode, the same on each rank."""
+    model = tiny_model(**{**FIELDS, **fields}).to(dtype).train()
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if crowded:  # gates that see no more than the length of a token, which is the same for all
+        for layer in model.sparse_layers():
+            layer.router.gate.data[:] = 0
+    return model
+
+
+def recipe(dtype, micro=None, optimizer="adafactor"):
+    """Returns settings of a run; in float32 with small steps, else rounding soon sends a token to another expert."""
+    lr = 0.1 if dtype == torch.float64 and optimizer == "adafactor" else 1e-3
+    return PretrainRecipe(
+        optim=OptimRecipe(optimizer=optimizer, lr=lr, warmup_steps=1, max_grad_norm=0.5),
+        training=TrainingRecipe(steps=99, batch_size=ROWS, micro_batch_size=micro),
+    )
+
+
+def batch(step, hole):
+    """Returns a batch with padding; with a hole, its second quarter, which is some rank's all, has no tokens at all."""
+    generator = torch.Generator().manual_seed(step)
+    mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.2).long()
+    labels = torch.randint(2, FIELDS["vocab_size"], (ROWS, TARGETS), generator=generator)
+    labels = labels.masked_fill(torch.rand(ROWS, TARGETS, generator=generator) < 0.2, -100)
+    if hole:
+        mask[4:8], labels[4:8] = 0, -100
+    ids = torch.randint(2, FIELDS["vocab_size"], (ROWS, LENGTH), generator=generator)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", spoil=None, **fields):
+    """Returns every number of a run by name: losses and statistics of each step, first gradients, last weights."""
+    model, settings = build(dtype, **fields), recipe(dtype, micro, optimizer)
+    if mesh is not None:
+        shard_model(model, mesh)
+    if spoil is not None:
+        spoil(model, mesh)
+    groups = parameter_groups(model)
+    optim = OPTIMIZERS.get(optimizer)(groups, clipping_threshold=1.0, weight_decay=0.0)
+    numbers = {}
+
+    def keep_gradients(*_):
+        if not any(name.startswith("gradient") for name in numbers):
+            numbers.update({f"gradient {name}": whole(p.grad) for name, p in model.named_parameters()})
+
+    optim.register_step_pre_hook(keep_gradients)
+    for step in range(steps):
+        data = batch(step, hole)
+        if mesh is not None:
+            data = {name: value[mesh.rows(ROWS)] for name, value in data.items()}
+        metrics = train_step(model, optim, settings, data, step, mesh)
+        numbers.update(
+            {f"{name} {step}": getattr(metrics, name) for name in ("loss", "ce_loss", "grad_norm", "tokens")}
+        )
+        for stack in (metrics.encoder_stats, metrics.decoder_stats):
+            numbers.update({f"{name} {step} {stack is None}": value for name, value in stack._asdict().items()})
+    numbers.update({f"weight {name}": whole(p) for name, p in model.named_parameters()})
+    return numbers
+
+
+def distance(ours, theirs):
+    """Returns the largest difference, relative to the largest entry."""
+    theirs = theirs.double()
+    return float((ours.double().reshape(theirs.shape) - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+
+
+def on_a_rank(rank, num_ranks, cases):
+    """Returns for each case how far each of its numbers is from that of one process."""
+    one_process = functools.cache(lambda dtype, steps, fields: run(dtype, steps, **dict(fields)))
+    answers = {}
+    for name, (sizes, dtype, steps, fields) in cases.items():
+        theirs = one_process(dtype, steps, tuple(fields.items()))
+        ours = run(dtype, steps, build_mesh(MeshConfig(*sizes), "cpu"), **fields)
+        assert ours.keys() == theirs.keys()
+        answers[name] = {number: distance(ours[number], theirs[number]) for number in theirs}
+    return answers
+
+
+def assert_near(answers, tolerance):
+    far = [
+        (*(case if isinstance(case, tuple) else (case,)), name, value)
+        for answer in answers
+        for case, numbers in answer.items()
+        for name, value in numbers.items()
+        if not value <= tolerance
+    ]
+    assert not far, sorted(far, key=lambda entry: -entry[-1])[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", MESHES)
+def test_20_updates_on_a_mesh_equal_those_of_one_process(num_ranks, tmp_path):
+    cases = {}
+    for mesh, sizes in MESHES[num_ranks].items():
+        for name, fields in LONG.items():
+            cases[mesh, name] = (sizes, torch.float64, 20, fields)
+    assert_near(run_ranks(on_a_rank, num_ranks, tmp_path, cases, timeout=300), 1e-10)
+
+
+@pytest.mark.slow
+def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
+    meshes = {**MESHES[4], **FURTHER_MESHES}
+    cases = {(mesh, name): (meshes[mesh], torch.float64, 2, LONG[name]) for mesh in FURTHER_MESHES for name in LONG}
+    for mesh in ("dp_shard 2, ep 2", "ep 2, tp 2", "ep 4 in 2 nodes"):
+        for name, fields in SHORT.items():
+            cases[mesh, name] = (meshes[mesh], torch.float64, 2, fields)
+    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-10)
+
+
+@pytest.mark.slow
+def test_20_updates_in_float32_on_a_mesh_equal_those_of_one_process(tmp_path):
+    meshes = ("dp_shard 2, ep 2", "ep 2, tp 2")
+    cases = {(mesh, name): (MESHES[4][mesh], torch.float32, 20, LONG[name]) for mesh in meshes for name in LONG}
+    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-5)
+
+
+def average_over_ep(model, mesh):
+    """Averages each expert's gradient with those of the other experts that have its place on other ranks."""
+    for layer in model.sparse_layers():
+        for parameter in layer.experts.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: dist.all_reduce(p.grad.to_local().div_(mesh.ep.size), group=mesh.ep.group)
+            )
+
+
+def average_over_data_ranks(model, mesh):
+    """Averages each expert's gradient over the ranks that hold it, as if they had not divided by the whole batch."""
+    for layer in model.sparse_layers():
+        layer.experts.set_gradient_divide_factor(2.0)
+
+
+WRONG_GROUPS = {
+    "averaged over ep": ((1, 1, 4, 1), average_over_ep),
+    "averaged over dp_shard": ((1, 2, 2, 1), average_over_data_ranks),
+    "averaged over dp_replicate": ((2, 1, 2, 1), average_over_data_ranks),
+}
+
+
+def with_wrong_groups(rank, num_ranks):
+    theirs = run(torch.float64, 2)
+    answers = {}
+    for name, (sizes, spoil) in WRONG_GROUPS.items():
+        ours = run(torch.float64, 2, build_mesh(MeshConfig(*sizes), "cpu"), spoil=spoil)
+        answers[name] = {number: distance(ours[number], theirs[number]) for number in theirs}
+    return answers
+
+
+@pytest.mark.slow
+def test_gradients_of_experts_over_the_wrong_ranks_would_be_found(tmp_path):
+    for answer in run_ranks(with_wrong_groups, 4, tmp_path):
+        for name, distances in answer.items():
+            wrong = {number for number, far in distances.items() if far > 1e-3}
+            assert any(number.startswith("gradient") and "experts" in number for number in wrong), name
