@@ -2,27 +2,28 @@
 
 python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
         --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
+
+On several devices: torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard 2
 """
 
 from pathlib import Path
-
-import torch
 
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
+from moe.distributed.launch import World, launch
 from moe.errors import ConfigError, run_main
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.command import RecipeCommand
 from moe.training.heldout import HeldOut
 from moe.training.loop import Run, train
+from moe.training.placement import check_placement, new_model
 from moe.training.recipe import PretrainRecipe
 
 
-def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path) -> Run:
-    """Returns the run that the recipe describes, with fresh weights."""
+def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path, world: World) -> Run:
+    """Returns the run that the recipe describes, with fresh weights, on the ranks that are running."""
     config = recipe.build_config()
     corpus, tokenizer = load_corpus(corpus_folder), load_tokenizer(tokenizer_folder)
     if len(tokenizer) > config.vocab_size:
@@ -38,9 +39,9 @@ def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Pat
     }
     source = SpanCorruptionSource(tokenize_corpus(corpus.train, tokenizer), ids, seed=recipe.seed, **settings)
     held_out = SpanCorruptionSource(tokenize_corpus(corpus.held_out, tokenizer), ids, seed=recipe.seed, **settings)
-    torch.manual_seed(recipe.seed)
-    model = STMoEForConditionalGeneration(config)
-    return Run(out, recipe, model, tokenizer, source, HeldOut(held_out, recipe.training.held_out_batches, ids))
+    check_placement(recipe, config, world.size, source.lengths)
+    placed = new_model(recipe, config, world.device_type)
+    return Run(out, recipe, placed, tokenizer, source, HeldOut(held_out, recipe.training.held_out_batches, ids))
 
 
 def main(argv: list[str]) -> None:
@@ -50,12 +51,13 @@ def main(argv: list[str]) -> None:
     command.add_argument("--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer")
     command.add_argument("--out", type=Path, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    recipe, arguments = command.parse(argv)
 
-    run = build_run(recipe, arguments.corpus, arguments.tokenizer, arguments.out)
-    config = run.model.config
-    print(f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token.")
-    print(f"The model is in {train(run, resume=arguments.resume, description='pre-train')}.")
+    with launch() as world:
+        recipe, arguments = command.parse(argv)
+        run = build_run(recipe, arguments.corpus, arguments.tokenizer, arguments.out, world)
+        config = run.placed.model.config
+        world.say(f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token.")
+        world.say(f"The model is in {train(run, resume=arguments.resume, description='pre-train')}.")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.packing import Example, fill_row, pack_rows
-from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
+from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 """Keyword arguments of a model's forward."""
+
+ALL_ROWS = slice(None)
 
 _NOT_A_TARGET = -100
 _ROUND_UP_TO = 8
@@ -35,12 +37,22 @@ class BatchSource(Protocol):
         ...
 
     @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Tokens of every row in the encoder and the decoder, L and T; None when batches differ."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """Hash of data and settings: equal for sources that give the same batches."""
         ...
 
-    def batch(self, step: int) -> Batch:
-        """Returns the batch of `step`, counted from 0: the same one however often and in whatever order it is asked."""
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns the batch of `step`, counted from 0: the same one however often and in whatever order it is asked.
+
+        Args:
+            step: Number of the batch.
+            rows: Which of its rows to make; they are the same whoever makes the others.
+        """
         ...
 
 
@@ -75,6 +87,7 @@ class SpanCorruptionSource:
         _check_text(tokens, ids)
         self.batch_size, self._ids, self._noise, self._seed = batch_size, ids, noise, seed
         self._length = tokens_length(inputs_length, noise, ids.num_sentinels)
+        self.lengths = corrupted_lengths(self._length, noise)
         self.num_examples = tokens.size // self._length
         if self.num_examples == 0:
             raise DataError(
@@ -85,9 +98,9 @@ class SpanCorruptionSource:
         settings = (inputs_length, batch_size, seed, *noise, *ids)
         self.fingerprint = fingerprint(np.ascontiguousarray(tokens).tobytes(), repr(settings).encode())
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
-        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
         pairs = [self._example(position) for position in positions]
         inputs, targets = (np.stack(side).astype(np.int64) for side in zip(*pairs, strict=True))
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(targets)}
@@ -134,6 +147,7 @@ class PairSource:
             raise DataError("There are no training pairs. Give at least one (inputs, targets) pair.")
         self.batch_size, self._seed, self._pack = batch_size, seed, pack
         self._lengths = inputs_length, targets_length
+        self.lengths = self._lengths if pack else None
         self._padding = SpecialIds.of(tokenizer).pad
         inputs, targets = (
             _encode(side, list(texts), tokenizer, length)
@@ -152,19 +166,20 @@ class PairSource:
         """Rows of an epoch; less than the examples when packed."""
         return len(self._rows)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids` <int64>[B, T].
 
-        L and T are the row lengths when packed, else those of the longest example, rounded up to 8.
+        L and T are the row lengths when packed, else those of the longest example of all rows, rounded up to 8.
         """
-        rows = []
+        packed = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size):
             epoch, place = divmod(position, self.num_rows)
-            rows.append([self._examples[i] for i in self._rows[_permutation(self._seed, epoch, self.num_rows)[place]]])
-        sides = [[[example[side] for example in row] for row in rows] for side in (0, 1)]
+            row = self._rows[_permutation(self._seed, epoch, self.num_rows)[place]]
+            packed.append([self._examples[i] for i in row])
+        sides = [[[example[side] for example in row] for row in packed] for side in (0, 1)]
         lengths = self._lengths if self._pack else [_round_up(side) for side in sides]
-        inputs, segments = _stack(sides[0], lengths[0], self._padding)
-        labels, decoder_segments = _stack(sides[1], lengths[1], _NOT_A_TARGET)
+        inputs, segments = _stack(sides[0][rows], lengths[0], self._padding)
+        labels, decoder_segments = _stack(sides[1][rows], lengths[1], _NOT_A_TARGET)
         return {
             "input_ids": inputs,
             "segment_ids": segments,

@@ -2,27 +2,36 @@
 
 from pathlib import Path
 
-import torch
-
 from moe.models.configuration import STMoEConfig
-from moe.models.loading import check_model_folder, load_complete
-from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.loading import check_model_folder
+from moe.training.placement import PlacedModel, new_model, pretrained_model
 from moe.training.recipe import FinetuneRecipe
 
 
-def load_for_finetuning(folder: Path, recipe: FinetuneRecipe) -> STMoEForConditionalGeneration:
-    """Returns the model to fine-tune: of the folder's architecture, with the recipe's dropout and routing settings.
+def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
+    """Returns the configuration of the model in a folder with the recipe's dropout and routing settings.
+
+    Raises:
+        CheckpointError: When there is no model in the folder.
+    """
+    check_model_folder(folder)
+    return STMoEConfig(**{**STMoEConfig.from_pretrained(folder).to_dict(), **recipe.model})
+
+
+def load_for_finetuning(
+    folder: Path, recipe: FinetuneRecipe, config: STMoEConfig, device_type: str = "cpu"
+) -> PlacedModel:
+    """Returns the model to fine-tune, on its device or mesh.
 
     Args:
         folder: A model saved by `save_pretrained`.
         recipe: `init` says whether weights are the folder's or fresh ones, drawn from `seed`.
+        config: Of `finetuning_config`.
+        device_type: `cpu` or `cuda`.
 
     Raises:
-        CheckpointError: When there is no model of this library in the folder, or its weights are not complete.
+        CheckpointError: When the weights of the folder are not complete.
     """
-    check_model_folder(folder)
-    config = STMoEConfig(**{**STMoEConfig.from_pretrained(folder).to_dict(), **recipe.model})
     if recipe.init == "scratch":
-        torch.manual_seed(recipe.seed)
-        return STMoEForConditionalGeneration(config)
-    return load_complete(STMoEForConditionalGeneration, folder, config=config)
+        return new_model(recipe, config, device_type)
+    return pretrained_model(recipe, config, folder, device_type)

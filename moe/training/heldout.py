@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.data.pipeline import Batch, BatchSource
+from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
 from moe.data.tokenizer import SpecialIds
+from moe.distributed.exchange import sum_together
+from moe.distributed.mesh import Mesh
 from moe.models.modeling import STMoEForConditionalGeneration
 
 
@@ -24,9 +26,11 @@ class HeldOut(NamedTuple):
     ids: SpecialIds
 
 
-@torch.inference_mode()
-def evaluate_held_out(model: STMoEForConditionalGeneration, held_out: HeldOut) -> dict[str, float]:
-    """Returns the held-out numbers; the model is in evaluation mode meanwhile.
+@torch.no_grad()
+def evaluate_held_out(
+    model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None = None
+) -> dict[str, float]:
+    """Returns the held-out numbers, the same on every rank of a mesh; the model is in evaluation mode meanwhile.
 
     Returns:
         `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same over text tokens,
@@ -34,20 +38,26 @@ def evaluate_held_out(model: STMoEForConditionalGeneration, held_out: HeldOut) -
         the frequencies of those text tokens themselves, a bound that no unigram model beats.
         `heldout/token_accuracy`: share of target tokens that are the most probable.
     """
-    training = model.training
+    training, source = model.training, held_out.source
+    rows = mesh.rows(source.batch_size) if mesh else ALL_ROWS
     model.eval()
     results = [
-        token_losses(model, to_device(held_out.source.batch(index), model.device))
-        for index in range(held_out.num_batches)
+        token_losses(model, to_device(source.batch(index, rows), model.device)) for index in range(held_out.num_batches)
     ]
     model.train(training)
     losses, labels, hits = (torch.cat(parts) for parts in zip(*results, strict=True))
     text = is_text(labels, held_out.ids)
+    sums = torch.stack([losses.sum(), losses[text].sum(), hits.double().sum()])
+    counts = torch.bincount(labels[text], minlength=model.config.vocab_size)
+    num_targets = torch.tensor(labels.numel(), device=labels.device)
+    if mesh:
+        sums, counts, num_targets = sum_together([sums, counts, num_targets], mesh.data)
+    loss, text_loss, num_hits = sums.tolist()
     return {
-        "heldout/loss": losses.mean().item(),
-        "heldout/text_loss": losses[text].mean().item(),
-        "heldout/unigram_entropy": unigram_entropy(labels[text]),
-        "heldout/token_accuracy": hits.double().mean().item(),
+        "heldout/loss": loss / int(num_targets),
+        "heldout/text_loss": text_loss / max(1, int(counts.sum())),
+        "heldout/unigram_entropy": unigram_entropy(counts),
+        "heldout/token_accuracy": num_hits / int(num_targets),
     }
 
 
@@ -65,9 +75,9 @@ def is_text(labels: Tensor, ids: SpecialIds) -> Tensor:
     return (labels <= ids.first_sentinel - ids.num_sentinels) & (labels != ids.eos) & (labels != ids.pad)
 
 
-def unigram_entropy(tokens: Tensor) -> float:
-    """Returns the entropy in nats of the frequencies of <int64>[N] tokens; 0 for none."""
-    share = torch.bincount(tokens).double() / max(1, tokens.numel())
+def unigram_entropy(counts: Tensor) -> float:
+    """Returns the entropy in nats of the frequencies of tokens that occur <int64>[V] times; 0 for none."""
+    share = counts.double() / counts.sum().clamp(min=1)
     return -torch.special.xlogy(share, share).sum().item()
 
 

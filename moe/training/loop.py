@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,42 +15,51 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.pipeline import BatchSource
-from moe.data.storage import whole_folder
+from moe.data.pipeline import ALL_ROWS, BatchSource
+from moe.distributed.exchange import from_first_rank, is_first_rank
+from moe.distributed.mesh import MeshConfig
 from moe.errors import CheckpointError, DataError
-from moe.models.modeling import STMoEForConditionalGeneration
-from moe.optim.adafactor import Adafactor
+from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.checkpoint import (
+    CheckpointWriter,
     RunState,
     check_same_run,
-    disk_errors,
     latest_checkpoint,
     load_checkpoint,
     load_state,
-    save_checkpoint,
 )
 from moe.training.command import save_recipe
+from moe.training.finished import MODEL_MARKER, export_model
 from moe.training.heldout import HeldOut, evaluate_held_out, to_device
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
+from moe.training.placement import PlacedModel
 from moe.training.recipe import Recipe
 from moe.training.step import train_step
 
 MODEL_FOLDER, CHECKPOINTS_FOLDER, RECIPE_FILE = "model", "checkpoints", "recipe.yaml"
-_MODEL_MARKER = "config.json"
 _FREE_TO_CHANGE = frozenset(
     f"training.{name}"
-    for name in ("log_every", "evaluate_every", "held_out_batches", "checkpoint_every", "keep_checkpoints")
-)
+    for name in (
+        "activation_checkpointing",
+        "log_every",
+        "evaluate_every",
+        "held_out_batches",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "micro_batch_size",
+    )
+) | frozenset(f"mesh.{item.name}" for item in dataclasses.fields(MeshConfig))
 
 
 class Run(NamedTuple):
     """Everything that a run is made of.
 
     Attributes:
-        folder: Receives metrics.jsonl, tensorboard/, checkpoints/, recipe.yaml and in the end model/.
+        folder: Receives metrics.jsonl, tensorboard/, checkpoints/, recipe.yaml and in the end model/; on several
+            machines it lies on a file system that all of them see.
         recipe: All settings.
-        model: With its initial weights; moved to the accelerator if there is one.
+        placed: The model with its initial weights, on its device or mesh.
         tokenizer: Saved beside the model.
         source: Training batches.
         held_out: What to measure on; None for nothing.
@@ -58,7 +67,7 @@ class Run(NamedTuple):
 
     folder: Path
     recipe: Recipe
-    model: STMoEForConditionalGeneration
+    placed: PlacedModel
     tokenizer: PreTrainedTokenizerFast
     source: BatchSource
     held_out: HeldOut | None
@@ -67,10 +76,12 @@ class Run(NamedTuple):
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
     """Trains to the last step of the recipe and returns the folder of the finished model.
 
+    On a mesh every rank calls it with its part of the model; the first one writes metrics and messages.
+
     Args:
         run: What to train.
         resume: Goes on from the newest checkpoint in the folder, or from the start when there is none; the losses
-            that follow are bit-identical to those of a run that was never stopped (same machine and threads).
+            that follow are bit-identical to those of a run that was never stopped (same machine, threads and mesh).
         description: Names the progress bar.
 
     Raises:
@@ -78,50 +89,58 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         CheckpointError: When the checkpoint belongs to other settings or data, or loss or gradient is not finite.
         ConfigError: When the recipe's numbers do not go together.
     """
-    finished = run.folder / MODEL_FOLDER
-    _refuse_to_overwrite(run.folder, resume)
-    with _only_writer(run.folder):
-        newest = _newest_checkpoint(run) if resume else None
-        if (finished / _MODEL_MARKER).is_file():
-            print(f"{run.folder} is complete: its model is in {finished}.")  # noqa: T201  the answer to --resume
+    finished, model = run.folder / MODEL_FOLDER, run.placed.model
+    with _only_writer(run.folder, resume):
+        newest = from_first_rank(lambda: _newest_checkpoint(run)) if resume else None
+        if from_first_rank((finished / MODEL_MARKER).is_file):
+            if is_first_rank():
+                print(f"{run.folder} is complete: its model is in {finished}.")  # noqa: T201  the answer to --resume
             return finished
-        torch.nn.Module.to(run.model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        optimizer = Adafactor(parameter_groups(run.model), clipping_threshold=run.recipe.optim.clipping_threshold)
+        optim = run.recipe.optim
+        optimizer = OPTIMIZERS.get(optim.optimizer)(
+            parameter_groups(model), clipping_threshold=optim.clipping_threshold, weight_decay=optim.weight_decay
+        )
         start = 0
         if newest is not None:
-            load_checkpoint(newest, run.model, optimizer)
+            load_checkpoint(newest, model, optimizer, run.placed.layouts)
             start = load_state(newest).step
-        save_recipe(run.recipe, run.folder / RECIPE_FILE)
-        with _interrupts_between_steps() as stop_here, MetricsWriter(run.folder, start) as writer:
-            _run_steps(run, optimizer, writer, start, description, stop_here)
-        with whole_folder(finished, marker=_MODEL_MARKER) as partial, disk_errors(finished):
-            run.model.save_pretrained(partial)
-            run.tokenizer.save_pretrained(str(partial))
+        from_first_rank(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
+        with (
+            _interrupts_between_steps() as stop_here,
+            MetricsWriter(run.folder, start) if is_first_rank() else nullcontext() as writer,
+            CheckpointWriter(run.folder / CHECKPOINTS_FOLDER, keep=run.recipe.training.keep_checkpoints) as checkpoints,
+        ):
+            _run_steps(run, optimizer, writer, checkpoints, start, description, stop_here)
+        export_model(model, run.placed.layouts, run.placed.mesh, finished, run.tokenizer)
     return finished
 
 
 def _run_steps(
     run: Run,
-    optimizer: Adafactor,
-    writer: MetricsWriter,
+    optimizer: torch.optim.Optimizer,
+    writer: MetricsWriter | None,
+    checkpoints: CheckpointWriter,
     start: int,
     description: str,
     stop_here: Callable[[], None],
 ) -> None:
     """Takes all steps from `start` on, reporting and saving as the recipe says; `stop_here` is called after each."""
-    training = run.recipe.training
-    run.model.train()
+    training, (model, layouts, mesh) = run.recipe.training, run.placed
+    rows = mesh.rows(run.source.batch_size) if mesh else ALL_ROWS
+    model.train()
     if start == 0:
         _report_held_out(run, writer, 0)
     clock, tokens = time.perf_counter(), 0.0
-    with tqdm(total=training.steps, initial=start, desc=description, unit="step", mininterval=1.0) as bar:
+    with tqdm(
+        total=training.steps, initial=start, desc=description, unit="step", mininterval=1.0, disable=writer is None
+    ) as bar:
         for step in range(start, training.steps):
-            batch = to_device(run.source.batch(step), run.model.device)
-            metrics = train_step(run.model, optimizer, run.recipe, batch, step)
+            batch = to_device(run.source.batch(step, rows), model.device)
+            metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
             done = step + 1
             tokens += float(metrics.tokens)
             _refuse_non_finite(float(metrics.loss), float(metrics.grad_norm), done, run.folder)
-            if done % training.log_every == 0 or done == training.steps:
+            if writer is not None and (done % training.log_every == 0 or done == training.steps):
                 writer.write(done, step_values(metrics, tokens / (time.perf_counter() - clock)))
                 bar.set_postfix(ce_loss=f"{float(metrics.ce_loss):.3f}", lr=f"{metrics.lr:.2g}", refresh=False)
                 clock, tokens = time.perf_counter(), 0.0
@@ -130,17 +149,16 @@ def _run_steps(
                 _report_held_out(run, writer, done)
                 clock, tokens = time.perf_counter(), 0.0
             if done % training.checkpoint_every == 0 or done == training.steps:
-                state = _state(run, done)
-                save_checkpoint(
-                    run.folder / CHECKPOINTS_FOLDER, run.model, optimizer, state, keep=training.keep_checkpoints
-                )
+                checkpoints.save(model, optimizer, layouts, _state(run, done))
             stop_here()
 
 
-def _report_held_out(run: Run, writer: MetricsWriter, step: int) -> None:
+def _report_held_out(run: Run, writer: MetricsWriter | None, step: int) -> None:
     """Writes the held-out numbers after `step` updates, if there is something to measure on."""
     if run.held_out is not None and run.held_out.num_batches > 0:
-        writer.write(step, evaluate_held_out(run.model, run.held_out))
+        values = evaluate_held_out(run.placed.model, run.held_out, run.placed.mesh)
+        if writer is not None:
+            writer.write(step, values)
 
 
 def _newest_checkpoint(run: Run) -> Path | None:
@@ -208,16 +226,22 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _only_writer(folder: Path) -> Iterator[None]:
-    """Holds the folder for this process; the lock goes with the process, however it ends.
+def _only_writer(folder: Path, resume: bool) -> Iterator[None]:
+    """Holds the folder for this run; the lock goes with the first rank's process, however it ends.
 
     Raises:
-        DataError: When another process holds it.
+        DataError: When it holds a run that would be lost, or another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"Another process trains in {folder}. Wait for it, or choose another --out.") from error
+    with ExitStack() as held:
+
+        def hold() -> None:
+            _refuse_to_overwrite(folder, resume)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / ".lock").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(f"Another process trains in {folder}. Wait for it, or choose another --out.") from error
+
+        from_first_rank(hold)
         yield

@@ -10,7 +10,8 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from eval.predict import load_seq2seq
 from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
-from moe.training.finetuning import load_for_finetuning
+from moe.training.finetuning import finetuning_config, load_for_finetuning
+from moe.training.placement import PlacedModel
 from moe.training.recipe import FinetuneRecipe
 from scripts import inspect_router
 from tests.models.tiny import tiny_model
@@ -20,9 +21,13 @@ def inspect(folder: Path) -> None:
     inspect_router.main(["--model", str(folder), "--corpus", "nowhere", "--out", "report.html"])
 
 
+def finetune(folder: Path, recipe: FinetuneRecipe) -> PlacedModel:
+    return load_for_finetuning(folder, recipe, finetuning_config(folder, recipe), "cpu")
+
+
 DOORS = {
     "eval": load_seq2seq,
-    "finetune": lambda folder: load_for_finetuning(folder, FinetuneRecipe()),
+    "finetune": lambda folder: finetune(folder, FinetuneRecipe()),
     "inspect_router": inspect,
     "library": lambda folder: load_complete(STMoEForConditionalGeneration, folder),
 }
@@ -84,7 +89,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path, door):
 
 def test_starting_from_scratch_needs_no_weights(folder):
     (folder / "model.safetensors").unlink()
-    assert load_for_finetuning(folder, FinetuneRecipe(init="scratch")).num_parameters() > 0
+    assert finetune(folder, FinetuneRecipe(init="scratch")).model.num_parameters() > 0
 
 
 @pytest.mark.parametrize("tied", [False, True])

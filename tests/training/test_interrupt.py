@@ -8,7 +8,10 @@ import pytest
 
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import train_tokenizer
+from moe.distributed.mesh import MeshConfig
+from moe.models.sharding import model_layouts
 from moe.training.loop import Run, train
+from moe.training.placement import PlacedModel
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from tests.models.tiny import tiny_model
 from tests.training.tiny_run import write_texts
@@ -22,11 +25,11 @@ class Interrupting:
     def __init__(self, source, step, times):
         self.source, self.step, self.times = source, step, times
 
-    def batch(self, step):
+    def batch(self, step, rows):
         if step == self.step:
             for _ in range(self.times):
                 os.kill(os.getpid(), signal.SIGINT)
-        return self.source.batch(step)
+        return self.source.batch(step, rows)
 
 
 @pytest.mark.parametrize(("times", "last"), [(1, 3), (2, 2)])
@@ -40,7 +43,8 @@ def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(tmp_path
         training=TrainingRecipe(steps=9, batch_size=4, log_every=1, checkpoint_every=2),
     )
     model = tiny_model(vocab_size=230)
-    run = Run(tmp_path / "run", recipe, model, tokenizer, Interrupting(source, 2, times), None)
+    placed = PlacedModel(model, model_layouts(model, model.config, MeshConfig()), None)
+    run = Run(tmp_path / "run", recipe, placed, tokenizer, Interrupting(source, 2, times), None)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(run)

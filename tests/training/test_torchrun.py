@@ -1,0 +1,124 @@
+"""Whole commands under torchrun: a killed rank, another mesh on resuming, and messages of runs that cannot start.
+
+The oracle of a disturbed run is the same run left alone: its losses to the last bit.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe import STMoEForConditionalGeneration
+from scripts import pretrain
+from tests.training.tiny_run import write_inputs
+
+TIMEOUT = 240
+MESH = ["--mesh.ep", "2", "--model.group_size", "16", "--training.micro_batch_size", "2"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def paths(inputs, out):
+    """Returns the arguments that every run here has."""
+    folders = {"--config": inputs["pretrain.yaml"], "--corpus": inputs["corpus"], "--tokenizer": inputs["tokenizer"]}
+    return [part for option in {**folders, "--out": out}.items() for part in option]
+
+
+def start(inputs, out, *arguments, ranks=2, options=()):
+    """Starts a pre-training run of several ranks and returns the process of torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    command += ["-m", "scripts.pretrain", *paths(inputs, out), *arguments]
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    """Returns what a run printed, and its exit code; kills it when it hangs."""
+    try:
+        return process.communicate(timeout=TIMEOUT)[0], process.returncode
+    finally:
+        process.kill()
+
+
+def losses(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
+
+
+def kill_a_rank(torchrun, checkpoint):
+    """Kills one rank when a checkpoint is there; torchrun itself lives on."""
+    wait_for(checkpoint, torchrun)
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"scripts.pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(ranks[-1], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_killed_starts_again_by_itself_and_ends_like_one_left_alone(inputs, tmp_path):
+    alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
+    text, code = finish(start(inputs, alone, *MESH))
+    assert code == 0, text
+
+    process = start(inputs, disturbed, *MESH, "--resume", options=["--max-restarts", "1"])
+    kill_a_rank(process, disturbed / "checkpoints" / "step_00000014")
+    text, code = finish(process)
+    assert code == 0, text
+    assert losses(disturbed) == losses(alone)
+    assert [step for step, _ in losses(alone)] == list(range(1, 41))
+
+
+def wait_for(path, process):
+    end = time.monotonic() + TIMEOUT
+    while not path.exists():
+        assert time.monotonic() < end and process.poll() is None, f"no {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_ranks(inputs, tmp_path):
+    settings = ["--model.group_size", "9", "--model.dropout_rate", "0", "--optim.lr", "0.01", "--optim.cooldown_steps"]
+    settings += ["0", "--model.router_options.second_expert_policy", "all", "--training.micro_batch_size", "1"]
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    pretrain.main([*map(str, paths(inputs, alone)), *settings])
+
+    for ranks, mesh, step in ((4, ["--mesh.ep", "4"], 14), (2, ["--mesh.tp", "2"], 28)):
+        process = start(inputs, moved, *settings, *mesh, "--resume", ranks=ranks)
+        wait_for(moved / "checkpoints" / f"step_{step:08d}", process)
+        process.terminate()
+        finish(process)
+        assert 0 < len(losses(moved)) < 40
+    pretrain.main([*map(str, paths(inputs, moved)), *settings, "--resume"])
+    assert [step for step, _ in losses(moved)] == list(range(1, 41))
+    for (_, ours), (_, theirs) in zip(losses(moved), losses(alone), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    ours, theirs = (STMoEForConditionalGeneration.from_pretrained(out / "model") for out in (moved, alone))
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.detach().abs().max()), msg=name)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_fit_is_refused_once_with_the_numbers_and_what_would_fit(inputs, tmp_path):
+    text, code = finish(start(inputs, tmp_path / "run", "--mesh.ep", "3", ranks=3))
+    assert code == 1
+    assert text.count("error: ") == 1, text
+    assert "training.batch_size is 4; expected a multiple of 12: 3 data ranks" in text
+    assert not (tmp_path / "run").exists()
+
+    text, code = finish(start(inputs, tmp_path / "run", "--mesh.ep", "2", "--training.micro_batch_size", "2"))
+    assert code == 1 and text.count("error: ") == 1, text
+    assert "groups of tokens cannot be spread evenly over 2 data ranks" in text
+    assert "Meshes that would fit: " in text and "tp 2" in text
