@@ -1,4 +1,7 @@
-"""python -m eval run --model DIR --tasks NAME[,NAME]; python -m eval list."""
+"""python -m eval run --model DIR --tasks NAME[,NAME]; python -m eval list.
+
+Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
+"""
 
 import argparse
 import shlex
@@ -9,7 +12,7 @@ from transformers.utils import logging
 from eval.predict import MODES
 from eval.run import evaluate
 from eval.task import SPLITS, TASKS
-from moe import ConfigError, run_main
+from moe import ConfigError, launch, run_main
 
 
 def main(argv: list[str]) -> None:
@@ -25,6 +28,9 @@ def main(argv: list[str]) -> None:
     run.add_argument("--split", choices=SPLITS, default="test")
     run.add_argument("--limit", type=int, help="most examples of a task")
     run.add_argument("--out", type=Path, default=Path("runs/eval"), help="folder of the reports (default: runs/eval)")
+    run.add_argument("--ep", type=int, default=1, help="ranks that the experts of a layer are spread over (default: 1)")
+    run.add_argument("--tp", type=int, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
+    run.add_argument("--timeout", type=float, default=600.0, help="seconds that ranks wait for others (default: 600)")
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
         for name in TASKS.names():
@@ -32,15 +38,22 @@ def main(argv: list[str]) -> None:
         return
 
     logging.disable_progress_bar()
-    report = evaluate(
-        parse_models([arguments.model, *arguments.also]),
-        arguments.tasks.split(","),
-        modes=arguments.modes.split(","),
-        split=arguments.split,
-        limit=arguments.limit,
-        out=arguments.out,
-        command=shlex.join(["python", "-m", "eval", *argv]),
-    )
+    with launch(arguments.timeout) as world:
+        starter = ["python"] if world.size == 1 else ["torchrun", "--nproc-per-node", str(world.size)]
+        report = evaluate(
+            parse_models([arguments.model, *arguments.also]),
+            arguments.tasks.split(","),
+            modes=arguments.modes.split(","),
+            split=arguments.split,
+            limit=arguments.limit,
+            out=arguments.out,
+            command=shlex.join([*starter, "-m", "eval", *argv]),
+            world=world,
+            ep=arguments.ep,
+            tp=arguments.tp,
+        )
+    if report is None:  # rank 0 speaks
+        return
     for task in report["tasks"]:
         for row in task["systems"]:
             interval = f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,13 @@ from tqdm import tqdm
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
+from eval.ranks import ALONE, Ranks
 from eval.task import Task
-from moe import CheckpointError, ConfigError, load_complete
+from moe import CheckpointError, ConfigError, STMoEConfig, load_complete, load_model_on_mesh, together
 
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 32}
+_CHUNK = 1 << 24  # bytes
 
 
 class Request(NamedTuple):
@@ -42,39 +45,63 @@ class Prediction(NamedTuple):
 
 
 class Seq2Seq(NamedTuple):
-    """A checkpoint that is ready to predict."""
+    """A checkpoint that is ready to predict.
+
+    Attributes:
+        model: On a mesh this rank's part.
+        tokenizer: Its own.
+        fingerprint: Of the checkpoint's files; known to rank 0 only.
+        ranks: Who predicts with it.
+    """
 
     model: Any
     tokenizer: Any
     fingerprint: str
+    ranks: Ranks = ALONE
 
 
-def load_seq2seq(folder: Path) -> Seq2Seq:
+def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
     """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of transformers.
+
+    Args:
+        folder: The checkpoint.
+        ranks: Who will predict with it; those of a mesh read their parts only.
 
     Raises:
         CheckpointError: When the folder is missing, or holds no such model with all its weights and a tokenizer.
     """
-    model = load_complete(AutoModelForSeq2SeqLM, folder).eval()
+    if ranks.mesh is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_complete(AutoModelForSeq2SeqLM, folder).eval().to(device)
+    else:
+        # Fixed slots would need batches of one shape on all ranks; which token goes where is the same either way.
+        config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
+        model, _ = load_model_on_mesh(folder, ranks.mesh, config=config, gather=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Seq2Seq(model, tokenizer, fingerprint(folder) if ranks.world.rank == 0 else "", ranks)
+
+
+def fingerprint(folder: Path) -> str:
+    """Returns 16 hexadecimal digits that tell a checkpoint from others."""
     digest = hashlib.sha256()
-    for file in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
-        digest.update(file.read_bytes())
-    return Seq2Seq(model.to(device), tokenizer, digest.hexdigest()[:16])
+    for path in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()[:16]
 
 
 def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path) -> list[Prediction]:
-    """Returns a prediction for every request, in their order.
+    """Returns a prediction for every request, in their order, on every rank.
 
-    Predictions are appended to `path` as they are made. A sparse model drops tokens by group, so a prediction may
-    depend on the requests beside it; the batches are therefore a function of all requests. An interrupted run that
-    goes on reads back the batches that the file holds whole and makes the others again: its file equals, byte for
-    byte, that of a run that was never stopped on the same machine. A file of another model, task, mode or list of
-    requests is replaced.
+    Predictions are appended to `path` as they are made, by rank 0. A sparse model drops tokens by group, so a
+    prediction may depend on the requests beside it; the batches are therefore a function of all requests, and not of
+    the ranks that share them. An interrupted run that goes on, on as many ranks or not, reads back the batches that
+    the file holds whole and makes the others again: its file equals, byte for byte, that of a run that was never
+    stopped on the same machine. A file of another model, task, mode or list of requests is replaced.
 
     Args:
         system: The model.
@@ -88,7 +115,7 @@ def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str,
     """
     if mode not in MODES:
         raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
-    batches = cut_batches(requests, _ROWS[mode])
+    ranks, batches = system.ranks, cut_batches(requests, _ROWS[mode])
     header = {
         "model": system.fingerprint,
         "task": task.name,
@@ -96,19 +123,19 @@ def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str,
         "mode": mode,
         "batches": hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16],
     }
-    known = read_predictions(path, header)
+    leads = ranks.world.rank == 0
+    known = together(lambda: read_predictions(path, header) if leads else {})[0]
     whole = list(takewhile(lambda batch: all(request.id in known for request in batch), batches))
+    together(partial(_write, path if leads else None, "w", header, *(known[r.id]._asdict() for b in whole for r in b)))
     answer = _generate if mode == "generate" else _rank
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        _write(file, header, *(known[request.id]._asdict() for batch in whole for request in batch))
-        num_read = sum(map(len, whole))
-        with tqdm(total=len(requests), initial=num_read, desc=f"{task.name} {mode}", mininterval=1.0) as bar:
-            for batch in batches[len(whole) :]:
-                made = answer(system, task, batch)
-                _write(file, *(prediction._asdict() for prediction in made))
-                known.update({prediction.id: prediction for prediction in made})
-                bar.update(len(batch))
+    label, num_read = f"{task.name} {mode}", sum(map(len, whole))
+    with tqdm(total=len(requests), initial=num_read, desc=label, mininterval=1.0, disable=not leads) as bar:
+        for dealt in ranks.deal(batches[len(whole) :]):
+            batch = ranks.share(dealt)
+            made = ranks.collect(answer(system, task, batch) if batch or ranks.in_step else [])
+            together(partial(_write, path if leads else None, "a", *(prediction._asdict() for prediction in made)))
+            known.update({prediction.id: prediction for prediction in made})
+            bar.update(len(made))
     return [known[request.id] for request in requests]
 
 
@@ -135,10 +162,16 @@ def read_predictions(path: Path, header: dict[str, Any]) -> dict[str, Prediction
 
 @torch.inference_mode()
 def _generate(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Prediction]:
-    """Returns greedy generations."""
+    """Returns greedy generations; on ranks in step, all go on until the last of them is done."""
     encoded = _encode(system, [request.inputs for request in batch])
-    tokens = system.model.generate(**encoded, max_new_tokens=task.max_target_tokens, do_sample=False, num_beams=1)
-    texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    tokens = system.model.generate(
+        **encoded,
+        max_new_tokens=task.max_target_tokens,
+        do_sample=False,
+        num_beams=1,
+        synced_gpus=system.ranks.in_step,
+    )
+    texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True)[: len(batch)]
     return [Prediction(request.id, text, None) for request, text in zip(batch, texts, strict=True)]
 
 
@@ -149,9 +182,9 @@ def _rank(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Predict
     hidden = system.model.get_encoder()(**encoded).last_hidden_state
     targets = system.tokenizer(list(task.choices), padding=True, return_tensors="pt").to(hidden.device)
     labels = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, -100)
-    scores = score_choices(system.model, hidden, encoded["attention_mask"], labels).tolist()
+    scores = score_choices(system.model, hidden, encoded["attention_mask"], labels if batch else labels * 0 - 100)
     predictions = []
-    for request, row in zip(batch, scores, strict=True):
+    for request, row in zip(batch, scores[: len(batch)].tolist(), strict=True):
         by_choice = dict(zip(task.choices, row, strict=True))
         predictions.append(Prediction(request.id, max(by_choice, key=lambda choice: by_choice[choice]), by_choice))
     return predictions
@@ -179,12 +212,17 @@ def score_choices(model: Any, hidden: Tensor, mask: Tensor, labels: Tensor) -> T
 
 
 def _encode(system: Seq2Seq, texts: list[str]) -> dict[str, Tensor]:
-    """Returns `input_ids` and `attention_mask` <int64>[N, L] on the model's device."""
-    encoded = system.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(system.model.device)
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    """Returns `input_ids` and `attention_mask` <int64>[N, L] on the model's device; one row of padding for no texts."""
+    encoded = system.tokenizer(texts or [""], padding=True, truncation=True, return_tensors="pt")
+    encoded = {name: encoded[name].to(system.model.device) for name in ("input_ids", "attention_mask")}
+    if not texts:
+        encoded["attention_mask"] = torch.zeros_like(encoded["attention_mask"])
+    return encoded
 
 
-def _write(file: Any, *values: dict[str, Any]) -> None:
-    """Writes one JSON object a line and hands them to the system."""
-    file.writelines(json.dumps(value) + "\n" for value in values)
-    file.flush()
+def _write(path: Path | None, mode: str, *values: dict[str, Any]) -> None:
+    """Writes or appends one JSON object a line, unless there is no path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open(mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(value) + "\n" for value in values)

@@ -1,15 +1,17 @@
 """An evaluation from end to end: models and tasks in, report files out."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from eval.baselines import baseline_outputs
 from eval.metrics import accuracy, accuracy_by_class
 from eval.predict import MODES, Prediction, Request, load_seq2seq, predict
+from eval.ranks import ALONE, arrange
 from eval.report import write_reports
 from eval.task import TASKS, Example, Task
-from moe import ConfigError
+from moe import ConfigError, World
 
 _SHOWN_MISTAKES = 10
 
@@ -23,8 +25,14 @@ def evaluate(
     limit: int | None = None,
     out: Path,
     command: str,
-) -> dict[str, Any]:
+    world: World = ALONE.world,
+    ep: int = 1,
+    tp: int = 1,
+) -> dict[str, Any] | None:
     """Evaluates every model on every task in every mode, writes the reports and returns their content.
+
+    Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone scores, writes and
+    has something to return. Nothing depends on the number of ranks.
 
     Args:
         models: Checkpoint folders by name; the first is the one that the report is about.
@@ -34,9 +42,12 @@ def evaluate(
         limit: Most examples; every n-th is taken so that all classes stay. None for all.
         out: Receives predictions/, report.json and report.md.
         command: How it was called, for the report.
+        world: The ranks.
+        ep: Ranks that the experts of a layer are spread over.
+        tp: Ranks that heads and hidden units are spread over.
 
     Raises:
-        ConfigError: When a task, mode or limit is impossible.
+        ConfigError: When a task, mode or limit is impossible, or the ranks cannot be divided so.
     """
     chosen = [TASKS.get(name) for name in tasks]
     for mode in modes:
@@ -44,21 +55,25 @@ def evaluate(
             raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit is {limit}; expected at least 1.")
-    systems = {name: load_seq2seq(folder) for name, folder in models.items()}
+    ranks = arrange(world, ep, tp, models.values())
+    systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
+    examples = {task.name: _thin_out(task.examples(split), limit) for task in chosen}
+    predictions = {}
+    for task, name, mode in product(chosen, systems, modes):
+        requests = [Request(example.id, example.inputs) for example in examples[task.name]]
+        path = out / "predictions" / f"{task.name}.{name}.{mode}.jsonl"
+        predictions[task.name, name, mode] = predict(systems[name], task, requests, mode, path)
+    if world.rank > 0:
+        return None
+
     results = []
     for task in chosen:
-        examples = _thin_out(task.examples(split), limit)
-        requests = [Request(example.id, example.inputs) for example in examples]
-        rows, first = [], None
-        for name, system in systems.items():
-            for mode in modes:
-                path = out / "predictions" / f"{task.name}.{name}.{mode}.jsonl"
-                predictions = predict(system, task, requests, mode, path)
-                rows.append(score_row(task, examples, [p.output for p in predictions], name, mode))
-                first = first or predictions
-        for name, outputs in baseline_outputs(task.examples("train"), examples).items():
-            rows.append(score_row(task, examples, outputs, name, "baseline"))
-        results.append(_describe(task, split, examples, rows, first or []))
+        made = {key[1:]: values for key, values in predictions.items() if key[0] == task.name}
+        references = examples[task.name]
+        rows = [score_row(task, references, [p.output for p in made[key]], *key) for key in made]
+        for name, outputs in baseline_outputs(task.examples("train"), references).items():
+            rows.append(score_row(task, references, outputs, name, "baseline"))
+        results.append(_describe(task, split, references, rows, next(iter(made.values()), [])))
     report = {"command": command, "models": {name: str(path) for name, path in models.items()}, "tasks": results}
     write_reports(report, out)
     return report

@@ -5,11 +5,15 @@ Importing the package registers its models with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
-from moe.errors import CheckpointError, ConfigError, DataError, MoEError, did_you_mean, run_main
+from moe.distributed.agreement import together
+from moe.distributed.launch import World, launch
+from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
+from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean, run_main
 from moe.models.configuration import STMoEConfig
-from moe.models.loading import load_complete
+from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.models.modeling import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS
+from moe.models.sharding import mesh_limits
 from moe.registry import Registry
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -28,7 +32,10 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DispatchPlan",
+    "DistributedError",
     "FeedForwardSlot",
+    "Mesh",
+    "MeshConfig",
     "MoEError",
     "Registry",
     "Router",
@@ -43,19 +50,27 @@ __all__ = [
     "STMoEModel",
     "SparseConfig",
     "SparseFeedForward",
+    "World",
     "add_stats",
     "add_totals",
     "assign_slots",
     "balance_totals",
     "balance_within",
+    "build_mesh",
+    "check_mesh",
+    "check_model_folder",
     "collect_routers",
     "did_you_mean",
+    "launch",
     "load_complete",
+    "load_model_on_mesh",
     "load_routers",
+    "mesh_limits",
     "router_loss",
     "run_main",
     "sum_stats",
     "summarize",
+    "together",
     "total_stats",
 ]
 

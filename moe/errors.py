@@ -22,6 +22,10 @@ class CheckpointError(MoEError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another model, recipe or corpus."""
 
 
+class DistributedError(MoEError, RuntimeError):
+    """Ranks do not find each other, or one is lost on the way."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is close."""
     matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)

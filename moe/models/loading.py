@@ -1,12 +1,25 @@
 """Loading a model that must be complete: every weight is the folder's, or the folder is refused."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from moe.distributed.boxes import Box, box_of
+from moe.distributed.mesh import Mesh
+from moe.distributed.sharding import Layout, Place, local_shard
 from moe.errors import CheckpointError
+from moe.models.configuration import STMoEConfig
+from moe.models.export import stored_tensors, whole_tensors
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.sharding import shard_model
 
 _SHOWN = 5
 
@@ -32,12 +45,61 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
         model, info = model_class.from_pretrained(folder, **asked)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
-    if text := describe_misfits(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"]):
-        raise CheckpointError(
-            f"{folder} is no complete {type(model).__name__}. Weights {text}. Copy the whole folder again from where "
-            "it was saved, or give another; if config.json was edited, undo that."
-        )
+    misfits = describe_misfits(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    _refuse_incomplete(folder, type(model).__name__, misfits)
     return model
+
+
+def load_model_on_mesh(
+    folder: Path | str,
+    mesh: Mesh,
+    *,
+    config: STMoEConfig | None = None,
+    bfloat16: bool = False,
+    gather: bool = True,
+) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
+    """Returns the model of a folder cut over a mesh, and where each parameter lies.
+
+    Equal to `load_complete` and then `shard_model`, but a rank reads and holds nothing beside its own shards.
+
+    Args:
+        folder: A model saved by `save_pretrained` or `write_model`, which all ranks see.
+        mesh: The ranks.
+        config: With settings that differ from the folder's; None for the folder's.
+        bfloat16: See `shard_model`.
+        gather: See `shard_model`.
+
+    Raises:
+        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or of another shape;
+            lists them, before any memory is taken.
+    """
+    check_model_folder(folder)
+    config = config or STMoEConfig.from_pretrained(folder)
+    with _open_weights(Path(folder)) as saved:
+        with torch.device("meta"):
+            model = STMoEForConditionalGeneration(config)
+        whole = whole_tensors(config, stored_tensors(model))
+        shapes = {name: tuple(piece.get_shape()) for name, piece in saved.items()}
+        both = [(name, shapes[name], whole[name].shape) for name in shapes.keys() & whole.keys()]
+        reshaped = [(name, there, here) for name, there, here in both if there != tuple(here)]
+        misfits = describe_misfits(whole.keys() - shapes.keys(), shapes.keys() - whole.keys(), reshaped)
+        _refuse_incomplete(folder, type(model).__name__, misfits)
+
+        torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
+        layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
+        device = mesh.device_mesh.device_type
+        model.to_empty(device=torch.device(device, torch.cuda.current_device()) if device == "cuda" else device)
+        model.tie_weights()
+        place = Place.of(mesh)
+        for name, tensor in stored_tensors(model).items():
+            box = tuple((0, size) for size in tensor.shape)
+            if name in layouts:
+                box = box_of(layouts[name], mesh.config, place)
+            _read(saved[name], box, local_shard(tensor))
+    if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = str(folder)
+    return model.eval(), layouts
 
 
 def check_model_folder(folder: Path | str) -> None:
@@ -51,6 +113,56 @@ def check_model_folder(folder: Path | str) -> None:
             f"{folder} holds no model: it has no config.json. Give a folder made by save_pretrained, e.g. the model/ "
             "folder of a run."
         )
+
+
+def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:
+    """Raises a CheckpointError when there are misfits between a folder's weights and its model."""
+    if misfits:
+        raise CheckpointError(
+            f"{folder} is no complete {kind}. Weights {misfits}. Copy the whole folder again from where it was saved, "
+            "or give another; if config.json was edited, undo that."
+        )
+
+
+@contextmanager
+def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
+    """Gives the tensors of a folder by name, as things that can be sliced; nothing is read before that.
+
+    Raises:
+        CheckpointError: When files are missing or torn.
+    """
+    with ExitStack() as stack:
+        try:
+            names = {SAFE_WEIGHTS_NAME}
+            if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)]
+            saved = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118  no mapping
+        except (OSError, ValueError, LookupError, SafetensorError) as error:
+            raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
+        yield saved
+
+
+def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
+    """Returns the dtype of a model's floating-point weights: the config's, or that in which they are saved."""
+    if config.dtype is not None:
+        return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
+    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return next((known[piece.get_dtype()] for piece in saved.values() if piece.get_dtype() in known), torch.float32)
+
+
+@torch.no_grad()
+def _read(saved: Any, box: Box, target: Tensor) -> None:
+    """Fills <any>[...] with a box of a saved tensor, which may be one with gate above up in place of gate and up."""
+    if len(box) == len(saved.get_shape()):
+        target.copy_(saved[tuple(slice(*ends) for ends in box)])
+        return
+    *outer, (first, last), (start, end), columns = box
+    half = saved.get_shape()[-2] // 2
+    for number in range(first, last):
+        rows = (number * half + start, number * half + end)
+        part = saved[tuple(slice(*ends) for ends in (*outer, rows, columns))]
+        target.select(-3, number - first).copy_(part)
 
 
 def describe_misfits(

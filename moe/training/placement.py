@@ -11,7 +11,7 @@ from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, Place
 from moe.models.configuration import STMoEConfig
 from moe.models.initial_weights import draw_weights
-from moe.models.loading import load_complete
+from moe.models.loading import load_complete, load_model_on_mesh
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.sharding import mesh_limits, model_layouts, shard_model
 from moe.sparse.groups import sequences_per_group
@@ -59,7 +59,11 @@ def new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> PlacedMo
     """Returns a model with initial weights; they depend on the seed alone, not on the mesh."""
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(config)
-    mesh, layouts = _cut(recipe, model, device_type)
+    if recipe.mesh.num_ranks == 1:
+        mesh, layouts = None, model_layouts(model, config, recipe.mesh)
+    else:
+        mesh = build_mesh(recipe.mesh, device_type)
+        layouts = shard_model(model, mesh, bfloat16=_in_bfloat16(recipe))
     model.to_empty(device=_device(device_type))
     model.tie_weights()
     sizes, place = (mesh.config, Place.of(mesh)) if mesh else (MeshConfig(), Place(0, 0, 0, 0))
@@ -73,20 +77,19 @@ def pretrained_model(recipe: Recipe, config: STMoEConfig, folder: Path, device_t
     Raises:
         CheckpointError: When the folder's weights are not complete.
     """
-    model = load_complete(STMoEForConditionalGeneration, folder, config=config)
-    mesh, layouts = _cut(recipe, model, device_type)
-    torch.nn.Module.to(model, _device(device_type))
+    if recipe.mesh.num_ranks == 1:
+        model, mesh = load_complete(STMoEForConditionalGeneration, folder, config=config), None
+        layouts = model_layouts(model, config, recipe.mesh)
+        torch.nn.Module.to(model, _device(device_type))
+    else:
+        mesh = build_mesh(recipe.mesh, device_type)
+        model, layouts = load_model_on_mesh(folder, mesh, config=config, bfloat16=_in_bfloat16(recipe))
     return PlacedModel(_prepare(model, recipe), layouts, mesh)
 
 
-def _cut(
-    recipe: Recipe, model: STMoEForConditionalGeneration, device_type: str
-) -> tuple[Mesh | None, dict[str, Layout]]:
-    """Returns the mesh that the recipe asks for, None for one rank, and the layouts of the model, now cut over it."""
-    if recipe.mesh.num_ranks == 1:
-        return None, model_layouts(model, model.config, recipe.mesh)
-    mesh = build_mesh(recipe.mesh, device_type)
-    return mesh, shard_model(model, mesh, bfloat16=recipe.training.precision == "bfloat16")
+def _in_bfloat16(recipe: Recipe) -> bool:
+    """Returns whether parameters travel in bfloat16."""
+    return recipe.training.precision == "bfloat16"
 
 
 def _prepare(model: STMoEForConditionalGeneration, recipe: Recipe) -> STMoEForConditionalGeneration:

@@ -76,12 +76,12 @@ def build(dtype, checkpointed=False, crowded=False, **fields):
     return model
 
 
-def recipe(dtype, micro=None, optimizer="adafactor"):
+def recipe(dtype, micro=None, optimizer="adafactor", precision="float32"):
     """Returns settings of a run; in float32 with small steps, else rounding soon sends a token to another expert."""
     lr = 0.1 if dtype == torch.float64 and optimizer == "adafactor" else 1e-3
     return PretrainRecipe(
         optim=OptimRecipe(optimizer=optimizer, lr=lr, warmup_steps=1, max_grad_norm=0.5),
-        training=TrainingRecipe(steps=99, batch_size=ROWS, micro_batch_size=micro),
+        training=TrainingRecipe(steps=99, batch_size=ROWS, micro_batch_size=micro, precision=precision),
     )
 
 
@@ -185,6 +185,56 @@ def test_20_updates_in_float32_on_a_mesh_equal_those_of_one_process(tmp_path):
     meshes = ("dp_shard 2, ep 2", "ep 2, tp 2")
     cases = {(mesh, name): (MESHES[4][mesh], torch.float32, 20, LONG[name]) for mesh in meshes for name in LONG}
     assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-5)
+
+
+def in_bfloat16(rank, num_ranks):
+    """Returns what travelled in which dtype, and the losses of a mesh and of one process."""
+    seen = {"all_to_all_single": set(), "reduce_scatter_single": set(), "all_gather_single": set()}
+    originals = {name: getattr(dist, name) for name in seen}
+
+    def watch(name):
+        def call(*arguments, **options):
+            x = options.get("input_tensor", options.get("input", arguments[1] if len(arguments) > 1 else None))
+            seen[name].add(str(x.dtype))
+            return originals[name](*arguments, **options)
+
+        return call
+
+    answers = {}
+    for dispatch in ("ragged", "static"):
+        theirs, ours = (build(torch.float32, dispatch=dispatch) for _ in range(2))
+        mesh = build_mesh(MeshConfig(dp_shard=2, ep=2), "cpu")
+        shard_model(ours, mesh, bfloat16=True)
+        optimizers = [
+            OPTIMIZERS.get("adafactor")(parameter_groups(m), clipping_threshold=1.0, weight_decay=0.0)
+            for m in (ours, theirs)
+        ]
+        settings = recipe(torch.float32, 2, precision="bfloat16")
+        losses = []
+        for step in range(2):
+            data = batch(step, hole=False)
+            here = {name: value[mesh.rows(ROWS)] for name, value in data.items()}
+            for name in seen:
+                setattr(dist, name, watch(name))
+            metrics = train_step(ours, optimizers[0], settings, here, step, mesh)
+            for name, original in originals.items():
+                setattr(dist, name, original)
+            losses.append((metrics.loss, train_step(theirs, optimizers[1], settings, data, step).loss))
+        answers[dispatch] = losses
+    return {"dtypes": {name: sorted(dtypes) for name, dtypes in seen.items()}, "losses": answers}
+
+
+@pytest.mark.slow
+def test_in_bfloat16_rows_travel_in_it_and_gradients_are_summed_in_float32(tmp_path):
+    for answer in run_ranks(in_bfloat16, 4, tmp_path, timeout=300):
+        assert answer["dtypes"] == {
+            "all_to_all_single": ["torch.bfloat16", "torch.int64"],
+            "reduce_scatter_single": ["torch.float32"],
+            "all_gather_single": ["torch.bfloat16", "torch.float32"],
+        }
+        for losses in answer["losses"].values():
+            for ours, theirs in losses:
+                torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0)
 
 
 def average_over_ep(model, mesh):

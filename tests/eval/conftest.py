@@ -42,8 +42,7 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     return made
 
 
-@pytest.fixture(scope="session")
-def task() -> Task:
+def colour_task() -> Task:
     things = [("fire", "red"), ("grass", "green"), ("sea", "dark blue"), ("blood", "red"), ("leaf", "green")]
     examples = [
         Example(f"{thing}-{i}", thing, f"name the colour of {'the ' * i}{thing}", colour)
@@ -51,3 +50,8 @@ def task() -> Task:
         for thing, colour in things
     ]
     return Task("colour", 1, "Colours of things.", "CC0-1.0", CHOICES, lambda split: examples, 7)
+
+
+@pytest.fixture(scope="session")
+def task() -> Task:
+    return colour_task()

@@ -1,12 +1,15 @@
 """python -m eval as a user calls it."""
 
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from eval.task import TASKS
+from tests.models.tiny import tiny_model
 
 
 def call(*arguments):
@@ -50,6 +53,43 @@ def test_a_wrong_argument_is_one_message_and_exit_code_2(arguments, message, tmp
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def torchrun(num_ranks, *arguments):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "eval"]
+    return subprocess.run(
+        [sys.executable, *launcher, *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks_report_what_one_process_reports(folders, tokenizer, tmp_path):
+    tiny_model(num_experts=8, num_heads=4, d_ff=34, eval_capacity_factor=0.5).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = ["run", "--model", str(tmp_path / "model"), "--tasks", "unicode_category", "--limit", "71"]
+    spread = [*asked, "--ep", "2", "--tp", "2", "--timeout", "60"]
+    for num_ranks, arguments, out in ((1, asked, "one"), (4, spread, "four")):
+        start = call if num_ranks == 1 else partial(torchrun, num_ranks)
+        done = start(*arguments, "--out", str(tmp_path / out))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("unicode_category  model") == 2
+    one, four = (json.loads((tmp_path / out / "report.json").read_text()) for out in ("one", "four"))
+    assert four["tasks"] == one["tasks"]
+    assert four["command"].startswith("torchrun --nproc-per-node 4 -m eval run")
+    one, four = ((tmp_path / out / "predictions/unicode_category.model.generate.jsonl") for out in ("one", "four"))
+    assert four.read_bytes() == one.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_mesh_that_does_not_fit_is_one_message_for_all_ranks(folders, tmp_path):
+    model = ["--model", str(folders["moe"]), "--tasks", "unicode_category", "--out", str(tmp_path)]
+    done = torchrun(2, "run", *model, "--ep", "2")
+    assert done.returncode != 0
+    assert done.stderr.count("7 experts cannot be spread evenly over ep 2") == 1
+    codes = re.findall(r"exitcode *: (-?\d+)", done.stderr)
+    assert "2" in codes
+    assert set(codes) <= {"2", "-15"}  # torchrun ends the others when it sees the first end
+    assert "eval/__main__.py" not in done.stderr  # no traceback of ours
 
 
 def test_list_names_every_task():

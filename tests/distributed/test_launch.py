@@ -1,0 +1,217 @@
+"""Ranks that torchrun starts meet, and whatever goes wrong with one of them ends all in time, with a message.
+
+The ranks of the tests are processes that get torchrun's environment variables, and a store for every start as its agent
+keeps one.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from moe.distributed.launch import World, launch
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.errors import ConfigError, DataError, DistributedError
+
+RANKS, SECONDS = 4, 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """Sets torchrun's variables."""
+
+    def set_variables(rank, size, port):
+        values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_variables
+
+
+@pytest.fixture
+def busy_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with launch() as world:
+        assert world == World(0, 1, 0, DEVICE)
+        assert not dist.is_initialized()
+
+
+def test_a_timeout_of_nothing_and_half_of_torchruns_variables_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"timeout is 0; expected a number of seconds above 0"), launch(timeout=0):
+        pass
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"), launch():
+        pass
+
+
+def test_groups_made_later_have_the_timeout_and_the_end_leaves_nothing(torchrun, free_port):
+    torchrun(0, 1, free_port)
+    before = distributed_c10d.default_pg_timeout
+    with launch(timeout=17) as world:
+        assert world == World(0, 1, 0, DEVICE)
+        group = dist.new_group([0])
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=17)
+    assert not dist.is_initialized()
+    assert distributed_c10d.default_pg_timeout == before
+
+
+def test_an_error_of_the_program_is_not_mistaken_for_a_lost_rank(torchrun, free_port):
+    torchrun(0, 1, free_port)
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2") as caught, launch():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not isinstance(caught.value, DistributedError)
+    assert not dist.is_initialized()
+
+
+def test_a_port_in_use_is_named(torchrun, busy_port):
+    torchrun(0, 2, busy_port)
+    with pytest.raises(DistributedError, match=rf"listen on 127\.0\.0\.1:{busy_port}: the port is in use"), launch(5):
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank):
+    torchrun(rank, 2, free_port)
+    start = time.monotonic()
+    message = rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds"
+    with pytest.raises(DistributedError, match=message), launch(timeout=2):
+        pass
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.slow
+def test_errors_and_lost_ranks_end_every_rank_in_time_with_its_message(tmp_path):
+    ends, codes = run_cases(tmp_path)
+    lost = "DistributedError: Rank {} of 4 lost another rank during an exchange"
+
+    for texts in (ends["the same error"], ends["the same missing file"]):
+        assert sorted(text.split(":")[0] for text in texts)[1:] == ["SystemExit"] * 3
+    assert all("too late" not in text for texts in ends.values() for text in texts)
+    assert "ConfigError: 7 experts" in ends["the same error"]
+    assert ends["errors of their own"] == [f"DataError: row {rank}" for rank in range(RANKS)]
+
+    assert ends["an error of one"][1] == "DataError: row 1"
+    for rank in (0, 2, 3):
+        assert ends["an error of one"][rank].startswith(lost.format(rank))
+    assert ends["a late rank of a mesh"][0].startswith(lost.format(0))
+    assert "within 3 seconds" in ends["a late rank of a mesh"][0]
+    assert ends["a late rank of a mesh"][2:] == ["fine", "fine"]
+    for rank in (0, 2, 3):
+        assert ends["a killed rank"][rank].startswith(lost.format(rank))
+    assert codes == [0, -signal.SIGKILL, 0, 0]
+
+
+def run_cases(folder):
+    """Returns how each rank ended each case, and the exit codes; every rank goes through all cases."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in CASES]
+    ports = [store.port for store in stores]
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(RANKS)
+    processes = [context.Process(target=on_a_rank, args=(rank, ports, str(folder), barrier)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 90
+    try:
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+            assert process.exitcode is not None, "a rank hangs"
+    finally:
+        for process in processes:
+            process.kill()
+    texts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {case: [texts[rank].get(case, "") for rank in range(RANKS)] for case in CASES}, [
+        process.exitcode for process in processes
+    ]
+
+
+def on_a_rank(rank, ports, folder, barrier):
+    torch.set_num_threads(1)
+    ends = {}
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    for (name, case), port in zip(CASES.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        barrier.wait(60)
+        start = time.monotonic()
+        try:
+            with launch(timeout=SECONDS if "late" in name else 30) as world:
+                barrier.wait(60)
+                case(world)
+            ends[name] = "fine"
+        except BaseException as error:
+            ends[name] = f"{type(error).__name__}: {error}"
+        if time.monotonic() - start > 10 + SECONDS:
+            ends[name] += " too late"
+        Path(folder, f"{rank}.json").write_text(json.dumps(ends))
+
+
+def the_same_error(world):
+    raise ConfigError("7 experts")
+
+
+def the_same_missing_file(world):
+    Path("/nowhere/config.json").read_text()
+
+
+def errors_of_their_own(world):
+    raise DataError(f"row {world.rank}")
+
+
+def an_error_of_one(world):
+    if world.rank == 1:
+        raise DataError("row 1")
+    dist.all_reduce(torch.ones(3))
+
+
+def a_late_rank_of_a_mesh(world):
+    mesh = build_mesh(MeshConfig(ep=2, tp=2), "cpu")
+    if world.rank == 1:
+        time.sleep(SECONDS + 1)
+        return
+    dist.all_reduce(torch.ones(3), group=mesh.tp)
+
+
+def a_killed_rank(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_gather_object([None] * RANKS, world.rank)
+
+
+CASES = {
+    "the same error": the_same_error,
+    "the same missing file": the_same_missing_file,
+    "errors of their own": errors_of_their_own,
+    "an error of one": an_error_of_one,
+    "a late rank of a mesh": a_late_rank_of_a_mesh,
+    "a killed rank": a_killed_rank,
+}

@@ -1,0 +1,123 @@
+"""Ranks together make the predictions of one process, which is the oracle: same lines, same order, each once.
+
+The model drops tokens by group, so that other batches, or a padding batch that took capacity, would change its answers.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import eval.predict
+from eval.predict import MODES, load_seq2seq, predict
+from eval.ranks import arrange
+from moe import CheckpointError, ConfigError, World
+from tests.distributed.ranks import run_ranks
+from tests.eval.conftest import colour_task
+from tests.eval.test_predict import requests_of
+from tests.models.tiny import tiny_model
+
+ROWS = 4  # 25 requests: 6 batches and one of a single request
+FIELDS = {"num_experts": 8, "num_heads": 4, "d_ff": 34, "eval_capacity_factor": 0.5, "min_expert_capacity": 1}
+STATIC = {**FIELDS, "dispatch": "static", "group_size": 16}
+MESHES = {  # (model, ep, tp) by ranks
+    2: [("ragged", 2, 1), ("ragged", 1, 2), ("static", 2, 1)],
+    3: [("t5", 1, 1), ("ragged", 1, 1)],
+    4: [("ragged", 2, 1), ("ragged", 4, 1), ("ragged", 2, 2)],
+}
+
+
+@pytest.fixture(scope="module")
+def models(folders, tokenizer, tmp_path_factory):
+    made = {"t5": folders["t5"]}
+    for name, fields in (("ragged", FIELDS), ("static", STATIC)):
+        made[name] = tmp_path_factory.mktemp(name)
+        tiny_model(**fields).save_pretrained(made[name])
+        tokenizer.save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory):
+    """Returns the folder of MODEL.MODE.jsonl of one process."""
+    folder, rows, threads = tmp_path_factory.mktemp("alone"), eval.predict._ROWS, torch.get_num_threads()
+    eval.predict._ROWS = dict.fromkeys(MODES, ROWS)
+    torch.set_num_threads(1)  # as a rank has
+    for name, path in models.items():
+        for mode in MODES:
+            predict(
+                load_seq2seq(path), colour_task(), requests_of(colour_task()), mode, folder / f"{name}.{mode}.jsonl"
+            )
+    eval.predict._ROWS = rows
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", MESHES)
+def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_ranks, tmp_path):
+    answers = run_ranks(predict_on_a_rank, num_ranks, tmp_path, models, str(tmp_path))
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0]["resumed"] == len(MESHES[num_ranks]) * len(MODES)
+    for name, ep, tp in MESHES[num_ranks]:
+        for mode in MODES:
+            expected = (alone / f"{name}.{mode}.jsonl").read_bytes()
+            found = (tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl").read_bytes()
+            if ep * tp == 1:
+                assert found == expected
+            header, *ours = map(json.loads, found.splitlines())
+            assert header == json.loads(expected.splitlines()[0])
+            theirs = [json.loads(line) for line in expected.splitlines()[1:]]
+            assert [(line["id"], line["output"]) for line in ours] == [(line["id"], line["output"]) for line in theirs]
+            for one, other in zip(ours, theirs, strict=True):
+                assert one["scores"] == (pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None)
+            assert answers[0][f"{name} {ep} {tp} {mode}"] == sorted(ours, key=lambda line: line["id"])
+
+
+def predict_on_a_rank(rank, num_ranks, models, out):
+    """Writes out/MODEL.EP.TP.MODE.jsonl; returns all predictions, and how many files went on to the same bytes."""
+    eval.predict._ROWS = dict.fromkeys(MODES, ROWS)
+    task, answers, resumed = colour_task(), {}, 0
+    for name, ep, tp in MESHES[num_ranks]:
+        ranks = arrange(World(rank, num_ranks, rank, "cpu"), ep, tp, [models[name]])
+        system = load_seq2seq(models[name], ranks)
+        for mode in MODES:
+            path = Path(out, f"{name}.{ep}.{tp}.{mode}.jsonl")
+            made = predict(system, task, requests_of(task), mode, path)
+            answers[f"{name} {ep} {tp} {mode}"] = sorted((p._asdict() for p in made), key=lambda line: line["id"])
+            whole = path.read_bytes()
+            dist.barrier()
+            if rank == 0:  # as kill -9 leaves it: two batches, one line of the third, and a torn one
+                path.write_bytes(b"".join(whole.splitlines(keepends=True)[: 1 + 2 * ROWS + 1]) + b'{"id": "se')
+            dist.barrier()
+            again = predict(system, task, requests_of(task), mode, path)
+            resumed += again == made and path.read_bytes() == whole
+    return {**answers, "resumed": resumed}
+
+
+def test_ranks_that_cannot_be_divided_so_are_refused_before_a_model_is_loaded(models, tmp_path):
+    three = World(0, 3, 0, "cpu")
+    with pytest.raises(ConfigError, match=r"it has 2 ranks, but there are 3.*Choose --ep and --tp of one"):
+        arrange(three, 2, 1, [models["ragged"]])
+    with pytest.raises(ConfigError, match=r"8 experts cannot be spread evenly over ep 3"):
+        arrange(three, 3, 1, [models["ragged"]])
+    with pytest.raises(ConfigError, match=r"mesh\.ep is 0; expected an integer of at least 1"):
+        arrange(three, 0, 1, [models["ragged"]])
+    with pytest.raises(ConfigError, match=r"holds a model of type t5, which cannot be cut over --ep 1 and --tp 3"):
+        arrange(three, 1, 3, [models["t5"]])
+    with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
+        arrange(three, 3, 1, [tmp_path])
+
+
+def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
+    batches = [[number] for number in range(7)]
+    for size, tp in ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (9, 1)):
+        parts = []
+        for rank in range(size):
+            ranks = arrange(World(rank, size, rank, "cpu"), 1, 1, [])
+            ranks = ranks._replace(sizes=ranks.sizes.__class__(dp_replicate=size // tp, tp=tp))
+            parts.append([ranks.share(dealt) for dealt in ranks.deal(batches)])
+        assert all(part == parts[rank // tp * tp] for rank, part in enumerate(parts))
+        assert [batch for dealt in zip(*parts[::tp], strict=True) for batch in dealt if batch] == batches
