@@ -13,7 +13,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.models.modeling import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS
-from moe.models.sharding import mesh_limits
+from moe.models.sharding import mesh_limits, shard_model
 from moe.registry import Registry
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -68,6 +68,7 @@ __all__ = [
     "mesh_limits",
     "router_loss",
     "run_main",
+    "shard_model",
     "sum_stats",
     "summarize",
     "together",

@@ -1,31 +1,44 @@
-"""Checkpoints that are whole or absent: written aside, flushed to disk, then renamed."""
+"""Checkpoints that are whole or absent: each rank writes its shards aside, while training goes on; then they appear.
 
-import errno
-import io
+A checkpoint is what snapshot.py says of model and optimizer, in the format of torch.distributed.checkpoint, and a file
+state.json. All randomness of a run is a function of its seed and step, and so is the place in data and schedule: the
+step is all that is kept of them.
+"""
+
 import json
 import os
-import re
+import pickle
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import safetensors
-import safetensors.torch
 import torch
+import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from moe.data.storage import whole_folder
+from moe.distributed.exchange import from_first_rank
+from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
 from moe.models.loading import describe_misfits
+from moe.training.snapshot import OPTIMIZER, fresh_state, optimizer_state, put_numbers, weights_of
 
-WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.pt", "state.json"
+STATE_FILE, _INDEX_FILE = "state.json", ".metadata"
 
 
 class RunState(NamedTuple):
-    """What a checkpoint says beside weights and moments.
+    """What a checkpoint says beside weights and the optimizer's state.
 
     Attributes:
         step: Updates behind it; also the position in the data.
@@ -38,33 +51,142 @@ class RunState(NamedTuple):
     recipe: dict[str, Any]
 
 
-def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState, *, keep: int
-) -> Path:
-    """Writes a checkpoint below `folder` and removes all but the `keep` newest.
+class CheckpointWriter:
+    """Writes checkpoints below a folder, one at a time, and keeps the newest.
 
-    A full disk or a kill at any moment leaves the earlier ones as they were.
+    A kill of any rank at any moment, or a full disk, leaves the earlier ones as they were. Every rank must enter, save
+    and wait alike; `folder` must be one that all of them see.
 
-    Returns:
-        The checkpoint's folder, `step_` and 8 digits.
+    Example:
+        with CheckpointWriter(folder, keep=2) as writer:
+            writer.save(model, optimizer, layouts, RunState(step, fingerprint, recipe))
+
+    Args:
+        folder: Receives a folder for each checkpoint: `step_` and 8 digits.
+        keep: Newest checkpoints that stay.
+        timeout: How long a rank waits for the others to have written; None for torch's default.
     """
-    target = folder / f"step_{state.step:08d}"
-    with whole_folder(target, marker=STATE_FILE) as partial, disk_errors(target):
-        safetensors.torch.save_model(model, str(partial / WEIGHTS_FILE))
-        moments = io.BytesIO()  # torch reports a full disk as a RuntimeError, a file as an OSError
-        torch.save(optimizer.state_dict(), moments)
-        (partial / OPTIMIZER_FILE).write_bytes(moments.getbuffer())
-        sizes = {name: (partial / name).stat().st_size for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
+
+    def __init__(self, folder: Path, *, keep: int, timeout: timedelta | None = None) -> None:
+        self._folder, self._keep, self._timeout = folder, keep, timeout
+        self._group: dist.ProcessGroup | None = None
+        self._running: _Save | None = None
+
+    def __enter__(self) -> "CheckpointWriter":
+        """Removes what killed runs have left; gives the background threads of all ranks a group of their own."""
+        if dist.is_initialized():
+            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout))
+        else:  # said by torch at each save, in its thread, where it cannot be caught
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        from_first_rank(lambda: _remove_leftovers(self._folder))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits for the last checkpoint; after an error, which is then what counts, without raising its own."""
+        try:
+            if kind is None:
+                self.wait()
+            else:
+                with suppress(Exception):
+                    self.wait()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout], state: RunState
+    ) -> Path:
+        """Copies weights and the optimizer's state, begins to write them in the background, and returns where.
+
+        Waits for the save before, if that is still running. When all ranks have written, the checkpoint appears and
+        all but the newest are removed.
+
+        Raises:
+            DataError: When something else lies where the checkpoint should be.
+            Others: Those of `wait`, for the save before.
+        """
+        self.wait()
+        target = self._folder / f"step_{state.step:08d}"
+        opened = ExitStack()
+        partial = from_first_rank(lambda: opened.enter_context(whole_folder(target, marker=STATE_FILE)))
+        with ExitStack() as after_failure, closing(DefaultStager(StagingOptions(False, False, False, False))) as stager:
+            after_failure.push(opened)
+            future = async_save(
+                {**weights_of(model, layouts), **optimizer_state(model, optimizer, layouts)},
+                storage_writer=_Writer(partial, target, state, opened, self._keep),
+                process_group=self._group,
+                no_dist=self._group is None,
+                async_stager=stager,
+            )
+            after_failure.pop_all()
+        self._running = _Save(target, cast(Future[Any], future), opened)
+        return target
+
+    def wait(self) -> None:
+        """Waits until the last save is on the disk.
+
+        Raises:
+            OSError: When the disk is full or fails on any rank; names the checkpoint.
+            CheckpointError: When it failed otherwise, e.g. because a rank died.
+        """
+        if self._running is None:
+            return
+        (target, future, opened), self._running = self._running, None
+        try:
+            with opened:  # empty when all went well
+                future.result()
+        except CheckpointException as failed:
+            rank, error = _cause(failed)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(target)) from failed
+            raise _not_written(target, f"rank {rank} failed with {error!r}") from failed
+        except RuntimeError as error:
+            raise _not_written(target, str(error)) from error
+
+
+class _Save(NamedTuple):
+    """A save in the background: its folder, when it is done, and what holds the folder that is being filled."""
+
+    target: Path
+    future: Future[Any]
+    opened: ExitStack
+
+
+class _Writer(FileSystemWriter):
+    """Writes one checkpoint; torch calls `finish` on the first rank once all ranks have written."""
+
+    def __init__(self, partial: Path, target: Path, state: RunState, opened: ExitStack, keep: int) -> None:
+        super().__init__(partial)
+        self._partial, self._target, self._state, self._opened, self._keep = partial, target, state, opened, keep
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Writes this rank's shards and waits until they are on the disk.
+
+        Raises:
+            OSError: When the disk fails; torch says RuntimeError, and the reason would be lost on the way to others.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from error
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Writes the index and state.json, lets the checkpoint appear, and removes those that are too many."""
+        super().finish(metadata, results)
+        sizes = {file.name: file.stat().st_size for file in sorted(self._partial.iterdir())}
         versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-        facts = {**state._asdict(), "sizes": sizes, "versions": versions}
-        (partial / STATE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        for name in (*sizes, STATE_FILE):
-            _flush(partial / name)
-        _flush(partial)
-    _flush(folder)
-    for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old)
-    return target
+        facts = {**self._state._asdict(), "sizes": sizes, "versions": versions}
+        (self._partial / STATE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        for path in (self._partial / _INDEX_FILE, self._partial / STATE_FILE, self._partial):
+            _flush(path)
+        self._opened.close()
+        _flush(self._target.parent)
+        for old in _complete(self._target.parent)[: -self._keep]:
+            shutil.rmtree(old)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -79,21 +201,45 @@ def load_state(path: Path) -> RunState:
     return RunState(**{name: facts[name] for name in RunState._fields})
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Puts weights and moments of a checkpoint into `model` and `optimizer`.
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
+) -> None:
+    """Puts weights and the optimizer's state of a checkpoint into `model` and `optimizer`, wherever it was made.
+
+    Every rank must call it; it reads what it holds. Parameters whose state the checkpoint has not, since they never
+    had a gradient, start fresh.
+
+    Args:
+        path: The checkpoint.
+        model: On the mesh that training goes on with.
+        optimizer: Of its parameters, before the first step or after.
+        layouts: Where each parameter lies.
 
     Raises:
-        CheckpointError: When weights are missing, unexpected or of another shape; lists them, and changes nothing.
+        CheckpointError: When something is missing, unexpected or of another shape; lists it, and changes nothing.
     """
-    weights = safetensors.torch.load_file(path / WEIGHTS_FILE)
-    own = dict(model.state_dict(keep_vars=True))
-    tied = {name for name, weight in own.items() if any(weight is own[first] for first in own if first < name)}
-    both = [(name, weights[name].shape, own[name].shape) for name in own.keys() & weights.keys()]
-    reshaped = [(name, saved, shape) for name, saved, shape in both if saved != shape]
-    if text := describe_misfits(own.keys() - weights.keys() - tied, weights.keys() - own.keys(), reshaped):
-        raise CheckpointError(f"{path} is a checkpoint of another model. Weights {text}. Use the recipe of its run.")
-    model.load_state_dict(weights, strict=False)
-    optimizer.load_state_dict(torch.load(path / OPTIMIZER_FILE, weights_only=True))
+    try:
+        index = FileSystemReader(path).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} has no index of its shards ({error}): it is torn, or of an earlier version of this library. Go on "
+            "from another checkpoint, or start a new run."
+        ) from error
+    saved = {name: tuple(cast(Any, entry).size) for name, entry in index.state_dict_metadata.items()}
+    saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
+    weights = weights_of(model, layouts)
+    _refuse_misfits(path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights)
+    with fresh_state(model, optimizer, {name.split("/")[1] for name in saved_state}):
+        state = optimizer_state(model, optimizer, layouts)
+        _refuse_misfits(path, "optimizer", "Its state:", saved_state, state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            try:
+                load({**weights, **state}, checkpoint_id=path)
+            except CheckpointException as failed:
+                rank, error = _cause(failed)
+                raise CheckpointError(f"{path} could not be read: rank {rank} failed with {error!r}.") from failed
+    put_numbers(model, optimizer, state)
 
 
 def check_same_run(path: Path, saved: RunState, current: RunState, free: frozenset[str]) -> None:
@@ -126,15 +272,41 @@ def check_same_run(path: Path, saved: RunState, current: RunState, free: frozens
         )
 
 
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a failed write of safetensors into the OSError that it is, about `path`."""
-    try:
-        yield
-    except safetensors.SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from error
+def _refuse_misfits(
+    path: Path, kind: str, subject: str, saved: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]
+) -> None:
+    """Raises a CheckpointError that lists what does not fit, unless all does."""
+    both = [(name, saved[name], tuple(own[name].shape)) for name in own.keys() & saved.keys()]
+    reshaped = [(name, there, here) for name, there, here in both if there != here]
+    if text := describe_misfits(own.keys() - saved.keys(), saved.keys() - own.keys(), reshaped):
+        raise CheckpointError(f"{path} is a checkpoint of another {kind}. {subject} {text}. Use the recipe of its run.")
+
+
+def _cause(failed: CheckpointException) -> tuple[int, BaseException]:
+    """Returns a rank that failed, and how: the first with an error of the disk, else the first."""
+    return min(
+        ((rank, wrapped[0]) for rank, wrapped in failed.failures.items()),
+        key=lambda item: (not isinstance(item[1], OSError), item[0]),
+    )
+
+
+def _not_written(target: Path, reason: str) -> CheckpointError:
+    """Returns the error that says so."""
+    return CheckpointError(
+        f"{target} could not be written: {reason}. Earlier checkpoints are as they were: the same command with "
+        "--resume goes on from the last."
+    )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what runs that were killed in the middle of a save have left; puts back what they were replacing."""
+    for replaced in folder.glob(".step_*.replaced"):
+        target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
+        if not target.exists():
+            replaced.rename(target)
+    for pattern in (".step_*.partial", ".step_*.replaced"):
+        for leftover in folder.glob(pattern):
+            shutil.rmtree(leftover)
 
 
 def _complete(folder: Path) -> list[Path]:

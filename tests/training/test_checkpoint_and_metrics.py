@@ -2,6 +2,7 @@
 
 import errno
 import math
+import threading
 from collections import Counter
 
 import pytest
@@ -10,28 +11,47 @@ import torch
 from moe import CheckpointError, DataError
 from moe.data.storage import read_json_lines
 from moe.data.tokenizer import SpecialIds
+from moe.distributed.mesh import MeshConfig
+from moe.models.sharding import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training import checkpoint
 from moe.training.checkpoint import (
+    CheckpointWriter,
     RunState,
     check_same_run,
     latest_checkpoint,
     load_checkpoint,
     load_state,
-    save_checkpoint,
 )
 from moe.training.heldout import HeldOut, evaluate_held_out, unigram_entropy
 from moe.training.metrics import MetricsWriter
 from tests.models.tiny import tiny_batch, tiny_model
 
 
-def trained(seed=0, **changes):
+def adafactor(model):
+    """Returns Adafactor that factors most matrices of so small a model, not only the experts'."""
+    return Adafactor(parameter_groups(model), lr=0.01, min_dim_size_to_factor=5)
+
+
+def trained(seed=0, build=adafactor, **changes):
     model = tiny_model(seed, **changes).train()
-    optimizer = Adafactor(parameter_groups(model), lr=0.01)
+    optimizer = build(model)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
     model(**tiny_batch()).loss.backward()
     optimizer.step()
-    return model, optimizer
+    optimizer.zero_grad()
+
+
+def layouts(model):
+    return model_layouts(model, model.config, MeshConfig())
+
+
+def load(path, model, optimizer):
+    load_checkpoint(path, model, optimizer, layouts(model))
 
 
 def state(step, **changes):
@@ -40,19 +60,77 @@ def state(step, **changes):
 
 def save(folder, step, keep=2, **changes):
     model, optimizer = trained(**changes)
-    return model, optimizer, save_checkpoint(folder, model, optimizer, state(step), keep=keep)
+    with CheckpointWriter(folder, keep=keep) as writer:
+        path = writer.save(model, optimizer, layouts(model), state(step))
+    return model, optimizer, path
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_and_moments_come_back_exactly(tmp_path, tied):
-    model, optimizer, path = save(tmp_path, 7, tie_word_embeddings=tied)
-    other, other_optimizer = trained(seed=1, tie_word_embeddings=tied)
-    load_checkpoint(path, other, other_optimizer)
-    assert load_state(path) == state(7)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+def assert_same(model, optimizer, other, other_optimizer):
+    for a, b in zip((*model.parameters(), *model.buffers()), (*other.parameters(), *other.buffers()), strict=True):
         assert torch.equal(a, b)
-        for name, value in optimizer.state[a].items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other_optimizer.state[b][name]))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        ours, theirs = optimizer.state[a], other_optimizer.state[b]
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            assert type(value) is type(theirs[name])
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name]))
+
+
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "relu": {"feed_forward_proj": "relu"},
+    "with a buffer": {"router": "bias_balanced", "router_options": None},
+    "as many hidden units as gates and inputs": {"d_model": 62},  # 2 F = D
+    "adamw": {"build": lambda model: torch.optim.AdamW(model.parameters())},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_weights_and_moments_come_back_exactly(tmp_path, variant, fresh):
+    model, optimizer, path = save(tmp_path, 7, **variant)
+    other, other_optimizer = trained(seed=1, **variant)
+    if fresh:
+        other_optimizer = variant.get("build", adafactor)(other)
+    load(path, other, other_optimizer)
+    assert load_state(path) == state(7)
+    assert_same(model, optimizer, other, other_optimizer)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    assert_same(model, optimizer, other, other_optimizer)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_without_changing_it(tmp_path, monkeypatch):
+    (model, optimizer), go_on, real = trained(), threading.Event(), torch.save
+    same, same_optimizer = trained()
+
+    def late(*arguments, **options):
+        assert go_on.wait(30)
+        real(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", late)
+    with CheckpointWriter(tmp_path, keep=2) as writer:
+        path = writer.save(model, optimizer, layouts(model), state(1))
+        step(model, optimizer)
+        assert not path.exists()
+        go_on.set()
+    other = tiny_model(2)
+    other_optimizer = adafactor(other)
+    load(path, other, other_optimizer)
+    assert_same(same, same_optimizer, other, other_optimizer)
+
+
+def test_a_parameter_that_never_had_a_gradient_starts_fresh(tmp_path):
+    model, optimizer = trained()
+    unused = model.lm_head.weight
+    del optimizer.state[unused]
+    with CheckpointWriter(tmp_path, keep=2) as writer:
+        path = writer.save(model, optimizer, layouts(model), state(1))
+    other, other_optimizer = trained(seed=1)
+    load(path, other, other_optimizer)
+    assert other.lm_head.weight not in other_optimizer.state
+    assert len(other_optimizer.state) == len(optimizer.state)
 
 
 def test_only_the_newest_stay(tmp_path):
@@ -74,10 +152,10 @@ def test_a_torn_checkpoint_is_never_picked_up(tmp_path, damage):
     elif damage == "odd state":
         (torn / "state.json").write_text('{"step": 2, "sizes": [1]}')
     elif damage == "missing file":
-        (torn / "optimizer.pt").unlink()
+        (torn / "__0_0.distcp").unlink()
     elif damage == "short file":
-        content = (torn / "model.safetensors").read_bytes()
-        (torn / "model.safetensors").write_bytes(content[:-1])
+        content = (torn / "__0_0.distcp").read_bytes()
+        (torn / "__0_0.distcp").write_bytes(content[:-1])
     else:
         torn.rename(tmp_path / ".step_00000002.partial")
     assert latest_checkpoint(tmp_path) == good
@@ -90,25 +168,84 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(tmp_path, monkeyp
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*step_00000002'") as raised:
         save(tmp_path, 2)
+    assert raised.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert {file.name: file.read_bytes() for file in good.iterdir()} == before
+
+
+def test_an_error_of_the_run_counts_more_than_one_of_the_checkpoint_it_left(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, optimizer = trained()
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(KeyError, match="first"), CheckpointWriter(tmp_path, keep=2) as writer:
+        writer.save(model, optimizer, layouts(model), state(1))
+        raise KeyError("first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed_and_what_it_was_replacing_comes_back(tmp_path):
+    good, replaced = save(tmp_path, 1)[2], save(tmp_path, 2)[2]
+    replaced.rename(tmp_path / ".step_00000002.replaced")
+    (tmp_path / ".step_00000003.partial").mkdir()
+    (tmp_path / ".step_00000003.partial" / "__0_0.distcp").write_text("half")
+    with CheckpointWriter(tmp_path, keep=2):
+        pass
+    assert sorted(tmp_path.iterdir()) == [good, replaced]
+
+
+def test_something_else_in_the_place_of_a_checkpoint_is_left_alone(tmp_path):
+    other = tmp_path / "step_00000001" / "thesis.txt"
+    other.parent.mkdir()
+    other.write_text("years of work")
+    with pytest.raises(DataError, match=r"step_00000001 exists and holds something else .it has no state\.json"):
+        save(tmp_path, 1)
+    assert other.read_text() == "years of work"
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_a_list(tmp_path):
     path = save(tmp_path, 1, d_ff=37)[2]
     model, optimizer = trained()
-    before = [p.detach().clone() for p in model.parameters()]
+    same, same_optimizer = trained()
     with pytest.raises(
         CheckpointError, match=r"14 of another shape: .*down_proj\.weight \(29, 37\) instead of \(29, 31\).*9 more"
     ):
-        load_checkpoint(path, model, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        load(path, model, optimizer)
+    assert_same(model, optimizer, same, same_optimizer)
     deeper, deeper_optimizer = trained(num_decoder_layers=1)
     with pytest.raises(CheckpointError, match=r"unexpected: model\.decoder\.blocks\.1"):
-        load_checkpoint(path, deeper, deeper_optimizer)
+        load(path, deeper, deeper_optimizer)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_path):
+    path = save(tmp_path, 1)[2]
+    model, optimizer = trained(seed=1, build=VARIANTS["adamw"]["build"])
+    same, same_optimizer = trained(seed=1, build=VARIANTS["adamw"]["build"])
+    with pytest.raises(CheckpointError, match=r"another optimizer\. Its state: \d+ missing: optimizer/.*/exp_avg"):
+        load(path, model, optimizer)
+    assert_same(model, optimizer, same, same_optimizer)
+    fresh = VARIANTS["adamw"]["build"](model)
+    with pytest.raises(CheckpointError, match=r"unexpected: optimizer/.*/v"):
+        load(path, model, fresh)
+    assert not fresh.state
+    assert_same(model, optimizer, same, same_optimizer)
+
+
+def test_the_form_before_this_one_and_shards_that_cannot_be_read_are_one_message(tmp_path):
+    model, optimizer, path = save(tmp_path, 1)
+    shards = path / "__0_0.distcp"
+    shards.write_bytes(b"x" * shards.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"step_00000001 could not be read: rank 0 failed with "):
+        load(path, model, optimizer)
+    (path / ".metadata").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 has no index of its shards .*: it is torn, or of an earl"
+    ):
+        load(path, model, optimizer)
 
 
 def test_other_settings_and_other_data_are_refused_by_name(tmp_path):
@@ -151,10 +288,10 @@ def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):
 
 
 class Batches:
-    batch_size, fingerprint = 4, "x"
+    batch_size, fingerprint, lengths = 4, "x", None
 
-    def batch(self, step):
-        return tiny_batch(seed=step)
+    def batch(self, step, rows):
+        return {name: value[rows] for name, value in tiny_batch(seed=step).items()}
 
 
 def test_held_out_numbers_equal_a_loop_over_tokens():
@@ -184,4 +321,4 @@ def test_held_out_numbers_equal_a_loop_over_tokens():
 
 
 def test_the_entropy_of_two_equal_tokens_is_ln_2():
-    assert unigram_entropy(torch.tensor([5, 9, 9, 5])) == pytest.approx(math.log(2))
+    assert unigram_entropy(torch.tensor([0, 2, 0, 2])) == pytest.approx(math.log(2))

@@ -1,0 +1,177 @@
+"""A model on a mesh to the files of `save_pretrained`: every rank writes its own part of each tensor into its place."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from moe.distributed.agreement import together
+from moe.distributed.boxes import box_of, is_first_holder, runs_of
+from moe.distributed.exchange import from_first_rank, is_first_rank
+from moe.distributed.mesh import Mesh
+from moe.distributed.sharding import Layout, Place, local_shard
+from moe.models.modeling import STMoEForConditionalGeneration
+
+_DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of safetensors, in the order in which it lays tensors into a file."""
+
+
+class WeightsFile(NamedTuple):
+    """What a safetensors file looks like before there is a number in it.
+
+    Attributes:
+        name: Of the file.
+        header: Its first bytes.
+        starts: Byte at which each tensor starts, by name.
+        size: Of the whole file in bytes.
+    """
+
+    name: str
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns every parameter and persistent buffer by name, as it lies on this rank; tied ones once, by their first.
+
+    FSDP lets go of what it has gathered, so that each is the shard that the optimizer knows.
+    """
+    state = model.state_dict()
+    first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {name: tensor for name, tensor in state.items() if name in first_names}
+
+
+def whole_tensors(config: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a tensor without memory for each of `tensors`, of the shape that it has in one process."""
+    with torch.device("meta"):
+        whole = STMoEForConditionalGeneration(config).state_dict()  # pyright: ignore[reportArgumentType]
+    return {name: torch.empty_like(whole[name], dtype=tensor.dtype) for name, tensor in tensors.items()}
+
+
+def write_model(
+    model: STMoEForConditionalGeneration,
+    layouts: Mapping[str, Layout],
+    folder: Path,
+    mesh: Mesh | None = None,
+    *,
+    max_shard_size: int | str = "50GB",
+) -> None:
+    """Writes what `save_pretrained` would, byte for byte; no rank holds more than its shards and a copy of one.
+
+    Every rank must call it, and `folder` must be one file system that all ranks see: they write into the same files.
+    A failure on one rank is raised on all.
+
+    Args:
+        model: Whole, or cut by `shard_model`.
+        layouts: Where each parameter lies.
+        folder: Exists.
+        mesh: What the model is cut over; None for one process.
+        max_shard_size: Bytes of a file, see `save_pretrained`.
+
+    Raises:
+        OSError: When the disk is full or fails.
+    """
+    tensors = stored_tensors(model)
+    whole = whole_tensors(model.config, tensors)
+    split = split_torch_state_dict_into_shards(
+        whole, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    files = [
+        plan_file(file, {name: whole[name] for name in names}) for file, names in split.filename_to_tensors.items()
+    ]
+
+    def begin() -> None:
+        _write_config(model, folder)
+        for file in files:
+            with (folder / file.name).open("wb") as stream:
+                stream.write(file.header)
+                stream.truncate(file.size)
+        if split.is_sharded:
+            numbers = {"total_parameters": sum(whole[name].numel() for name, _ in model.named_parameters())}
+            index = {"metadata": {**numbers, **split.metadata}, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+    from_first_rank(begin)
+    together(lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files])
+
+
+def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
+    """Returns the layout of a safetensors file that holds `tensors`, as the library safetensors lays them out."""
+    order = list(_DTYPES)
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for key, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
+        starts[key], end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        entries[key] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [starts[key], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return WeightsFile(name, header, {key: len(header) + start for key, start in starts.items()}, len(header) + end)
+
+
+def _write_parts(
+    path: Path, file: WeightsFile, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh | None
+) -> None:
+    """Writes this rank's part of every tensor of a file that it is the first to hold; what all hold, rank 0 writes."""
+    place = Place.of(mesh) if mesh else None
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for name, start in file.starts.items():
+            local = local_shard(tensors[name].detach())
+            if name in layouts and mesh is not None and place is not None:
+                if not is_first_holder(layouts[name], mesh, place):
+                    continue
+                shape, box = layouts[name].shape, box_of(layouts[name], mesh.config, place)
+            elif is_first_rank():
+                shape, box = local.shape, tuple((0, size) for size in local.shape)
+            else:
+                continue
+            sizes = [end - start for start, end in box]
+            assert local.numel() == math.prod(sizes), f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
+            data = memoryview(cast(Any, local.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            done = 0
+            for offset, length in runs_of(box, shape):
+                num_bytes = length * local.itemsize
+                _write_at(descriptor, data[done : done + num_bytes], start + offset * local.itemsize)
+                done += num_bytes
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    """Writes all of `data` at a position of a file; not through mapped memory, where a full disk kills the process."""
+    while data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
+
+
+def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
+    """Writes config.json and generation_config.json as `save_pretrained` does."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [STMoEForConditionalGeneration.__name__]
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)

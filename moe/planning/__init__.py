@@ -1,0 +1,1 @@
+"""What a run needs, counted before any rank exists: memory, traffic, arithmetic, and meshes to choose from."""

@@ -1,0 +1,99 @@
+"""One stage of a run that moves from mesh to mesh: a small model, its optimizer, and what both hold."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from moe.distributed.mesh import MeshConfig
+from moe.models.sharding import model_layouts, shard_model
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.training.checkpoint import RunState, load_checkpoint, load_state
+from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
+from moe.training.snapshot import optimizer_state, weights_of
+from moe.training.step import train_step
+from tests.models.tiny import tiny_model
+
+FIELDS = {
+    "vocab_size": 53,
+    "d_model": 13,
+    "d_kv": 1,  # two heads on a tp rank: over four data ranks two shards are empty
+    "d_ff": 22,
+    "num_layers": 2,
+    "num_decoder_layers": 1,
+    "num_heads": 4,
+    "num_experts": 8,
+    "group_size": 26,
+    "tie_word_embeddings": True,
+}
+ROWS, LENGTH, TARGETS = 16, 13, 11
+RECIPE = PretrainRecipe(
+    optim=OptimRecipe(lr=0.1, warmup_steps=1, max_grad_norm=0.5), training=TrainingRecipe(steps=99, batch_size=ROWS)
+)
+
+
+def adafactor(model):
+    """Returns Adafactor that factors most matrices of so small a model, not only the experts'."""
+    return Adafactor(parameter_groups(model), min_dim_size_to_factor=5)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), eps=1e-3)
+
+
+OPTIMIZERS = {"adafactor": adafactor, "adamw": adamw}
+
+
+def build(seed=0, **changes):
+    return tiny_model(seed, **{**FIELDS, **changes}).double().train()
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.2).long()
+    labels = torch.randint(2, FIELDS["vocab_size"], (ROWS, TARGETS), generator=generator)
+    ids = torch.randint(2, FIELDS["vocab_size"], (ROWS, LENGTH), generator=generator)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Stage:
+    """A model and its optimizer on one mesh, or in one process."""
+
+    def __init__(self, optimizer, mesh=None):
+        self.model, self.mesh = build(), mesh
+        config = mesh.config if mesh else MeshConfig()
+        self.layouts = shard_model(self.model, mesh) if mesh else model_layouts(self.model, self.model.config, config)
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+
+    def step(self, number):
+        """Returns the loss of one update."""
+        data = batch(number)
+        if self.mesh:
+            data = {name: value[self.mesh.rows(ROWS)] for name, value in data.items()}
+        return float(train_step(self.model, self.optimizer, RECIPE, data, number, self.mesh).loss)
+
+    def content(self):
+        """Returns every tensor whole, by the name that it has in a checkpoint."""
+        parts = {**weights_of(self.model, self.layouts), **self.state()}
+        return {name: whole(part) for name, part in parts.items()}
+
+    def state(self):
+        return optimizer_state(self.model, self.optimizer, self.layouts)
+
+    def load(self, path):
+        load_checkpoint(path, self.model, self.optimizer, self.layouts)
+        return load_state(path).step
+
+    def save(self, writer, step):
+        return writer.save(self.model, self.optimizer, self.layouts, RunState(step, "abc", {}))
+
+
+def differing(ours, theirs):
+    return sorted(name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name)))
+
+
+def same(a, b):
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)

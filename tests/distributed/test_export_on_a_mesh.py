@@ -1,0 +1,282 @@
+"""Model folders that a mesh reads and writes, against `from_pretrained` and `save_pretrained` of the whole model.
+
+What is written must be the same bytes; what is read the same tensors. How much a rank holds is counted: elements read
+from files, bytes written to them, and the largest tensor that any operation allocates.
+"""
+
+import json
+import os
+import resource
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe import DataError, STMoEForConditionalGeneration, load_complete
+from moe.distributed.agreement import together
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.distributed.sharding import local_shard
+from moe.models import loading
+from moe.models.export import stored_tensors, whole_tensors, write_model
+from moe.models.loading import load_model_on_mesh
+from moe.training.finished import export_model
+from tests.distributed.ranks import run_ranks
+from tests.distributed.stages import FIELDS, batch, whole
+from tests.distributed.test_checkpoints_on_a_mesh import say
+from tests.models.tiny import tiny_model
+
+MESHES = {
+    "ep 2, tp 2": (1, 1, 2, 2),
+    "dp_shard 4": (1, 4, 1, 1),
+    "dp_replicate 2, ep 2": (2, 1, 2, 1),
+    "dp_shard 2, tp 2": (1, 2, 1, 2),
+}
+UNTIED = {**FIELDS, "tie_word_embeddings": False}
+VARIANTS = {
+    "tied, in one file": (FIELDS, torch.float32, "50GB"),
+    "bfloat16, in many files": (UNTIED, torch.bfloat16, 2_000),
+    "with a buffer": ({**UNTIED, "router": "bias_balanced", "router_options": None}, torch.float32, "50GB"),
+}
+
+
+def build(name):
+    """Returns a model with buffers that are not as they start."""
+    fields, dtype, _ = VARIANTS[name]
+    model = tiny_model(3, **fields).to(dtype)
+    for number, buffer in enumerate(model.buffers()):
+        buffer.copy_(torch.arange(buffer.numel()) + number)
+    return model
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Largest(TorchDispatchMode):
+    """Knows the most elements of any tensor that took memory on this rank; views of a mapped file take none."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes again with the tensors of this rank
+        result = function(*arguments, **(options or {}))
+        is_view = any(returned.alias_info is not None for returned in function._schema.returns)
+        for tensor in [] if is_view else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+class CountedFile:
+    """A safetensors file that notes how many elements each access reads."""
+
+    def __init__(self, read, *arguments, **options):
+        self.file, self.read = safe_open(*arguments, **options), read
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.file.__exit__(*error)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name):
+        return CountedSlice(self.file.get_slice(name), self.read)
+
+
+class CountedSlice:
+    def __init__(self, piece, read):
+        self.piece, self.read = piece, read
+        self.get_shape, self.get_dtype = piece.get_shape, piece.get_dtype
+
+    def __getitem__(self, place):
+        part = self.piece[place]
+        self.read.append(part.numel())
+        return part
+
+
+@contextmanager
+def counted():
+    """Gives three things that fill: elements read by access, bytes written by access, the largest tensor."""
+    read, written, pwrite, largest = [], [], os.pwrite, Largest()
+    loading.safe_open = lambda *arguments, **options: CountedFile(read, *arguments, **options)
+    os.pwrite = lambda file, data, place: (written.append(len(data)), pwrite(file, data, place))[1]
+    try:
+        with largest:
+            yield read, written, largest
+    finally:
+        loading.safe_open, os.pwrite = safe_open, pwrite
+
+
+def read_and_write(rank, num_ranks, folder):
+    """Returns by variant and mesh what came otherwise, and counts of this rank."""
+    found = {}
+    for mesh_name, sizes in MESHES.items():
+        mesh = build_mesh(MeshConfig(*sizes), "cpu")
+        for name, (_, _, max_shard_size) in VARIANTS.items():
+            for gather in (True, False) if mesh_name == "dp_replicate 2, ep 2" else (True,):
+                source, target = folder / name, folder / f"{name} from {mesh_name}, {gather}"
+                theirs = load_complete(STMoEForConditionalGeneration, source)
+                with counted() as (read, _, largest):
+                    ours, layouts = load_model_on_mesh(source, mesh, gather=gather)
+                held = [local_shard(tensor).numel() for tensor in stored_tensors(ours).values()]
+                counts = [sum(read), sum(held), max(*read, largest.elements), max(held)]
+                expected = stored_tensors(theirs)
+                wrong = [
+                    name
+                    for name, tensor in stored_tensors(ours).items()
+                    if tensor.dtype != expected[name].dtype
+                    or not torch.equal(whole(tensor).reshape(expected[name].shape), expected[name])
+                ]
+                wrong += [] if ours.config.to_dict() == theirs.config.to_dict() else ["config"]
+                wrong += [] if ours.generation_config == theirs.generation_config else ["generation config"]
+                wrong += [] if ours.training == theirs.training else ["training"]
+                tied = ours.lm_head.weight is ours.get_input_embeddings().weight
+                wrong += [] if tied == ours.config.tie_word_embeddings else ["tied"]
+
+                if rank == 0:
+                    target.mkdir()
+                together(lambda: None)
+                with counted() as (_, written, largest):
+                    write_model(ours, layouts, target, mesh, max_shard_size=max_shard_size)
+                counts += [sum(written), largest.elements]
+                here = {key: value[mesh.rows(16)] for key, value in batch(0).items()}
+                found[mesh_name, name, gather] = wrong, counts, float(ours(**here).loss.isfinite())
+                with torch.no_grad():  # the root now holds whole parameters, which must not be what is written
+                    ours(**here)
+                again = folder / f"{target.name}, again"
+                if rank == 0:
+                    again.mkdir()
+                together(lambda: None)
+                write_model(ours, layouts, again, mesh, max_shard_size=max_shard_size)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mesh_reads_and_writes_the_very_files_of_one_process(tmp_path):
+    for name, (_, _, max_shard_size) in VARIANTS.items():
+        build(name).save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    answers = run_ranks(read_and_write, 4, ranks, tmp_path, timeout=240)
+    for case in answers[0]:
+        for wrong, (read, held, largest_read, largest_held, _, largest_when_writing), finite in (
+            answer[case] for answer in answers
+        ):
+            assert wrong == [], case
+            assert finite, case
+            assert read == held, case
+            assert largest_read <= largest_held, case
+            assert largest_when_writing <= largest_held, case
+        mesh_name, name, gather = case
+        expected = files(tmp_path / name)
+        for again in ("", ", again"):
+            found = files(tmp_path / f"{name} from {mesh_name}, {gather}{again}")
+            assert found.keys() == expected.keys()
+            assert [file for file in expected if found[file] != expected[file]] == []
+        model = build(name)
+        num_bytes = sum(tensor.nbytes for tensor in stored_tensors(model).values())
+        assert sum(answer[case][1][4] for answer in answers) == num_bytes  # nothing is written twice
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_process_writes_what_save_pretrained_writes(tmp_path, name):
+    model, max_shard_size = build(name), VARIANTS[name][2]
+    for folder in ("theirs", "ours"):
+        (tmp_path / folder).mkdir()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size)
+    write_model(model, {}, tmp_path / "ours", max_shard_size=max_shard_size)
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+
+
+def test_shapes_of_the_whole_model_need_no_memory():
+    model = tiny_model(**FIELDS)
+    shapes = whole_tensors(model.config, stored_tensors(model))
+    assert {name: x.shape for name, x in shapes.items()} == {name: x.shape for name, x in stored_tensors(model).items()}
+    assert all(x.is_meta for x in shapes.values())
+
+
+# ---- what goes wrong ----
+
+DAMAGES = {
+    "missing": lambda weights: weights.pop("lm_head.weight"),
+    "unexpected": lambda weights: weights.update({"adapter.weight": torch.zeros(3, 5)}),
+    "another shape": lambda weights: weights.update({"lm_head.weight": torch.zeros(3, 5)}),
+}
+
+
+class Tokenizer:
+    """Stands in for a tokenizer, which is a file beside the model."""
+
+    def save_pretrained(self, folder):
+        with open(os.path.join(folder, "tokenizer.json"), "w") as file:  # noqa: PTH118, PTH123
+            json.dump({}, file)
+
+
+def refuse(rank, num_ranks, folder):
+    """Returns the texts of both ways to load each damaged folder, and how exports end that cannot be."""
+    mesh, said = build_mesh(MeshConfig(1, 1, 2, 1), "cpu"), {}
+    for name in (*DAMAGES, "torn", "torn index", "no model"):
+        theirs = say(lambda name=name: load_complete(STMoEForConditionalGeneration, folder / name))
+        said[name] = say(lambda name=name: load_model_on_mesh(folder / name, mesh)), theirs
+    model, layouts = load_model_on_mesh(folder / "good", mesh)
+    target = folder / "exported"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    said["disk"] = say(lambda: export_model(model, layouts, mesh, target, Tokenizer()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    together(lambda: None)
+    said["after the disk"] = [path.name for path in folder.iterdir() if "exported" in path.name]
+    together(lambda: None)
+    said["taken"] = say(lambda: export_model(model, layouts, mesh, folder / "ranks", Tokenizer()))
+    export_model(model, layouts, mesh, target, Tokenizer())
+    return said
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
+    good = tmp_path / "good"
+    tiny_model(**UNTIED).save_pretrained(good)
+    for name in (*DAMAGES, "torn", "torn index", "no model"):
+        shutil.copytree(good, tmp_path / name)
+        if name in DAMAGES:
+            weights = safetensors.torch.load_file(good / "model.safetensors")
+            DAMAGES[name](weights)
+            safetensors.torch.save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    torn = tmp_path / "torn" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    (tmp_path / "torn index" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    (tmp_path / "no model" / "config.json").unlink()
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for said in run_ranks(refuse, 2, ranks, tmp_path):
+        for name in (*DAMAGES, "no model"):
+            ours, theirs = said[name]
+            assert ours == theirs
+            assert ours.startswith("CheckpointError: ")
+        assert "Weights 1 missing: lm_head.weight. Copy the whole folder" in said["missing"][0]
+        assert "lm_head.weight (3, 5) instead of (53, 13)" in said["another shape"][0]
+        for name in ("torn", "torn index"):
+            assert f"CheckpointError: The model in {tmp_path / name} cannot be loaded: " in said[name][0]
+        assert said["disk"].startswith("OSError: [Errno 27] File too large: ")
+        assert "model.safetensors" in said["disk"]
+        assert said["after the disk"] == []
+        assert DataError.__name__ in said["taken"]
+        assert "ranks exists and holds something else" in said["taken"]
+    expected = {**files(good), "tokenizer.json": b"{}"}
+    assert files(tmp_path / "exported") == expected

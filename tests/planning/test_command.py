@@ -1,0 +1,147 @@
+"""scripts.plan: its table, its ranking of meshes, its errors, and the table that MODEL_CARD.md quotes."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moe.distributed.mesh import MeshConfig
+from moe.errors import ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.planning.plan import BYTES_PER_SECOND, build_model, make_plan, seconds_of, suggest
+from moe.planning.table import parse_bytes, show_bytes, show_plan
+from moe.planning.traffic import Transfer
+from moe.planning.workload import Workload
+from scripts.plan import main
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config", str(ROOT / "recipes" / "st_moe_tiny_pretrain.yaml")]
+SMALL_GROUPS = ["--model.group_size", "64"]
+SIZES = {
+    "vocab_size": 131,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_experts": 8,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "group_size": 64,
+}
+WORK = Workload(batch_size=32, inputs_length=64, targets_length=16)
+
+
+def printed(capsys, *argv):
+    main(list(argv))
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_model_card_quotes_what_the_command_prints(capsys):
+    card = (ROOT / "MODEL_CARD.md").read_text(encoding="utf-8")
+    command, table = re.search(r"```sh\n(python -m scripts\.plan .*?)```\n+```\n(.*?)```", card, re.DOTALL).groups()
+    argv = shlex.split(command.replace("\\\n", " "))[3:]
+    assert printed(capsys, *argv) == table
+    assert "269,104,613,376" in table
+
+
+@pytest.mark.slow
+def test_a_recipe_is_planned_with_the_settings_that_follow_it(capsys):
+    plain = printed(capsys, *TINY)
+    assert "1 ranks" in plain
+    assert "2,887,680; a token uses 1,708,032" in plain
+    assert "48 sequences of 64 + 14 tokens" in plain
+    assert "rows to experts" not in plain
+    spread = printed(
+        capsys, *TINY, *SMALL_GROUPS, "--mesh.ep", "2", "--training.precision", "bfloat16", "--memory", "1MiB"
+    )
+    assert re.search(r"rows to experts and back +ep +2 ", spread)
+    assert "bfloat16, adafactor" in spread
+    assert "does NOT fit into 1.00 MiB" in spread
+
+
+@pytest.mark.slow
+def test_meshes_are_ranked(capsys):
+    lines = printed(capsys, *TINY, *SMALL_GROUPS, "--suggest", "4", "--memory", "80GiB").splitlines()
+    assert lines[0].split() == ["dp_replicate", "dp_shard", "ep", "tp", "rows/pass", "memory", "fits", "seconds"]
+    assert re.fullmatch(r"\d+ meshes, of which \d+ fit into 80.00 GiB\.", lines[-1])
+    seconds = [float(line.split()[-1]) for line in lines[1:-1]]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((*TINY, "--mesh.ep", "3"), "8 experts cannot be spread evenly over ep 3.*Meshes that would fit: "),
+        ((*TINY, "--mesh.tp", "3"), "4 attention heads cannot be spread evenly over tp 3"),
+        (("--preset", "st-moe-32"), "st-moe-32b"),
+        ((*TINY, "--memory", "80"), "A size of memory is '80'; expected a number above 0 and a unit, e.g. 80GiB."),
+        ((*TINY, "--suggest", "4"), "--suggest needs a number of ranks above 0, and --memory of a device"),
+        ((*TINY, "--suggest", "0", "--memory", "1GiB"), "--suggest needs a number of ranks above 0"),
+        ((*TINY, "--suggest", "7", "--memory", "1GiB"), "No mesh of 7 ranks goes with the model and the batch"),
+        ((*TINY, "--mesh.pp", "2"), "There is no option --mesh.pp"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(argv, message):
+    with pytest.raises(ValueError, match=message):
+        main(list(argv))
+
+
+def test_meshes_that_fit_come_first_and_then_those_that_send_least():
+    config = STMoEConfig(**SIZES)
+    every = suggest(config, WORK, 8, memory=2**50)
+    assert [plan.seconds for plan in every] == sorted(plan.seconds for plan in every)
+    assert all(plan.mesh.num_ranks == 8 for plan in every)
+    limit = sorted(plan.memory for plan in every)[len(every) // 2]
+    some = suggest(config, WORK, 8, memory=limit)
+    fits = [plan.memory <= limit for plan in some]
+    assert fits == sorted(fits, reverse=True)
+    assert any(fits)
+
+
+def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
+    config = STMoEConfig(**{**SIZES, "group_size": 16})
+    whole = suggest(config, WORK, 4, memory=2**50)
+    assert all(plan.workload.num_passes(plan.mesh) == 1 for plan in whole)
+    cut = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
+    assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in cut)
+    with pytest.raises(ConfigError, match="micro_batch_size is 0; expected at least 1"):
+        Workload(32, 64, 16, micro_batch_size=0)
+
+
+def test_every_rank_of_a_larger_mesh_holds_less():
+    config = STMoEConfig(**SIZES)
+    model = build_model(config)
+    plans = [make_plan(model, config, WORK, MeshConfig(ep=ep)) for ep in (1, 2, 4, 8)]
+    for small, large in itertools.pairwise(plans):
+        assert large.parameters < 0.6 * small.parameters
+        assert large.activations.total < 0.6 * small.activations.total
+
+
+def test_tp_stays_inside_a_node_of_8_ranks():
+    transfer = Transfer("tensor-parallel sums", "tp", 1e9)
+    assert seconds_of(transfer, MeshConfig(ep=4, tp=8)) == 1e9 / BYTES_PER_SECOND["inside"]
+    assert seconds_of(transfer, MeshConfig(ep=4, tp=16)) == 1e9 / BYTES_PER_SECOND["across"]
+    rows = Transfer("rows to experts and back", "ep", 1e9)
+    assert seconds_of(rows, MeshConfig(ep=4, tp=2)) == 1e9 / BYTES_PER_SECOND["inside"]
+    assert seconds_of(rows, MeshConfig(ep=4, tp=4)) == 1e9 / BYTES_PER_SECOND["across"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("80GiB", 80 * 2**30), ("1.5 MiB", 1_572_864), ("2gb", 2 * 10**9)])
+def test_sizes_of_memory_are_read(text, number):
+    assert parse_bytes(text) == number
+
+
+def test_bytes_are_shown_in_the_largest_unit():
+    assert [show_bytes(n) for n in (7, 2048, 3 * 2**20, 2**40)] == ["7 B", "2.00 KiB", "3.00 MiB", "1,024.00 GiB"]
+
+
+def test_a_plan_says_what_runs_again():
+    config = STMoEConfig(**SIZES)
+    work = Workload(32, 64, 16, activation_checkpointing=True)
+    text = show_plan(make_plan(build_model(config), config, work, MeshConfig()), "tiny", None)
+    assert "one block again" in text
+    assert "fit" not in text

@@ -1,0 +1,99 @@
+"""ST-MoE-32B, 269B parameters, cut over 64 data x 16 model ranks as it was trained, with nothing allocated.
+
+Each process below is one of 1,024 ranks, of a fake process group, and its model is on the meta device. It is a process
+of its own, since torch remembers meshes of a world that is gone.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.distributed.sharding import Place, chunk_range, local_shard
+from moe.models.configuration import STMoEConfig
+from moe.models.sharding import model_layouts, shard_model
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.planning.memory import optimizer_bytes, parameter_bytes
+from moe.planning.plan import build_model
+
+MESH = MeshConfig(ep=64, tp=16)  # one expert on a data row, as in the paper's Mesh-TensorFlow runs
+LIMIT = 4 * 2**30
+RANKS = (0, 519)
+
+
+def local_bytes(tensors):
+    """Returns the bytes of this rank's parts."""
+    return sum(local_shard(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def adafactor_state(model):
+    """Returns the tensors of Adafactor's state after a step with gradients that lie as the parameters do."""
+    for parameter in model.parameters():
+        parameter.grad = DTensor.from_local(
+            torch.empty_like(local_shard(parameter)),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    optimizer = Adafactor(parameter_groups(model))
+    optimizer.step()
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def check_rank(index):
+    rank = RANKS[index]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=MESH.num_ranks)
+    model = build_model(STMoEConfig.from_preset("st-moe-32b"))
+    mesh = build_mesh(MESH, "cpu")
+    layouts = shard_model(model, mesh, bfloat16=True)
+    place = Place.of(mesh)
+    assert (place.ep, place.tp) == (rank // 16, rank % 16)
+
+    named = dict(model.named_parameters())
+    assert named.keys() == layouts.keys()
+    assert sum(math.prod(layout.shape) for layout in layouts.values()) == 269_104_613_376
+    for name, parameter in named.items():
+        layout = layouts[name]
+        shard = place.expert_shard if layout.expert else place.dense_shard
+        assert parameter.device.type == "meta"
+        assert parameter.shape == layout.shape, name
+        assert local_shard(parameter).shape == layout.local_shape(MESH, shard), name
+        if layout.expert:
+            assert local_shard(parameter).shape[0] == 1  # 64 experts on 64 rows of the mesh
+            assert local_shard(parameter).numel() == parameter.numel() // 1024
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 1 + 48 + 12  # root, blocks, routers
+
+    state = local_bytes(adafactor_state(model))
+    parameters, gradients = local_bytes(named.values()), local_bytes(p.grad for p in named.values())
+    assert parameters + gradients + state < LIMIT
+    planned = parameter_bytes(layouts, MESH), optimizer_bytes(layouts, MESH, "adafactor")
+    if rank == 0:  # the first shards are the largest
+        assert (parameters, state) == planned
+    assert parameters <= planned[0]
+    assert state <= planned[1]
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_st_moe_32b_is_cut_over_1024_ranks_as_planned():
+    torch.multiprocessing.spawn(check_rank, nprocs=len(RANKS))
+
+
+def test_the_shards_of_all_1024_ranks_make_up_the_model():
+    config = STMoEConfig.from_preset("st-moe-32b")
+    model = build_model(config)
+    layouts = model_layouts(model, config, MESH)
+    for name, layout in layouts.items():
+        gathered = layout.gathered_shape(MESH)
+        parts = [chunk_range(gathered[layout.shard_dim], layout.num_shards, part) for part in range(layout.num_shards)]
+        assert sum(end - start for start, end in parts) == gathered[layout.shard_dim], name
+        copies = (1 if layout.tp_dim is None else 16) * (64 if layout.expert else 1)
+        assert math.prod(gathered) * copies == math.prod(layout.shape), name
