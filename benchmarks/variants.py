@@ -69,14 +69,14 @@ def moe_static(problem: Problem) -> Variant:
 
 def routing_only(problem: Problem) -> Variant:
     """The dropless layer with experts that hand their rows through: routing, dispatch and combine, and nothing else."""
-    layer = _build_layer(problem, None, "ragged")
+    layer = build_layer(problem, None, "ragged")
     layer.register_module("experts", _HandThrough())
     return Variant("routing_only", lambda x: layer(x)[0], problem.x, problem.gradient, list(layer.parameters()), 0)
 
 
 def stats_of(problem: Problem) -> Callable[[], object]:
     """Returns the making of the statistics of the dropless layer, alone."""
-    layer = _build_layer(problem, None, "ragged")
+    layer = build_layer(problem, None, "ragged")
     scores = layer.router(RouterInputs(problem.x))
     plan = layer.router.assign(scores, torch.ones(problem.x.shape[:2], dtype=torch.bool, device=problem.x.device))
     losses = layer.router.losses(scores, plan)
@@ -85,6 +85,9 @@ def stats_of(problem: Problem) -> Callable[[], object]:
 
 class _HandThrough(nn.Module):
     """Experts that return what they get."""
+
+    def product_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
 
     def forward(self, tokens: Tensor, rows: ExpertRows) -> Tensor:
         return _Rows.apply(tokens, rows.weight, rows)
@@ -112,7 +115,7 @@ class _Rows(torch.autograd.Function):
 
 def _ours(name: str, problem: Problem, capacity_factor: float | None, dispatch: Literal["ragged", "static"]) -> Variant:
     """Returns our layer as a variant."""
-    layer = _build_layer(problem, capacity_factor, dispatch)
+    layer = build_layer(problem, capacity_factor, dispatch)
     with torch.no_grad():
         stats = layer(problem.x)[1].stats
     rows = int(stats.num_slots if dispatch == "static" else stats.accepted_load.sum())
@@ -123,7 +126,7 @@ def _ours(name: str, problem: Problem, capacity_factor: float | None, dispatch: 
     return replace(variant, note=f"capacity {capacity_factor} drops {lost:.0%} of the places")
 
 
-def _build_layer(
+def build_layer(
     problem: Problem, capacity_factor: float | None, dispatch: Literal["ragged", "static"]
 ) -> SparseFeedForward:
     """Returns our layer over the shared weights."""

@@ -257,9 +257,10 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
     Every shard is counted once: a sum of squares is divided by the number of ranks that hold the same shard.
     """
+    parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=local_shard(grads[0]).device if grads else None)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size() if any(isinstance(parameter, DTensor) for parameter in parameters) else 1
     for grad in grads:
         cut_by = 1
         if isinstance(grad, DTensor):
@@ -267,7 +268,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
             cut_by = math.prod(size for size, at in zip(sizes, placements, strict=True) if not at.is_replicate())
         square = torch.linalg.vector_norm(local_shard(grad), dtype=_wide(grad.dtype)).double().square()
         total += square * (cut_by / world)
-    if dist.is_initialized():
+    if world > 1:
         dist.all_reduce(total)
     return total.sqrt().to(_wide(grads[0].dtype) if grads else torch.float32)
 

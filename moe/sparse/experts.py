@@ -82,7 +82,7 @@ class Experts(nn.Module):
         with torch.autocast(buffers.device.type, enabled=False):
             hidden = torch.bmm(first, rearrange(buffers, "e n d -> e d n"))
             hidden = self._hidden(hidden, None if bias is None else bias[..., None], dim=1)
-            return rearrange(torch.bmm(down, hidden), "e d n -> e n d")
+            return rearrange(torch.bmm(down, hidden), "e d n -> e n d").contiguous()
 
     def run_sorted(self, x: Tensor, counts: Tensor, first: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the experts' outputs <float>[N, D] for rows <float>[N, D] sorted by expert, by grouped products.

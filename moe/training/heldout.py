@@ -28,9 +28,15 @@ class HeldOut(NamedTuple):
 
 @torch.no_grad()
 def evaluate_held_out(
-    model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None = None
+    model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None = None, *, bfloat16: bool = False
 ) -> dict[str, float]:
     """Returns the held-out numbers, the same on every rank of a mesh; the model is in evaluation mode meanwhile.
+
+    Args:
+        model: Whole, or cut over `mesh`.
+        held_out: What to measure on.
+        mesh: The ranks; None for one process.
+        bfloat16: Whether to compute in autocast, as the model is trained.
 
     Returns:
         `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same over text tokens,
@@ -41,9 +47,9 @@ def evaluate_held_out(
     training, source = model.training, held_out.source
     rows = mesh.rows(source.batch_size) if mesh else ALL_ROWS
     model.eval()
-    results = [
-        token_losses(model, to_device(source.batch(index, rows), model.device)) for index in range(held_out.num_batches)
-    ]
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+        batches = (to_device(source.batch(index, rows), model.device) for index in range(held_out.num_batches))
+        results = [token_losses(model, batch) for batch in batches]
     model.train(training)
     losses, labels, hits = (torch.cat(parts) for parts in zip(*results, strict=True))
     text = is_text(labels, held_out.ids)

@@ -156,7 +156,8 @@ def _run_steps(
 def _report_held_out(run: Run, writer: MetricsWriter | None, step: int) -> None:
     """Writes the held-out numbers after `step` updates, if there is something to measure on."""
     if run.held_out is not None and run.held_out.num_batches > 0:
-        values = evaluate_held_out(run.placed.model, run.held_out, run.placed.mesh)
+        bfloat16 = run.recipe.training.precision == "bfloat16"
+        values = evaluate_held_out(run.placed.model, run.held_out, run.placed.mesh, bfloat16=bfloat16)
         if writer is not None:
             writer.write(step, values)
 

@@ -18,7 +18,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
 from moe.sparse.groups import sequences_per_group
 from moe.sparse.layer import RouterOutput
-from moe.sparse.losses import add_totals, balance_totals
+from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals
 from moe.sparse.stats import RouterStats, add_stats
 from moe.training.recipe import Recipe
 
@@ -85,9 +85,7 @@ def train_step(
     counts = sum_counts(model.loss_counts(batch), ranks) if mesh else model.loss_counts(batch)
     if model.config.balance_scope in ("ranks", "global") and len(parts) * data_ranks > 1:
         with torch.no_grad():
-            totals = [
-                [balance_totals(router.losses, ranks) for router in _routers(output)] for output in run_parts(counts)
-            ]
+            totals = [[_totals(router.losses, mesh) for router in _routers(output)] for output in run_parts(counts)]
         counts = counts._replace(balance_totals=tuple(reduce(add_totals, layer) for layer in zip(*totals, strict=True)))
 
     losses: list[tuple[Tensor, Tensor]] = []
@@ -165,6 +163,11 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
             "(training.micro_batch_size, or the batch's share of a data rank) and would group them otherwise. Set "
             f"model.group_size to {fitting}, the largest that fits, or choose more rows for a forward pass."
         )
+
+
+def _totals(losses: RouterLosses, mesh: Mesh | None) -> BalanceTotals:
+    """Returns what the shares of a balance loss are of, over all data ranks."""
+    return balance_totals(losses, mesh.data) if mesh else BalanceTotals(losses.choices, losses.num_positions)
 
 
 def _routers(output: STMoEOutput) -> tuple[RouterOutput, ...]:

@@ -1,5 +1,6 @@
 """Starts a function in several processes that exchange over gloo, and brings their answers back."""
 
+import multiprocessing
 import time
 
 import torch
@@ -12,10 +13,12 @@ TIMEOUT = 90  # seconds; most of them are the imports of a fresh process on a bu
 def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
     """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them after `timeout`.
 
-    The processes are fresh, so that `function` must stand in a module. They meet in a file: no port is needed.
+    The processes come of a server that has imported the library and done nothing else, so that `function` must stand
+    in a module. They meet in a file: no port is needed.
     """
+    multiprocessing.set_forkserver_preload(["moe", "moe.planning.plan", "moe.training.loop", "eval.run"])
     context = mp.start_processes(
-        _rank, (function, num_ranks, str(folder), arguments), nprocs=num_ranks, join=False, start_method="spawn"
+        _rank, (function, num_ranks, str(folder), arguments), nprocs=num_ranks, join=False, start_method="forkserver"
     )
     end = time.monotonic() + timeout
     try:

@@ -1,7 +1,7 @@
 """A model on a mesh gives the numbers of one process: losses, statistics, every gradient, and 20 updates.
 
 The oracle is the same model, whole, with the whole batch, in one process; groups of tokens are the same on both sides.
-Each rank computes the oracle for itself and returns how far it is from it.
+The first rank computes the oracle for all; each returns how far it is from it.
 """
 
 import functools
@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from moe.data.tokenizer import SpecialIds
+from moe.distributed.exchange import from_first_rank
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.sharding import shard_model
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
+from moe.training.heldout import HeldOut, evaluate_held_out
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
 from tests.distributed.ranks import run_ranks
@@ -97,12 +100,24 @@ def batch(step, hole):
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
+class Batches:
+    """What a held-out evaluation reads."""
+
+    batch_size = ROWS
+
+    def batch(self, step, rows):
+        return {name: value[rows] for name, value in batch(step, hole=True).items()}
+
+
+HELD_OUT = HeldOut(Batches(), 2, SpecialIds(pad=0, eos=1, first_sentinel=52, num_sentinels=2))
+
+
 def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", spoil=None, **fields):
-    """Returns every number of a run by name: losses and statistics of each step, first gradients, last weights."""
+    """Returns all numbers of a run: losses and statistics by step, first gradients, last weights, held-out loss."""
     model, settings = build(dtype, **fields), recipe(dtype, micro, optimizer)
     if mesh is not None:
         shard_model(model, mesh)
@@ -128,6 +143,8 @@ def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor
         for stack in (metrics.encoder_stats, metrics.decoder_stats):
             numbers.update({f"{name} {step} {stack is None}": value for name, value in stack._asdict().items()})
     numbers.update({f"weight {name}": whole(p) for name, p in model.named_parameters()})
+    measured = {} if fields.get("crowded") else evaluate_held_out(model, HELD_OUT, mesh)  # unused experts stay tied
+    numbers.update({name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()})
     return numbers
 
 
@@ -139,7 +156,9 @@ def distance(ours, theirs):
 
 def on_a_rank(rank, num_ranks, cases):
     """Returns for each case how far each of its numbers is from that of one process."""
-    one_process = functools.cache(lambda dtype, steps, fields: run(dtype, steps, **dict(fields)))
+    one_process = functools.cache(
+        lambda dtype, steps, fields: from_first_rank(lambda: run(dtype, steps, **dict(fields)))
+    )
     answers = {}
     for name, (sizes, dtype, steps, fields) in cases.items():
         theirs = one_process(dtype, steps, tuple(fields.items()))
@@ -220,6 +239,12 @@ def in_bfloat16(rank, num_ranks):
             for name, original in originals.items():
                 setattr(dist, name, original)
             losses.append((metrics.loss, train_step(theirs, optimizers[1], settings, data, step).loss))
+        held_out = HeldOut(Batches(), 2, SpecialIds(pad=0, eos=1, first_sentinel=52, num_sentinels=2))
+        both = [
+            evaluate_held_out(ours, held_out, mesh, bfloat16=True),
+            evaluate_held_out(theirs, held_out, bfloat16=True),
+        ]
+        losses += [tuple(torch.tensor(numbers[name]) for numbers in both) for name in both[0]]
         answers[dispatch] = losses
     return {"dtypes": {name: sorted(dtypes) for name, dtypes in seen.items()}, "losses": answers}
 

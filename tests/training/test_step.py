@@ -50,7 +50,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(changes, micro):
 
 def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
     with pytest.raises(
-        ConfigError, match=r"4 rows of 13 and 11 tokens .* groups of 2 and 2 sequences .* 1 rows .* group_size to 13"
+        ConfigError, match=r"4 rows of 13 and 11 tokens .* groups of 2 and 2 sequences .* 1 rows .*group_size to 13"
     ):
         updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
 
