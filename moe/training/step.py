@@ -72,7 +72,8 @@ def train_step(
     training = recipe.training
     ranks = mesh.data if mesh else None
     data_ranks, data_rank = (mesh.config.num_data_ranks, mesh.data_rank) if mesh else (1, 0)
-    parts = list(cut_batch(batch, training.micro_batch_size, model.config.group_size, data_ranks))
+    group_size = model.config.group_size if model.sparse_layers() else None
+    parts = list(cut_batch(batch, training.micro_batch_size, group_size, data_ranks))
 
     def run_parts(counts: LossCounts) -> Iterator[STMoEOutput]:
         torch.manual_seed((recipe.seed * 1_000_003 + step) * data_ranks + data_rank)
@@ -115,13 +116,15 @@ def train_step(
     return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(layer_stats[:encoder]), _sum(layer_stats[encoder:]))
 
 
-def cut_batch(batch: Batch, micro_batch_size: int | None, group_size: int, data_ranks: int = 1) -> Iterator[Batch]:
+def cut_batch(
+    batch: Batch, micro_batch_size: int | None, group_size: int | None, data_ranks: int = 1
+) -> Iterator[Batch]:
     """Yields micro-batches of `micro_batch_size` rows; all rows when that is None.
 
     Args:
         batch: Rows of this rank.
         micro_batch_size: Rows in a micro-batch.
-        group_size: Most tokens that are routed together.
+        group_size: Most tokens that are routed together; None when none are.
         data_ranks: Ranks with as many rows each.
 
     Raises:
@@ -129,8 +132,9 @@ def cut_batch(batch: Batch, micro_batch_size: int | None, group_size: int, data_
     """
     rows = batch["labels"].shape[0]
     micro = micro_batch_size or rows
-    lengths = [batch[name].shape[1] for name in ("input_ids", "labels")]
-    check_groups(lengths, rows * data_ranks, micro, group_size)
+    if group_size is not None:
+        lengths = [batch[name].shape[1] for name in ("input_ids", "labels")]
+        check_groups(lengths, rows * data_ranks, micro, group_size)
     for start in range(0, rows, micro):
         yield {name: tensor[start : start + micro] for name, tensor in batch.items()}
 

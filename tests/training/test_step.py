@@ -55,6 +55,14 @@ def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
         updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
 
 
+def test_a_dense_model_is_cut_anyhow():
+    dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0, "group_size": 26}
+    _, whole = updated(tiny_model(**dense).double().train(), recipe())
+    _, parts = updated(tiny_model(**dense).double().train(), recipe(micro_batch_size=1))
+    for a, b in zip(parts, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_randomness_is_a_function_of_seed_and_step():
     changes = {"dropout_rate": 0.3, "router_options": {"second_expert_policy": "random"}}
     (first, *_), weights = updated(tiny_model(**changes).train(), recipe())
