@@ -140,6 +140,9 @@ def _meet(world: World, timeout: float) -> None:
         # torchrun keeps its store when it starts ranks again, and with it the addresses of those that are gone
         store = PrefixStore(f"moe/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        if store.add("moe/connected", 1) == size:  # who fails now must not take away what another connects to
+            store.set("moe/all_connected", "1")
+        store.wait(["moe/all_connected"], limit)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if "EADDRINUSE" in str(error):
