@@ -1,1 +1,1 @@
-"""Benchmarks; read: cases, variants, peers, timing, memory, layer. The command is python -m scripts.benchmark."""
+"""Benchmarks. Read: cases, variants, peers, timing, memory, layer; then ranks, transformers_ep, scaling, exchange."""

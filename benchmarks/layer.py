@@ -98,13 +98,19 @@ def run_layer(benchmark: LayerBenchmark) -> None:
 
 def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
     """Returns what a reader must know of the machine, with the speed of one large square product by dtype."""
+    return describe_machine(benchmark.device) | {
+        "rounds": benchmark.rounds,
+        "square_tflops": {name: square_tflops(name, benchmark.rounds, benchmark.device) for name in benchmark.dtypes},
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Returns what measures, and when."""
     return {
-        "device": _device_name(benchmark.device),
+        "device": _device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "rounds": benchmark.rounds,
-        "square_tflops": {name: square_tflops(name, benchmark.rounds, benchmark.device) for name in benchmark.dtypes},
     }
 
 

@@ -32,6 +32,12 @@ class UnavailableError(Exception):
 
 def hf_grouped_mm(problem: Problem) -> Variant:
     """The `grouped_mm` experts of transformers under OLMoE's router."""
+    module = build_olmoe(problem)
+    return _variant("hf_grouped_mm", problem, lambda x: run_olmoe(module, x), module, problem.case.rows)
+
+
+def build_olmoe(problem: Problem) -> nn.ModuleDict:
+    """Returns OLMoE's `router` and the `grouped_mm` `experts` of transformers over the shared weights."""
     case = problem.case
     config = OlmoeConfig(
         hidden_size=case.d_model,
@@ -56,13 +62,14 @@ def hf_grouped_mm(problem: Problem) -> Variant:
     first = "gate_up_proj" if case.gated else "up_proj"
     weights = {"router.weight": problem.gate, f"experts.{first}": problem.first, "experts.down_proj": problem.down}
     share_weights(module, weights)
+    return module
 
-    def forward(x: Tensor) -> Tensor:
-        tokens = rearrange(x, "b l d -> (b l) d")
-        _, weight, index = module["router"](tokens)
-        return module["experts"](tokens, index, weight)[None]
 
-    return _variant("hf_grouped_mm", problem, forward, module, case.rows)
+def run_olmoe(module: nn.ModuleDict, x: Tensor) -> Tensor:
+    """Returns <dtype>[1, L, D] of <dtype>[1, L, D]: what the module of `build_olmoe` makes of it."""
+    tokens = rearrange(x, "1 l d -> l d")
+    _, weight, index = module["router"](tokens)
+    return module["experts"](tokens, index, weight)[None]
 
 
 def hf_switch(problem: Problem) -> Variant:

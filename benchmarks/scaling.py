@@ -1,0 +1,132 @@
+"""Weak scaling: a whole training step on a mesh, where every rank has as many rows as one process has alone."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import Job, measure_together
+from moe.data.pipeline import Batch
+from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
+from moe.inspection.tables import format_table
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.sharding import shard_model
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
+from moe.training.step import train_step
+
+
+@dataclass(frozen=True)
+class ScalingCase:
+    """Sizes of a model and of one rank's part of a batch.
+
+    Attributes:
+        rows: Sequences of a rank.
+        length: Tokens of an encoder input.
+        targets: Tokens of a decoder's targets.
+        d_model: D.
+        d_ff: F.
+        num_layers: Blocks of the encoder, and of the decoder; every second one is sparse.
+        num_experts: E.
+        vocab_size: V.
+        precision: As in a recipe.
+    """
+
+    rows: int = 8
+    length: int = 512
+    targets: int = 128
+    d_model: int = 512
+    d_ff: int = 1024
+    num_layers: int = 4
+    num_experts: int = 8
+    vocab_size: int = 8192
+    precision: Any = "float32"
+
+
+def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> dict[str, Any]:
+    """Returns the times of a training step; runs on every rank.
+
+    `one` is the first rank's step while the others wait; `apart` the same step on every rank at once, which exchange
+    nothing: what that takes longer is the machine's doing, not ours.
+    """
+    ranks = dist.get_world_size()
+    alone = build_step(case, device, None)
+    meshes = {f"ep {ranks}": MeshConfig(ep=ranks), f"dp_shard {ranks}": MeshConfig(dp_shard=ranks)}
+    if ranks % 2 == 0 and ranks > 2:
+        meshes[f"dp_shard {ranks // 2}, ep 2"] = MeshConfig(dp_shard=ranks // 2, ep=2)
+    steps = {name: build_step(case, device, build_mesh(config, device.type)) for name, config in meshes.items()}
+    jobs = [Job("one", alone if dist.get_rank() == 0 else None), Job("apart", alone)]
+    times = measure_together([*jobs, *(Job(name, step) for name, step in steps.items())], rounds, device)
+    rows = [
+        {
+            "mesh": name,
+            "ms": statistics.median(round_[name] for round_ in times),
+            "efficiency": statistics.median(round_["one"] / round_[name] for round_ in times),
+            "of_apart": statistics.median(round_["apart"] / round_[name] for round_ in times),
+        }
+        for name in ("one", "apart", *steps)
+    ]
+    return {
+        "ranks": ranks,
+        "precision": case.precision,
+        "tokens": case.rows * (case.length + case.targets),
+        "rows": rows,
+    }
+
+
+def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Callable[[], object]:
+    """Returns a function that does one training step of a model of its own."""
+    torch.manual_seed(0)
+    config = STMoEConfig(
+        vocab_size=case.vocab_size,
+        d_model=case.d_model,
+        d_ff=case.d_ff,
+        num_heads=case.d_model // 64,
+        num_layers=case.num_layers,
+        num_experts=case.num_experts,
+        num_sparse_encoder_layers=case.num_layers // 2,
+        num_sparse_decoder_layers=case.num_layers // 2,
+        group_size=case.length,
+        dropout_rate=0.0,
+    )
+    with device:
+        model = STMoEForConditionalGeneration(config).train()
+    if mesh:
+        shard_model(model, mesh, bfloat16=case.precision == "bfloat16")
+    batch_size = case.rows * (mesh.config.num_data_ranks if mesh else 1)
+    recipe = PretrainRecipe(
+        optim=OptimRecipe(max_grad_norm=1.0),
+        training=TrainingRecipe(batch_size=batch_size, precision=case.precision),
+    )
+    optimizer = Adafactor(parameter_groups(model))
+    batch = build_batch(case, device)
+    return lambda: train_step(model, optimizer, recipe, batch, 0, mesh)
+
+
+def build_batch(case: ScalingCase, device: torch.device) -> Batch:
+    """Returns this rank's rows, all tokens real."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    ids, labels = (
+        torch.randint(2, case.vocab_size, (case.rows, size), generator=generator, device=device)
+        for size in (case.length, case.targets)
+    )
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def format_scaling(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the tables of `scaling_on_ranks` as text."""
+    parts = []
+    for result in results:
+        header = ("mesh", "ms", "one / it", "apart / it")
+        cells = [
+            [row["mesh"], f"{row['ms']:.0f}", f"{row['efficiency']:.2f}", f"{row['of_apart']:.2f}"]
+            for row in result["rows"]
+        ]
+        title = f"training step, {result['tokens']} tokens a rank, {result['ranks']} ranks, {result['precision']}"
+        parts.append(f"{title}\n{format_table(header, cells)}")
+    return "\n\n".join(parts)
