@@ -20,14 +20,14 @@ class ExpertRows(NamedTuple):
     Attributes:
         counts: <int64>[E] rows of each expert; they add up to N.
         token: <int64>[N] token of each row, in the flattened [G, S].
-        weight: <float32>[N] combine weight of each row; None when every token has one row, and its weight is 1.
+        weight: <float32>[N] combine weight of each row.
         by_token: <int64>[N] the rows in the order of their tokens.
         token_start: <int64>[G * S] where each token's rows begin in `by_token`.
     """
 
     counts: Tensor
     token: Tensor
-    weight: Tensor | None
+    weight: Tensor
     by_token: Tensor
     token_start: Tensor
 

@@ -67,8 +67,6 @@ class Experts(nn.Module):
             drop_rate = self.config.expert_dropout_rate if self.training else 0.0
             return parallel_feed_forward(tokens, rows, first, down, bias, self.config, drop_rate)
         outputs = self.run_sorted(tokens.index_select(0, rows.token), rows.counts, first, down, bias)
-        if rows.weight is None:
-            return outputs.index_select(0, rows.by_token)
         outputs = outputs * rows.weight[:, None].to(outputs.dtype)
         return torch.zeros_like(tokens).index_add(0, rows.token, outputs)
 

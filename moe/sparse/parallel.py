@@ -80,7 +80,7 @@ class _ParallelFeedForward(torch.autograd.Function):
     def forward(
         ctx: Any,
         tokens: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         first: Tensor,
         down: Tensor,
         bias: Tensor | None,
@@ -107,17 +107,14 @@ class _ParallelFeedForward(torch.autograd.Function):
             product = torch.mm(x, first[piece.expert].t(), out=products[here] if learns else None)
             gate = expert.activate(product, gates[here] if gates.numel() else None)
             hidden = expert.hidden(product, gate, _of(bias, piece.expert), kept[here]).hidden
-            if weight is None:
-                outputs.index_copy_(0, rows.token[here], torch.mm(hidden, down[piece.expert].t()))
-            else:
-                torch.mm(hidden, down[piece.expert].t(), out=outputs[here])
+            torch.mm(hidden, down[piece.expert].t(), out=outputs[here])
 
         run_pieces(run, [piece for piece in cut_rows(counts, _CHUNK) if piece.end > piece.start])
         ctx.save_for_backward(
             tokens, weight, first, down, bias, products, gates, kept, outputs if ctx.needs_input_grad[1] else None
         )
         ctx.rows, ctx.counts, ctx.expert = rows, counts, expert
-        return outputs if weight is None else sum_by_token(outputs, rows, weight)
+        return sum_by_token(outputs, rows, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -133,7 +130,7 @@ class _ParallelFeedForward(torch.autograd.Function):
             _ExpertSums(x, products.shape[0]) if needed else None
             for x, needed in zip((first, down, bias), ctx.needs_input_grad[2:5], strict=True)
         )
-        row_weight = None if weight is None else weight.to(tokens.dtype)[:, None]
+        row_weight = weight.to(tokens.dtype)[:, None]
 
         def run(piece: Piece) -> None:
             here = slice(piece.start, piece.end)
@@ -141,8 +138,7 @@ class _ParallelFeedForward(torch.autograd.Function):
             dy = d_output.index_select(0, token)
             if outputs is not None and d_weight is not None:
                 d_weight[here] = torch.linalg.vecdot(dy, outputs[here])
-            if row_weight is not None:
-                dy *= row_weight[here]
+            dy *= row_weight[here]
             gate = gates[here] if gates.numel() else expert.gate(product)
             parts = expert.hidden(product, gate, expert_bias, kept[here])
             if d_down:
@@ -152,16 +148,12 @@ class _ParallelFeedForward(torch.autograd.Function):
             d_product = expert.d_product(d_plain, product, gate)
             if d_first:
                 torch.mm(d_product.t(), tokens.index_select(0, token), out=d_first.of(piece))
-            if ctx.needs_input_grad[0] and weight is None:
-                d_rows.index_copy_(0, token, torch.mm(d_product, first[piece.expert]))
-            elif ctx.needs_input_grad[0]:
+            if ctx.needs_input_grad[0]:
                 torch.mm(d_product, first[piece.expert], out=d_rows[here])
 
         share = math.ceil(products.shape[0] / torch.get_num_threads())
         run_pieces(run, cut_rows(ctx.counts, max(_CHUNK, share)))
-        d_tokens = None
-        if ctx.needs_input_grad[0]:
-            d_tokens = d_rows if weight is None else sum_by_token(d_rows, rows, None)
+        d_tokens = sum_by_token(d_rows, rows, None) if ctx.needs_input_grad[0] else None
         return d_tokens, d_weight, *(x.total() if x else None for x in (d_first, d_down, d_bias)), *[None] * 4
 
 

@@ -2,6 +2,9 @@
 
 Dispatch and combine stay those of dispatch.py; the routing weights never leave. `ragged` sends the accepted rows and
 their counts; `static` sends every slot, empty or not, and waits for nothing on the way.
+
+Received rows carry a weight of 1. Experts that write them in the order of arrival, without a weight, and a gradient of
+the combination in pieces that fit the cache were no faster on a CPU (a layer took 47.4 ms of CPU time either way).
 """
 
 from collections.abc import Callable
@@ -17,8 +20,6 @@ from moe.sparse.dispatch import ExpertRows, combine_slots, dispatch_slots, fill_
 from moe.sparse.experts import Experts
 from moe.sparse.parallel import sum_by_token
 from moe.sparse.plan import DispatchPlan
-
-_ROWS_IN_CACHE = 512  # on a CPU, three operations on as many rows at once; on all of them, memory would be the limit
 
 
 def start_ragged(
@@ -69,7 +70,7 @@ def start_static(
 
 
 def sort_received(counts: Tensor) -> ExpertRows:
-    """Returns which received row each row of each expert here is; their weights are elsewhere.
+    """Returns which received row each row of each expert here is; all have weight 1, for their own is elsewhere.
 
     Args:
         counts: <int64>[ep, E / ep] rows from each rank for each expert; they arrive in this order.
@@ -78,7 +79,8 @@ def sort_received(counts: Tensor) -> ExpertRows:
     expert = expert.repeat_interleave(counts.flatten())
     token = expert.argsort(stable=True)
     rows = torch.arange(token.numel(), device=token.device)
-    return ExpertRows(counts.sum(dim=0), token, None, torch.empty_like(token).scatter(0, token, rows), rows)
+    weight = torch.ones(token.numel(), device=token.device)
+    return ExpertRows(counts.sum(dim=0), token, weight, torch.empty_like(token).scatter(0, token, rows), rows)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -112,12 +114,6 @@ class _CombineRows(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         outputs, weight = ctx.saved_tensors
-        d_rows, d_weight = torch.empty_like(outputs), torch.empty_like(weight)
-        row_weight = weight.to(outputs.dtype)[:, None]
-        at_once = _ROWS_IN_CACHE if outputs.device.type == "cpu" else max(1, outputs.shape[0])
-        for start in range(0, outputs.shape[0], at_once):
-            here = slice(start, start + at_once)
-            part = torch.index_select(grad_outputs[0], 0, ctx.rows.token[here], out=d_rows[here])
-            d_weight[here] = torch.linalg.vecdot(part, outputs[here])
-            part *= row_weight[here]
-        return d_rows, d_weight, None
+        d_rows = grad_outputs[0].index_select(0, ctx.rows.token)
+        d_weight = torch.linalg.vecdot(d_rows, outputs).to(weight.dtype)
+        return d_rows.mul_(weight[:, None].to(d_rows.dtype)), d_weight, None
