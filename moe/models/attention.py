@@ -15,6 +15,7 @@ from moe.distributed.exchange import enter_shards, leave_shards
 from moe.distributed.sharding import local_shard
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import truncated_normal_
+from moe.sparse.products import linear
 
 
 class Projection(nn.Linear):
@@ -29,7 +30,7 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns <float>[..., d_out of this rank] of <float>[..., d_in of this rank]."""
-        return F.linear(input, local_shard(self.weight).flatten(0, -2))  # packed for a mesh: [2, F, D]
+        return linear(input, local_shard(self.weight).flatten(0, -2))  # packed for a mesh: [2, F, D]
 
     def reset_parameters(self) -> None:
         """Draws the weights anew; `truncated` cuts the normal at two deviations."""

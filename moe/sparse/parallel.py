@@ -24,8 +24,10 @@ from torch import Tensor
 
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertRows
+from moe.sparse.products import multiply
 
 _FEW_ROWS = 64  # rows of an expert, on average, below which the memory of its gradient costs more than the products
+_IN_TURN = 32  # rows of a layer up to which reading weights is all the work: one expert at a time, on all cores
 _HUGE_PAGE = 2**21  # bytes
 _LARGE = 2**31  # rows x D x F from which a layer takes longer than OpenMP's threads spin
 _CHUNK = 512  # rows in one piece of the forward pass: enough for a full-speed product, few enough for the cache
@@ -104,12 +106,17 @@ class _ParallelFeedForward(torch.autograd.Function):
             x = tokens.index_select(0, rows.token[here])
             if drop_rate:
                 kept[here].bernoulli_(1 - drop_rate, generator=torch.Generator().manual_seed(seed + piece.start))
-            product = torch.mm(x, first[piece.expert].t(), out=products[here] if learns else None)
+            product = multiply(x, first[piece.expert], out=products[here] if learns else None)
             gate = expert.activate(product, gates[here] if gates.numel() else None)
             hidden = expert.hidden(product, gate, _of(bias, piece.expert), kept[here]).hidden
-            torch.mm(hidden, down[piece.expert].t(), out=outputs[here])
+            multiply(hidden, down[piece.expert], out=outputs[here])
 
-        run_pieces(run, [piece for piece in cut_rows(counts, _CHUNK) if piece.end > piece.start])
+        pieces = [piece for piece in cut_rows(counts, _CHUNK) if piece.end > piece.start]
+        if num_rows <= _IN_TURN:
+            for piece in pieces:
+                run(piece)
+        else:
+            run_pieces(run, pieces)
         ctx.save_for_backward(
             tokens, weight, first, down, bias, products, gates, kept, outputs if ctx.needs_input_grad[1] else None
         )
@@ -143,13 +150,13 @@ class _ParallelFeedForward(torch.autograd.Function):
             parts = expert.hidden(product, gate, expert_bias, kept[here])
             if d_down:
                 torch.mm(dy.t(), parts.hidden, out=d_down.of(piece))
-            d_hidden = torch.mm(dy, down[piece.expert])
+            d_hidden = multiply(dy, down[piece.expert].t())
             d_plain = expert.d_plain(d_hidden, parts, expert_bias, kept[here], d_bias.of(piece) if d_bias else None)
             d_product = expert.d_product(d_plain, product, gate)
             if d_first:
                 torch.mm(d_product.t(), tokens.index_select(0, token), out=d_first.of(piece))
             if ctx.needs_input_grad[0]:
-                torch.mm(d_product, first[piece.expert], out=d_rows[here])
+                multiply(d_product, first[piece.expert].t(), out=d_rows[here])
 
         share = math.ceil(products.shape[0] / torch.get_num_threads())
         run_pieces(run, cut_rows(ctx.counts, max(_CHUNK, share)))

@@ -1,0 +1,93 @@
+"""Large float32 products of a CPU, against float64 as an oracle, whichever library does them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe.sparse.products import linear, multiply
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has one library")
+
+
+def large(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b):
+    torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=5e-6 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("shape", [(1, 769), (2, 3, 769), (83, 769)], ids=str)
+def test_a_large_product_and_its_gradients_are_those_of_float64(shape):
+    x, weight = large(*shape).requires_grad_(), large(1031, 769, seed=1).requires_grad_()
+    y = linear(x, weight)
+    assert y.grad_fn is not None
+    assert "_Linear" in y.grad_fn.next_functions[0][0].name() or "_Linear" in y.grad_fn.name()
+    d = large(*y.shape, seed=2)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = F.linear(*wide)
+    close(y, expected)
+    gradients = torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, wide, d.double())
+    for a, b in zip(*gradients, strict=True):
+        close(a, b)
+
+
+def test_gradients_have_gradients():
+    x, weight = large(67, 131).requires_grad_(), large(103, 131, seed=1).requires_grad_()
+
+    def second(product, *inputs):
+        (dx,) = torch.autograd.grad(product(*inputs).square().sum(), inputs[0], create_graph=True)
+        return torch.autograd.grad(dx.square().mean(), inputs)
+
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    for a, b in zip(second(linear, x, weight), second(F.linear, *wide), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
+
+
+def test_only_the_gradients_that_are_needed_are_made():
+    x, weight = large(67, 131), large(103, 131, seed=1).requires_grad_()
+    linear(x, weight).sum().backward()
+    close(weight.grad, x.sum(dim=0).expand(103, 131))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_strides_do_not_matter(transposed):
+    x, weight = large(83, 131), large(103, 131, seed=1)
+    if transposed:
+        x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
+    out = torch.empty(2, 83, 103)[1]
+    close(multiply(x, weight), x.double() @ weight.double().t())
+    assert multiply(x, weight, out=out) is out
+    close(out, x.double() @ weight.double().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_keep_their_library(dtype):
+    x, weight = large(83, 131).to(dtype), large(103, 131, seed=1).to(dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert torch.equal(multiply(x, weight), x @ weight.t())
+
+
+def test_autocast_is_obeyed():
+    x, weight = large(83, 131), large(103, 131, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's own flags warn of themselves
+def test_whoever_switches_onednn_off_does_without_it():
+    x, weight = large(83, 131), large(103, 131, seed=1)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+def test_compiled_graphs_hold_a_plain_product():
+    x, weight = large(83, 131), large(103, 131, seed=1)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    close(compiled(x, weight), x.double() @ weight.double().t())
+
+
+def test_no_rows_and_small_products_are_plain():
+    assert linear(torch.ones(0, 769), large(1031, 769)).shape == (0, 1031)
+    x, weight = large(7, 11), large(13, 11, seed=1)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
