@@ -49,6 +49,7 @@ class Context(NamedTuple):
         memory_bias: <float>[B, 1, L or 1, M] mask of cross-attention; None when nothing is masked.
         cache: Keys and values of earlier steps.
         drop_tokens: Whether experts have a capacity.
+        report: Whether sparse layers say what their routers did.
         token_ids: <int64>[B, L] vocabulary ids, when the caller has them.
         word_embeddings: <float>[B, L, D] what the stack started from.
     """
@@ -59,6 +60,7 @@ class Context(NamedTuple):
     memory_bias: Tensor | None
     cache: EncoderDecoderCache | None
     drop_tokens: bool
+    report: bool
     token_ids: Tensor | None
     word_embeddings: Tensor
 
@@ -102,6 +104,7 @@ class Block(GradientCheckpointingLayer):
                 token_ids=context.token_ids,
                 word_embeddings=context.word_embeddings,
                 drop_tokens=context.drop_tokens,
+                report=context.report,
             )
             x = x + self.dropout(y)
         if not self.sparse or self.stacked:
@@ -136,6 +139,7 @@ class Stack(nn.Module):
         memory_segment_ids: Tensor | None = None,
         cache: EncoderDecoderCache | None = None,
         drop_tokens: bool = True,
+        report: bool = True,
     ) -> tuple[Tensor, tuple[RouterOutput, ...]]:
         """Returns the last hidden states and what each sparse layer's router did.
 
@@ -150,9 +154,10 @@ class Stack(nn.Module):
             memory_segment_ids: <int64>[B, M] segments of the memory.
             cache: Keys and values of earlier steps; extended.
             drop_tokens: Whether experts have a capacity.
+            report: Whether sparse layers say what their routers did.
 
         Returns:
-            <float>[B, L, D], and one RouterOutput for each sparse layer.
+            <float>[B, L, D], and one RouterOutput for each sparse layer that reports.
         """
         past = cache.get_seq_length() if cache is not None else 0
         length = x.shape[1]
@@ -176,6 +181,7 @@ class Stack(nn.Module):
             memory_bias=None if memory_allowed is None else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
             cache=cache,
             drop_tokens=drop_tokens,
+            report=report,
             token_ids=token_ids,
             word_embeddings=x,
         )

@@ -61,8 +61,10 @@ class STMoEEncoder(STMoEPreTrainedModel):
                 "read inner values with a forward hook on the blocks of `encoder.stack` or `decoder`."
             )
         x = embed(self.embed_tokens, input_ids, inputs_embeds)
-        x, routers = self.stack(x, token_ids=input_ids, attention_mask=attention_mask, segment_ids=segment_ids)
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        x, routers = self.stack(
+            x, token_ids=input_ids, attention_mask=attention_mask, segment_ids=segment_ids, report=wanted
+        )
         return STMoEEncoderOutput(x, routers if wanted else None)
 
 
@@ -152,6 +154,7 @@ class STMoEModel(STMoEPreTrainedModel):
             memory_segment_ids=segment_ids,
             cache=past_key_values,
             drop_tokens=decoder_drop_tokens and past_key_values is None,
+            report=wanted,
         )
         return STMoEModelOutput(
             last_hidden_state=hidden,
@@ -258,6 +261,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor labels, are given.
         """
         routing_mask = None
+        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         if labels is not None:
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, decoder_segment_ids)
@@ -276,7 +280,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_outputs=encoder_outputs,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            output_router_logits=True,
+            output_router_logits=wanted or labels is not None,
             decoder_drop_tokens=decoder_drop_tokens,
         )
         hidden = outputs.last_hidden_state
@@ -308,14 +312,17 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 loss_counts = self.loss_counts(batch)
             losses = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, loss_counts)
             result.loss, result.ce_loss, result.z_loss, result.load_balance_loss, result.router_z_loss = losses
-        if self.config.output_router_logits if output_router_logits is None else output_router_logits:
+        if wanted:
             result.encoder_router_outputs, result.decoder_router_outputs = encoder_routers, decoder_routers
         return result
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the arguments of a decoding step; generation drops no token of the decoder, cached or not."""
+        """Returns the arguments of a decoding step.
+
+        Generation drops no token of the decoder, cached or not, and says what the routers did only when asked to.
+        """
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
-        return {**inputs, "decoder_drop_tokens": False}
+        return {"output_router_logits": False, **inputs, "decoder_drop_tokens": False}
 
 
 def embed(embedding: nn.Embedding, ids: Tensor | None, vectors: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from moe.sparse.groups import from_groups, sequences_per_group, to_groups
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.router import RouterInputs, build_router
+from moe.sparse.scores import RouterScores
 from moe.sparse.spread import start_ragged, start_static
 from moe.sparse.stats import RouterStats, router_stats
 
@@ -82,7 +83,8 @@ class SparseFeedForward(nn.Module):
         token_ids: Tensor | None = None,
         word_embeddings: Tensor | None = None,
         drop_tokens: bool = True,
-    ) -> tuple[Tensor, RouterOutput]:
+        report: bool = True,
+    ) -> tuple[Tensor, RouterOutput | None]:
         """Returns the layer's output and what its router did.
 
         A token that reaches no expert, and padding, come out as zeros: only the residual path carries them.
@@ -93,6 +95,7 @@ class SparseFeedForward(nn.Module):
             token_ids: <int64>[B, L] vocabulary ids, for router `hash`.
             word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other than `hidden`.
             drop_tokens: False ignores the capacity factor, so that no token is lost (incremental decoding).
+            report: False spares losses and statistics, and None stands for what the router did.
 
         Returns:
             <dtype of x>[B, L, D], and the RouterOutput.
@@ -114,10 +117,13 @@ class SparseFeedForward(nn.Module):
         scores = self.router(RouterInputs(tokens, mask, ids, words))
         plan = self.router.assign(scores, real, drop_tokens=drop_tokens)
         finish = self.start_experts(tokens, plan)  # with experts on other ranks, rows travel while the losses are made
+        output = self._report(scores, plan) if report else None
+        return from_groups(finish(), sequences).to(x.dtype), output
+
+    def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
+        """Returns what the router did."""
         losses = self.router.losses(scores, plan)
-        stats = router_stats(scores, plan, losses)
-        y = from_groups(finish(), sequences).to(x.dtype)
-        return y, RouterOutput(scores.logits, plan, losses, stats)
+        return RouterOutput(scores.logits, plan, losses, router_stats(scores, plan, losses))
 
     def start_experts(self, tokens: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
         """Dispatches tokens <any float>[G, S, D] and returns a function that runs the experts and combines.

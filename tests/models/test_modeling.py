@@ -112,6 +112,20 @@ def test_generation_never_drops_a_decoder_token():
     assert model.prepare_inputs_for_generation(ids, is_first_iteration=True)["decoder_drop_tokens"] is False
 
 
+def test_routers_report_only_to_who_asks():
+    model, batch = tiny_model(), tiny_batch()
+    ids = batch["input_ids"]
+    silent = model(ids, decoder_input_ids=ids, output_router_logits=False)
+    assert silent.encoder_router_outputs is None
+    assert silent.decoder_router_outputs is None
+    assert torch.equal(silent.logits, model(ids, decoder_input_ids=ids).logits)
+    assert model(**batch, output_router_logits=False).load_balance_loss > 0
+    layer, x = model.sparse_layers()[0], torch.randn(2, 13, 29)
+    assert layer(x, report=False)[1] is None
+    assert torch.equal(layer(x, report=False)[0], layer(x)[0])
+    assert model.prepare_inputs_for_generation(ids, is_first_iteration=True)["output_router_logits"] is False
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_either_side_leaves_logits_and_losses_alone(side):
     model, batch = tiny_model(eval_capacity_factor=None), tiny_batch(batch=3)
