@@ -5,7 +5,6 @@ that of the same four all-to-alls with nothing around them. All of it is measure
 """
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +17,13 @@ from einops import rearrange
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Problem, build_problem
-from benchmarks.layer import describe_machine
+from benchmarks.machine import describe_machine, save_report
 from benchmarks.peers import UnavailableError
 from benchmarks.ranks import Job, Sending, measure_together, run_ranks, sendings
 from benchmarks.scaling import ScalingCase, format_scaling, scaling_on_ranks
 from benchmarks.timing import median_ratio
 from benchmarks.transformers_ep import transformers_all_to_all
 from benchmarks.variants import CAPACITY_FACTOR, build_layer
-from moe.data.storage import whole_file
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
@@ -103,7 +101,7 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
         arguments = (CASES[case], dtype, benchmark.rounds)
         rows = run_ranks(exchange_on_ranks, number, benchmark.device, *arguments)
         report["rows"] += [keys | row for row in rows]
-        _save(benchmark)
+        save_report(benchmark.report, benchmark.json)
     if benchmark.scaling:
         number = max(benchmark.ranks)
         report["scaling"] = []
@@ -111,7 +109,7 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
             case = dataclasses.replace(benchmark.scaling, precision=dtype)
             result = run_ranks(scaling_on_ranks, number, benchmark.device, case, benchmark.rounds)
             report["scaling"].append(result)
-            _save(benchmark)
+            save_report(benchmark.report, benchmark.json)
     print(format_report(report))
     if benchmark.json:
         print(f"The table is in {benchmark.json}.")
@@ -265,10 +263,3 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     sent = None if "row_bytes" not in row else row["row_bytes"] / 1e6
     ratios += [sent, row.get("bytes_ratio"), row.get("over_transformers")]
     return [*cells, *("" if value is None else f"{value:.2f}" for value in ratios), row.get("note", "")]
-
-
-def _save(benchmark: ExchangeBenchmark) -> None:
-    """Writes the report so far, whole or not at all."""
-    if benchmark.json:
-        with whole_file(benchmark.json) as partial:
-            partial.write_text(json.dumps(benchmark.report, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,5 @@
 """The layer benchmark: forward and backward of one sparse layer beside the dense layer and the peers, in one table."""
 
-import datetime
-import json
 import platform
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +11,11 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
+from benchmarks.machine import describe_machine, save_report
 from benchmarks.memory import MEASURED, can_measure, peak_mib
 from benchmarks.peers import PEERS, UnavailableError, build_peer, close_peers
 from benchmarks.timing import capture_cuda_graph, measure, measure_rounds, median_ratio, square_tflops
 from benchmarks.variants import OURS, moe_dropless, routing_only, stats_of
-from moe.data.storage import whole_file
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 
@@ -74,7 +72,7 @@ class LayerBenchmark:
 def run_layer(benchmark: LayerBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
     benchmark.report.update(describe_run(benchmark), rows=[])
-    _save(benchmark)
+    save_report(benchmark.report, benchmark.json)
     try:
         groups = [
             (case, dtype) for case in benchmark.cases for dtype in benchmark.dtypes if dtype in CASES[case].dtypes
@@ -83,12 +81,12 @@ def run_layer(benchmark: LayerBenchmark) -> None:
         with tqdm(total=total, desc="layer", unit="round", mininterval=1.0) as bar:
             for case, dtype in groups:
                 benchmark.report["rows"] += measure_group(benchmark, case, dtype, bar)
-                _save(benchmark)
+                save_report(benchmark.report, benchmark.json)
         if benchmark.memory:
             add_peaks(benchmark)
         if benchmark.profile:
             benchmark.report["profile"] = [row for dtype in benchmark.dtypes for row in profile_layer(benchmark, dtype)]
-        _save(benchmark)
+        save_report(benchmark.report, benchmark.json)
     finally:
         close_peers()
     print(format_report(benchmark.report))
@@ -101,16 +99,6 @@ def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
     return describe_machine(benchmark.device) | {
         "rounds": benchmark.rounds,
         "square_tflops": {name: square_tflops(name, benchmark.rounds, benchmark.device) for name in benchmark.dtypes},
-    }
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Returns what measures, and when."""
-    return {
-        "device": _device_name(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -194,7 +182,7 @@ def add_peaks(benchmark: LayerBenchmark) -> None:
             dense[row["case"]] = peak
         row["peak_mib"] = peak
         row["peak_ratio"] = peak / dense[row["case"]] if row["case"] in dense else None
-        _save(benchmark)
+        save_report(benchmark.report, benchmark.json)
 
 
 def _has_peak(row: Mapping[str, Any]) -> bool:
@@ -265,20 +253,3 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     graph = f"CUDA graph: {row['cuda_graph']}" if "cuda_graph" in row else ""
     note = "; ".join(text for text in (row["note"], graph) if text)
     return [str(row["case"]), row["dtype"], row["pass"], row["variant"], *cells, difference, note]
-
-
-def _device_name(device: torch.device) -> str:
-    """Returns the name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
-
-
-def _save(benchmark: LayerBenchmark) -> None:
-    """Writes the report so far, whole or not at all."""
-    if benchmark.json:
-        with whole_file(benchmark.json) as partial:
-            partial.write_text(json.dumps(benchmark.report, indent=1) + "\n", encoding="utf-8")
