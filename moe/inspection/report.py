@@ -96,10 +96,16 @@ def _headline(config: STMoEConfig, stages: dict[str, Any], evaluation: dict[str,
         f"<p>A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
         f"{config.num_active_parameters():,}: {config.num_layers} + {config.num_decoder_layers} blocks, "
         f"{config.num_sparse_encoder_layers} + {config.num_sparse_decoder_layers} sparse layers of "
-        f"{config.num_experts} experts, {config.num_selected_experts} for each token; capacity factor "
-        f"{config.capacity_factor} in training and {config.eval_capacity_factor} in evaluation.</p>"
+        f"{config.num_experts} experts, {config.num_selected_experts} for each token; {_capacity(config)}.</p>"
         f'<div class="cards">{body}</div>'
     )
+
+
+def _capacity(config: STMoEConfig) -> str:
+    """Returns what limits the tokens of an expert."""
+    if config.expert_capacity is not None:
+        return f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+    return f"capacity factor {config.capacity_factor} in training and {config.eval_capacity_factor} in evaluation"
 
 
 def _training(stages: dict[str, list[dict[str, Any]]]) -> str:

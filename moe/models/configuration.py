@@ -1,14 +1,15 @@
 """STMoEConfig: every setting of a model, checked at the door, and its parameter counts before anything is built."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from moe.errors import ConfigError, did_you_mean
+from moe.models.configuration_checks import FeedForward, Reduction, SparsePosition, check_config, refuse_unknown
 from moe.models.presets import PRESETS
 from moe.sparse.config import (
     BalanceScope,
+    CapacityScope,
     Choices,
     Dispatch,
     ExpertBias,
@@ -16,30 +17,11 @@ from moe.sparse.config import (
     Rounding,
     RouterInput,
     SparseConfig,
-    is_kind,
     reference_fields,
 )
-from moe.sparse.router import check_causal, load_routers, router_options_by_name
-
-FeedForward = Literal["gated-gelu", "relu"]
-Reduction = Literal["sum", "mean"]
+from moe.sparse.router import load_routers
 
 _REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
-
-_ACCEPTED_BY_TRANSFORMERS = {
-    "_attn_implementation",
-    "_commit_hash",
-    "_name_or_path",
-    "attn_implementation",
-    "auto_map",
-    "experts_implementation",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "per_layer_config",
-    "torch_dtype",
-}
 
 
 class STMoEConfig(PreTrainedConfig):
@@ -66,8 +48,10 @@ class STMoEConfig(PreTrainedConfig):
         expert_dropout_rate: Dropout inside the experts; None for `dropout_rate`.
         initializer_scale: s of the initialisations with variance s / fan_in.
         num_experts: Experts in a sparse layer, E; 0 makes every layer dense.
-        num_sparse_encoder_layers: Sparse layers of the encoder, at the last block of each equal stretch.
+        num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of blocks.
         num_sparse_decoder_layers: The same for the decoder.
+        sparse_position: Which block of a stretch is sparse: the `last`, or the `second` as in transformers' Switch (the
+            only one where a stretch is one block).
         sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
         num_selected_experts: See `SparseConfig` for this and the fields that follow, where nothing else is said.
         router: Name in ROUTERS of the encoder's router.
@@ -116,6 +100,7 @@ class STMoEConfig(PreTrainedConfig):
     num_experts: int = 0
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
+    sparse_position: SparsePosition = "last"
     sparse_dense_stacking: bool = False
     num_selected_experts: int = 2
     router: str = "token_choice"
@@ -127,6 +112,8 @@ class STMoEConfig(PreTrainedConfig):
     eval_capacity_factor: float | None = 2.0
     min_expert_capacity: int = 4
     capacity_rounding: Rounding = "floor"
+    expert_capacity: int | None = None
+    capacity_scope: CapacityScope = "group"
     group_size: int = 4096
     balance_choices: Choices = "first"
     balance_over: Positions = "real_tokens"
@@ -148,7 +135,7 @@ class STMoEConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills derived values and checks all of them; see the class for each field."""
-        self._refuse_unknown(kwargs)
+        refuse_unknown(type(self), kwargs)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
         for name in ("router_options", "decoder_router_options"):
@@ -156,7 +143,7 @@ class STMoEConfig(PreTrainedConfig):
             if isinstance(options, Mapping):
                 setattr(self, name, dict(options))  # a copy: the caller's may change later
         super().__post_init__(**kwargs)
-        self._check()
+        check_config(self)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
@@ -214,6 +201,8 @@ class STMoEConfig(PreTrainedConfig):
             eval_capacity_factor=self.eval_capacity_factor,
             min_expert_capacity=self.min_expert_capacity,
             capacity_rounding=self.capacity_rounding,
+            expert_capacity=self.expert_capacity,
+            capacity_scope=self.capacity_scope,
             group_size=self.group_size,
             balance_choices=self.balance_choices,
             balance_over=self.balance_over,
@@ -232,10 +221,14 @@ class STMoEConfig(PreTrainedConfig):
         """Returns whether block number `block`, counted from 0, holds a sparse layer.
 
         Source:
-            flaxformer `LayerLayout.MIXED` at 399ea3a8: the last block of each of `num_sparse` equal stretches.
+            flaxformer `LayerLayout.MIXED` at 399ea3a8: the last block of each of `num_sparse` equal stretches;
+            transformers 5.23.0 `SwitchTransformersStack`: the second.
         """
-        layers, sparse = self._stack_sizes(decoder)
-        return bool(sparse) and block % (layers // sparse) == layers // sparse - 1
+        layers, sparse = self.stack_sizes(decoder)
+        if not sparse:
+            return False
+        stretch = layers // sparse
+        return block % stretch == (stretch - 1 if self.sparse_position == "last" else min(1, stretch - 1))
 
     def num_parameters(self) -> int:
         """Returns the number of parameters, before anything is built."""
@@ -256,7 +249,7 @@ class STMoEConfig(PreTrainedConfig):
         bias = self.d_ff if self.expert_bias != "none" else 0
         total = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
         for decoder in (False, True):
-            layers, sparse = self._stack_sizes(decoder)
+            layers, sparse = self.stack_sizes(decoder)
             extra = sparse if self.sparse_dense_stacking else 0
             attentions = 2 if decoder else 1
             total += layers * attentions * attention
@@ -269,122 +262,9 @@ class STMoEConfig(PreTrainedConfig):
             total += self.relative_attention_num_buckets * self.num_heads
         return total
 
-    def _stack_sizes(self, decoder: bool) -> tuple[int, int]:
+    def stack_sizes(self, decoder: bool) -> tuple[int, int]:
         """Returns blocks and sparse layers of a stack."""
         assert self.num_decoder_layers is not None, "__post_init__ fills it"
         if decoder:
             return self.num_decoder_layers, self.num_sparse_decoder_layers
         return self.num_layers, self.num_sparse_encoder_layers
-
-    def _refuse_unknown(self, kwargs: dict[str, Any]) -> None:
-        """Raises a ConfigError for a keyword that neither this class nor transformers knows."""
-        known = _ACCEPTED_BY_TRANSFORMERS | set(GenerationConfig._get_default_generation_params())
-        for name in kwargs:
-            if name not in known:
-                fields = list(type(self).__dataclass_fields__)
-                if name in (options := router_options_by_name()):
-                    raise ConfigError(
-                        f"STMoEConfig has no field {name!r} (value {kwargs[name]!r}): it is an option of "
-                        f"{', '.join(options[name])}. Give it inside router_options or decoder_router_options."
-                    )
-                raise ConfigError(
-                    f"STMoEConfig has no field {name!r} (value {kwargs[name]!r}).{did_you_mean(name, fields)} "
-                    "Remove it or correct its name."
-                )
-
-    def _check(self) -> None:
-        """Raises a ConfigError for a value that is out of range or contradicts another."""
-        for name in _POSITIVE_INTEGERS:
-            self._expect(name, _is_integer(getattr(self, name), least=1), "an integer of at least 1")
-        for name in (
-            "num_experts",
-            "num_sparse_encoder_layers",
-            "num_sparse_decoder_layers",
-            "min_expert_capacity",
-        ):
-            self._expect(name, _is_integer(getattr(self, name), least=0), "an integer of at least 0")
-        for name in ("dropout_rate", "expert_dropout_rate"):
-            if name == "expert_dropout_rate" and self.expert_dropout_rate is None:
-                continue
-            rate = getattr(self, name)
-            self._expect(name, is_kind(rate, float) and 0 <= rate < 1, "a number with 0 <= rate < 1")
-        for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
-            value = getattr(self, name)
-            self._expect(name, is_kind(value, float) and value >= 0, "a number of at least 0")
-        for name in ("layer_norm_epsilon", "initializer_scale"):
-            value = getattr(self, name)
-            self._expect(name, is_kind(value, float) and value > 0, "a number above 0")
-        for name, choices in (("feed_forward_proj", FeedForward), ("router_loss_reduction", Reduction)):
-            known = get_args(choices)
-            self._expect(name, getattr(self, name) in known, f"one of {', '.join(known)}")
-        for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
-            value = getattr(self, name)
-            holds = _is_integer(value, least=0) and value < self.vocab_size
-            self._expect(name, holds, f"a token id below vocab_size, {self.vocab_size}")
-        self._check_positions()
-        self._check_sparse_layers()
-
-    def _check_positions(self) -> None:
-        """Raises a ConfigError when the relative position buckets cannot be laid out."""
-        buckets, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
-        self._expect("relative_attention_num_buckets", buckets >= 4 and buckets % 4 == 0, "a multiple of 4")
-        self._expect(
-            "relative_attention_max_distance",
-            distance > buckets // 2,
-            f"more than half of relative_attention_num_buckets, {buckets // 2}",
-        )
-
-    def _check_sparse_layers(self) -> None:
-        """Raises a ConfigError when the numbers of experts, layers and sparse layers contradict each other."""
-        sparse_layers = self.num_sparse_encoder_layers + self.num_sparse_decoder_layers
-        if (self.num_experts == 0) != (sparse_layers == 0):
-            raise ConfigError(
-                f"num_experts is {self.num_experts}, but num_sparse_encoder_layers + num_sparse_decoder_layers is "
-                f"{sparse_layers}. A dense model has 0 of both, a sparse one at least 1 of each: set the other."
-            )
-        for name in (self.router, self.decoder_router):
-            if name is not None:
-                load_routers().get(name)
-        for name in ("decoder_router", "decoder_router_options"):
-            if not self.num_sparse_decoder_layers and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, but the decoder has no sparse layer that could use it. Leave "
-                    "it out, or set num_sparse_decoder_layers."
-                )
-        for decoder, stack in ((False, "encoder"), (True, "decoder")):
-            layers, sparse = self._stack_sizes(decoder)
-            if sparse and layers % sparse:
-                fitting = [n for n in range(1, layers + 1) if layers % n == 0]
-                raise ConfigError(
-                    f"num_sparse_{stack}_layers is {sparse}, which does not divide the {layers} blocks of the "
-                    f"{stack}. Choose one of {fitting}."
-                )
-            if sparse:
-                if decoder and self.decoder_router is None:
-                    check_causal(self.router, "Set decoder_router to")
-                self.sparse_config(decoder=decoder)
-
-    def _expect(self, name: str, holds: bool, expected: str) -> None:
-        """Raises a ConfigError that names field, value and expectation, unless `holds`."""
-        if not holds:
-            raise ConfigError(f"STMoEConfig: {name} is {getattr(self, name)!r}; expected {expected}.")
-
-
-_POSITIVE_INTEGERS = (
-    "vocab_size",
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "num_layers",
-    "num_decoder_layers",
-    "num_heads",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "num_selected_experts",
-    "group_size",
-)
-
-
-def _is_integer(value: object, *, least: int) -> bool:
-    """Returns whether `value` is an integer, not a bool, of at least `least`."""
-    return isinstance(value, int) and is_kind(value, int) and value >= least

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.exchange import sum_together
 from moe.models.configuration import STMoEConfig
-from moe.sparse.groups import sequences_per_group, to_groups
+from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.layer import RouterOutput
 from moe.sparse.losses import BalanceTotals
 
@@ -96,7 +96,7 @@ def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
     tokens, positions = mask.sum(), torch.full_like(mask.sum(), mask.numel())
     balance = tokens if config.balance_over == "real_tokens" else positions
     if config.balance_scope == "group":
-        balance = _count_groups(mask, config.group_size)
+        balance = _count_groups(mask, tokens_per_group(config))
     return StackCounts(tokens, balance, tokens if config.router_z_loss_over == "real_tokens" else positions)
 
 

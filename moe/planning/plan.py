@@ -18,7 +18,7 @@ from moe.planning.flops import forward_flops, training_flops_per_token
 from moe.planning.memory import gathered_bytes, optimizer_bytes, parameter_bytes
 from moe.planning.traffic import AXES, Transfer, axis_sizes, group_size, traffic
 from moe.planning.workload import Workload, groups_alike
-from moe.sparse.groups import sequences_per_group
+from moe.sparse.groups import sequences_per_group, tokens_per_group
 
 RANKS_OF_NODE = 8
 BYTES_PER_SECOND = {"inside": 450e9, "across": 50e9}
@@ -124,7 +124,7 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
     """
     model, num_groups = build_model(config), None
     if config.num_sparse_encoder_layers or config.num_sparse_decoder_layers:
-        rows, size = workload.batch_size, config.group_size
+        rows, size = workload.batch_size, tokens_per_group(config)
         num_groups = math.gcd(*(rows // sequences_per_group(rows, length, size) for length in workload.lengths))
     plans = []
     for mesh in fitting_meshes(mesh_limits(config, num_ranks, num_groups)):

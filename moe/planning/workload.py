@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.sparse.capacity import expert_capacity
-from moe.sparse.groups import sequences_per_group
+from moe.sparse.capacity import slots_of_expert
+from moe.sparse.groups import sequences_per_group, tokens_per_group
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,10 @@ def _stack_pass(config: STMoEConfig, rows: int, length: int, *, decoder: bool) -
         return StackPass(decoder, rows, length, blocks, 0, 0, 0)
     layer = config.sparse_config(decoder=decoder)
     places = layer.num_experts if layer.router == "expert_choice" else layer.num_selected_experts
-    sequences = sequences_per_group(rows, length, layer.group_size)
-    capacity = size = sequences * length
-    if layer.capacity_factor is not None:
-        capacity = expert_capacity(
-            size, layer.num_experts, layer.capacity_factor, layer.min_expert_capacity, layer.capacity_rounding
-        )
+    sequences = sequences_per_group(rows, length, tokens_per_group(layer))
+    size = sequences * length
+    capacity = slots_of_expert(layer, size, training=True)
+    capacity = size if capacity is None else capacity
     slots = rows // sequences * capacity * layer.num_experts
     used = slots if layer.dispatch == "static" else min(slots, rows * length * places)
     return StackPass(decoder, rows, length, blocks, sparse, used, places)
@@ -129,7 +127,7 @@ def groups_alike(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> b
     """Returns whether a rank's passes route tokens in the same groups as the whole batch would be."""
     if not (config.num_sparse_encoder_layers or config.num_sparse_decoder_layers):
         return True
-    rows, size = workload.rows_of_pass(mesh), config.group_size
+    rows, size = workload.rows_of_pass(mesh), tokens_per_group(config)
     return all(
         sequences_per_group(workload.batch_size, length, size) == sequences_per_group(rows, length, size)
         for length in workload.lengths

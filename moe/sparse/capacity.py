@@ -4,7 +4,23 @@ from fractions import Fraction
 
 import torch
 
-from moe.sparse.config import Rounding
+from moe.sparse.config import Rounding, SparseConfig
+
+
+def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) -> int | None:
+    """Returns C, the slots of one expert in one group; None when no token is dropped.
+
+    Args:
+        config: Of the layer.
+        num_tokens: Tokens of the group with its padding, S.
+        training: Whether the capacity factor of training counts, or that of evaluation.
+    """
+    if config.expert_capacity is not None:
+        return min(config.expert_capacity, num_tokens)  # more would never be filled
+    factor = config.capacity_factor if training else config.eval_capacity_factor
+    if factor is None:
+        return None
+    return expert_capacity(num_tokens, config.num_experts, factor, config.min_expert_capacity, config.capacity_rounding)
 
 
 def expert_capacity(

@@ -16,6 +16,7 @@ Choices = Literal["first", "all"]
 Positions = Literal["real_tokens", "all_positions"]
 BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
 Dispatch = Literal["ragged", "static"]
+CapacityScope = Literal["group", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class SparseConfig:
         eval_capacity_factor: The same outside training.
         min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
         capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round` (Flaxformer).
+        expert_capacity: Slots of an expert in a group whatever its size, in training and outside; it takes the place
+            of both factors, of the least and of the rounding. None leaves it to them.
+        capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of sequences, or each
+            `sequence` is a group of its own whatever `group_size` (transformers' Switch).
         group_size: Most tokens that are routed together; a group is a whole number of sequences.
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is 1 at perfect
             balance) or `all` K (then K).
@@ -75,6 +80,8 @@ class SparseConfig:
     eval_capacity_factor: float | None = 2.0
     min_expert_capacity: int = 4
     capacity_rounding: Rounding = "floor"
+    expert_capacity: int | None = None
+    capacity_scope: CapacityScope = "group"
     group_size: int = 4096
     balance_choices: Choices = "first"
     balance_over: Positions = "real_tokens"
@@ -103,6 +110,15 @@ class SparseConfig:
             value = getattr(self, name)
             holds = value is None or (is_kind(value, float) and value > 0)
             _require(holds, name, value, "a number above 0, or None to drop no token")
+        slots = self.expert_capacity
+        holds = slots is None or (is_kind(slots, int) and slots >= 1)
+        _require(holds, "expert_capacity", slots, "an integer of at least 1, or None to follow the capacity factors")
+        if slots is not None and None in (self.capacity_factor, self.eval_capacity_factor):
+            raise ConfigError(
+                f"expert_capacity is {slots}, and a capacity factor is None, which is to drop no token. Set "
+                "expert_capacity to None to follow the capacity factors, or give both factors a number: they are "
+                "then not used."
+            )
         check_choices(self)
         rate, scale, std = self.expert_dropout_rate, self.initializer_scale, self.router_initializer_std
         _require(is_kind(rate, float) and 0 <= rate < 1, "expert_dropout_rate", rate, "0 <= rate < 1")

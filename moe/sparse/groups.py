@@ -1,9 +1,31 @@
 """Tokens to groups and back. After this, router.py gives every group its logits."""
 
+from typing import Protocol
+
 from einops import rearrange
 from torch import Tensor
 
 from moe.errors import ConfigError
+from moe.sparse.config import CapacityScope
+
+
+class Grouping(Protocol):
+    """The settings that say which tokens are routed together; configurations of layers and of models have them."""
+
+    @property
+    def group_size(self) -> int:
+        """See SparseConfig."""
+        ...
+
+    @property
+    def capacity_scope(self) -> CapacityScope:
+        """See SparseConfig."""
+        ...
+
+
+def tokens_per_group(config: Grouping) -> int:
+    """Returns the most tokens that are routed together, for `sequences_per_group`; 1 makes groups of one sequence."""
+    return 1 if config.capacity_scope == "sequence" else config.group_size
 
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:

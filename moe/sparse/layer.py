@@ -14,7 +14,7 @@ from moe.errors import DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import combine_slots, dispatch_slots, fill_slots, sort_rows
 from moe.sparse.experts import Experts
-from moe.sparse.groups import from_groups, sequences_per_group, to_groups
+from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.router import RouterInputs, build_router
@@ -105,7 +105,7 @@ class SparseFeedForward(nn.Module):
                 are not finite.
         """
         self._check(x, token_mask, token_ids, word_embeddings)
-        sequences = sequences_per_group(x.shape[0], x.shape[1], self.config.group_size)
+        sequences = sequences_per_group(x.shape[0], x.shape[1], tokens_per_group(self.config))
         tokens, mask, ids, words = (
             None if value is None else to_groups(value, sequences)
             for value in (x, token_mask, token_ids, word_embeddings)

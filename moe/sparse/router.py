@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import moe.sparse.routers
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.registry import Registry
-from moe.sparse.capacity import expert_capacity
+from moe.sparse.capacity import slots_of_expert
 from moe.sparse.config import SparseConfig, check_choices, is_kind
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.losses import RouterLosses, router_losses
@@ -151,13 +151,9 @@ class Router(nn.Module):
 
     def capacity(self, num_tokens: int, drop_tokens: bool) -> int | None:
         """Returns the slots of an expert in a group of `num_tokens`; None when there is room for all."""
-        config = self.config
-        factor = config.capacity_factor if self.training else config.eval_capacity_factor
-        if factor is None or not drop_tokens:
+        if not drop_tokens:
             return None
-        return expert_capacity(
-            num_tokens, config.num_experts, factor, config.min_expert_capacity, config.capacity_rounding
-        )
+        return slots_of_expert(self.config, num_tokens, training=self.training)
 
 
 ROUTERS: Registry[type[Router]] = Registry("router")

@@ -14,7 +14,7 @@ from moe.models.initial_weights import draw_weights
 from moe.models.loading import load_complete, load_model_on_mesh
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.sharding import mesh_limits, model_layouts, shard_model
-from moe.sparse.groups import sequences_per_group
+from moe.sparse.groups import sequences_per_group, tokens_per_group
 from moe.training.recipe import Recipe
 from moe.training.step import check_groups
 
@@ -49,10 +49,11 @@ def check_placement(recipe: Recipe, config: STMoEConfig, num_ranks: int, lengths
     sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     num_groups = None
     if lengths is not None and sparse:
-        num_groups = math.gcd(*(rows // sequences_per_group(rows, length, config.group_size) for length in lengths))
+        size = tokens_per_group(config)
+        num_groups = math.gcd(*(rows // sequences_per_group(rows, length, size) for length in lengths))
     check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups))
     if lengths is not None and sparse:
-        check_groups(lengths, rows, micro or rows // recipe.mesh.num_data_ranks, config.group_size)
+        check_groups(lengths, rows, micro or rows // recipe.mesh.num_data_ranks, tokens_per_group(config))
 
 
 def new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> PlacedModel:

@@ -253,6 +253,8 @@ class FinetuneRecipe(Recipe):
             "expert_dropout_rate",
             "capacity_factor",
             "eval_capacity_factor",
+            "expert_capacity",
+            "capacity_scope",
             "min_expert_capacity",
             "group_size",
             "capacity_rounding",

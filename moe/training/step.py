@@ -16,7 +16,7 @@ from moe.errors import ConfigError
 from moe.models.losses import LossCounts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
-from moe.sparse.groups import sequences_per_group
+from moe.sparse.groups import sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput
 from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals
 from moe.sparse.stats import RouterStats, add_stats
@@ -72,7 +72,7 @@ def train_step(
     training = recipe.training
     ranks = mesh.data if mesh else None
     data_ranks, data_rank = (mesh.config.num_data_ranks, mesh.data_rank) if mesh else (1, 0)
-    group_size = model.config.group_size if model.sparse_layers() else None
+    group_size = tokens_per_group(model.config) if model.sparse_layers() else None
     parts = list(cut_batch(batch, training.micro_batch_size, group_size, data_ranks))
 
     def run_parts(counts: LossCounts) -> Iterator[STMoEOutput]:

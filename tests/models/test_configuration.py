@@ -65,6 +65,18 @@ def test_the_sparse_blocks_are_the_last_of_each_stretch():
     assert sparse == [3, 7, 11, 15, 19, 23]
 
 
+@pytest.mark.parametrize(
+    ("layers", "sparse"), [(layers, n) for layers in range(1, 13) for n in range(1, layers + 1) if layers % n == 0]
+)
+def test_the_second_block_of_a_stretch_is_where_transformers_puts_the_experts(layers, sparse):
+    step = layers // sparse  # SwitchTransformersStack of 5.23.0
+    expected = [block for block in range(layers) if block % step == 1 or step == 1]
+    fields = {"num_layers": layers, "num_sparse_encoder_layers": sparse, "num_experts": 3, "sparse_position": "second"}
+    config = STMoEConfig(**fields, num_decoder_layers=5)
+    assert [block for block in range(layers) if config.is_sparse_block(block, decoder=False)] == expected
+    assert not any(config.is_sparse_block(block, decoder=True) for block in range(5))
+
+
 def test_active_parameters_count_two_of_the_experts():
     config = STMoEConfig.from_preset("st-moe-32b")
     expert = 3 * 5120 * 20480
@@ -95,6 +107,9 @@ def test_active_parameters_count_two_of_the_experts():
             {**SPARSE, "second_expert_policy": "all"},
             "no field 'second_expert_policy' .*option of batch_prioritized, token_choice. Give it inside router_opt",
         ),
+        ({**SPARSE, "expert_capacity": 0}, "expert_capacity is 0; expected an integer of at least 1, or None"),
+        ({**SPARSE, "capacity_scope": "batch"}, "capacity_scope is 'batch'; expected one of group, sequence"),
+        ({**SPARSE, "sparse_position": "first"}, "sparse_position is 'first'; expected one of last, second"),
         ({**SPARSE, "capacity_factor": "1.25"}, "capacity_factor is '1.25'; expected a number above 0, or None"),
         ({"decoder_router": "switch"}, "decoder_router is 'switch', but the decoder has no sparse layer"),
         ({"decoder_router_options": {"policy": "sample"}}, "decoder_router_options is .*, but the decoder has no"),

@@ -29,7 +29,8 @@ class Answer:
 def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
     """Returns what the layer, read as a table of weights and settings, makes of x [B, L, D]."""
     config, (batch, length, width) = layer.config, x.shape
-    fitting = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * length <= config.group_size)]
+    most = length if config.capacity_scope == "sequence" else config.group_size
+    fitting = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * length <= most)]
     shape = (batch // max(fitting), max(fitting) * length)
     groups = x.reshape(*shape, width)
     mask = [[True] * shape[1] for _ in range(shape[0])] if mask is None else mask.reshape(shape).tolist()
@@ -41,7 +42,9 @@ def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
 
     factor = config.capacity_factor if layer.training else config.eval_capacity_factor
     capacity = None
-    if factor is not None and drop_tokens:
+    if config.expert_capacity is not None and drop_tokens:
+        capacity = min(config.expert_capacity, shape[1])
+    elif factor is not None and drop_tokens:
         least, rounding = config.min_expert_capacity, config.capacity_rounding
         capacity = routing.capacity_of(shape[1], config.num_experts, factor, least, rounding)
     found = route(layer, logits, probs, mask, token_ids, capacity)

@@ -69,6 +69,9 @@ EXACT = {
     "ep in two nodes, static": Case((1, 1, 4, 1, 2), STATIC),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "balance over all ranks": Case((1, 2, 2, 1), {**STATIC, "balance_scope": "global"}, micro=2),
+    "ep, static, groups of one sequence": Case(
+        (1, 1, 4, 1), {**STATIC, "group_size": 64, "capacity_scope": "sequence", "expert_capacity": 3}, micro=2
+    ),
     "tp, ReLU, tied head": Case((1, 1, 1, 4), {"feed_forward_proj": "relu", "tie_word_embeddings": True, **STATIC}),
     "dp_shard, AdamW": Case((1, 4, 1, 1), STATIC, optimizer="adamw"),
 }

@@ -53,6 +53,8 @@ def cases(draw, options):
         "num_experts": num_experts,
         "num_selected_experts": min(draw(st.sampled_from([1, 2, 3])), num_experts),
         "capacity_factor": draw(factors),
+        "expert_capacity": draw(st.sampled_from([None, None, 1, 2, 3, 50])),
+        "capacity_scope": draw(st.sampled_from(["group", "group", "sequence"])),
         "eval_capacity_factor": draw(factors),
         "min_expert_capacity": draw(st.sampled_from([0, 0, 0, 1, 4])),
         "capacity_rounding": draw(st.sampled_from(["floor", "round"])),
@@ -66,6 +68,8 @@ def cases(draw, options):
         "activation": draw(st.sampled_from(["gelu", "relu"])),
         "expert_bias": draw(st.sampled_from(["none", "additive", "multiplicative"])),
     }
+    if None in (config["capacity_factor"], config["eval_capacity_factor"]):
+        config["expert_capacity"] = None  # the two contradict each other
     return {
         "config": config,
         "options": drawn,

@@ -55,6 +55,15 @@ def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
         updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
 
 
+def test_where_a_sequence_is_a_group_any_cut_gives_the_update_of_groups_of_one_sequence():
+    sequences = {"group_size": 4096, "capacity_scope": "sequence", "expert_capacity": 2}
+    _, expected = updated(tiny_model(group_size=13, expert_capacity=2).double().train(), recipe())
+    for micro in (None, 1, 2):
+        _, actual = updated(tiny_model(**sequences).double().train(), recipe(micro_batch_size=micro))
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_a_dense_model_is_cut_anyhow():
     dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0, "group_size": 26}
     _, whole = updated(tiny_model(**dense).double().train(), recipe())
