@@ -10,6 +10,7 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean, run_main
 from moe.models.configuration import STMoEConfig
+from moe.models.conversion import ConversionReport, conversion_report
 from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.models.modeling import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS
@@ -30,6 +31,7 @@ __all__ = [
     "BalanceTotals",
     "CheckpointError",
     "ConfigError",
+    "ConversionReport",
     "DataError",
     "DispatchPlan",
     "DistributedError",
@@ -60,6 +62,7 @@ __all__ = [
     "check_mesh",
     "check_model_folder",
     "collect_routers",
+    "conversion_report",
     "did_you_mean",
     "launch",
     "load_complete",

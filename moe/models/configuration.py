@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from moe.models.configuration_checks import FeedForward, Reduction, SparsePosition, check_config, refuse_unknown
+from moe.models.foreign_config import family_of, own_fields
 from moe.models.presets import PRESETS
 from moe.sparse.config import (
     BalanceScope,
@@ -153,6 +154,16 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When there is no such preset; the message names the closest.
         """
         return cls(**{**PRESETS.get(name).fields, **overrides})
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the fields of a config.json, those of a T5 or Switch as ours, and the arguments not used.
+
+        Raises:
+            ConfigError: When it is of another model, or says what this library cannot represent.
+        """
+        raw, unused = super().get_config_dict(*args, **kwargs)
+        return raw if family_of(raw) is None else own_fields(raw), unused
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":

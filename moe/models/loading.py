@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from moe.distributed.boxes import Box, box_of
@@ -74,6 +74,12 @@ def load_model_on_mesh(
             lists them, before any memory is taken.
     """
     check_model_folder(folder)
+    kind = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    if kind != STMoEConfig.model_type:
+        raise CheckpointError(
+            f"{folder} holds a model of type {kind!r}, and ranks read only {STMoEConfig.model_type!r}. Convert it once "
+            f"and for all: python -m scripts.convert_checkpoint --from {folder} --to OUT."
+        )
     config = config or STMoEConfig.from_pretrained(folder)
     with _open_weights(Path(folder)) as saved:
         with torch.device("meta"):

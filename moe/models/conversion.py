@@ -1,0 +1,220 @@
+"""Checkpoints of T5 and Switch as weights of ours, read when they are asked for; every tensor is accounted for."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from moe.errors import CheckpointError, ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.models.foreign_config import EXPLAINED, family_of
+from moe.models.foreign_names import Weight, transformers_names
+from moe.models.weight_files import LazyTensor, find_weight_files, open_weights
+
+_SHOWN = 8
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What became of every tensor of a foreign checkpoint.
+
+    Attributes:
+        source: The folder or hub name.
+        mapped: Their names by ours.
+        ignored: Their names that are not needed, each with the reason; fields of config.json too.
+        missing: Their names that the model needs and the checkpoint has not.
+        unexpected: Their names that nothing is known of.
+        reshaped: Ours, with the shape that the checkpoint gives and the shape of the model.
+    """
+
+    source: str
+    mapped: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+
+    def refuse_unexplained(self) -> None:
+        """Raises when a tensor is missing, unexpected or of another shape.
+
+        Raises:
+            CheckpointError: Counts them and names the first.
+        """
+        kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", self.reshaped))
+        if found := "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names):
+            raise CheckpointError(
+                f"{self.source} cannot be converted: not every tensor is accounted for. {found}. Download or copy it "
+                "again; if config.json was edited, undo that."
+            )
+
+    def __str__(self) -> str:
+        """Returns the report as lines for a terminal."""
+        joined = sum(len(parts) for parts in self.mapped.values())
+        lines = [f"{self.source}: {joined} tensors mapped to {len(self.mapped)}, {len(self.ignored)} ignored"]
+        lines += [f"  ignored: {name} {reason}" for name, reason in self.ignored.items()]
+        for kind in ("missing", "unexpected", "reshaped"):
+            lines += [f"  {kind}: {name}" for name in getattr(self, kind)]
+        return "\n".join(lines)
+
+
+def _some(names: list[str]) -> str:
+    """Returns the first few names and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class Foreign(NamedTuple):
+    """A checkpoint as a model of ours.
+
+    Attributes:
+        config: Of the model.
+        weights: Each is read, and joined of its parts, when it is indexed.
+        report: What became of every tensor.
+    """
+
+    config: STMoEConfig
+    weights: dict[str, LazyTensor]
+    report: ConversionReport
+
+
+def open_transformers(
+    source: Path | str,
+    config: STMoEConfig | None = None,
+    *,
+    leave_out: Iterable[str] = (),
+    use_safetensors: bool | None = None,
+    **download: Any,
+) -> Foreign:
+    """Returns a T5 or Switch model of transformers, of a folder or the hub, as one of ours; reads no weight yet.
+
+    Args:
+        source: The folder or name.
+        config: With settings that differ from the source's; None for the source's.
+        leave_out: Patterns of our names that are not wanted.
+        use_safetensors: See `find_weight_files`.
+        download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
+
+    Raises:
+        ConfigError: When its config.json holds what this library cannot represent.
+        CheckpointError: When there are no weights, or they are torn.
+    """
+    raw = PreTrainedConfig.get_config_dict(source, **download)[0]
+    family = family_of(raw)
+    assert family is not None, "the caller has looked"
+    config = config or STMoEConfig.from_pretrained(source, **download)
+    stored = open_weights(find_weight_files(source, use_safetensors=use_safetensors, **download))
+    # transformers 5 writes an untied T5 as tied and unscaled, and its head only when that is another tensor.
+    written_tied = family == "t5" and raw.get("scale_decoder_outputs") is False
+    stored, ignored = _settle_copies(stored, config, head_is_embedding=written_tied)
+    ignored |= {f"{name} of config.json": EXPLAINED[name] for name in raw if name in EXPLAINED}
+    table = transformers_names(config, family)
+    return convert_weights(str(source), config, table, stored, ignored=ignored, leave_out=leave_out)
+
+
+def conversion_report(source: Path | str, **download: Any) -> ConversionReport:
+    """Returns what becomes of every tensor of a T5 or Switch model when it is loaded as one of ours; reads copies only.
+
+    Args:
+        source: A folder or hub name.
+        download: `revision`, `token`, `cache_dir` and the like of `from_pretrained`.
+
+    Raises:
+        ConfigError: When it is no such model, or one that this library cannot represent.
+        CheckpointError: When there are no weights, or they are torn.
+    """
+    if family_of(PreTrainedConfig.get_config_dict(source, **download)[0]) is None:
+        raise ConfigError(f"{source} is a model of this library: there is nothing to convert. Give a T5 or a Switch.")
+    return open_transformers(source, **download).report
+
+
+def convert_weights(
+    source: str,
+    config: STMoEConfig,
+    table: Iterable[Weight],
+    stored: Mapping[str, LazyTensor],
+    *,
+    ignored: Mapping[str, str],
+    leave_out: Iterable[str] = (),
+) -> Foreign:
+    """Returns `stored` tensors as weights of ours, and what became of each.
+
+    Args:
+        source: The folder or hub name, for messages.
+        config: Of our model.
+        table: Our weights with their names.
+        stored: Theirs by name.
+        ignored: Those of them that need no place, with the reason.
+        leave_out: Patterns of our names that are not wanted.
+    """
+    whole = _whole_shapes(config)
+    report = ConversionReport(source, ignored=dict(ignored))
+    weights, known = {}, set(ignored)
+    for weight in table:
+        known |= set(weight.parts)
+        if any(re.search(pattern, weight.name) for pattern in leave_out):
+            report.ignored.update({part: "is not part of this class" for part in weight.parts if part in stored})
+            continue
+        if absent := [part for part in weight.parts if part not in stored]:
+            report.missing.extend(absent)
+            continue
+        report.mapped[weight.name] = weight.parts
+        parts = [stored[part] for part in weight.parts]
+        expected = [tuple(piece.shape) for piece in weight.pieces(whole[weight.name])]
+        both = zip(weight.parts, parts, expected, strict=True)
+        report.reshaped.extend(f"{name} {a.shape} instead of {b}" for name, a, b in both if a.shape != b)
+        weights[weight.name] = _joined(weight, parts, tuple(whole[weight.name].shape))
+    report.unexpected.extend(name for name in stored if name not in known)
+    return Foreign(config, weights, report)
+
+
+def _joined(weight: Weight, parts: list[LazyTensor], shape: tuple[int, ...]) -> LazyTensor:
+    """Returns our weight, joined of its parts when it is indexed."""
+    dtype = parts[0].dtype
+    return LazyTensor(shape, dtype, lambda: weight.join((part.read() for part in parts), shape, dtype))
+
+
+def _whole_shapes(config: STMoEConfig) -> dict[str, Tensor]:
+    """Returns our weights as tensors without memory."""
+    from moe.models.modeling import STMoEForConditionalGeneration  # which loads by this file
+
+    with torch.device("meta"):
+        return STMoEForConditionalGeneration(config).state_dict()
+
+
+def _settle_copies(
+    stored: Mapping[str, LazyTensor], config: STMoEConfig, *, head_is_embedding: bool
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Returns the tensors of a T5 or Switch checkpoint with the embedding once, and those that are not needed.
+
+    Args:
+        stored: Theirs by name.
+        config: Of our model.
+        head_is_embedding: Whether a head that is not stored is the embedding, though its input is not scaled.
+    """
+    stored, ignored = dict(stored), {}
+    copies = [*_EMBEDDINGS, "lm_head.weight"] if config.tie_word_embeddings else [*_EMBEDDINGS]
+    present = [name for name in copies if name in stored]
+    if present:
+        embedding = stored["shared.weight"] = stored[present[0]]
+        for name in present:
+            if name != "shared.weight" and _equal(stored[name], embedding):
+                ignored[name] = "is a copy of shared.weight"
+            elif name != "shared.weight":
+                stored[f"{name} (other numbers than shared.weight)"] = stored.pop(name)
+        if head_is_embedding and "lm_head.weight" not in stored:
+            stored["lm_head.weight"] = embedding
+    if _UNUSED in stored:
+        ignored[_UNUSED] = "is not used: T5 1.0 stored it, cross-attention has no positions"
+    return stored, ignored
+
+
+def _equal(a: LazyTensor, b: LazyTensor) -> bool:
+    """Returns whether two tensors hold the same numbers."""
+    return a is b or (a.shape == b.shape and torch.equal(a.read(), b.read()))

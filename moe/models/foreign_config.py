@@ -1,0 +1,300 @@
+"""The config.json of transformers' T5 and Switch, and ours: every field is mapped, explained or refused."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
+
+from moe.errors import ConfigError
+
+Family = Literal["t5", "switch_transformers"]
+FAMILIES: Mapping[Family, type[Any]] = {"t5": T5Config, "switch_transformers": SwitchTransformersConfig}
+ARCHITECTURES: Mapping[Family, str] = {
+    "t5": "T5ForConditionalGeneration",
+    "switch_transformers": "SwitchTransformersForConditionalGeneration",
+}
+
+_SAME = (
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "layer_norm_epsilon",
+    "dropout_rate",
+    "use_cache",
+    "pad_token_id",
+)
+"""Fields of the same name and meaning."""
+
+_READ = {
+    *_SAME,
+    "eos_token_id",
+    "decoder_start_token_id",
+    "tie_word_embeddings",
+    "initializer_factor",
+    "feed_forward_proj",
+    "is_gated_act",
+    "dense_act_fn",
+    "scale_decoder_outputs",
+    "dtype",
+    "torch_dtype",
+    "num_experts",
+    "num_selected_experts",
+    "expert_capacity",
+    "num_sparse_encoder_layers",
+    "num_sparse_decoder_layers",
+    "encoder_sparse_step",
+    "decoder_sparse_step",
+    "router_bias",
+    "router_type",
+    "router_jitter_noise",
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+}
+
+EXPLAINED: Mapping[str, str] = {
+    "add_router_probs": "transformers does not read it",
+    "classifier_dropout": "is of a classifier's head",
+    "gradient_checkpointing": "is a setting of training",
+    "n_positions": "relative positions have no such limit",
+    "output_past": "transformers does not read it",
+    "router_dtype": "routing is always in float32",
+    "router_ignore_padding_tokens": "transformers does not read it; padding is never routed here",
+    "task_specific_params": "are arguments of generate and prompts for its caller",
+}
+"""Fields that say nothing about what the model computes, with the reason."""
+
+_OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
+    "_attn_implementation",
+    "_name_or_path",
+    "_num_labels",
+    "add_cross_attention",
+    "auto_map",
+    "bos_token_id",
+    "cross_attention_hidden_size",
+    "finetuning_task",
+    "is_decoder",
+    "is_encoder_decoder",
+    "keys_to_ignore_at_inference",
+    "model_type",
+    "num_labels",
+    "prefix",
+    "pruned_heads",
+    "return_dict",
+    "sep_token_id",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "torchscript",
+    "tf_legacy_loss",
+    "use_bfloat16",
+    "xla_device",
+    *T5Config.attribute_map,
+    *GenerationConfig._get_default_generation_params(),
+}
+
+
+def family_of(raw: Mapping[str, Any]) -> Family | None:
+    """Returns whose config.json this is; None for ours and for what names no model.
+
+    Raises:
+        ConfigError: When it is of a model that is no T5 and no Switch.
+    """
+    kind = raw.get("model_type")
+    if kind in (None, "st_moe"):
+        return None
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"config.json is of a model of type {kind!r}; expected st_moe, or {' or '.join(FAMILIES)}, which are "
+            "converted. Load it with its own class."
+        )
+    return kind
+
+
+def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of STMoEConfig that compute what the config.json `raw` of a T5 or Switch model says.
+
+    It is read by transformers' own class, so that defaults and what follows from other fields are that class's.
+
+    Raises:
+        ConfigError: When it holds a field that nothing is known of, or a value that this library cannot represent.
+    """
+    family = family_of(raw)
+    assert family is not None, "the caller has looked"
+    if unknown := [name for name in raw if name not in _READ | _OF_TRANSFORMERS | set(EXPLAINED)]:
+        named = ", ".join(f"{name} ({raw[name]!r})" for name in unknown)
+        raise ConfigError(
+            f"config.json of type {family!r} has fields that nothing is known of: {named}. If they do not change what "
+            "the model computes, remove them from config.json."
+        )
+    theirs = FAMILIES[family].from_dict(dict(raw))
+    fields = {name: getattr(theirs, name) for name in _SAME}
+    fields["eos_token_id"] = _one_id(theirs.eos_token_id)
+    start = getattr(theirs, "decoder_start_token_id", None)
+    fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
+    fields["feed_forward_proj"] = _feed_forward(theirs)
+    fields["initializer_scale"] = float(theirs.initializer_factor) ** 2  # of the variance, not of the deviation
+    fields["z_loss_weight"] = 0.0
+    fields["tie_word_embeddings"] = theirs.scale_decoder_outputs if family == "t5" else theirs.tie_word_embeddings
+    fields["dtype"] = theirs.dtype
+    return fields if family == "t5" else {**fields, **_sparse_fields(theirs)}
+
+
+def _one_id(eos: object) -> object:
+    """Returns the id of the end token, which may stand in a list."""
+    return eos[0] if isinstance(eos, list) and len(eos) == 1 else eos
+
+
+def _feed_forward(theirs: Any) -> str:
+    """Returns our name of a feed-forward layer.
+
+    Raises:
+        ConfigError: When we have none.
+    """
+    gated, activation = getattr(theirs, "is_gated_act", False), theirs.dense_act_fn
+    if not gated and activation == "relu":
+        return "relu"
+    if gated and activation in ("gelu_new", "gelu_pytorch_tanh"):
+        return "gated-gelu"
+    raise ConfigError(
+        f"config.json has {'gated' if gated else 'plain'} feed-forward layers with the activation {activation!r}; "
+        "expected plain ones with relu (T5 1.0, Switch) or gated ones with gelu_new (T5 1.1, flan). A model with "
+        "others cannot be represented here."
+    )
+
+
+def _sparse_fields(theirs: SwitchTransformersConfig) -> dict[str, Any]:
+    """Returns what a Switch model has beyond a T5."""
+    for name, expected in (("router_bias", False), ("num_selected_experts", 1), ("router_type", "tokens_masked")):
+        value = getattr(theirs, name, expected)
+        if value != expected:
+            raise ConfigError(
+                f"config.json has {name} {value!r}; expected {expected!r}. Other Switch models cannot be represented."
+            )
+    jitter = theirs.router_jitter_noise
+    layers = {
+        f"num_sparse_{stack}_layers": _count_sparse(theirs, stack, number)
+        for stack, number in (("encoder", theirs.num_layers), ("decoder", theirs.num_decoder_layers))
+    }
+    return {
+        **layers,
+        "num_experts": theirs.num_experts if any(layers.values()) else 0,
+        "sparse_position": "second",
+        "num_selected_experts": 1,
+        "router": "switch",
+        "router_options": {"policy": "input_jitter", "jitter": jitter} if jitter else {"policy": "argmax"},
+        "expert_capacity": theirs.expert_capacity,
+        "capacity_scope": "sequence",
+        "load_balance_loss_weight": theirs.router_aux_loss_coef,
+        "router_z_loss_weight": theirs.router_z_loss_coef,
+        "router_loss_reduction": "mean",
+    }
+
+
+def _count_sparse(theirs: SwitchTransformersConfig, stack: str, layers: int | None) -> int:
+    """Returns how many sparse layers transformers builds in a stack, whatever config.json says of their number.
+
+    Raises:
+        ConfigError: When they do not stand in equal stretches.
+    """
+    assert layers is not None, "their class fills it"
+    step = getattr(theirs, f"{stack}_sparse_step")
+    sparse = sum(block % step == 1 or step == 1 for block in range(layers)) if step > 0 else 0
+    if sparse and (layers % sparse or layers // sparse != step):
+        raise ConfigError(
+            f"config.json has {layers} layers in the {stack}, of which every {step}th from the second on is sparse: "
+            f"{sparse}. Such a model cannot be represented here, where sparse layers stand in equal stretches."
+        )
+    return sparse
+
+
+def their_fields(config: Any, family: Family) -> dict[str, Any]:
+    """Returns the config.json of a T5 or Switch model that computes what a model of ours does.
+
+    Args:
+        config: An STMoEConfig.
+        family: Whose.
+
+    Raises:
+        ConfigError: When there is no such model; gives every reason.
+    """
+    if reasons := [reason for holds, reason in _demands(config, family) if not holds]:
+        raise ConfigError(
+            f"The model cannot be written as {family!r}, whose class in transformers has no place for it: "
+            f"{'; '.join(reasons)}. Keep it in our format, or change these settings first: from_pretrained(folder, "
+            "name=value), then save_pretrained."
+        )
+    fields = {name: getattr(config, name) for name in _SAME}
+    gated = config.feed_forward_proj == "gated-gelu"
+    fields |= {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "eos_token_id": config.eos_token_id,
+        "decoder_start_token_id": config.decoder_start_token_id,
+        "is_encoder_decoder": True,
+        "initializer_factor": math.sqrt(config.initializer_scale),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dense_act_fn": "gelu_new" if gated else "relu",
+        "feed_forward_proj": config.feed_forward_proj,
+        "is_gated_act": gated,
+    }
+    if family == "t5":
+        return fields
+    options = config.sparse_config(decoder=not config.num_sparse_encoder_layers).router_options
+    jitters = options.get("policy", "input_jitter") == "input_jitter"
+    steps = {
+        f"{stack}_sparse_step": layers // sparse if sparse else 0
+        for stack, (layers, sparse) in (("encoder", config.stack_sizes(False)), ("decoder", config.stack_sizes(True)))
+    }
+    return fields | {
+        **steps,
+        "num_experts": config.num_experts,
+        "num_selected_experts": 1,
+        "num_sparse_encoder_layers": config.num_sparse_encoder_layers,
+        "num_sparse_decoder_layers": config.num_sparse_decoder_layers,
+        "expert_capacity": config.expert_capacity,
+        "router_bias": False,
+        "router_dtype": "float32",
+        "router_jitter_noise": options.get("jitter", 0.01) if jitters else 0.0,
+        "router_type": "tokens_masked",
+        "router_aux_loss_coef": config.load_balance_loss_weight,
+        "router_z_loss_coef": config.router_z_loss_weight,
+    }
+
+
+def _demands(config: Any, family: Family) -> list[tuple[bool, str]]:
+    """Returns what must hold of a model to be written as one of `family`, and what is wrong when it does not."""
+    if family == "t5":
+        return [(config.num_experts == 0, f"it has {config.num_experts} experts")]
+    if config.num_experts == 0:
+        return [(False, "it has no experts (write it as t5)")]
+    stacks = [decoder for decoder in (False, True) if config.stack_sizes(decoder)[1]]
+    layers = [config.sparse_config(decoder=decoder) for decoder in stacks]
+    routers = sorted({layer.router for layer in layers})
+    policies = sorted({layer.router_options.get("policy", "input_jitter") for layer in layers})
+    stretches = [layers // sparse for layers, sparse in map(config.stack_sizes, stacks)]
+    second = config.sparse_position == "second" or max(stretches) <= 2  # where both are one block
+    return [
+        (config.feed_forward_proj == "relu", f"feed_forward_proj is {config.feed_forward_proj!r}, not 'relu'"),
+        (config.num_selected_experts == 1, f"num_selected_experts is {config.num_selected_experts}, not 1"),
+        (routers == ["switch"], f"the router is {' and '.join(routers)}, not switch"),
+        (
+            routers != ["switch"] or set(policies) <= {"input_jitter", "argmax"},
+            f"the router's policy is {' and '.join(policies)}, not input_jitter or argmax",
+        ),
+        (
+            routers != ["switch"] or all(layer.router_options == layers[0].router_options for layer in layers),
+            "router_options of encoder and decoder differ",
+        ),
+        (config.router_input == "hidden", f"router_input is {config.router_input!r}, not 'hidden'"),
+        (not config.sparse_dense_stacking, "sparse_dense_stacking is on"),
+        (config.expert_bias == "none", f"expert_bias is {config.expert_bias!r}, not 'none'"),
+        (config.expert_capacity is not None, "expert_capacity is None: its capacity is a number of slots"),
+        (config.capacity_scope == "sequence", f"capacity_scope is {config.capacity_scope!r}, not 'sequence'"),
+        (second, f"sparse_position is {config.sparse_position!r}, not 'second'"),
+    ]
