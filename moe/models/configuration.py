@@ -64,6 +64,7 @@ class STMoEConfig(PreTrainedConfig):
         router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers (Mesh-TensorFlow) or their
             `mean` over those of encoder and decoder together (T5X).
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
+        label_smoothing: Probability that targets give to all tokens in equal parts; in training mode alone.
         output_router_logits: Whether outputs carry what the routers did.
 
     Source:
@@ -127,6 +128,7 @@ class STMoEConfig(PreTrainedConfig):
     router_z_loss_weight: float = 0.001
     router_loss_reduction: Reduction = "sum"
     z_loss_weight: float = 1e-4
+    label_smoothing: float = 0.0
     output_router_logits: bool = True
     use_cache: bool = True
     is_encoder_decoder: bool = True

@@ -75,7 +75,7 @@ def check_config(config: "STMoEConfig") -> None:
         "min_expert_capacity",
     ):
         _expect(config, name, _is_integer(getattr(config, name), least=0), "an integer of at least 0")
-    for name in ("dropout_rate", "expert_dropout_rate"):
+    for name in ("dropout_rate", "expert_dropout_rate", "label_smoothing"):
         if name == "expert_dropout_rate" and config.expert_dropout_rate is None:
             continue
         rate = getattr(config, name)

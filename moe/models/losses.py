@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from einops import reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.distributed.exchange import sum_together
+from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.layer import RouterOutput
@@ -54,7 +56,7 @@ class Losses(NamedTuple):
 
     Attributes:
         total: What is minimised.
-        ce_loss: Cross-entropy in nats for each target token.
+        ce_loss: Cross-entropy in nats for each target token, to smoothed targets where labels are smoothed.
         z_loss: Mean square of the logsumexp of the vocabulary logits, unweighted.
         load_balance_loss: Sum or mean over sparse layers, as the configuration says; unweighted.
         router_z_loss: The same.
@@ -111,9 +113,15 @@ def model_losses(
     labels: Tensor,
     encoder_routers: Sequence[RouterOutput],
     decoder_routers: Sequence[RouterOutput],
-    counts: LossCounts,
+    counts: LossCounts | Tensor,
+    label_smoothing: float = 0.0,
 ) -> Losses:
     """Returns the training loss and its parts.
+
+    Who knows no more of a whole batch than how many targets it has, as transformers' Trainer does, gives that number
+    alone. The routers' losses of a group of tokens then weigh as much as its sequences' share of those targets, so
+    that they too add up over the parts of a batch; with equally long groups and targets that is the plain mean. A
+    balance loss of a scope wider than a group is that of the part at hand, and weighs as its share.
 
     Args:
         config: Gives the weights, and whether the routers' losses are summed over layers.
@@ -121,15 +129,30 @@ def model_losses(
         labels: <int64>[B, T], -100 for no target.
         encoder_routers: One for each sparse layer of the encoder.
         decoder_routers: The same for the decoder.
-        counts: Divisors; of the whole batch when this is a part of it.
+        counts: Divisors; of the whole batch when this is a part of it. Or its number of targets <any>[] alone.
+        label_smoothing: Probability that the targets of the cross-entropy give to all V tokens in equal parts.
 
     Source:
         ST-MoE (arXiv:2202.08906) eq. 6: L = L_CE + c_B L_B + c_z L_z, by default with router losses summed over
         layers as in Mesh-TensorFlow; z-loss 1e-4 on the vocabulary logits as in Mesh-TensorFlow and T5X. Differs: no.
     """
-    cross_entropy, z = _cross_entropy_sums(logits, labels)
-    ce_loss, z_loss = cross_entropy / counts.target_tokens.clamp(min=1), z / counts.target_tokens.clamp(min=1)
-    balance, router_z = _router_losses(config, encoder_routers, decoder_routers, counts)
+    target_tokens = (counts if isinstance(counts, Tensor) else counts.target_tokens).clamp(min=1)
+    cross_entropy, z = _cross_entropy_sums(logits, labels, label_smoothing)
+    ce_loss, z_loss = cross_entropy / target_tokens, z / target_tokens
+    balance = router_z = torch.zeros_like(ce_loss)
+    if isinstance(counts, Tensor):
+        for router in (*encoder_routers, *decoder_routers):
+            targets = reduce((labels != -100).long(), "(g b) t -> g", "sum", g=router.losses.group_router_z.shape[0])
+            balance = balance + (router.losses.group_load_balance * targets).sum() / target_tokens
+            router_z = router_z + (router.losses.group_router_z * targets).sum() / target_tokens
+    else:
+        for stack, routers in ((counts.encoder, encoder_routers), (counts.decoder, decoder_routers)):
+            for router in routers:
+                balance = balance + router.losses.load_balance_sum / stack.load_balance.clamp(min=1)
+                router_z = router_z + router.losses.router_z_sum / stack.router_z.clamp(min=1)
+    if config.router_loss_reduction == "mean":
+        num_layers = max(1, len(encoder_routers) + len(decoder_routers))
+        balance, router_z = balance / num_layers, router_z / num_layers
     total = (
         ce_loss
         + config.z_loss_weight * z_loss
@@ -139,28 +162,32 @@ def model_losses(
     return Losses(total, ce_loss, z_loss, balance, router_z)
 
 
-def _router_losses(
-    config: STMoEConfig,
-    encoder_routers: Sequence[RouterOutput],
-    decoder_routers: Sequence[RouterOutput],
-    counts: LossCounts,
-) -> tuple[Tensor, Tensor]:
-    """Returns the balance loss and the z-loss <float32>[] over all sparse layers."""
-    losses = [router.losses for router in (*encoder_routers, *decoder_routers)]
-    stacks = [counts.encoder] * len(encoder_routers) + [counts.decoder] * len(decoder_routers)
-    balance = router_z = counts.target_tokens.new_zeros((), dtype=torch.float32)
-    for layer, stack in zip(losses, stacks, strict=True):
-        balance = balance + layer.load_balance_sum / stack.load_balance.clamp(min=1)
-        router_z = router_z + layer.router_z_sum / stack.router_z.clamp(min=1)
-    share = len(losses) if config.router_loss_reduction == "mean" and losses else 1
-    return balance / share, router_z / share
+def refuse_missing_labels(config: STMoEConfig) -> None:
+    """Refuses a training step from which transformers' Trainer took the labels away.
+
+    It does so for its own label smoothing and for a `compute_loss_func`, and sees nothing but logits then.
+
+    Raises:
+        ConfigError: When losses that have a weight would be left out in silence.
+    """
+    names = ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight")
+    names = names if config.num_experts else names[-1:]
+    lost = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name)]
+    if lost:
+        raise ConfigError(
+            f"The Trainer gave num_items_in_batch without labels, so that the losses of {', '.join(lost)} would be "
+            "left out. In place of label_smoothing_factor of the training arguments, set label_smoothing of the "
+            "model's config; with a compute_loss_func of your own, set these weights to 0."
+        )
 
 
-def _cross_entropy_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_sums(logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
     targets = labels != -100
     index = labels.clamp(min=0)[..., None]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)
     normalizer = logits.gather(-1, index).squeeze(-1) - log_prob
+    if label_smoothing:
+        log_prob = (1 - label_smoothing) * log_prob + label_smoothing * (logits.mean(dim=-1) - normalizer)
     return -(log_prob * targets).sum(), (normalizer.square() * targets).sum()

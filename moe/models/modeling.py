@@ -12,7 +12,7 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.losses import LossCounts, count_losses, model_losses
+from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
 from moe.models.outputs import STMoEEncoderOutput, STMoEModelOutput, STMoEOutput
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import SparseFeedForward
@@ -175,6 +175,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+    accepts_loss_kwargs = True  # transformers' Trainer then gives num_items_in_batch and divides no loss itself
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
@@ -235,6 +236,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         output_router_logits: bool | None = None,
         decoder_drop_tokens: bool = True,
         loss_counts: LossCounts | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> STMoEOutput:
         """Returns logits, and the losses when there are labels.
 
@@ -256,10 +258,20 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does, with a cache or
                 without.
             loss_counts: Divisors of the losses; None for those of this batch.
+            num_items_in_batch: Targets of the whole batch that this is a part of, as transformers' Trainer counts
+                them; see `model_losses`. In place of `loss_counts`.
 
         Raises:
             DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor labels, are given.
+            ConfigError: When the Trainer took the labels of a training step away; see `refuse_missing_labels`.
         """
+        if labels is None and num_items_in_batch is not None and self.training:
+            refuse_missing_labels(self.config)
+        if loss_counts is not None and num_items_in_batch is not None:
+            raise DataError(
+                "loss_counts and num_items_in_batch were both given, and both say what the losses are divided by. "
+                "Leave one of them out."
+            )
         routing_mask = None
         wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         if labels is not None:
@@ -301,7 +313,10 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 for routers in (encoder_routers, decoder_routers)
             )
         if labels is not None:
-            if loss_counts is None:
+            divisors = loss_counts
+            if num_items_in_batch is not None:
+                divisors = torch.as_tensor(num_items_in_batch, device=labels.device).reshape(())
+            if divisors is None:
                 batch = {"input_ids": result.encoder_last_hidden_state, "labels": labels}
                 masks = {
                     "attention_mask": attention_mask,
@@ -309,8 +324,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                     "decoder_attention_mask": decoder_attention_mask,
                 }
                 batch.update({name: mask for name, mask in masks.items() if mask is not None})
-                loss_counts = self.loss_counts(batch)
-            losses = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, loss_counts)
+                divisors = self.loss_counts(batch)
+            smoothing = self.config.label_smoothing if self.training else 0.0
+            losses = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing)
             result.loss, result.ce_loss, result.z_loss, result.load_balance_loss, result.router_z_loss = losses
         if wanted:
             result.encoder_router_outputs, result.decoder_router_outputs = encoder_routers, decoder_routers

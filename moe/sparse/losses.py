@@ -25,6 +25,9 @@ class RouterLosses(NamedTuple):
         choices: <float32>[E] choices of each expert that the balance loss counts, in this call.
         prob_sums: <float32>[E] sums of the router's probabilities over the same tokens, with gradient.
         num_positions: <float32>[] tokens that the shares are of, in this call.
+        group_load_balance: <float32>[G] balance loss of each group, 0 without a real token; for wider scopes that of
+            the whole scope, G times.
+        group_router_z: <float32>[G] mean over the tokens of each group, 0 without any.
     """
 
     load_balance_sum: Tensor
@@ -34,6 +37,8 @@ class RouterLosses(NamedTuple):
     choices: Tensor
     prob_sums: Tensor
     num_positions: Tensor
+    group_load_balance: Tensor
+    group_router_z: Tensor
 
     @property
     def load_balance_loss(self) -> Tensor:
@@ -82,22 +87,25 @@ def router_losses(
     probs, mask = scores.probs, plan.token_mask.to(scores.probs.dtype)
     real = mask.sum(dim=-1)
     positions = torch.full_like(real, mask.shape[-1]) if config.balance_over == "all_positions" else real
-    z, z_count = scores.log_normalizer.square(), torch.full_like(real.sum(), mask.numel())
+    z, z_counts = scores.log_normalizer.square(), torch.full_like(real, mask.shape[-1])
     if config.router_z_loss_over == "real_tokens":
-        z, z_count = z * mask, real.sum()
+        z, z_counts = z * mask, real
+    z_sum, z_count, group_z = z.sum(), z_counts.sum(), z.sum(dim=-1) / z_counts.clamp(min=1)
     if balanced_by_construction:
-        nothing = probs.new_zeros(probs.shape[-1])
-        return RouterLosses(nothing.sum(), nothing.sum(), z.sum(), z_count, nothing, nothing, positions.sum())
+        nothing, unbalanced = probs.new_zeros(probs.shape[-1]), torch.zeros_like(real)
+        none, all_positions = nothing.sum(), positions.sum()
+        return RouterLosses(none, none, z_sum, z_count, nothing, nothing, all_positions, unbalanced, group_z)
 
     num_choices = 1 if config.balance_choices == "first" else config.num_selected_experts
     index = plan.expert_index[..., :num_choices].flatten(1)
     choices = probs.new_zeros(probs.shape[0], probs.shape[-1])
     choices = choices.scatter_add(1, index, mask[..., None].expand(*mask.shape, num_choices).flatten(1))
     prob_sums = (probs * mask[..., None]).sum(dim=1)  # not a product of matrices, which autocast would round
-    balance = probs.shape[-1] * ((choices * prob_sums).sum(dim=-1) / positions.clamp(min=1).square()).sum()
+    overlap = (choices * prob_sums).sum(dim=-1) / positions.clamp(min=1).square()
+    balance, group_balance = probs.shape[-1] * overlap.sum(), probs.shape[-1] * overlap
     count = (real > 0).to(probs.dtype).sum()
     choices, prob_sums, positions = choices.sum(dim=0), prob_sums.sum(dim=0), positions.sum()
-    losses = RouterLosses(balance, count, z.sum(), z_count, choices, prob_sums, positions)
+    losses = RouterLosses(balance, count, z_sum, z_count, choices, prob_sums, positions, group_balance, group_z)
     return losses if config.balance_scope == "group" else balance_within(losses, BalanceTotals(choices, positions))
 
 
@@ -132,4 +140,5 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     """
     num_experts = losses.prob_sums.shape[-1]
     balance = num_experts * (totals.choices * losses.prob_sums).sum() / totals.num_positions.clamp(min=1)
-    return losses._replace(load_balance_sum=balance, load_balance_count=losses.num_positions)
+    losses = losses._replace(load_balance_sum=balance, load_balance_count=losses.num_positions)
+    return losses._replace(group_load_balance=losses.load_balance_loss.expand_as(losses.group_load_balance))

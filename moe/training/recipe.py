@@ -270,6 +270,7 @@ class FinetuneRecipe(Recipe):
             "router_z_loss_weight",
             "router_loss_reduction",
             "z_loss_weight",
+            "label_smoothing",
         }
     )
 

@@ -90,6 +90,26 @@ def test_padding_enters_neither_loss():
         assert not torch.allclose(torch.stack(other[:4]), torch.stack(expected[:4]))
 
 
+@pytest.mark.parametrize("over", ["real_tokens", "all_positions"])
+@pytest.mark.parametrize("router", ["token_choice", "expert_choice"])
+def test_the_losses_of_a_group_are_those_of_the_layer_on_that_group_alone(router, over):
+    layer = build_layer(router=router, group_size=13, balance_over=over, router_z_loss_over=over)
+    x, mask = tokens(3, 13, 7), torch.arange(13) < torch.tensor([[13], [5], [0]])
+    losses = layer(x, mask)[1].losses
+    alone = [layer(x[row : row + 1], mask[row : row + 1])[1].losses for row in range(3)]
+    assert_close(losses.group_load_balance, torch.stack([group.load_balance_loss for group in alone]))
+    assert_close(losses.group_router_z, torch.stack([group.router_z_loss for group in alone]))
+    assert losses.group_router_z[:2].min() > 0
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "global"])
+def test_in_a_wider_scope_every_group_has_the_balance_loss_of_the_scope(scope):
+    losses = build_layer(balance_scope=scope, group_size=13)(tokens(3, 13, 7))[1].losses
+    assert_close(losses.group_load_balance, losses.load_balance_loss.expand(3))
+    parted = balance_within(losses, add_totals(balance_totals(losses), balance_totals(losses)))
+    assert_close(parted.group_load_balance, parted.load_balance_loss.expand(3))
+
+
 def test_experts_that_choose_are_balanced_by_construction():
     losses = losses_of(logits_of([0.9, 0.1], [0.8, 0.2]), router="expert_choice")
     assert losses.load_balance_loss.item() == losses.load_balance_count.item() == 0
