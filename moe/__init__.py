@@ -24,6 +24,7 @@ from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router, RouterInputs, load_routers
 from moe.sparse.scores import RouterScores
 from moe.sparse.stats import RouterStats, add_stats, sum_stats, summarize
+from moe.training.callback import RouterStatsCallback
 
 __all__ = [
     "PRESETS",
@@ -46,6 +47,7 @@ __all__ = [
     "RouterOutput",
     "RouterScores",
     "RouterStats",
+    "RouterStatsCallback",
     "STMoEConfig",
     "STMoEEncoderModel",
     "STMoEForConditionalGeneration",

@@ -73,7 +73,12 @@ class STMoEConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "st_moe"
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "ce_loss",
+        "z_loss",
+        "load_balance_loss",
+        "router_z_loss",
         "past_key_values",
+        "encoder_last_hidden_state",
         "encoder_router_outputs",
         "decoder_router_outputs",
     ]

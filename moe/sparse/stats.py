@@ -11,6 +11,16 @@ from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.scores import RouterScores
 
+_REPORTED = (
+    "load_balance_loss",
+    "router_z_loss",
+    "fraction_dropped",
+    "entropy",
+    "load_cv",
+    "max_over_mean",
+    "dead_experts",
+)
+
 
 class RouterStats(NamedTuple):
     """Sums and counts over the real tokens of one layer; see `summarize` for the numbers that people read.
@@ -132,3 +142,14 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         "expert_usage": float(stats.accepted_load.sum()) / (float(stats.num_slots) or 1.0),
         "confidence": float(stats.confidence_sum) / (float(stats.accepted_load.sum()) or 1.0),
     }
+
+
+def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
+    """Returns `router/{stack}/...`: those numbers of a stack's routers that every training run reports.
+
+    Args:
+        stack: `encoder` or `decoder`.
+        stats: Added up over the layers of the stack.
+    """
+    summary = summarize(stats)
+    return {f"router/{stack}/{name}": summary[name] for name in _REPORTED}

@@ -9,19 +9,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from moe.data.storage import read_json_lines, whole_file
 from moe.errors import DataError
-from moe.sparse.stats import RouterStats, summarize
+from moe.sparse.stats import router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
-_PER_STACK = (
-    "load_balance_loss",
-    "router_z_loss",
-    "fraction_dropped",
-    "entropy",
-    "load_cv",
-    "max_over_mean",
-    "dead_experts",
-)
 
 
 def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, float]:
@@ -33,17 +24,10 @@ def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, flo
         "train/lr": metrics.lr,
         "train/tokens_per_second": tokens_per_second,
     }
-    values.update(_router_values("encoder", metrics.encoder_stats))
-    values.update(_router_values("decoder", metrics.decoder_stats))
+    for stack, stats in (("encoder", metrics.encoder_stats), ("decoder", metrics.decoder_stats)):
+        if stats is not None:
+            values.update(router_values(stack, stats))
     return values
-
-
-def _router_values(stack: str, stats: RouterStats | None) -> dict[str, float]:
-    """Returns `router/{stack}/...`; nothing without sparse layers."""
-    if stats is None:
-        return {}
-    summary = summarize(stats)
-    return {f"router/{stack}/{name}": summary[name] for name in _PER_STACK}
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:

@@ -1,0 +1,138 @@
+"""A callback of transformers' Trainer: logs the parts of the loss and what the routers did, and lets routers learn."""
+
+import warnings
+from functools import reduce
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from moe.distributed.exchange import sum_together
+from moe.errors import ConfigError
+from moe.models.outputs import STMoEOutput
+from moe.sparse.router import Router
+from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
+
+
+class RouterStatsCallback(TrainerCallback):
+    """Adds the parts of the training loss and the routers' statistics to what transformers' Trainer logs.
+
+    The log, its history and all that is written of it then hold, beside `loss`, the cross-entropy `ce_loss` and the
+    vocabulary's `z_loss`, both as means over the updates since the last log, and `router/{encoder,decoder}/...`,
+    exactly added up over the same updates, micro-batches, layers and processes. Reporters put `train/` before names.
+
+    A router that learns of its load, such as `bias_balanced`, does so only with this callback.
+
+    Example:
+        trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._losses: Tensor | None = None
+        self._num_updates = 0
+        self._since_update: list[RouterStats] = []
+        self._since_log: list[RouterStats] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Begins to watch the model.
+
+        Raises:
+            ConfigError: When the model is not one of this library.
+        """
+        if not hasattr(model, "sparse_layers"):
+            raise ConfigError(
+                f"RouterStatsCallback was given to a Trainer of {type(model).__name__}; expected a model with sparse "
+                "layers of this library, STMoEForConditionalGeneration. Leave the callback out for other models."
+            )
+        if args.report_to:
+            warnings.warn(
+                f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers and "
+                'miss them. Set report_to="none" and give the reporters as callbacks behind it, for example '
+                "callbacks=[RouterStatsCallback(), TensorBoardCallback()] with that of transformers.integrations.",
+                stacklevel=2,
+            )
+        self._stop_watching()
+        self._hooks = [
+            model.register_forward_pre_hook(_ask_for_routers, with_kwargs=True),
+            model.register_forward_hook(self._add_output),
+        ]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Lets the routers learn, once for each update."""
+        for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
+            if type(layer.router).update is not Router.update:
+                layer.router.update(sum_stats(stats))
+        self._since_log = _add_layers(self._since_log, self._since_update)
+        self._since_update = []
+        self._num_updates += 1
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds the numbers to a log of the training loss, on all processes, and begins to count anew."""
+        if logs is None or "loss" not in logs or self._losses is None:
+            return
+        sums = iter(sum_together([self._losses, *chain.from_iterable(self._since_log)]))
+        shares = 1 if args.average_tokens_across_devices else args.world_size  # each process had divisors of its own
+        ce_loss, z_loss = (next(sums) / self._num_updates / shares).tolist()
+        layers = [RouterStats(*islice(sums, len(stats))) for stats in self._since_log]
+        num_encoder_layers = model.config.num_sparse_encoder_layers
+        values = {"ce_loss": ce_loss, "z_loss": z_loss}
+        for stack, part in (("encoder", layers[:num_encoder_layers]), ("decoder", layers[num_encoder_layers:])):
+            if part:
+                values.update(router_values(stack, reduce(add_stats, part)))
+        logs.update(values)
+        state.log_history[-1].update(values)
+        self._forget()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the model as it was."""
+        self._stop_watching()
+
+    @torch.no_grad()
+    def _add_output(self, model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
+        """Adds what a micro-batch of training brought; a hook of the model."""
+        if not model.training or output.ce_loss is None or output.z_loss is None:
+            return
+        losses = torch.stack([output.ce_loss, output.z_loss]).double()
+        self._losses = losses if self._losses is None else self._losses + losses
+        routers = (*(output.encoder_router_outputs or ()), *(output.decoder_router_outputs or ()))
+        self._since_update = _add_layers(self._since_update, [router.stats for router in routers])
+
+    def _stop_watching(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._since_update = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._losses, self._num_updates, self._since_log = None, 0, []
+
+
+def _ask_for_routers(
+    model: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a training step with the routers' outputs asked for; a hook of the model."""
+    return inputs, {**arguments, "output_router_logits": True} if model.training else arguments
+
+
+def _add_layers(a: list[RouterStats], b: list[RouterStats]) -> list[RouterStats]:
+    """Returns the statistics of each layer added up; nothing is there before the first."""
+    return [add_stats(x, y) for x, y in zip(a, b, strict=True)] if a and b else a or b

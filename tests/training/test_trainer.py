@@ -1,0 +1,322 @@
+"""Fine-tuning with transformers' Seq2SeqTrainer against one whole batch, the model itself, and a run left alone.
+
+Weights of the auxiliary losses are large and labels ragged, so that a factor too many or too few shows.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers.integrations import TensorBoardCallback
+
+from moe import ConfigError, RouterStatsCallback, STMoEForConditionalGeneration, add_stats, summarize
+from tests.models.tiny import tiny_model
+from tests.training.tiny_trainer import HEAVY, LEARNS, examples, make_trainer, tokenizer, train
+
+NAMES = {
+    f"router/{stack}/{name}"
+    for stack in ("encoder", "decoder")
+    for name in (
+        "load_balance_loss",
+        "router_z_loss",
+        "fraction_dropped",
+        "entropy",
+        "load_cv",
+        "max_over_mean",
+        "dead_experts",
+    )
+}
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def assert_same_run(ours, theirs, atol):
+    (parameters, lines), (expected, expected_lines) = ours, theirs
+    for name, value in expected.items():
+        torch.testing.assert_close(parameters[name], value, rtol=0, atol=atol, msg=name)
+    for line, expected_line in zip(lines, expected_lines, strict=True):
+        assert line == pytest.approx(expected_line, rel=max(1e-6, atol))  # the Trainer adds losses up in float32
+
+
+# ---- however a batch is cut ----
+
+CUTS = {
+    "one by one": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+    "checkpointed": {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "activation_checkpointing": True,
+    },
+    "every second block checkpointed": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"every_n_layers": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_batch_cut_into_micro_batches_gives_the_same_losses_and_weights(whole, tmp_path, cut):
+    before = tiny_model(**HEAVY).double().state_dict()
+    assert max(float((whole[0][name] - before[name]).abs().max()) for name in before) > 1e-3
+    assert_same_run(train(tmp_path, **CUTS[cut]), whole, 1e-10)
+
+
+@pytest.mark.parametrize("cut", ["one by one", "checkpointed"])
+def test_so_it_does_in_float32_with_dropped_tokens_smoothed_labels_and_adamw(tmp_path, cut):
+    changes = {**HEAVY, "group_size": 1, "label_smoothing": 0.1, "min_expert_capacity": 1}
+    settings = {"pad_to_multiple_of": 13, "optim": "adamw_torch", "max_grad_norm": 1.0}
+    runs = [
+        train(tmp_path / name, tiny_model(**changes), **settings, **cut)
+        for name, cut in (("whole", {}), ("cut", CUTS[cut]))
+    ]
+    assert runs[0][1][0]["router/encoder/fraction_dropped"] > 0
+    assert_same_run(runs[1], runs[0], 1e-5)
+
+
+def test_groups_of_several_sequences_keep_their_losses_while_no_micro_batch_cuts_them(tmp_path):
+    settings = {"pad_to_multiple_of": 13, "data": examples(16), "max_steps": 2}
+    runs = [
+        train(tmp_path / str(rows), tiny_model(**HEAVY, group_size=26).double(), **settings, **cut)
+        for rows, cut in (
+            (8, {}),
+            (2, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+        )
+    ]
+    assert_same_run(runs[1], runs[0], 1e-10)
+
+
+def test_the_old_name_of_activation_checkpointing_works_and_the_reentrant_kind_is_refused(tmp_path):
+    with pytest.warns(FutureWarning, match="`gradient_checkpointing` is deprecated"):
+        trainer = make_trainer(tmp_path, gradient_checkpointing=True, max_steps=1)
+    trainer.train()
+    assert trainer.model.is_activation_checkpointing
+    trainer = make_trainer(
+        tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}
+    )
+    with pytest.raises(ConfigError, match="use_reentrant=False"):
+        trainer.train()
+
+
+# ---- what is logged ----
+
+
+def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates_since_the_last(tmp_path):
+    model = tiny_model(**HEAVY, group_size=1).double()
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        callbacks=[RouterStatsCallback()],
+        learning_rate=0.0,
+        logging_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        eval_dataset=examples(5),
+    )
+    seen = []
+    hook = model.register_forward_hook(lambda _, __, output: seen.append(output))
+    trainer.train()
+    hook.remove()
+    line = trainer.state.log_history[0]
+    assert line.keys() >= NAMES | {"loss", "ce_loss", "z_loss", "grad_norm", "learning_rate"}
+    assert {type(line[name]) for name in NAMES | {"ce_loss", "z_loss"}} == {float}
+
+    def mean(name):
+        return sum(float(getattr(output, name).detach()) for output in seen) / 3
+
+    assert len(seen) == 12
+    for name in ("loss", "ce_loss", "z_loss"):
+        assert line[name] == pytest.approx(mean(name), rel=1e-6)
+    parts = mean("ce_loss") + 0.5 * mean("z_loss") + 3 * mean("load_balance_loss") + 2 * mean("router_z_loss")
+    assert line["loss"] == pytest.approx(parts, rel=1e-6)
+    for stack in ("encoder", "decoder"):
+        stats = [getattr(output, f"{stack}_router_outputs")[0].stats for output in seen]
+        total = stats[0]
+        for more in stats[1:]:
+            total = add_stats(total, more)
+        expected = summarize(total)
+        for name in NAMES:
+            if stack in name:
+                assert line[name] == pytest.approx(expected[name.rsplit("/", 1)[1]], rel=1e-9), name
+
+
+def test_evaluation_adds_nothing_to_the_log_of_training_and_the_model_is_left_as_it_was(tmp_path):
+    runs = []
+    for evaluate in (False, True):
+        settings = {"eval_strategy": "steps", "eval_steps": 1} if evaluate else {}
+        model = tiny_model(**HEAVY, group_size=1, output_router_logits=False).double()
+        trainer = make_trainer(
+            tmp_path, model, callbacks=[RouterStatsCallback()], eval_dataset=examples(5), logging_steps=2, **settings
+        )
+        trainer.train()
+        runs.append([line for line in trainer.state.log_history if "loss" in line])
+        assert not model._forward_hooks and not model._forward_pre_hooks
+        assert not model.config.output_router_logits
+    assert runs[0] == runs[1]
+    assert runs[0][0].keys() >= NAMES
+
+
+def test_a_reporter_behind_the_callback_has_its_numbers_and_one_before_it_is_warned_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    make_trainer(tmp_path, callbacks=[RouterStatsCallback(), TensorBoardCallback()]).train()
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    expected = {f"train/{name}" for name in NAMES | {"loss", "ce_loss", "z_loss"}}
+    assert set(board.Tags()["scalars"]) >= expected
+    assert [event.step for event in board.Scalars("train/router/encoder/entropy")] == [1, 2, 3]
+
+    trainer = make_trainer(tmp_path, callbacks=[RouterStatsCallback()], report_to="tensorboard", max_steps=1)
+    with pytest.warns(UserWarning, match=r"callbacks=\[RouterStatsCallback\(\), TensorBoardCallback\(\)\]"):
+        trainer.train()
+
+
+def test_the_callback_refuses_a_model_of_another_library():
+    with pytest.raises(ConfigError, match="RouterStatsCallback was given to a Trainer of Linear"):
+        RouterStatsCallback().on_train_begin(None, None, None, model=torch.nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("cut", ["one by one", "checkpointed"])
+def test_a_router_that_learns_of_its_load_learns_once_an_update(tmp_path, cut):
+    def model():
+        return tiny_model(**{**HEAVY, **LEARNS}, group_size=1, capacity_factor=None).double()
+
+    whole = train(tmp_path, model())
+    steps = [value for name, value in whole[0].items() if name.endswith("load_steps")]
+    assert len(steps) == 2 and all(0 < value.abs().max() <= 3 for value in steps)
+    assert_same_run(train(tmp_path, model(), **CUTS[cut]), whole, 1e-10)
+
+
+# ---- settings of the Trainer ----
+
+
+def test_the_trainers_own_label_smoothing_is_refused_with_the_name_of_ours(tmp_path):
+    trainer = make_trainer(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError, match="In place of label_smoothing_factor"):
+        trainer.train()
+
+
+def test_bfloat16_trains_close_to_float32(tmp_path):
+    runs = [train(tmp_path, tiny_model(**HEAVY, group_size=1), bf16=bf16) for bf16 in (False, True)]
+    for line, expected in zip(runs[1][1], runs[0][1], strict=True):
+        for name in ("loss", "ce_loss", "z_loss"):
+            assert line[name] == pytest.approx(expected[name], rel=0.05)
+    assert runs[0][1][0]["ce_loss"] != runs[1][1][0]["ce_loss"]
+    assert all(value.isfinite().all() for value in runs[1][0].values())
+
+
+def test_a_resumed_run_ends_bit_for_bit_like_one_left_alone_and_its_checkpoint_is_a_model(tmp_path):
+    settings = {
+        "max_steps": 4,
+        "optim": "adamw_torch",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "linear",
+    }
+
+    def trainer(out):
+        model = tiny_model(**{**HEAVY, **LEARNS}, dropout_rate=0.1)
+        return make_trainer(out, model, callbacks=[RouterStatsCallback()], **settings)
+
+    alone = trainer(tmp_path)
+    alone.train()
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (name, value), expected in zip(
+        resumed.model.state_dict().items(), alone.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, expected), name
+    logs = [[line for line in run.state.log_history if "loss" in line] for run in (resumed, alone)]
+    assert logs[0] == logs[1]
+
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "checkpoint-4")
+    for (name, value), expected in zip(loaded.state_dict().items(), alone.model.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
+
+
+def test_the_best_model_is_there_at_the_end(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        eval_dataset=examples(5, seed=1),
+        learning_rate=0.5,  # far too large: the first step is the best
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        save_only_model=True,
+    )
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert losses[0] == min(losses) < losses[-1]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0])
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+
+
+def test_predictions_are_what_the_model_generates_and_the_loss_is_that_of_the_batch(tmp_path):
+    seen = {}
+
+    def metrics(prediction):
+        seen["ids"], seen["labels"] = prediction.predictions, prediction.label_ids
+        return {"rows": len(prediction.predictions)}
+
+    model, data = tiny_model(**HEAVY, group_size=1, eval_capacity_factor=None), examples(5)
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        eval_dataset=data,
+        compute_metrics=metrics,
+        predict_with_generate=True,
+        generation_max_length=9,
+        per_device_eval_batch_size=5,
+    )
+    result = trainer.evaluate()
+    assert result["eval_rows"] == 5
+    batch = trainer.data_collator([dict(row) for row in data])
+    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_length=9)
+    assert seen["ids"][:, : expected.shape[1]].tolist() == expected.tolist()
+    assert result["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    assert trainer.predict(data).predictions.tolist() == seen["ids"].tolist()
+
+
+def test_without_generation_predictions_are_the_logits_alone(tmp_path):
+    model, data = tiny_model(**HEAVY, group_size=1), examples(5)
+    trainer = make_trainer(tmp_path, model, per_device_eval_batch_size=5)
+    batch = trainer.data_collator([dict(row) for row in data])
+    logits = trainer.predict(data).predictions
+    torch.testing.assert_close(torch.tensor(logits), model(**batch).logits.detach())
+
+
+def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_grouped_by_length(tmp_path):
+    rows = [{**row, "text": "unused"} for row in examples()]
+    trainer = make_trainer(
+        tmp_path, data=Dataset.from_list(rows), train_sampling_strategy="group_by_length", max_steps=2
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_the_example_of_the_readme_runs_as_written(tmp_path, monkeypatch, capsys):
+    readme = Path("README.md").read_text(encoding="utf-8")
+    (block,) = [code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Seq2SeqTrainer" in code]
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("runs/demo/model")
+    tokenizer().save_pretrained("runs/demo/model")
+    exec(block, {})
+    printed = capsys.readouterr().out
+    assert "router/encoder/entropy" in printed and "'ce_loss'" in printed and "eval_loss" in printed

@@ -1,0 +1,66 @@
+"""Seq2SeqTrainer by accelerate on two processes; the oracle is one process with the whole batch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.models.tiny import tiny_model
+from tests.training.tiny_trainer import HEAVY, LEARNS, train
+
+TIMEOUT = 200
+HALF = {"per_device_train_batch_size": 4}
+CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+CASES = {
+    "halves": ({}, HALF),
+    "cut and checkpointed": ({}, CUT),
+    "a router that learns": (LEARNS, HALF),
+    "smoothed labels, a log of three updates": ({"label_smoothing": 0.1}, {**HALF, "logging_steps": 3}),
+    "means of processes": ({}, {**HALF, "average_tokens_across_devices": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Returns what each case gave on each of two processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    cases = [(name, *case) for name, case in CASES.items()]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.training.tiny_trainer", str(folder)]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in CASES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [name for name in CASES if name != "means of processes"])
+def test_two_processes_train_log_and_count_like_one_with_the_whole_batch(runs, tmp_path, case):
+    changes, settings = CASES[case]
+    model = tiny_model(**{**HEAVY, "group_size": 1, "capacity_factor": None, **changes}).double()
+    steps = {name: value for name, value in settings.items() if name == "logging_steps"}
+    expected, expected_lines = train(tmp_path, model, **steps)
+    for parameters, lines in runs[case]:
+        for name, value in expected.items():
+            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-10, msg=name)
+        assert len(lines) == 3 // steps.get("logging_steps", 1)
+        for line, expected_line in zip(lines, expected_lines, strict=True):
+            assert line == pytest.approx(expected_line, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_without_an_average_over_all_tokens_the_logged_parts_still_make_up_the_loss(runs):
+    apart, together = ([runs[case][rank][1] for rank in range(2)] for case in ("means of processes", "halves"))
+    assert apart[0] == apart[1]
+    assert apart[0][0]["loss"] != together[0][0]["loss"]  # a mean of means, weighted by processes
+    assert apart[0][0]["ce_loss"] == pytest.approx(together[0][0]["ce_loss"], rel=0.02)
+    assert apart[0][0]["z_loss"] == pytest.approx(together[0][0]["z_loss"], rel=0.02)
