@@ -3,7 +3,8 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -13,17 +14,28 @@ from benchmarks.cases import DTYPES, Pass, Variant
 def measure_rounds(
     variants: Sequence[Variant], pass_name: Pass, rounds: int, device: torch.device
 ) -> Iterator[dict[str, float]]:
-    """Yields the milliseconds of every variant, round by round.
+    """Yields the milliseconds of every variant, round by round; see `measure_in_turn`."""
+    runs = {variant.name: partial(variant.run, pass_name) for variant in variants}
+    return measure_in_turn(runs, {variant.name: variant.clear for variant in variants}, rounds, device)
 
-    A first round is not counted. The order is drawn anew for every round, since memory that one variant frees makes
-    the next one faster or slower. Gradients are freed in between.
+
+def measure_in_turn(
+    runs: Mapping[str, Callable[[], object]],
+    clears: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+) -> Iterator[dict[str, float]]:
+    """Yields the milliseconds of every run, round by round.
+
+    A first round is not counted. The order is drawn anew for every round, since memory that one run frees makes the
+    next one faster or slower. What `clears` frees, such as gradients, is freed in between.
     """
     order = random.Random(0)
     for index in range(rounds + 1):
         times = {}
-        for variant in order.sample(variants, len(variants)):
-            times[variant.name] = measure(lambda variant=variant: variant.run(pass_name), device)
-            variant.clear()
+        for name in order.sample(list(runs), len(runs)):
+            times[name] = measure(runs[name], device)
+            clears[name]()
         if index:
             yield times
 
@@ -43,7 +55,7 @@ def measure(run: Callable[[], object], device: torch.device) -> float:
     return first.elapsed_time(last)
 
 
-def median_ratio(times: Sequence[dict[str, float]], name: str, base: str) -> float:
+def median_ratio(times: Sequence[Mapping[str, float]], name: str, base: str) -> float:
     """Returns the median over rounds of a variant's time over that of `base` in the same round."""
     return statistics.median(round_[name] / round_[base] for round_ in times)
 
