@@ -10,7 +10,8 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean, run_main
 from moe.models.configuration import STMoEConfig
-from moe.models.conversion import ConversionReport, conversion_report
+from moe.models.conversion import ConversionReport
+from moe.models.convert_checkpoint import conversion_report
 from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.models.modeling import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS

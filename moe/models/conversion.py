@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from moe.errors import CheckpointError, ConfigError
+from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.foreign_config import EXPLAINED, family_of
 from moe.models.foreign_names import Weight, transformers_names
@@ -58,7 +58,9 @@ class ConversionReport:
         """Returns the report as lines for a terminal."""
         joined = sum(len(parts) for parts in self.mapped.values())
         lines = [f"{self.source}: {joined} tensors mapped to {len(self.mapped)}, {len(self.ignored)} ignored"]
-        lines += [f"  ignored: {name} {reason}" for name, reason in self.ignored.items()]
+        for reason in dict.fromkeys(self.ignored.values()):
+            names = [name for name, why in self.ignored.items() if why == reason]
+            lines.append(f"  ignored, {reason}: {_some(names)}")
         for kind in ("missing", "unexpected", "reshaped"):
             lines += [f"  {kind}: {name}" for name in getattr(self, kind)]
         return "\n".join(lines)
@@ -116,22 +118,6 @@ def open_transformers(
     ignored |= {f"{name} of config.json": EXPLAINED[name] for name in raw if name in EXPLAINED}
     table = transformers_names(config, family)
     return convert_weights(str(source), config, table, stored, ignored=ignored, leave_out=leave_out)
-
-
-def conversion_report(source: Path | str, **download: Any) -> ConversionReport:
-    """Returns what becomes of every tensor of a T5 or Switch model when it is loaded as one of ours; reads copies only.
-
-    Args:
-        source: A folder or hub name.
-        download: `revision`, `token`, `cache_dir` and the like of `from_pretrained`.
-
-    Raises:
-        ConfigError: When it is no such model, or one that this library cannot represent.
-        CheckpointError: When there are no weights, or they are torn.
-    """
-    if family_of(PreTrainedConfig.get_config_dict(source, **download)[0]) is None:
-        raise ConfigError(f"{source} is a model of this library: there is nothing to convert. Give a T5 or a Switch.")
-    return open_transformers(source, **download).report
 
 
 def convert_weights(

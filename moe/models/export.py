@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -91,27 +91,64 @@ def write_model(
     """
     tensors = stored_tensors(model)
     whole = whole_tensors(model.config, tensors)
+    files, index = plan_files(whole, max_shard_size, parameters={name for name, _ in model.named_parameters()})
+
+    def begin() -> None:
+        _write_config(model, folder)
+        begin_files(folder, files, index)
+
+    from_first_rank(begin)
+    together(lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files])
+
+
+def plan_files(
+    whole: Mapping[str, Tensor], max_shard_size: int | str, *, parameters: Container[str] | None = None
+) -> tuple[list[WeightsFile], str | None]:
+    """Returns the files of `save_pretrained` for tensors, and the text of their index when there are several.
+
+    Args:
+        whole: Tensors by name; they need no memory.
+        max_shard_size: Bytes of a file.
+        parameters: Names of those that are no buffers; None for all.
+    """
     split = split_torch_state_dict_into_shards(
-        whole, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        dict(whole), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
     files = [
         plan_file(file, {name: whole[name] for name in names}) for file, names in split.filename_to_tensors.items()
     ]
+    if not split.is_sharded:
+        return files, None
+    numbers = sum(tensor.numel() for name, tensor in whole.items() if parameters is None or name in parameters)
+    metadata = {"total_parameters": numbers, **split.metadata}
+    index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+    return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
 
-    def begin() -> None:
-        _write_config(model, folder)
-        for file in files:
-            with (folder / file.name).open("wb") as stream:
-                stream.write(file.header)
-                stream.truncate(file.size)
-        if split.is_sharded:
-            numbers = {"total_parameters": sum(whole[name].numel() for name, _ in model.named_parameters())}
-            index = {"metadata": {**numbers, **split.metadata}, "weight_map": split.tensor_to_filename}
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
-    from_first_rank(begin)
-    together(lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files])
+def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -> None:
+    """Writes the headers of files and their index, and makes room for the numbers."""
+    for file in files:
+        with (folder / file.name).open("wb") as stream:
+            stream.write(file.header)
+            stream.truncate(file.size)
+    if index is not None:
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index, encoding="utf-8")
+
+
+def write_tensor(path: Path, tensor: Tensor, position: int) -> None:
+    """Writes the numbers of <any>[...] at a position of a file."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        _write_at(descriptor, _bytes_of(tensor), position)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the bytes of <any>[...], row by row."""
+    return memoryview(cast(Any, tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
 
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
@@ -148,7 +185,7 @@ def _write_parts(
                 continue
             sizes = [end - start for start, end in box]
             assert local.numel() == math.prod(sizes), f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
-            data = memoryview(cast(Any, local.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            data = _bytes_of(local)
             done = 0
             for offset, length in runs_of(box, shape):
                 num_bytes = length * local.itemsize

@@ -65,7 +65,7 @@ EXPLAINED: Mapping[str, str] = {
     "n_positions": "relative positions have no such limit",
     "output_past": "transformers does not read it",
     "router_dtype": "routing is always in float32",
-    "router_ignore_padding_tokens": "transformers does not read it; padding is never routed here",
+    "router_ignore_padding_tokens": "transformers does not read it, and padding is never routed here",
     "task_specific_params": "are arguments of generate and prompts for its caller",
 }
 """Fields that say nothing about what the model computes, with the reason."""
@@ -226,8 +226,8 @@ def their_fields(config: Any, family: Family) -> dict[str, Any]:
     if reasons := [reason for holds, reason in _demands(config, family) if not holds]:
         raise ConfigError(
             f"The model cannot be written as {family!r}, whose class in transformers has no place for it: "
-            f"{'; '.join(reasons)}. Keep it in our format, or change these settings first: from_pretrained(folder, "
-            "name=value), then save_pretrained."
+            f"{'; '.join(reasons)}. Keep it in our format, or give settings that such a model has, e.g. --set "
+            "expert_capacity=64 capacity_scope=sequence."
         )
     fields = {name: getattr(config, name) for name in _SAME}
     gated = config.feed_forward_proj == "gated-gelu"

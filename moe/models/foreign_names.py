@@ -27,7 +27,7 @@ class Weight(NamedTuple):
 
     def join(self, parts: Iterable[Tensor], shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Returns our tensor <dtype>[...] of `shape`, in memory of its own, made of their parts one at a time."""
-        joined = torch.empty(*shape, dtype=dtype)
+        joined = torch.empty(tuple(shape), dtype=dtype)
         for part, target in zip(parts, self.pieces(joined), strict=True):
             target.copy_(part)
         return joined

@@ -14,6 +14,9 @@ from moe.models.foreign_config import family_of
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
 
+DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""Arguments that say where a file of the hub comes from."""
+
 
 class STMoEPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation shared by the models."""
@@ -39,7 +42,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
             CheckpointError: When tensors of a T5 or Switch are missing, unexpected or of another shape.
             ConfigError: When its config.json holds what this library cannot represent.
         """
-        source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in _DOWNLOAD if name in kwargs}
+        source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         if _is_foreign(source, download):
             return cls._from_foreign(source, *args, download=download, **kwargs)
         result = super().from_pretrained(source, *args, **kwargs)
@@ -58,13 +61,13 @@ class STMoEPreTrainedModel(PreTrainedModel):
                     f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of another library that is "
                     f"converted. Leave {name} out."
                 )
-        kwargs = {name: value for name, value in kwargs.items() if name not in _DOWNLOAD}
+        kwargs = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
         config = kwargs.pop("config", None)
         if not isinstance(config, STMoEConfig):
             settings = {"return_unused_kwargs": True, **download, **kwargs}
             config, kwargs = cast(Any, STMoEConfig.from_pretrained(config or source, **settings))
-            kwargs = {name: value for name, value in kwargs.items() if name not in _DOWNLOAD}
-        generation = kwargs.pop("generation_config", None) or _generation_config(source, download)
+            kwargs = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
+        generation = kwargs.pop("generation_config", None) or load_generation_config(source, download)
         use_safetensors = kwargs.pop("use_safetensors", None)
         foreign = open_transformers(
             source,
@@ -102,9 +105,6 @@ class STMoEPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
 
-_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
 def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
     """Returns whether a folder or hub name holds a T5 or Switch of transformers."""
     if source is None:
@@ -115,7 +115,7 @@ def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
         return False  # no config.json: an adapter, or nothing; transformers says so
 
 
-def _generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:
+def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:
     """Returns the generation settings of a folder or hub name: those of their own file, or else of config.json."""
     try:
         return GenerationConfig.from_pretrained(source, **download)
