@@ -12,8 +12,9 @@ from moe.errors import CheckpointError, ConfigError, DataError, DistributedError
 from moe.models.configuration import STMoEConfig
 from moe.models.conversion import ConversionReport
 from moe.models.convert_checkpoint import conversion_report
+from moe.models.encoder import STMoEEncoderModel
 from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
-from moe.models.modeling import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
+from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS
 from moe.models.sharding import mesh_limits, shard_model
 from moe.registry import Registry

@@ -1,7 +1,7 @@
 """Blocks and stacks: attention, dense and sparse feed-forward layers around a residual stream."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe.distributed.exchange import enter_shards, leave_shards
+from moe.errors import DataError
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
 from moe.models.configuration import STMoEConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -52,6 +53,7 @@ class Context(NamedTuple):
         report: Whether sparse layers say what their routers did.
         token_ids: <int64>[B, L] vocabulary ids, when the caller has them.
         word_embeddings: <float>[B, L, D] what the stack started from.
+        output_attentions: Whether blocks return the weights of their attention.
     """
 
     self_bias: Tensor
@@ -63,6 +65,41 @@ class Context(NamedTuple):
     report: bool
     token_ids: Tensor | None
     word_embeddings: Tensor
+    output_attentions: bool
+
+
+class BlockOutput(NamedTuple):
+    """What a block returns.
+
+    Attributes:
+        hidden: <float>[B, L, D] residual stream after the block.
+        router: What its router did, if it is sparse.
+        self_weights: <float>[B, H, L, keys] of self-attention, if asked for.
+        cross_weights: <float>[B, H, L, M] of cross-attention, if asked for and there is one.
+    """
+
+    hidden: Tensor
+    router: RouterOutput | None
+    self_weights: Tensor | None
+    cross_weights: Tensor | None
+
+
+class StackOutput(NamedTuple):
+    """What a stack returns.
+
+    Attributes:
+        hidden: <float>[B, L, D] after the last norm.
+        routers: One for each sparse layer.
+        hidden_states: <float>[B, L, D] before each block, and `hidden`; None unless asked for.
+        attentions: <float>[B, H, L, keys] of each block's self-attention; None unless asked for.
+        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless asked for.
+    """
+
+    hidden: Tensor
+    routers: tuple[RouterOutput, ...]
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor, ...] | None
+    cross_attentions: tuple[Tensor, ...] | None
 
 
 class Block(GradientCheckpointingLayer):
@@ -89,13 +126,16 @@ class Block(GradientCheckpointingLayer):
             self.feed_forward_norm = RMSNorm(config)
             self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, RouterOutput | None]:
-        """Returns the residual stream <float>[B, L, D] after the block, and what its router did if it is sparse."""
-        router = None
-        y = self.self_attention(self.self_attention_norm(x), context.self_bias, cache=context.cache)
+    def forward(self, x: Tensor, context: Context) -> BlockOutput:
+        """Returns the residual stream after the block for <float>[B, L, D] before it, and what else it can tell."""
+        router = cross_weights = None
+        shared: dict[str, Any] = {"cache": context.cache, "output_weights": context.output_attentions}
+        y, self_weights = self.self_attention(self.self_attention_norm(x), context.self_bias, **shared)
         x = x + self.dropout(y)
         if context.memory is not None:
-            y = self.cross_attention(self.cross_attention_norm(x), context.memory_bias, context.memory, context.cache)
+            y, cross_weights = self.cross_attention(
+                self.cross_attention_norm(x), context.memory_bias, context.memory, **shared
+            )
             x = x + self.dropout(y)
         if self.sparse:
             y, router = self.sparse_feed_forward(
@@ -109,7 +149,7 @@ class Block(GradientCheckpointingLayer):
             x = x + self.dropout(y)
         if not self.sparse or self.stacked:
             x = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
-        return x, router
+        return BlockOutput(x, router, self_weights, cross_weights)
 
 
 class Stack(nn.Module):
@@ -140,13 +180,16 @@ class Stack(nn.Module):
         cache: EncoderDecoderCache | None = None,
         drop_tokens: bool = True,
         report: bool = True,
-    ) -> tuple[Tensor, tuple[RouterOutput, ...]]:
-        """Returns the last hidden states and what each sparse layer's router did.
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> StackOutput:
+        """Returns the last hidden states, what each sparse layer's router did, and what else is asked for.
 
         Args:
             x: <float>[B, L, D] embedded tokens.
             token_ids: <int64>[B, L] vocabulary ids of them; None when the caller has embeddings only.
-            attention_mask: <int64 or bool>[B, keys] tokens that may be attended to; with a cache, its tokens too.
+            attention_mask: <int64 or bool>[B, keys] tokens that may be attended to; with a cache, its tokens too, and
+                with a static cache the places that are not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their own example.
             routing_mask: <bool>[B, L] tokens that may be routed; None for those of `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
@@ -155,27 +198,37 @@ class Stack(nn.Module):
             cache: Keys and values of earlier steps; extended.
             drop_tokens: Whether experts have a capacity.
             report: Whether sparse layers say what their routers did.
+            output_attentions: Whether to return the weights of all attention.
+            output_hidden_states: Whether to return the residual stream before each block.
 
-        Returns:
-            <float>[B, L, D], and one RouterOutput for each sparse layer that reports.
+        Raises:
+            DataError: When `attention_mask` has not one column for each key.
         """
-        past = cache.get_seq_length() if cache is not None else 0
         length = x.shape[1]
+        past = cache.get_seq_length() if cache is not None else 0  # a number, or a tensor in a static cache
+        num_keys = cache.get_mask_sizes(length, 0)[0] if cache is not None else length
+        positions = torch.arange(length, device=x.device) + past
         if attention_mask is None and segment_ids is not None:
             attention_mask = segment_ids != 0
-        if routing_mask is None:
-            routing_mask = _last(attention_mask, length) if attention_mask is not None else None
+        if attention_mask is not None and attention_mask.shape[1] != num_keys:
+            raise DataError(
+                f"The attention mask is {list(attention_mask.shape)}, but the keys are {num_keys}: all tokens of this "
+                "call and, with a cache, of earlier ones; with a static cache all of its places. Give one column each."
+            )
+        if routing_mask is None and attention_mask is not None:
+            routing_mask = attention_mask if cache is None else attention_mask.index_select(1, positions)
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
+        sees_all = not self.decoder or (length == 1 and not (cache is not None and cache.is_compileable))
         allowed = _combine(
             _visible(attention_mask),
             _same_segment(segment_ids, segment_ids),
-            _causal(length, past, x.device) if self.decoder else None,
+            None if sees_all else _causal(positions, num_keys),
         )
         memory_allowed = _combine(_visible(memory_mask), _same_segment(segment_ids, memory_segment_ids))
         context = Context(
-            self_bias=mask_bias(self.position_bias(length, past + length, past).to(x.dtype), allowed),
+            self_bias=mask_bias(self.position_bias(positions, num_keys).to(x.dtype), allowed),
             token_mask=routing_mask.bool(),
             memory=None if memory is None else enter_shards(memory, self.tp),
             memory_bias=None if memory_allowed is None else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
@@ -184,20 +237,28 @@ class Stack(nn.Module):
             report=report,
             token_ids=token_ids,
             word_embeddings=x,
+            output_attentions=output_attentions,
         )
 
         x = self.dropout(x)
-        routers = []
+        hidden_states, routers, attentions, cross_attentions = [], [], [], []
         for block in self.blocks:
-            x, router = block(x, context)
+            if output_hidden_states:
+                hidden_states.append(x)
+            x, router, self_weights, cross_weights = block(x, context)
             if router is not None:
                 routers.append(router)
-        return self.dropout(self.final_norm(x)), tuple(routers)
-
-
-def _last(mask: Tensor, length: int) -> Tensor:
-    """Returns the mask of the last `length` tokens <any>[B, length]; earlier ones are in the cache."""
-    return mask[:, mask.shape[1] - length :]
+            if output_attentions:
+                attentions.append(self_weights)
+                cross_attentions.append(cross_weights)
+        x = self.dropout(self.final_norm(x))
+        return StackOutput(
+            hidden=x,
+            routers=tuple(routers),
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+            cross_attentions=tuple(cross_attentions) if output_attentions and memory is not None else None,
+        )
 
 
 def _visible(mask: Tensor | None) -> Tensor | None:
@@ -212,12 +273,9 @@ def _same_segment(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
     return (queries[:, :, None] == keys[:, None, :])[:, None]
 
 
-def _causal(length: int, past: int, device: torch.device) -> Tensor | None:
-    """Returns <bool>[1, 1, L, past + L]: whether a key is not after its query; None for a single query."""
-    if length == 1:
-        return None
-    keys = torch.arange(past + length, device=device)
-    return (keys[None, :] <= keys[past:, None])[None, None]
+def _causal(queries: Tensor, num_keys: int) -> Tensor:
+    """Returns <bool>[1, 1, L, num_keys]: whether a key is not after the query at position <int64>[L]."""
+    return (torch.arange(num_keys, device=queries.device)[None, :] <= queries[:, None])[None, None]
 
 
 def _combine(*masks: Tensor | None) -> Tensor | None:

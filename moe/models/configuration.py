@@ -79,6 +79,8 @@ class STMoEConfig(PreTrainedConfig):
         "router_z_loss",
         "past_key_values",
         "encoder_last_hidden_state",
+        "encoder_router_logits",
+        "decoder_router_logits",
         "encoder_router_outputs",
         "decoder_router_outputs",
     ]

@@ -4,6 +4,7 @@ import math
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from transformers.utils.generic import can_return_tuple
@@ -12,83 +13,11 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
+from moe.models.encoder import STMoEEncoder, embed
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
-from moe.models.outputs import STMoEEncoderOutput, STMoEModelOutput, STMoEOutput
+from moe.models.outputs import STMoEEncoderOutput, STMoEModelOutput, STMoEOutput, by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import SparseFeedForward
-
-
-class STMoEEncoder(STMoEPreTrainedModel):
-    """The token embedding, which the decoder shares, and the encoder stack."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self, config: STMoEConfig) -> None:
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.stack = Stack(config, decoder=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        output_router_logits: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-    ) -> STMoEEncoderOutput:
-        """Returns the encoder's hidden states.
-
-        Args:
-            input_ids: <int64>[B, L], or give `inputs_embeds`.
-            attention_mask: <int64 or bool>[B, L], 0 for padding.
-            inputs_embeds: <float>[B, L, D].
-            segment_ids: <int64>[B, L] example of each token, 0 for padding.
-            output_router_logits: Whether to return what the routers did; None for the config's choice.
-            output_attentions: `generate` passes it; only False is served.
-            output_hidden_states: The same.
-
-        Raises:
-            DataError: When not exactly one of `input_ids` and `inputs_embeds` is given.
-            ConfigError: When attention weights or hidden states of all layers are asked for.
-        """
-        if output_attentions or output_hidden_states:
-            raise ConfigError(
-                "output_attentions and output_hidden_states are not served by STMoE models. Leave them unset, and "
-                "read inner values with a forward hook on the blocks of `encoder.stack` or `decoder`."
-            )
-        x = embed(self.embed_tokens, input_ids, inputs_embeds)
-        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
-        x, routers = self.stack(
-            x, token_ids=input_ids, attention_mask=attention_mask, segment_ids=segment_ids, report=wanted
-        )
-        return STMoEEncoderOutput(x, routers if wanted else None)
-
-
-class STMoEEncoderModel(STMoEPreTrainedModel):
-    """The encoder alone; loads from a checkpoint of the whole model."""
-
-    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
-
-    def __init__(self, config: STMoEConfig) -> None:
-        super().__init__(config)
-        self.encoder = STMoEEncoder(config)
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Returns the token embedding [V, D]."""
-        return self.encoder.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replaces the token embedding."""
-        self.encoder.embed_tokens = cast(nn.Embedding, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> STMoEEncoderOutput:
-        """Returns the encoder's hidden states; arguments are those of `STMoEEncoder.forward`."""
-        return self.encoder(*args, **kwargs)
 
 
 class STMoEModel(STMoEPreTrainedModel):
@@ -130,20 +59,44 @@ class STMoEModel(STMoEPreTrainedModel):
         past_key_values: EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         decoder_drop_tokens: bool = True,
     ) -> STMoEModelOutput:
         """Returns the decoder's hidden states; see `STMoEForConditionalGeneration.forward` for the arguments.
 
         Args as there, and:
             decoder_routing_mask: <bool>[B, T] decoder tokens that may be routed; None for the attention mask's.
+
+        Raises:
+            ConfigError: When a cache is to be used with activation checkpointing in training.
         """
-        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        checkpointed = self.training and cast(Block, self.decoder.blocks[0]).gradient_checkpointing
+        if checkpointed and (use_cache or past_key_values is not None):
+            raise ConfigError(
+                "A cache cannot be used with activation checkpointing in training: the second forward pass of a block "
+                "would extend it again. Call model.eval(), pass use_cache=False, or switch checkpointing off."
+            )
+        output_router_logits = self.chosen("output_router_logits", output_router_logits)
+        output_attentions = self.chosen("output_attentions", output_attentions)
+        output_hidden_states = self.chosen("output_hidden_states", output_hidden_states)
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, segment_ids, wanted)
-        memory: Tensor = cast(Any, encoder_outputs)[0]
+            encoder_outputs = self.encoder(
+                input_ids,
+                attention_mask,
+                inputs_embeds,
+                segment_ids,
+                output_router_logits=output_router_logits,
+                output_attentions=output_attentions,
+                output_hidden_states=output_hidden_states,
+                return_dict=True,
+            )
+        elif isinstance(encoder_outputs, tuple):
+            encoder_outputs = STMoEEncoderOutput(encoder_outputs[0])
+        memory: Tensor = cast(Any, encoder_outputs).last_hidden_state
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        hidden, decoder_routers = self.decoder(
+        decoder = self.decoder(
             embed(self.encoder.embed_tokens, decoder_input_ids, decoder_inputs_embeds),
             token_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
@@ -154,14 +107,24 @@ class STMoEModel(STMoEPreTrainedModel):
             memory_segment_ids=segment_ids,
             cache=past_key_values,
             drop_tokens=decoder_drop_tokens and past_key_values is None,
-            report=wanted,
+            report=output_router_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
         )
+        decoder_routers = decoder.routers if output_router_logits else None
         return STMoEModelOutput(
-            last_hidden_state=hidden,
+            last_hidden_state=decoder.hidden,
             past_key_values=past_key_values,
+            decoder_hidden_states=decoder.hidden_states,
+            decoder_attentions=decoder.attentions,
+            cross_attentions=decoder.cross_attentions,
             encoder_last_hidden_state=memory,
+            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+            encoder_attentions=getattr(encoder_outputs, "attentions", None),
+            encoder_router_logits=getattr(encoder_outputs, "encoder_router_logits", None),
+            decoder_router_logits=by_sequence(decoder_routers, memory.shape[0]),
             encoder_router_outputs=getattr(encoder_outputs, "encoder_router_outputs", None),
-            decoder_router_outputs=decoder_routers if wanted else None,
+            decoder_router_outputs=decoder_routers,
         )
 
 
@@ -234,6 +197,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         past_key_values: EncoderDecoderCache | None = None,
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
         decoder_drop_tokens: bool = True,
         loss_counts: LossCounts | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -244,17 +209,19 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             input_ids: <int64>[B, L], or give `inputs_embeds` or `encoder_outputs`.
             attention_mask: <int64 or bool>[B, L], 0 for padding; padding is never attended to and never routed.
             decoder_input_ids: <int64>[B, T]; made of `labels` when not given.
-            decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T].
+            decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T], with a static one [B, its size].
             labels: <int64>[B, T] target tokens, -100 for none. Not shifted.
             segment_ids: <int64>[B, L] number of the packed example, 0 for padding; examples do not see each other.
             decoder_segment_ids: <int64>[B, T] the same for the decoder.
             inputs_embeds: <float>[B, L, D] in place of `input_ids`.
             decoder_inputs_embeds: <float>[B, T, D] in place of `decoder_input_ids`.
-            encoder_outputs: Output of the encoder, whose run is then spared.
+            encoder_outputs: Output of the encoder, whose run is then spared; of a tuple only the first is read.
             past_key_values: Cache of earlier steps; the decoder then drops no token.
             use_cache: Whether to return a cache.
             output_router_logits: Whether to return what the routers did; None for the config's choice. The losses
                 of the routers count either way.
+            output_attentions: Whether to return the weights of attention, which is then eager; None likewise.
+            output_hidden_states: Whether to return the hidden states of every layer; None likewise.
             decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does, with a cache or
                 without.
             loss_counts: Divisors of the losses; None for those of this batch.
@@ -272,8 +239,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 "loss_counts and num_items_in_batch were both given, and both say what the losses are divided by. "
                 "Leave one of them out."
             )
+        output_router_logits = self.chosen("output_router_logits", output_router_logits)
         routing_mask = None
-        wanted = self.config.output_router_logits if output_router_logits is None else output_router_logits
         if labels is not None:
             if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, decoder_segment_ids)
@@ -292,8 +259,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_outputs=encoder_outputs,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            output_router_logits=wanted or labels is not None,
+            output_router_logits=output_router_logits or labels is not None,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
             decoder_drop_tokens=decoder_drop_tokens,
+            return_dict=True,
         )
         hidden = outputs.last_hidden_state
         if self.config.tie_word_embeddings:
@@ -302,7 +272,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         result = STMoEOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
         )
         encoder_routers = outputs.encoder_router_outputs or ()
         decoder_routers = outputs.decoder_router_outputs or ()
@@ -328,29 +303,42 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             smoothing = self.config.label_smoothing if self.training else 0.0
             losses = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing)
             result.loss, result.ce_loss, result.z_loss, result.load_balance_loss, result.router_z_loss = losses
-        if wanted:
+        if output_router_logits:
+            result.encoder_router_logits, result.decoder_router_logits = (
+                outputs.encoder_router_logits,
+                outputs.decoder_router_logits,
+            )
             result.encoder_router_outputs, result.decoder_router_outputs = encoder_routers, decoder_routers
-        return result
+        return STMoEOutput(**result)  # in the order of its fields, for return_dict=False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns generated tokens, or transformers' record of them; arguments and results are its own.
+
+        Raises:
+            ConfigError: When the routers' logits are asked for, which that record has no place for.
+        """
+        if kwargs.setdefault("output_router_logits", False):
+            raise ConfigError(
+                "generate() has no place to return output_router_logits in. Leave it out, and give the generated "
+                "tokens to the model as decoder_input_ids, with decoder_drop_tokens=False, to see how they are routed."
+            )
+        return cast(Any, super()).generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the arguments of a decoding step.
-
-        Generation drops no token of the decoder, cached or not, and says what the routers did only when asked to.
-        """
+        """Returns the arguments of a decoding step; generation drops no token of the decoder, cached or not."""
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
-        return {"output_router_logits": False, **inputs, "decoder_drop_tokens": False}
+        return {**inputs, "decoder_drop_tokens": False}
 
+    @staticmethod
+    def create_masks_for_generate(
+        *, attention_mask: Tensor | None, past_key_values: EncoderDecoderCache, **_: Any
+    ) -> Tensor | None:
+        """Returns the decoder's mask <int64 or bool>[B, keys] for all places of a static cache; the model does more.
 
-def embed(embedding: nn.Embedding, ids: Tensor | None, vectors: Tensor | None) -> Tensor:
-    """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
-
-    Raises:
-        DataError: When not exactly one of both is given.
-    """
-    if (ids is None) == (vectors is None):
-        given = "neither" if ids is None else "both"
-        raise DataError(
-            f"Exactly one of token ids and embeddings is needed, but {given} were given. Pass input_ids or "
-            "inputs_embeds, and for the decoder labels, decoder_input_ids or decoder_inputs_embeds."
-        )
-    return embedding(ids) if vectors is None else vectors
+        Args:
+            attention_mask: <int64 or bool>[B, past + T], if there is one.
+            past_key_values: A cache whose size is fixed.
+        """
+        if attention_mask is None:
+            return None
+        return F.pad(attention_mask, (0, past_key_values.get_max_length() - attention_mask.shape[1]))

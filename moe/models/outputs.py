@@ -1,12 +1,31 @@
-"""What the models return."""
+"""What the models return: transformers' names in transformers' order, then what is ours."""
 
 from dataclasses import dataclass
 
+import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
 from moe.sparse.layer import RouterOutput
+from moe.sparse.losses import RouterLosses
+from moe.sparse.plan import DispatchPlan
+from moe.sparse.stats import RouterStats
+
+for record in (RouterOutput, DispatchPlan, RouterLosses, RouterStats):  # so that torch.export can save them
+    pytree._register_namedtuple(record, serialized_type_name=f"{record.__module__}.{record.__qualname__}")
+
+
+def by_sequence(routers: tuple[RouterOutput, ...] | None, batch: int) -> tuple[Tensor, ...] | None:
+    """Returns the routers' logits as transformers gives them, <float32>[B, L, E] for each sparse layer.
+
+    Args:
+        routers: Whose logits are <float32>[G, S, E]; a group is a whole number of sequences.
+        batch: Sequences, B.
+    """
+    if routers is None:
+        return None
+    return tuple(router.router_logits.reshape(batch, -1, router.router_logits.shape[-1]) for router in routers)
 
 
 @dataclass
@@ -15,10 +34,16 @@ class STMoEEncoderOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: <float>[B, L, D].
+        hidden_states: <float>[B, L, D] before each block, and the last; if asked for.
+        attentions: <float>[B, H, L, L] of each block; if asked for.
+        encoder_router_logits: <float32>[B, L, E] of each sparse layer, zeros for padding.
         encoder_router_outputs: One for each sparse layer.
     """
 
     last_hidden_state: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    encoder_router_logits: tuple[Tensor, ...] | None = None
     encoder_router_outputs: tuple[RouterOutput, ...] | None = None
 
 
@@ -29,14 +54,28 @@ class STMoEModelOutput(ModelOutput):
     Attributes:
         last_hidden_state: <float>[B, T, D] of the decoder.
         past_key_values: Cache for the next step, if asked for.
+        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if asked for, like the others below.
+        decoder_attentions: <float>[B, H, T, keys] of each block.
+        cross_attentions: <float>[B, H, T, L] of each block.
         encoder_last_hidden_state: <float>[B, L, D].
+        encoder_hidden_states: <float>[B, L, D] before each block, and the last.
+        encoder_attentions: <float>[B, H, L, L] of each block.
+        encoder_router_logits: <float32>[B, L, E] of each sparse layer, zeros for padding.
+        decoder_router_logits: <float32>[B, T, E] of each sparse layer.
         encoder_router_outputs: One for each sparse layer of the encoder; None when it did not run here.
         decoder_router_outputs: One for each sparse layer of the decoder.
     """
 
     last_hidden_state: Tensor | None = None
     past_key_values: EncoderDecoderCache | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
+    encoder_router_logits: tuple[Tensor, ...] | None = None
+    decoder_router_logits: tuple[Tensor, ...] | None = None
     encoder_router_outputs: tuple[RouterOutput, ...] | None = None
     decoder_router_outputs: tuple[RouterOutput, ...] | None = None
 
@@ -47,24 +86,36 @@ class STMoEOutput(ModelOutput):
 
     Attributes:
         loss: <float32>[] what is minimised: cross-entropy and all weighted auxiliary losses.
+        logits: <float>[B, T, V].
+        past_key_values: See `STMoEModelOutput` for this and all that is not named here.
         ce_loss: <float32>[] cross-entropy alone, in nats for each target token.
         z_loss: <float32>[] of the vocabulary logits, unweighted.
         load_balance_loss: <float32>[] sum or mean over sparse layers, unweighted.
         router_z_loss: <float32>[] the same.
-        logits: <float>[B, T, V].
-        past_key_values: Cache for the next step, if asked for.
-        encoder_last_hidden_state: <float>[B, L, D].
-        encoder_router_outputs: One for each sparse layer of the encoder; None when it did not run here.
-        decoder_router_outputs: One for each sparse layer of the decoder.
     """
 
     loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: EncoderDecoderCache | None = None
+    decoder_hidden_states: tuple[Tensor, ...] | None = None
+    decoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
+    encoder_last_hidden_state: Tensor | None = None
+    encoder_hidden_states: tuple[Tensor, ...] | None = None
+    encoder_attentions: tuple[Tensor, ...] | None = None
+    encoder_router_logits: tuple[Tensor, ...] | None = None
+    decoder_router_logits: tuple[Tensor, ...] | None = None
     ce_loss: Tensor | None = None
     z_loss: Tensor | None = None
     load_balance_loss: Tensor | None = None
     router_z_loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: EncoderDecoderCache | None = None
-    encoder_last_hidden_state: Tensor | None = None
     encoder_router_outputs: tuple[RouterOutput, ...] | None = None
     decoder_router_outputs: tuple[RouterOutput, ...] | None = None
+
+    @property
+    def router_logits(self) -> tuple[Tensor, ...] | None:
+        """The routers' logits of all sparse layers, the encoder's first; see the two fields."""
+        both = self.encoder_router_logits, self.decoder_router_logits
+        if both == (None, None):
+            return None
+        return tuple(logits for stack in both for logits in stack or ())

@@ -84,6 +84,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
         model.config.name_or_path = str(source)
         return result
 
+    def chosen(self, name: str, argument: bool | None) -> bool:
+        """Returns an argument of `forward`, or when it is None the config's field of that name."""
+        return bool(getattr(self.config, name) if argument is None else argument)
+
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """Switches activation checkpointing on or off; both public names of transformers come through here.
 

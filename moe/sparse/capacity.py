@@ -49,7 +49,7 @@ def expert_capacity(
     """
     numerator, denominator = _written_ratio(capacity_factor)
     whole = num_experts * denominator
-    slots, rest = divmod(num_tokens * numerator, whole)
+    slots, rest = num_tokens * numerator // whole, num_tokens * numerator % whole
     if rounding == "round":
         slots += int(2 * rest > whole or (2 * rest == whole and slots % 2 == 1))
     else:

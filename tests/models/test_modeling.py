@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 from moe import ConfigError, DataError, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.t5 import as_t5
+from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
 
 def close(a, b, atol=1e-5):
@@ -19,59 +20,10 @@ def close(a, b, atol=1e-5):
 @pytest.mark.parametrize("feed_forward", ["gated-gelu", "relu"])
 def test_a_dense_model_equals_transformers_t5(attention, feed_forward):
     tied = feed_forward == "relu"
-    dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
-    ours = tiny_model(
-        **dense,
-        sparse_dense_stacking=False,
-        feed_forward_proj=feed_forward,
-        tie_word_embeddings=tied,
-        attn_implementation=attention,
-    )
-    fields = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads")
-    config = T5Config(
-        **{name: getattr(ours.config, name) for name in fields},
-        feed_forward_proj=feed_forward,
-        dropout_rate=0.0,
-        tie_word_embeddings=tied,
-        decoder_start_token_id=0,
-    )
-    config._attn_implementation = attention
-    theirs = T5ForConditionalGeneration(config).eval()
-    copy_weights(ours, theirs, tied=tied)
-    batch = tiny_batch()
-    theirs_logits = theirs(**{**batch, "labels": batch["labels"]}).logits
+    ours = tiny_model(**DENSE, feed_forward_proj=feed_forward, tie_word_embeddings=tied, attn_implementation=attention)
+    theirs, batch = as_t5(ours, attention), tiny_batch()
     real = batch["labels"] != -100
-    close(ours(**batch).logits[real], theirs_logits[real])
-
-
-def copy_weights(ours, theirs, *, tied):
-    """Copies our dense weights into transformers' T5."""
-    with torch.no_grad():
-        theirs.shared.weight.copy_(ours.get_input_embeddings().weight)
-        if not tied:
-            # T5Config ties the head whatever is asked; give it one of its own.
-            theirs.lm_head.weight = torch.nn.Parameter(ours.lm_head.weight.clone())
-            theirs.encoder.embed_tokens.weight.copy_(ours.get_input_embeddings().weight)
-            theirs.decoder.embed_tokens.weight.copy_(ours.get_input_embeddings().weight)
-        for stack, other in ((ours.model.encoder.stack, theirs.encoder), (ours.model.decoder, theirs.decoder)):
-            table = other.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-            table.copy_(stack.position_bias.table)
-            other.final_layer_norm.weight.copy_(stack.final_norm.weight)
-            for block, b in zip(stack.blocks, other.block, strict=True):
-                pairs = [(block.self_attention, b.layer[0].SelfAttention)]
-                if stack.decoder:
-                    pairs.append((block.cross_attention, b.layer[1].EncDecAttention))
-                for a, hf in pairs:
-                    for name in "qkvo":
-                        getattr(hf, name).weight.copy_(getattr(a, f"{name}_proj").weight)
-                dense = b.layer[-1].DenseReluDense
-                if block.feed_forward.gated:
-                    gate, up = block.feed_forward.up_proj.weight.chunk(2)
-                    dense.wi_0.weight.copy_(gate)
-                    dense.wi_1.weight.copy_(up)
-                else:
-                    dense.wi.weight.copy_(block.feed_forward.up_proj.weight)
-                dense.wo.weight.copy_(block.feed_forward.down_proj.weight)
+    close(ours(**batch).logits[real], theirs(**batch).logits[real])
 
 
 def test_eager_and_sdpa_agree_in_loss_and_gradients():
@@ -123,7 +75,6 @@ def test_routers_report_only_to_who_asks():
     layer, x = model.sparse_layers()[0], torch.randn(2, 13, 29)
     assert layer(x, report=False)[1] is None
     assert torch.equal(layer(x, report=False)[0], layer(x)[0])
-    assert model.prepare_inputs_for_generation(ids, is_first_iteration=True)["output_router_logits"] is False
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -211,8 +162,7 @@ def test_activation_checkpointing_changes_no_gradient():
     for checkpointing in (False, True):
         model = tiny_model().train()
         if checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable()  # older transformers know only the second name
+            checkpointed(model)
         loss = model(**batch).loss
         grads.append(torch.autograd.grad(loss, list(model.parameters())))
     for a, b in zip(*grads, strict=True):
@@ -222,10 +172,9 @@ def test_activation_checkpointing_changes_no_gradient():
 @pytest.mark.parametrize("arguments", [{"use_reentrant": True}, {"preserve_rng_state": True}], ids=str)
 def test_reentrant_checkpointing_is_refused_since_it_loses_the_gradient_of_the_router_losses(arguments):
     model = tiny_model()
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     with pytest.raises(ConfigError, match="without use_reentrant=False: the reentrant kind loses the gradient"):
-        enable(arguments)
-    enable({"use_reentrant": False, "preserve_rng_state": True})
+        checkpointed(model, arguments)
+    checkpointed(model, {"use_reentrant": False, "preserve_rng_state": True})
 
 
 def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
@@ -302,5 +251,8 @@ def test_wrong_inputs_are_refused_with_a_way_out():
     model, ids = tiny_model(), tiny_batch()["input_ids"]
     with pytest.raises(DataError, match="neither were given"):
         model(ids)
-    with pytest.raises(ConfigError, match="output_attentions"):
-        model.get_encoder()(ids, output_attentions=True)
+    with pytest.raises(DataError, match=r"mask is \[4, 11\], but the keys are 13"):
+        model(ids, attention_mask=torch.ones(4, 11), decoder_input_ids=ids)
+    checkpointed(model)
+    with pytest.raises(ConfigError, match="cache cannot be used with activation checkpointing"):
+        model.train()(ids, decoder_input_ids=ids, use_cache=True)

@@ -21,6 +21,13 @@ FIELDS = {
     "router_initializer_std": 0.5,
 }
 
+DENSE = {
+    "num_experts": 0,
+    "num_sparse_encoder_layers": 0,
+    "num_sparse_decoder_layers": 0,
+    "sparse_dense_stacking": False,
+}
+
 
 def tiny_model(seed: int = 0, **changes) -> STMoEForConditionalGeneration:
     torch.manual_seed(seed)
@@ -39,3 +46,9 @@ def tiny_batch(batch: int = 4, length: int = 13, targets: int = 11, seed: int = 
         "attention_mask": mask,
         "labels": labels,
     }
+
+
+def checkpointed(model: STMoEForConditionalGeneration, *arguments) -> STMoEForConditionalGeneration:
+    """Switches activation checkpointing on; older transformers know only the second name."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(*arguments)
+    return model

@@ -1,0 +1,106 @@
+"""The encoder, inside the whole model and alone."""
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers.utils.generic import can_return_tuple
+
+from moe.errors import DataError
+from moe.models.blocks import Stack
+from moe.models.configuration import STMoEConfig
+from moe.models.outputs import STMoEEncoderOutput, by_sequence
+from moe.models.pretrained import STMoEPreTrainedModel
+
+
+class STMoEEncoder(STMoEPreTrainedModel):
+    """The token embedding, which the decoder shares, and the encoder stack."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: STMoEConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.stack = Stack(config, decoder=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> STMoEEncoderOutput:
+        """Returns the encoder's hidden states.
+
+        Args:
+            input_ids: <int64>[B, L], or give `inputs_embeds`.
+            attention_mask: <int64 or bool>[B, L], 0 for padding.
+            inputs_embeds: <float>[B, L, D].
+            segment_ids: <int64>[B, L] example of each token, 0 for padding.
+            output_router_logits: Whether to return what the routers did; None for the config's choice.
+            output_attentions: Whether to return the weights of attention, which is then eager; None likewise.
+            output_hidden_states: Whether to return the hidden states of every layer; None likewise.
+
+        Raises:
+            DataError: When not exactly one of `input_ids` and `inputs_embeds` is given.
+        """
+        wanted = self.chosen("output_router_logits", output_router_logits)
+        output = self.stack(
+            embed(self.embed_tokens, input_ids, inputs_embeds),
+            token_ids=input_ids,
+            attention_mask=attention_mask,
+            segment_ids=segment_ids,
+            report=wanted,
+            output_attentions=self.chosen("output_attentions", output_attentions),
+            output_hidden_states=self.chosen("output_hidden_states", output_hidden_states),
+        )
+        routers = output.routers if wanted else None
+        return STMoEEncoderOutput(
+            last_hidden_state=output.hidden,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+            encoder_router_logits=by_sequence(routers, output.hidden.shape[0]),
+            encoder_router_outputs=routers,
+        )
+
+
+class STMoEEncoderModel(STMoEPreTrainedModel):
+    """The encoder alone; loads from a checkpoint of the whole model."""
+
+    _keys_to_ignore_on_load_unexpected = [r"decoder\.", r"lm_head\."]
+
+    def __init__(self, config: STMoEConfig) -> None:
+        super().__init__(config)
+        self.encoder = STMoEEncoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the token embedding [V, D]."""
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the token embedding."""
+        self.encoder.embed_tokens = cast(nn.Embedding, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> STMoEEncoderOutput:
+        """Returns the encoder's hidden states; arguments are those of `STMoEEncoder.forward`."""
+        return self.encoder(*args, **kwargs)
+
+
+def embed(embedding: nn.Embedding, ids: Tensor | None, vectors: Tensor | None) -> Tensor:
+    """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
+
+    Raises:
+        DataError: When not exactly one of both is given.
+    """
+    if (ids is None) == (vectors is None):
+        given = "neither" if ids is None else "both"
+        raise DataError(
+            f"Exactly one of token ids and embeddings is needed, but {given} were given. Pass input_ids or "
+            "inputs_embeds, and for the decoder labels, decoder_input_ids or decoder_inputs_embeds."
+        )
+    return embedding(ids) if vectors is None else vectors
