@@ -151,6 +151,13 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """Returns the encoder; there is one for all modalities."""
         return self.model.encoder
 
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replaces the head; one that transformers resized stays a Projection, which a mesh can cut."""
+        if type(new_embeddings) is nn.Linear:
+            self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.out_features
+        else:
+            self.lm_head = cast(Projection, new_embeddings)
+
     def prepare_decoder_input_ids_from_labels(
         self, labels: Tensor, decoder_segment_ids: Tensor | None = None
     ) -> Tensor:

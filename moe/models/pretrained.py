@@ -28,6 +28,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
+    def __init__(self, config: STMoEConfig) -> None:
+        super().__init__(config)
+        self._can_compile_fullgraph = config.num_experts == 0 or config.dispatch == "static"
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the model of a folder or hub name, with weights that compute bit for bit what was saved.

@@ -109,7 +109,8 @@ class Experts(nn.Module):
     def product_dtype(self) -> torch.dtype:
         """Returns the dtype of the products: that of the model, or of autocast where it is on."""
         device = self.down_proj.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.down_proj.dtype
+        autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta: weights that wait on a disk
+        return torch.get_autocast_dtype(device) if autocast else self.down_proj.dtype
 
     def _in_product_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns input and this rank's weights in the dtype of the products; gate and up of F lie side by side."""

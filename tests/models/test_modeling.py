@@ -224,6 +224,101 @@ def test_a_tied_head_is_the_embedding_after_loading(tmp_path):
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("asked", "multiple", "expected"), [(150, None, 150), (131, 64, 192), (101, None, 101)])
+def test_a_resized_vocabulary_keeps_old_logits_and_survives_saving(tmp_path, tied, asked, multiple, expected):
+    model, batch = tiny_model(tie_word_embeddings=tied), tiny_batch()
+    for name in ("input_ids", "labels"):
+        batch[name].clamp_(max=100)
+    before, head = model(**batch).logits, model.lm_head.weight.detach().clone()
+    model.resize_token_embeddings(asked, pad_to_multiple_of=multiple)
+    after = model(**batch)
+    assert model.config.vocab_size == expected == after.logits.shape[-1] == model.lm_head.out_features
+    assert model.get_input_embeddings().weight.shape == model.lm_head.weight.shape == (expected, 29)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    close(after.logits[..., :131], before[..., :expected])
+    if expected > 131:  # transformers draws new rows around the mean of the old
+        close(model.lm_head.weight[131:].mean(0), head.mean(0), atol=1e-4)
+    model.save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batch).logits, after.logits)
+    tokens = [m.generate(batch["input_ids"], max_new_tokens=5) for m in (model, loaded)]
+    assert torch.equal(*tokens)
+    assert type(model.lm_head) is type(loaded.lm_head)
+    assert sum(p.numel() for p in model.parameters()) == model.config.num_parameters()
+
+
+def test_head_and_base_load_from_each_other(tmp_path):
+    model, ids = tiny_model(), tiny_batch()["input_ids"]
+    model.save_pretrained(tmp_path / "head")
+    base, found = STMoEModel.from_pretrained(tmp_path / "head", output_loading_info=True)
+    assert not any(found.values()), found
+    expected = model.model(ids, decoder_input_ids=ids).last_hidden_state
+    assert torch.equal(base(ids, decoder_input_ids=ids).last_hidden_state, expected)
+    base.save_pretrained(tmp_path / "base")
+    again, found = STMoEForConditionalGeneration.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert set(found.pop("missing_keys")) == {"lm_head.weight"} and not any(found.values())
+    assert torch.equal(again.model(ids, decoder_input_ids=ids).last_hidden_state, expected)
+    encoder, found = STMoEEncoderModel.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert not any(found.values()), found
+    assert torch.equal(encoder(ids).last_hidden_state, model.get_encoder()(ids).last_hidden_state)
+
+
+def test_saving_a_loaded_model_over_itself_changes_nothing(tmp_path):
+    model, batch = tiny_model(tie_word_embeddings=True), tiny_batch()
+    model.save_pretrained(tmp_path)
+    STMoEForConditionalGeneration.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("device_map", [None, "cpu", "auto", {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_takes_a_dtype_and_a_device_map(tmp_path, device_map, dtype):
+    model, batch = tiny_model(), tiny_batch()
+    model.save_pretrained(tmp_path, max_shard_size="40KB")  # several files
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype, device_map=device_map)
+    assert {p.dtype for p in loaded.parameters()} == {dtype} and loaded.dtype == dtype
+    assert torch.equal(loaded(**batch).logits, model.to(dtype)(**batch).logits)
+
+
+def test_weights_that_wait_on_a_disk_give_the_same_logits(tmp_path):
+    model, batch = tiny_model(), tiny_batch()
+    model.save_pretrained(tmp_path)
+    places = {"model.encoder": "cpu", "model.decoder": "disk", "lm_head": "cpu"}
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
+    assert loaded.model.decoder.blocks[2].sparse_feed_forward.experts.down_proj.device.type == "meta"
+    close(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("kind", [STMoEModel, STMoEForConditionalGeneration, STMoEEncoderModel])
+def test_the_parts_that_transformers_asks_for_are_there(kind):
+    model = kind(tiny_model().config)
+    assert model.get_input_embeddings() is model.get_encoder().embed_tokens
+    assert model.base_model_prefix == "model" and model.main_input_name == "input_ids"
+    new = torch.nn.Embedding(131, 29)
+    model.set_input_embeddings(new)
+    assert model.get_input_embeddings() is new
+    if kind is not STMoEEncoderModel:
+        assert model.get_decoder() is getattr(model, "model", model).decoder
+    model.half()(tiny_batch()["input_ids"], **({} if kind is STMoEEncoderModel else {"decoder_input_ids": new_ids()}))
+
+
+def new_ids():
+    return torch.tensor([[0, 5, 6, 7]]).repeat(4, 1)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_attention_that_knows_no_position_bias_is_refused(attention):
+    with pytest.raises((ValueError, ImportError), match="does not support"):
+        tiny_model(attn_implementation=attention)
+
+
 def test_bfloat16_parameters_run():
     out = tiny_model().to(torch.bfloat16)(**tiny_batch())
     assert out.logits.dtype == torch.bfloat16

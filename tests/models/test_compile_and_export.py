@@ -1,0 +1,145 @@
+"""torch.compile and torch.export: the compiled or exported model gives the numbers of the one that is not."""
+
+import logging
+
+import pytest
+import torch
+from torch.export import Dim, export, load, save
+from transformers import EncoderDecoderCache, StaticCache
+
+from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
+
+SMALL = {"num_layers": 1, "num_decoder_layers": 1, "dispatch": "static"}
+COMPILERS = [
+    pytest.param("aot_eager", id="aot_eager"),
+    pytest.param("inductor", id="inductor", marks=pytest.mark.slow),
+]
+
+pytestmark = [  # of torch's own tracing
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch.compiler.reset()
+    logging.disable()  # pytest would keep all of torch's tracing
+    yield
+    logging.disable(logging.NOTSET)
+    torch.compiler.set_stance("default")
+    torch.compiler.reset()
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def loss_and_gradients(model, run):
+    loss = run(**tiny_batch()).loss
+    return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_a_training_step_compiles_into_one_graph(backend):
+    model = tiny_model(**SMALL).train()
+    assert model._can_compile_fullgraph
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    close(loss_and_gradients(model, compiled), loss_and_gradients(model, model))
+
+
+@pytest.mark.slow
+def test_a_training_step_with_activation_checkpointing_and_eager_attention_compiles_into_one_graph():
+    model = checkpointed(tiny_model(**SMALL, attn_implementation="eager").train())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    close(loss_and_gradients(model, compiled), loss_and_gradients(model, model))
+
+
+@pytest.mark.slow
+def test_ragged_experts_compile_around_their_threads():
+    model = tiny_model(**{**SMALL, "dispatch": "ragged"}, num_sparse_decoder_layers=0).train()
+    assert not model._can_compile_fullgraph
+    compiled = torch.compile(model, backend="aot_eager")
+    close(loss_and_gradients(model, compiled), loss_and_gradients(model, model))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_returns_all_that_is_asked_for():
+    model, batch = tiny_model(**SMALL), tiny_batch()
+    wanted = {"output_attentions": True, "output_hidden_states": True, "output_router_logits": True}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    a, b = compiled(**batch, **wanted), model(**batch, **wanted)
+    assert list(a) == list(b)
+    for name in ("decoder_hidden_states", "cross_attentions", "encoder_router_logits"):
+        close(a[name], b[name])
+
+
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_decoding_through_a_static_cache_compiles_once(backend):
+    model, batch = tiny_model(**SMALL), tiny_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    graphs = torch._dynamo.utils.counters["stats"]
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+
+    @torch.no_grad()
+    def decode(step):
+        cache = EncoderDecoderCache(*(StaticCache(config=model.config, max_cache_len=size) for size in (17, 13)))
+        encoded, ids, logits = model.get_encoder()(**inputs), torch.zeros(4, 1, dtype=torch.int64), []
+        for position in range(11):
+            given = {"attention_mask": inputs["attention_mask"], "past_key_values": cache}
+            run = step if position else model  # as transformers does: the first step fills the cross-attention
+            out = run(encoder_outputs=encoded, decoder_input_ids=ids, output_router_logits=False, **given)
+            logits.append(out.logits)
+            ids = out.logits.argmax(-1)
+            if step is compiled and position == 1:
+                torch.compiler.set_stance("fail_on_recompile")
+        return torch.cat(logits, dim=1)
+
+    expected, before = decode(model), graphs["unique_graphs"]
+    close(decode(compiled), expected)
+    assert graphs["unique_graphs"] == before + 1
+    close(decode(compiled), expected)  # another cache, the same graph
+
+
+@pytest.mark.slow
+def test_generation_compiles_its_steps_where_it_is_told_to():
+    model = tiny_model(**SMALL)
+    inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
+    expected = model.generate(**inputs, max_new_tokens=7)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=7, cache_implementation="static"), expected)
+
+
+def example(batch=4, length=13, targets=11):
+    inputs = tiny_batch(batch, length, targets)
+    decoder_ids = inputs.pop("labels").clamp(min=0)
+    return inputs | {"decoder_input_ids": decoder_ids}
+
+
+@torch.no_grad()
+def test_the_exported_model_gives_the_same_after_saving(tmp_path):
+    model, inputs = tiny_model(**SMALL), example()
+    save(export(model, (), inputs), tmp_path / "model.pt2")
+    a, b = load(tmp_path / "model.pt2").module()(**inputs), model(**inputs)
+    assert list(a) == list(b)
+    close((a.logits, a.encoder_router_outputs[0].plan.slot), (b.logits, b.encoder_router_outputs[0].plan.slot))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [DENSE, {"group_size": 1}], ids=["dense", "sparse"])
+def test_batch_and_lengths_of_an_exported_model_may_vary(kind):
+    """With one sequence in a group: how many share one is a number of the graph, for sparse layers."""
+    model = tiny_model(**{**SMALL, **kind})
+    varies = {0: Dim.AUTO, 1: Dim.AUTO}
+    exported = export(model, (), example(), dynamic_shapes=dict.fromkeys(example(), varies)).module()
+    for sizes in ((4, 13, 11), (5, 17, 7), (2, 19, 23)):
+        close(exported(**example(*sizes)).logits, model(**example(*sizes)).logits)
+
+
+@torch.no_grad()
+def test_the_encoder_is_exported_alone():
+    encoder, inputs = tiny_model(**SMALL).get_encoder(), example()
+    del inputs["decoder_input_ids"]
+    exported = export(encoder, (), inputs).module()
+    close(exported(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)

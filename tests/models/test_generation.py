@@ -1,0 +1,159 @@
+"""Generation: every way to the same tokens gives the same tokens; greedy decoding without a cache is the oracle."""
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, StaticCache
+
+from moe import ConfigError, DataError
+from tests.models.t5 import as_t5
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
+
+NEW = {"max_new_tokens": 9}
+
+
+def prompt(rows=4):
+    batch = tiny_batch()
+    return {name: batch[name][:rows] for name in ("input_ids", "attention_mask")}
+
+
+def same(a, b):
+    assert torch.equal(a, b), (a, b)
+
+
+def static_cache(config, length, memory_length):
+    sizes = (length, memory_length)
+    return EncoderDecoderCache(*(StaticCache(config=config, max_cache_len=size) for size in sizes))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "generation",
+    [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "top_p": 0.9}, {"do_sample": True, "num_beams": 3}],
+    ids=str,
+)
+def test_a_static_cache_gives_the_tokens_of_no_cache(generation, attention):
+    model, tokens = tiny_model(attn_implementation=attention), []
+    for cache in ({"cache_implementation": "static"}, {"use_cache": False}):
+        torch.manual_seed(0)
+        tokens.append(model.generate(**prompt(), **NEW, **generation, **cache))
+    same(*tokens)
+
+
+def test_a_prefix_with_padding_gives_the_same_tokens_with_every_cache():
+    prefix = torch.tensor([[0, 5, 6], [0, 5, 6], [7, 0, 9], [0, 2, 3]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]])
+    given = {"decoder_input_ids": prefix, "decoder_attention_mask": mask}
+    model = tiny_model()
+    expected = model.generate(**prompt(), **NEW, **given, use_cache=False)
+    same(model.generate(**prompt(), **NEW, **given), expected)
+    same(model.generate(**prompt(), **NEW, **given, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+def test_a_dense_model_generates_the_tokens_of_t5(generation):
+    ours = tiny_model(**DENSE, num_decoder_layers=2)
+    same(ours.generate(**prompt(), **NEW, **generation), as_t5(ours).generate(**prompt(), **NEW, **generation))
+
+
+@pytest.mark.parametrize("size", [11, 17])
+def test_logits_by_steps_through_any_cache_are_those_of_one_call(size):
+    model, ids = tiny_model(), tiny_batch()["labels"].clamp(min=2)
+    expected = model(**prompt(), decoder_input_ids=ids, decoder_drop_tokens=False).logits
+    static = static_cache(model.config, size, size + 2)
+    for cache in (static, EncoderDecoderCache(DynamicCache(), DynamicCache()), static):
+        steps = []
+        for part in ids.split([3, 1, 1, 4, 2], dim=1):
+            out = model(**prompt(), decoder_input_ids=part, past_key_values=cache)
+            assert out.past_key_values is cache
+            steps.append(out.logits)
+        close(torch.cat(steps, dim=1), expected)
+        static.reset()
+
+
+def test_a_static_cache_wants_a_mask_over_all_its_places():
+    model = tiny_model()
+    decoder = {"decoder_input_ids": torch.ones(4, 3).long(), "decoder_attention_mask": torch.ones(4, 3)}
+    with pytest.raises(DataError, match=r"mask is \[4, 3\], but the keys are 7"):
+        model(**prompt(), **decoder, past_key_values=static_cache(model.config, 7, 13))
+
+
+@pytest.mark.parametrize("same_model", [True, False])
+def test_assisted_decoding_gives_the_greedy_tokens(same_model):
+    model = tiny_model()
+    assistant = tiny_model() if same_model else tiny_model(1, num_layers=1, num_decoder_layers=1)
+    expected = model.generate(**prompt(1), max_new_tokens=20)
+    same(model.generate(**prompt(1), max_new_tokens=20, assistant_model=assistant), expected)
+
+
+def test_prompt_lookup_gives_the_greedy_tokens():
+    model = tiny_model()
+    expected = model.generate(**prompt(1), max_new_tokens=20)
+    same(model.generate(**prompt(1), max_new_tokens=20, prompt_lookup_num_tokens=3), expected)
+
+
+def test_a_cropped_cache_continues_as_if_the_tokens_had_never_been():
+    model, ids = tiny_model(), tiny_batch()["labels"].clamp(min=2)
+    cache = model(**prompt(), decoder_input_ids=ids[:, :5], use_cache=True).past_key_values
+    model(**prompt(), decoder_input_ids=ids[:, :4], past_key_values=cache)
+    cache.crop(-4)
+    after = model(**prompt(), decoder_input_ids=ids[:, 5:6], past_key_values=cache).logits
+    expected = model(**prompt(), decoder_input_ids=ids[:, :6], decoder_drop_tokens=False).logits[:, -1:]
+    close(after, expected)
+
+
+def test_sampling_follows_the_seed():
+    model, tokens = tiny_model(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        tokens.append(model.generate(**prompt(), **NEW, do_sample=True, num_return_sequences=3))
+    same(tokens[0], tokens[1])
+    assert tokens[0].shape[0] == 12 and not torch.equal(tokens[0], tokens[2])
+
+
+@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_embeddings_in_place_of_ids_give_the_same_tokens(generation):
+    model, inputs = tiny_model(), prompt()
+    expected = model.generate(**inputs, **NEW, **generation)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs.pop("input_ids"))}
+    same(model.generate(**inputs, **embedded, **NEW, **generation), expected)
+
+
+def test_embeddings_in_place_of_ids_give_the_same_logits_and_losses():
+    model, batch = tiny_model(), tiny_batch()
+    a = model(**batch)
+    ids = batch.pop("input_ids"), model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    embedded = (model.get_input_embeddings()(x) for x in ids)
+    b = model(**batch, **dict(zip(("inputs_embeds", "decoder_inputs_embeds"), embedded, strict=True)))
+    close((a.logits, a.loss), (b.logits, b.loss))
+
+
+def test_a_router_that_needs_ids_says_so_when_it_gets_embeddings():
+    model = tiny_model(router="hash", router_options=None, num_selected_experts=1)
+    assert model.generate(**prompt(), **NEW).shape == (4, 10)
+    inputs = prompt()
+    embedded = model.get_input_embeddings()(inputs.pop("input_ids"))
+    with pytest.raises(DataError, match="token_ids"):
+        model.generate(**inputs, inputs_embeds=embedded, **NEW)
+
+
+def test_generation_builds_no_router_outputs_and_refuses_to_hide_them():
+    model, seen = tiny_model(), []
+    hooks = [m.register_forward_hook(lambda *call: seen.append(call[-1])) for m in (model, model.get_encoder())]
+    model.generate(**prompt(), **NEW)
+    assert len(seen) > 5
+    assert all(not any("router" in name for name in out) for out in seen)
+    for hook in hooks:
+        hook.remove()
+    with pytest.raises(ConfigError, match="no place to return output_router_logits"):
+        model.generate(**prompt(), output_router_logits=True)
+
+
+def test_the_auto_class_generates(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    same(loaded.generate(**prompt(), **NEW, num_beams=2), model.generate(**prompt(), **NEW, num_beams=2))
