@@ -204,10 +204,10 @@ def eager_attention(
 
     The signature is that of transformers' attention functions.
     """
-    scores = query @ key.transpose(-1, -2) * scaling
+    scores = (query @ key.transpose(-1, -2) * scaling).to(torch.promote_types(query.dtype, torch.float32))
     if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+        scores = scores + attention_mask  # in float16 the sum would be -inf, and NaN where all keys are masked
+    weights = scores.softmax(dim=-1).to(value.dtype)
     weights = F.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights
 

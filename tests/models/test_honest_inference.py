@@ -1,0 +1,224 @@
+"""Without an evaluation capacity a sequence's output is its own: batch mates, padding, cache and ranks change nothing.
+
+The oracle is the sequence alone, whole, in one process. In float64, where rounding cannot turn a router's choice.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe import MeshConfig, build_mesh, load_model_on_mesh, load_routers
+from moe.models.attention import eager_attention, mask_bias
+from tests.distributed.ranks import run_ranks
+from tests.models.tiny import tiny_model
+
+ROUTERS = load_routers()
+OVER_TOKENS = {"router_options": {"softmax_over": "tokens"}}
+every_router = pytest.mark.parametrize("router", ROUTERS.names())
+attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+
+
+@functools.cache
+def model_of(router, attention="sdpa", **fields):
+    """Returns a model with this router in the encoder, and in the decoder too if it may stand there."""
+    kind = ROUTERS.get(router)
+    model = tiny_model(
+        router=router,
+        **{"router_options": None, **fields},
+        decoder_router=router if kind.causal else "switch" if kind.single else "token_choice",
+        num_selected_experts=1 if kind.single else 2,
+        eval_capacity_factor=None,
+        group_size=29,
+        attn_implementation=attention,
+    ).double()
+    for buffer in model.buffers():
+        buffer.random_(-99, 100)
+    return model
+
+
+def sequences(seed, lengths, first=None):
+    """Returns one row of token ids <int64>[1, length] for each length; `first` is the first token of all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(2, 131, (1, length), generator=generator) for length in lengths]
+    return [row if first is None else row.index_fill(1, torch.tensor([0]), first) for row in rows]
+
+
+def side_by_side(rows, lefts, right=0, padding=99):
+    """Returns ids and mask <int64>[B, L] of rows that start after `lefts` paddings each; padding has any ids."""
+    width = max(left + row.shape[1] for left, row in zip(lefts, rows, strict=True)) + right
+    ids, mask = torch.full((len(rows), width), padding), torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, (left, row) in enumerate(zip(lefts, rows, strict=True)):
+        ids[number, left : left + row.shape[1]] = row
+        mask[number, left : left + row.shape[1]] = 1
+    return ids, mask
+
+
+def padded_left(rows, padding=99):
+    width = max(row.shape[1] for row in rows)
+    return side_by_side(rows, [width - row.shape[1] for row in rows], padding=padding)
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+lengths = st.lists(st.integers(1, 11), min_size=3, max_size=3)
+paddings = st.lists(st.integers(0, 5), min_size=3, max_size=3)
+
+
+@every_router
+@settings(max_examples=12, deadline=None)
+@given(lengths, lengths, paddings, paddings, st.integers(0, 5), st.integers(0, 99))
+@torch.no_grad()
+def test_logits_depend_on_no_batch_mate_and_no_padding(router, sources, targets, lefts, target_lefts, right, seed):
+    model, inputs, prompts = model_of(router), sequences(seed, sources), sequences(seed + 1, targets, first=0)
+    ids, mask = side_by_side(inputs, lefts, right)
+    decoder_ids, decoder_mask = side_by_side(prompts, target_lefts, right)
+    together = model(ids, mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask)
+    for row in range(3):
+        alone = model(inputs[row], decoder_input_ids=prompts[row])
+        same(together.logits[row][decoder_mask[row] == 1], alone.logits[0])
+        same(together.encoder_last_hidden_state[row][mask[row] == 1], alone.encoder_last_hidden_state[0])
+
+
+@torch.no_grad()
+def test_expert_choice_over_tokens_looks_at_batch_mates_even_without_a_capacity_as_its_docstring_says():
+    model = model_of.__wrapped__("expert_choice", **OVER_TOKENS)
+    inputs, start = sequences(0, (5, 7)), torch.zeros(2, 1, dtype=torch.int64)
+    ids, mask = padded_left(inputs)
+    together = model(ids, mask, decoder_input_ids=start).logits
+    alone = model(inputs[0], decoder_input_ids=start[:1]).logits
+    assert (together[:1] - alone).abs().max() > 1e-3
+    assert "batch mates" in ROUTERS.get("expert_choice").__doc__
+
+
+@every_router
+@settings(max_examples=6, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 99))
+@torch.no_grad()
+def test_logits_through_a_cache_are_those_without_one_token_by_token_or_after_a_prompt(router, prompt, seed):
+    model = model_of(router)
+    ids, mask = padded_left(sequences(seed, (5, 11, 7)))
+    decoder_ids, decoder_mask = padded_left(sequences(seed + 1, (10, 9, 3), first=0))
+    masks = {"attention_mask": mask, "decoder_attention_mask": decoder_mask}
+    whole = model(ids, decoder_input_ids=decoder_ids, **masks).logits
+    cache, steps = None, []
+    memory = model.get_encoder()(ids, mask)
+    for start, end in [(0, prompt), *((step, step + 1) for step in range(prompt, 10))]:
+        step = model(
+            encoder_outputs=memory,
+            attention_mask=mask,
+            decoder_input_ids=decoder_ids[:, start:end],
+            decoder_attention_mask=decoder_mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = step.past_key_values
+        steps.append(step.logits)
+    real = decoder_mask == 1
+    same(torch.cat(steps, dim=1)[real], whole[real])
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@every_router
+def test_generated_tokens_depend_on_no_batch_mate_and_no_padding(router, num_beams):
+    model, inputs, prompts = model_of(router), sequences(0, (5, 11, 7)), sequences(1, (3, 4, 1), first=0)
+    new = {"num_beams": num_beams, "do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7}
+    decoder_ids, decoder_mask = padded_left(prompts, padding=0)  # `generate` looks whether the prompts start with 0
+    alone = [model.generate(row, decoder_input_ids=p, **new)[0, -7:] for row, p in zip(inputs, prompts, strict=True)]
+    assert len({tuple(tokens.tolist()) for tokens in alone}) == 3
+    for ids, mask in (padded_left(inputs), side_by_side(inputs, [0, 0, 0], 2)):
+        found = model.generate(
+            ids, attention_mask=mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask, **new
+        )
+        assert found[:, -7:].tolist() == [tokens.tolist() for tokens in alone]
+
+
+# ---- rows of nothing but padding ----
+
+
+@attentions
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@torch.no_grad()
+def test_a_sequence_of_padding_alone_gives_finite_numbers(attention, dtype):
+    model = tiny_model(eval_capacity_factor=None, attn_implementation=attention).to(dtype)
+    ids, mask = side_by_side(sequences(0, (5, 7, 3)), [0, 0, 0])
+    mask[1] = 0
+    out = model(ids, mask, decoder_input_ids=ids, decoder_attention_mask=mask)
+    assert out.logits.isfinite().all()
+    assert out.encoder_last_hidden_state.isfinite().all()
+    labels = ids.masked_fill(mask == 0, -100)
+    assert all(model(ids, mask, labels=labels)[name].isfinite() for name in ("loss", "ce_loss", "load_balance_loss"))
+    assert model(ids, mask * 0, labels=labels * 0 - 100).loss.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_query_that_may_see_nothing_has_finite_attention_whatever_its_scores(dtype):
+    query = torch.full((1, 1, 2, 4), 6.0, dtype=dtype)
+    nothing = mask_bias(query.new_zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.bool))
+    y, _ = eager_attention(torch.nn.Module(), query, -query, query, nothing, dropout=0.0, scaling=1.0)
+    assert y.isfinite().all()
+
+
+# ---- several ranks ----
+
+SPREAD = {"num_experts": 8, "num_heads": 4, "d_ff": 34, "eval_capacity_factor": None}
+MESHES = {"ep": MeshConfig(ep=2), "tp": MeshConfig(tp=2)}
+
+
+def inputs_on_ranks():
+    """Returns the arguments of two calls; in the second one rank has nothing but padding."""
+    ids, mask = padded_left(sequences(0, (5, 11, 7, 3)))
+    decoder_ids, decoder_mask = padded_left(sequences(1, (3, 4, 1, 5), first=0), padding=0)
+    masks = {"attention_mask": mask, "decoder_attention_mask": decoder_mask}
+    first = {"input_ids": ids, "decoder_input_ids": decoder_ids, **masks}
+    second = {name: value.clone() for name, value in first.items()}
+    for name in masks:
+        second[name][2:] = 0
+    return first, second
+
+
+@torch.no_grad()
+def serve(rank, num_ranks, folder):
+    """Returns logits of this rank's rows and its generated tokens, by mesh."""
+    answers = {}
+    for name, sizes in MESHES.items():
+        mesh = build_mesh(sizes, "cpu")
+        model, _ = load_model_on_mesh(folder, mesh, gather=False)
+        calls = [{key: value[mesh.rows(4)] for key, value in call.items()} for call in inputs_on_ranks()]
+        tokens = model.generate(**calls[0], do_sample=False, max_new_tokens=5, min_new_tokens=5, synced_gpus=True)
+        answers[name] = [model(**call).logits for call in calls], tokens
+    return answers
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_two_ranks_give_the_logits_and_tokens_of_one(tmp_path):
+    model = tiny_model(**SPREAD)
+    model.save_pretrained(tmp_path / "model")
+    calls = inputs_on_ranks()
+    answers = run_ranks(serve, 2, tmp_path, tmp_path / "model")
+    for name in MESHES:
+        for row in range(4):
+            rank, here = (row // 2, row % 2) if name == "ep" else (0, row)
+            logits, tokens = answers[rank][name]
+            for call, found in zip(calls, logits, strict=True):
+                if call["attention_mask"][row].any():
+                    alone = {key: value[row : row + 1][:, call[mask_of(key)][row] == 1] for key, value in call.items()}
+                    real = call["decoder_attention_mask"][row] == 1
+                    torch.testing.assert_close(found[here][real], model(**alone).logits[0], rtol=0, atol=1e-5)
+            expected = model.generate(
+                **{key: value[row : row + 1] for key, value in calls[0].items()},
+                do_sample=False,
+                max_new_tokens=5,
+                min_new_tokens=5,
+            )
+            assert tokens[here].tolist() == expected[0].tolist()
+
+
+def mask_of(name):
+    """Returns the name of the mask that belongs to an argument."""
+    return "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
