@@ -8,6 +8,7 @@ from transformers.utils.generic import can_return_tuple
 from moe.errors import DataError
 from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
+from moe.models.drops import may_drop, warn_of_drops
 from moe.models.outputs import STMoEEncoderOutput, by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
 
@@ -49,15 +50,18 @@ class STMoEEncoder(STMoEPreTrainedModel):
             DataError: When not exactly one of `input_ids` and `inputs_embeds` is given.
         """
         wanted = self.chosen("output_router_logits", output_router_logits)
+        watched = may_drop(self)
         output = self.stack(
             embed(self.embed_tokens, input_ids, inputs_embeds),
             token_ids=input_ids,
             attention_mask=attention_mask,
             segment_ids=segment_ids,
-            report=wanted,
+            report=wanted or watched,
             output_attentions=self.chosen("output_attentions", output_attentions),
             output_hidden_states=self.chosen("output_hidden_states", output_hidden_states),
         )
+        if watched:
+            warn_of_drops(self, self.config, "encoder", output.routers)
         routers = output.routers if wanted else None
         return STMoEEncoderOutput(
             last_hidden_state=output.hidden,

@@ -13,6 +13,7 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
+from moe.models.drops import may_drop, warn_of_drops
 from moe.models.encoder import STMoEEncoder, embed
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
 from moe.models.outputs import STMoEEncoderOutput, STMoEModelOutput, STMoEOutput, by_sequence
@@ -96,6 +97,8 @@ class STMoEModel(STMoEPreTrainedModel):
         memory: Tensor = cast(Any, encoder_outputs).last_hidden_state
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        drop_tokens = decoder_drop_tokens and past_key_values is None
+        watched = drop_tokens and may_drop(self)
         decoder = self.decoder(
             embed(self.encoder.embed_tokens, decoder_input_ids, decoder_inputs_embeds),
             token_ids=decoder_input_ids,
@@ -106,11 +109,13 @@ class STMoEModel(STMoEPreTrainedModel):
             memory_mask=attention_mask,
             memory_segment_ids=segment_ids,
             cache=past_key_values,
-            drop_tokens=decoder_drop_tokens and past_key_values is None,
-            report=output_router_logits,
+            drop_tokens=drop_tokens,
+            report=output_router_logits or watched,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
+        if watched:
+            warn_of_drops(self.encoder, self.config, "decoder", decoder.routers)
         decoder_routers = decoder.routers if output_router_logits else None
         return STMoEModelOutput(
             last_hidden_state=decoder.hidden,

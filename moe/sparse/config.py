@@ -38,7 +38,7 @@ class SparseConfig:
         decoder: Whether the layer stands in a decoder, where no token may learn of later ones.
         capacity_factor: Slots of an expert relative to an even share of the group, in training. Larger drops
             fewer tokens and costs memory; None drops none.
-        eval_capacity_factor: The same outside training.
+        eval_capacity_factor: The same outside training; read when the layer is built.
         min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
         capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round` (Flaxformer).
         expert_capacity: Slots of an expert in a group whatever its size, in training and outside; it takes the place
