@@ -9,6 +9,7 @@ from moe.distributed.agreement import together
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean, run_main
+from moe.models.card import model_card
 from moe.models.configuration import STMoEConfig
 from moe.models.conversion import ConversionReport
 from moe.models.convert_checkpoint import conversion_report
@@ -73,6 +74,7 @@ __all__ = [
     "load_model_on_mesh",
     "load_routers",
     "mesh_limits",
+    "model_card",
     "router_loss",
     "run_main",
     "shard_model",

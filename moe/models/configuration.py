@@ -237,6 +237,12 @@ class STMoEConfig(PreTrainedConfig):
             router_initializer_std=self.router_initializer_std,
         )
 
+    @property
+    def eval_limit(self) -> str | None:
+        """Name of the field that limits the tokens of an expert in evaluation; None when no token can be dropped."""
+        names = ("expert_capacity", "eval_capacity_factor") if self.num_experts else ()
+        return next((name for name in names if getattr(self, name) is not None), None)
+
     def is_sparse_block(self, block: int, *, decoder: bool) -> bool:
         """Returns whether block number `block`, counted from 0, holds a sparse layer.
 

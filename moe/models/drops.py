@@ -30,9 +30,7 @@ class _Drops:
 
 def may_drop(model: PreTrainedModel) -> bool:
     """Returns whether a forward of `model` is evaluation with a capacity, of whose drops only statistics tell."""
-    config = model.config
-    limits = config.expert_capacity, config.eval_capacity_factor
-    return not model.training and bool(config.num_experts) and limits != (None, None)
+    return not model.training and model.config.eval_limit is not None
 
 
 def warn_of_drops(model: nn.Module, config: STMoEConfig, stack: str, routers: Sequence[RouterOutput]) -> None:
@@ -52,7 +50,7 @@ def warn_of_drops(model: nn.Module, config: STMoEConfig, stack: str, routers: Se
     counts = torch.stack([torch.stack([router.stats.dropped_tokens, router.stats.num_tokens]) for router in routers])
     share = max(dropped / max(1, tokens) for dropped, tokens in counts.tolist())
     if share > _TOLERATED:
-        limit = "eval_capacity_factor" if config.expert_capacity is None else "expert_capacity"
+        limit = config.eval_limit or ""
         text = (
             f"A sparse layer of the {stack} dropped {100 * share:.1f} % of the tokens in evaluation: with {limit} "
             f"{getattr(config, limit)} an expert had {routers[0].plan.capacity} slots in a group of sequences. Dropped "

@@ -17,6 +17,7 @@ from moe.distributed.boxes import box_of, is_first_holder, runs_of
 from moe.distributed.exchange import from_first_rank, is_first_rank
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Place, local_shard
+from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
 
 _DTYPES = {
@@ -206,9 +207,10 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
-    """Writes config.json and generation_config.json as `save_pretrained` does."""
+    """Writes config.json, generation_config.json and the model card as `save_pretrained` does."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [STMoEForConditionalGeneration.__name__]
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+    write_card(folder, model_card(model.config, base_model=model.origin))

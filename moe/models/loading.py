@@ -16,6 +16,7 @@ from moe.distributed.boxes import Box, box_of
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Place, local_shard
 from moe.errors import CheckpointError
+from moe.models.card import origin
 from moe.models.configuration import STMoEConfig
 from moe.models.export import stored_tensors, whole_tensors
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -105,6 +106,7 @@ def load_model_on_mesh(
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = str(folder)
+    model.origin = origin(folder)
     return model.eval(), layouts
 
 

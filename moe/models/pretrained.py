@@ -1,13 +1,19 @@
 """What all models share: loading, saving, initialisation, activation checkpointing."""
 
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import CommitInfo, HfApi
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from moe.errors import ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
+from moe.models.card import CARD_NAME, add_tags, fetch_card, model_card, origin, write_card
 from moe.models.configuration import STMoEConfig
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
@@ -17,10 +23,17 @@ from moe.sparse.router import Router
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Arguments that say where a file of the hub comes from."""
 
+_OF_A_COMMIT = ("commit_message", "commit_description", "create_pr", "revision")
+
 
 class STMoEPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation shared by the models."""
+    """Loading, saving and initialisation shared by the models.
 
+    Attributes:
+        origin: Name on the hub of the model that this one was loaded from, or that its folder's card calls its base.
+    """
+
+    origin: str | None = None
     config: STMoEConfig
     config_class = STMoEConfig
     base_model_prefix = "model"
@@ -48,9 +61,11 @@ class STMoEPreTrainedModel(PreTrainedModel):
         """
         source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         if _is_foreign(source, download):
-            return cls._from_foreign(source, *args, download=download, **kwargs)
-        result = super().from_pretrained(source, *args, **kwargs)
+            result = cls._from_foreign(source, *args, download=download, **kwargs)
+        else:
+            result = super().from_pretrained(source, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
+        model.origin = origin(source)
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
                 parameter.data = parameter.data.clone()
@@ -91,6 +106,79 @@ class STMoEPreTrainedModel(PreTrainedModel):
     def chosen(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
         return bool(getattr(self.config, name) if argument is None else argument)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        push_to_hub: bool = False,
+        card: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves config, weights and a model card, README.md; a card that somebody else wrote or changed stays.
+
+        Args:
+            save_directory: The folder.
+            args: As in transformers.
+            push_to_hub: Whether to upload what is new in the folder; its arguments are those of `push_to_hub`.
+            card: Arguments of `model_card`: `license`, `datasets`, `metrics`, `stats` and others.
+            kwargs: As in transformers.
+        """
+        if push_to_hub:
+            self._save_and_push(Path(save_directory), card, args, kwargs)
+            return
+        super().save_pretrained(save_directory, *args, **kwargs)
+        adapters_only = getattr(self, "_hf_peft_config_loaded", False)
+        if self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only:
+            write_card(Path(save_directory), self._card(card or {}))
+
+    def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> CommitInfo | None:
+        """Uploads config, weights and a model card, unless the repository's card was written or changed by others.
+
+        Args:
+            repo_id: Name on the hub.
+            card: See `save_pretrained`.
+            kwargs: As in transformers.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return self._save_and_push(Path(folder), card, (), {"repo_id": repo_id, **kwargs})
+
+    def _save_and_push(
+        self, folder: Path, card: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CommitInfo | None:
+        """Saves into a folder and uploads what is new there; transformers would upload an empty card."""
+        commit = {name: kwargs.pop(name) for name in _OF_A_COMMIT if name in kwargs}
+        repo_id, token = kwargs.pop("repo_id", folder.name), kwargs.get("token")
+        private, tags, before = kwargs.pop("private", None), kwargs.pop("tags", None) or [], {}
+        speaks = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
+        if speaks:
+            repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+            before = self._get_files_timestamps(folder) if folder.is_dir() else {}
+            if not fetch_card(repo_id, folder, token):
+                before.pop(CARD_NAME, None)  # the folder's own, be it older, is better than none
+        self.save_pretrained(folder, *args, card=card, **kwargs)
+        if not speaks:
+            return None
+        add_tags(folder, [*(self.model_tags or []), *([tags] if isinstance(tags, str) else tags)])
+        return self._upload_modified_files(folder, repo_id, before, token=token, **commit)
+
+    def _card(self, given: Mapping[str, Any]) -> str:
+        """Returns the model card, of what is given and what the model knows."""
+        total = self.num_parameters()
+        idle = 0
+        for module in self.modules():
+            if isinstance(module, Experts):
+                num_experts, used = module.config.num_experts, module.config.num_selected_experts
+                share = max(0, num_experts - used)
+                idle += sum(weight.numel() // num_experts * share for weight in module.parameters())
+        return model_card(
+            self.config,
+            model_class=type(self).__name__.removeprefix("FSDP"),
+            parameters=(total, total - idle),
+            **{"base_model": self.origin, **given},
+        )
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """Switches activation checkpointing on or off; both public names of transformers come through here.

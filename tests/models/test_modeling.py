@@ -271,6 +271,7 @@ def test_saving_a_loaded_model_over_itself_changes_nothing(tmp_path):
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -1,0 +1,266 @@
+"""The model card: what it says is true of the model, nothing is invented, and nobody's own README.md is touched."""
+
+import contextlib
+import io
+import re
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.hf_api import RepoUrl
+from transformers import Trainer, TrainingArguments
+
+import moe.models.card
+from moe import STMoEConfig, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel, model_card, total_stats
+from moe.data.tokenizer import train_tokenizer
+from moe.models.card import origin
+from tests.models.tiny import tiny_batch, tiny_model
+from tests.training.tiny_run import write_texts
+
+SHORT = {"eval_capacity_factor": 0.05, "min_expert_capacity": 1}
+OWN = "---\nlicense: mit\n---\n# What I wrote\n"
+
+
+def card_of(folder):
+    return ModelCard.load(folder / "README.md")
+
+
+def row(card, name):
+    return re.search(rf"^\| {name} \| (.*) \|$", card.text, re.MULTILINE).group(1)
+
+
+def test_header_and_table_say_what_the_model_is(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    card, total, active = card_of(tmp_path), model.num_parameters(), model.config.num_active_parameters()
+    assert card.data.to_dict() == {
+        "library_name": "moe",
+        "pipeline_tag": "text-generation",
+        "tags": ["moe", "st-moe", "mixture-of-experts", "encoder-decoder"],
+        "parameters": {"total": total, "active": active},
+        "capacity_factor": {"training": 1.25, "evaluation": 2.0},
+        "drop_rate": "not measured",
+    }
+    assert row(card, "parameters") == f"{total:,}; a token uses {active:,}"
+    assert row(card, "experts") == "7 in each, at most 2 for a token"
+    assert row(card, "router").endswith("`token_choice` in the decoder; computed in float32")
+    assert row(card, "capacity").startswith("factor 1.25 in training, 2 in evaluation")
+    assert row(card, "tokens dropped in evaluation") == "not measured"
+    assert model_card(model.config) == (tmp_path / "README.md").read_text()
+
+
+def test_what_is_given_and_measured_stands_in_it(tmp_path):
+    model, batch = tiny_model(**SHORT), tiny_batch()
+    out = model(**batch)
+    stats = {"encoder": total_stats(out.encoder_router_outputs), "decoder": total_stats(out.decoder_router_outputs)}
+    given = {"license": "apache-2.0", "datasets": ["a/b"], "metrics": ["accuracy"], "language": "en", "tags": ["mine"]}
+    model.save_pretrained(tmp_path, card={**given, "base_model": "org/model", "stats": stats})
+    data = card_of(tmp_path).data
+    for name in ("license", "datasets", "metrics", "language"):
+        assert data[name] == given[name]
+    assert data.tags[-1] == "mine"
+    assert data.base_model == "org/model"
+    shares = {name: int(s.dropped_tokens) / int(s.num_tokens) for name, s in stats.items()}
+    assert data["drop_rate"] == pytest.approx(shares, abs=1e-6)
+    expected = f"{100 * shares['encoder']:.2f} % in the encoder, {100 * shares['decoder']:.2f} % in the decoder"
+    assert row(card_of(tmp_path), "tokens dropped in evaluation") == expected
+
+
+def test_an_absolute_capacity_stands_in_it_in_place_of_the_factors():
+    card = ModelCard(model_card(tiny_model(expert_capacity=5, capacity_scope="sequence").config))
+    assert card.data["expert_capacity"] == 5
+    assert "capacity_factor" not in card.data.to_dict()
+    assert card.data["drop_rate"] == "not measured"
+    assert row(card, "capacity").startswith("5 slots of an expert in each sequence;")
+    assert "With a capacity in evaluation" in card.text
+
+
+@pytest.mark.parametrize("fields", [{"eval_capacity_factor": None}, {"num_experts": 0}], ids=["dropless", "dense"])
+def test_a_model_without_a_capacity_or_without_experts_says_so(fields):
+    if fields == {"num_experts": 0}:
+        card = ModelCard(model_card(STMoEConfig()))
+        assert not {"drop_rate", "capacity_factor"} & card.data.to_dict().keys()
+        assert "experts |" not in card.text
+        return
+    card = ModelCard(model_card(tiny_model(**fields).config))
+    assert card.data["drop_rate"] == 0
+    assert row(card, "tokens dropped in evaluation") == "0, there is no capacity"
+    assert "may depend on padding" not in card.text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_class", [STMoEModel, STMoEEncoderModel, STMoEForConditionalGeneration])
+def test_parameters_are_those_of_what_was_saved(tmp_path, model_class, tied):
+    tiny_model(tie_word_embeddings=tied, expert_bias="multiplicative").save_pretrained(tmp_path / "whole")
+    model = model_class.from_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "part")
+    card = card_of(tmp_path / "part")
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    total = sum(p.numel() for p in model.parameters())
+    assert card.data["parameters"] == {"total": total, "active": total - experts * 5 // 7}
+    assert row(card, "class") == f"`{model_class.__name__}` of the library `moe`"
+    if model_class is STMoEForConditionalGeneration:
+        assert card.data["parameters"]["active"] == model.config.num_active_parameters()
+    else:
+        assert card.data.pipeline_tag == "feature-extraction"
+
+
+@pytest.mark.parametrize("model_class", [STMoEModel, STMoEForConditionalGeneration])
+def test_its_snippet_runs_in_its_folder(tmp_path, monkeypatch, model_class):
+    tiny_model(vocab_size=230).save_pretrained(tmp_path)
+    model_class.from_pretrained(tmp_path).save_pretrained(tmp_path / "part")
+    texts = [file.read_text() for file in sorted(write_texts(tmp_path / "texts").iterdir())]
+    train_tokenizer(texts, 230, tmp_path / "tokenizer").save_pretrained(str(tmp_path / "part"))
+    code = re.search(r"```python\n(.*?)```", card_of(tmp_path / "part").text, re.DOTALL).group(1)
+    monkeypatch.chdir(tmp_path / "part")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(code, {})
+    assert said.getvalue().startswith("['") == (model_class is STMoEForConditionalGeneration)
+
+
+# ---- whose card it is ----
+
+
+def test_a_card_of_ours_is_brought_up_to_date_and_keeps_its_tags(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    card = card_of(tmp_path)
+    card.data.tags.append("mine")
+    card.save(tmp_path / "README.md")
+    tiny_model(capacity_factor=1.5).save_pretrained(tmp_path)
+    assert card_of(tmp_path).data["capacity_factor"]["training"] == 1.5
+    assert card_of(tmp_path).data.tags[-1] == "mine"
+    tiny_model(capacity_factor=1.7).save_pretrained(tmp_path)
+    assert card_of(tmp_path).data["capacity_factor"]["training"] == 1.7
+
+
+@pytest.mark.parametrize("change", ["written", "header", "body", "unreadable", "no header"])
+def test_a_card_that_somebody_wrote_or_changed_stays_byte_for_byte(tmp_path, change):
+    tiny_model().save_pretrained(tmp_path)
+    ours = (tmp_path / "README.md").read_text()
+    text = {
+        "written": OWN,
+        "header": ours.replace("library_name: moe", "library_name: moe\nlicense: mit"),
+        "body": ours.replace("## Limits", "It is good at nothing.\n\n## Limits"),
+        "unreadable": ours.replace("library_name: moe", "library_name: [moe"),
+        "no header": ours.split("---\n")[-1],
+    }[change]
+    assert text != ours
+    (tmp_path / "README.md").write_text(text)
+    tiny_model(capacity_factor=1.5).save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_the_card_of_transformers_trainer_takes_its_place_and_is_left_alone(tmp_path):
+    model = tiny_model()
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    trainer.save_model()
+    assert card_of(tmp_path).data.library_name == "moe"
+    trainer.create_model_card()
+    theirs = (tmp_path / "README.md").read_text()
+    assert "generated_from_trainer" in theirs
+    trainer.save_model()
+    assert (tmp_path / "README.md").read_text() == theirs
+
+
+# ---- where it comes from ----
+
+
+def test_the_base_model_is_the_name_on_the_hub_and_lasts(tmp_path, monkeypatch):
+    revision = "a" * 40
+    cached = tmp_path / "hub" / "models--org--tiny"
+    tiny_model().save_pretrained(cached / "snapshots" / revision)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(revision)
+    model = STMoEForConditionalGeneration.from_pretrained("org/tiny", cache_dir=tmp_path / "hub", local_files_only=True)
+    for folder in ("first", "second"):
+        model.save_pretrained(tmp_path / folder)
+        assert card_of(tmp_path / folder).data.base_model == "org/tiny"
+        model = STMoEForConditionalGeneration.from_pretrained(tmp_path / folder)
+
+
+def test_a_model_of_this_machine_names_no_base_model(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "runs" / "model")
+    STMoEForConditionalGeneration.from_pretrained(tmp_path / "runs" / "model").save_pretrained(tmp_path / "next")
+    assert card_of(tmp_path / "next").data.base_model is None
+    (tmp_path / "next" / "README.md").write_text("---\n[\n---\n")
+    assert origin(tmp_path / "next") is None
+
+
+# ---- the hub ----
+
+
+class Hub:
+    """Stands in for the hub, which no test reaches: repositories are folders."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.commits = folder, []
+        monkeypatch.setattr(HfApi, "create_repo", self.create_repo)
+        monkeypatch.setattr(HfApi, "create_commit", self.create_commit)
+        monkeypatch.setattr(moe.models.card, "hf_hub_download", self.download)
+
+    def create_repo(self, repo_id, **_):
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=True)
+        return RepoUrl(f"https://huggingface.co/{repo_id}")
+
+    def create_commit(self, repo_id, operations, **options):
+        self.commits.append(options)
+        for operation in operations:
+            shutil.copyfile(operation.path_or_fileobj, self.folder / repo_id / operation.path_in_repo)
+
+    def download(self, repo_id, name, **_):
+        if not (self.folder / repo_id / name).exists():
+            raise EntryNotFoundError(name)
+        return str(self.folder / repo_id / name)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    return Hub(tmp_path / "hub", monkeypatch)
+
+
+def push(how, model, tmp_path, **arguments):
+    if how == "push_to_hub":
+        model.push_to_hub("org/tiny", **arguments)
+    else:
+        model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="org/tiny", **arguments)
+
+
+@pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
+def test_a_push_brings_the_card_and_later_ones_bring_it_up_to_date(hub, tmp_path, how):
+    repo = hub.folder / "org" / "tiny"
+    push(how, tiny_model(), tmp_path, card={"license": "mit"}, tags=["mine"], commit_message="First", private=True)
+    assert hub.commits[0]["commit_message"] == "First"
+    assert {path.name for path in repo.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
+    assert card_of(repo).data.license == "mit"
+    assert card_of(repo).data.tags[-1] == "mine"
+    loaded = STMoEForConditionalGeneration.from_pretrained(repo)
+    assert torch.equal(loaded.lm_head.weight, tiny_model().lm_head.weight)
+    model = tiny_model(capacity_factor=1.5)
+    model.add_model_tags("further")
+    push(how, model, tmp_path)
+    assert card_of(repo).data["capacity_factor"]["training"] == 1.5
+    assert card_of(repo).data.tags[-2:] == ["mine", "further"]
+
+
+@pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
+def test_a_push_leaves_a_card_that_was_written_on_the_hub(hub, tmp_path, how):
+    repo = hub.folder / "org" / "tiny"
+    repo.mkdir(parents=True)
+    (repo / "README.md").write_text(OWN)
+    push(how, tiny_model(), tmp_path)
+    assert (repo / "README.md").read_text() == OWN
+
+
+@pytest.mark.parametrize("on_the_hub", [None, "---\nlicense: mit\n---\n# Another\n"], ids=["none", "another"])
+def test_a_card_that_was_written_in_the_folder_stays_and_is_uploaded_where_there_is_none(hub, tmp_path, on_the_hub):
+    repo, local = hub.folder / "org" / "tiny", tmp_path / "local"
+    for folder, text in ((local, OWN), (repo, on_the_hub)):
+        folder.mkdir(parents=True)
+        if text:
+            (folder / "README.md").write_text(text)
+    push("save_pretrained", tiny_model(), tmp_path)
+    assert (local / "README.md").read_text() == OWN
+    assert (repo / "README.md").read_text() == (on_the_hub or OWN)
