@@ -1,0 +1,144 @@
+# %% [markdown]
+# # Fine-tune a sparse model with transformers' Trainer
+#
+# Run `make demo` first, or set `MOE_MODEL` to the folder of another model; `MOE_OUT` is where the result goes. It runs
+# as a script (`python -m notebooks.fine_tune`, from the root of the repository) and cell by cell in editors that know
+# `# %%`, in about a minute on 2 cores.
+
+# %%
+import os
+import sys
+from pathlib import Path
+
+from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+
+from eval.task import TASKS
+from moe import STMoEForConditionalGeneration, load_complete
+from moe.data.tokenizer import load_tokenizer
+from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
+from moe.inspection.trace import trace_tokens
+
+folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
+out = Path(os.environ.get("MOE_OUT", "runs/fine_tune/model"))
+if not (folder / "config.json").is_file():
+    sys.exit(f"There is no model in {folder}. Run `make demo` first, or set MOE_MODEL to the folder of a model.")
+
+set_seed(0)
+model = load_complete(STMoEForConditionalGeneration, folder)
+tokenizer = load_tokenizer(folder)
+print(f"{model.num_parameters():,} parameters; a token uses {model.config.num_active_parameters():,}")
+
+# %% [markdown]
+# ## The task
+#
+# The name of a Unicode character in, its category in words out: real data that every Python carries. Four of the
+# seventeen categories are enough here; `python -m scripts.finetune` trains on them all.
+
+# %%
+TASK = TASKS.get("unicode_category")
+CHOICES = ("lowercase letter", "uppercase letter", "decimal number", "nonspacing mark")
+
+
+def examples_of(split, most):
+    """At most so many examples of a split, evenly taken."""
+    found = [example for example in TASK.examples(split) if example.targets in CHOICES]
+    return found[:: -(-len(found) // most)]
+
+
+def encode(examples):
+    """Token ids of inputs and targets; the collator pads them, targets with -100."""
+    inputs, targets = [e.inputs for e in examples], [e.targets for e in examples]
+    encoded = tokenizer(inputs, text_target=targets, truncation=True, max_length=64)
+    return [
+        {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        for ids, mask, labels in zip(encoded.input_ids, encoded.attention_mask, encoded.labels, strict=True)
+    ]
+
+
+train, validation = examples_of("train", 1200), examples_of("validation", 120)
+print(f"{len(train)} examples for training, {len(validation)} for validation, for instance {validation[0]}")
+
+# %% [markdown]
+# ## The trainer
+#
+# Nothing of it knows of experts. The routers' losses are in the loss that the model returns, in training as it is, and
+# the cross-entropy is beside it. A prediction counts when it is the target to the letter.
+
+
+# %%
+def exact_match(prediction):
+    """Share of the predictions that are the target."""
+    texts = [
+        tokenizer.batch_decode([[t for t in row if t >= 0] for row in rows.tolist()], skip_special_tokens=True)
+        for rows in (prediction.predictions, prediction.label_ids)
+    ]
+    return {"exact_match": sum(a == b for a, b in zip(*texts, strict=True)) / len(texts[0])}
+
+
+arguments = Seq2SeqTrainingArguments(
+    output_dir=str(out),
+    max_steps=150,
+    per_device_train_batch_size=16,
+    per_device_eval_batch_size=60,
+    learning_rate=2e-3,
+    lr_scheduler_type="cosine",
+    warmup_steps=20,
+    logging_steps=30,
+    save_strategy="no",
+    predict_with_generate=True,
+    generation_max_length=TASK.max_target_tokens,
+    generation_num_beams=1,
+    report_to=[],
+    disable_tqdm=True,
+    dataloader_pin_memory=False,
+)
+trainer = Seq2SeqTrainer(
+    model,
+    arguments,
+    train_dataset=encode(train),
+    eval_dataset=encode(validation),
+    data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+    compute_metrics=exact_match,
+)
+
+# %%
+before = trainer.evaluate()
+trainer.train()
+after = trainer.evaluate()
+logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+print(format_table(["step", "loss"], [[str(entry["step"]), f"{entry['loss']:.3f}"] for entry in logged]))
+rows = [
+    [name, f"{100 * found['eval_exact_match']:.1f} %", f"{found['eval_loss']:.3f}"]
+    for name, found in (("before", before), ("after", after))
+]
+print(format_table(["validation", "exact match", "loss"], rows))
+
+# %% [markdown]
+# ## What the routers do with the task
+
+# %%
+batches = [
+    {name: value.to(model.device) for name, value in batch.items() if name != "decoder_input_ids"}
+    for batch in trainer.get_eval_dataloader()
+]
+trace = trace_tokens(model, batches)
+print(format_table(HEALTH_HEADER, health_rows(trace)))
+
+# %% [markdown]
+# ## Save, load, generate
+#
+# The model card beside the weights says what was measured. Loaded with `eval_capacity_factor=None` the model drops
+# no token, and an answer does not depend on the questions beside it.
+
+# %%
+model.save_pretrained(out, card={"stats": {layer.stack: layer.stats for layer in trace}})
+tokenizer.save_pretrained(out)
+print((out / "README.md").read_text(encoding="utf-8").split("## How")[0])
+
+model = load_complete(STMoEForConditionalGeneration, out, eval_capacity_factor=None)
+shown = validation[:: len(validation) // 5]
+batch = tokenizer([example.inputs for example in shown], padding=True, return_tensors="pt")
+tokens = model.generate(**batch, max_new_tokens=TASK.max_target_tokens, do_sample=False)
+answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+rows = [[example.inputs, example.targets, answer] for example, answer in zip(shown, answers, strict=True)]
+print(format_table(["asked", "expected", "generated"], rows))
