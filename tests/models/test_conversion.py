@@ -379,3 +379,62 @@ def test_loading_takes_the_model_and_one_shard(folders, tmp_path, form):
     taken, model = map(int, answer.split()[-2:])
     assert model > 300e6
     assert taken < model + 32e6 + 40e6, f"{taken / 1e6:.0f} MB for a model of {model / 1e6:.0f} MB"
+
+
+BASE_8 = """
+import sys, torch
+from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+sizes = {"d_ff": 3072, "num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6, "decoder_start_token_id": 0}
+config = SwitchTransformersConfig(**sizes, expert_capacity=8)
+with torch.device("meta"):
+    model = SwitchTransformersForConditionalGeneration(config)
+model = model.to_empty(device="cpu").eval()
+model.tie_weights()
+block = torch.randn(5_000_011, generator=torch.Generator().manual_seed(0))  # a prime: no two rows alike
+for name, parameter in model.named_parameters():
+    std = 1.0 if "norm" in name or "shared" in name else parameter.shape[-1] ** -0.5
+    flat = parameter.data.view(-1)
+    for start in range(0, flat.numel(), block.numel()):
+        part = flat[start : start + block.numel()]
+        part.copy_(block[: part.numel()]).mul_(std)
+    if "norm" in name:
+        parameter.data.abs_()
+model.save_pretrained(sys.argv[1] + "/model", max_shard_size="300MB")
+generator = torch.Generator().manual_seed(1)
+inputs = {
+    "input_ids": torch.randint(2, 32000, (2, 61), generator=generator),
+    "decoder_input_ids": torch.randint(2, 32000, (2, 31), generator=generator),
+}
+with torch.no_grad():
+    output = model(**inputs)
+torch.save([inputs, output.encoder_last_hidden_state, output.logits], sys.argv[1] + "/expected.pt")
+"""
+
+OURS_8 = """
+import resource, sys, torch
+from moe import STMoEForConditionalGeneration
+model = STMoEForConditionalGeneration.from_pretrained(sys.argv[1] + "/model")
+inputs, encoded, logits = torch.load(sys.argv[1] + "/expected.pt")
+with torch.no_grad():
+    output = model(**inputs)
+dropped = sum(int(router.stats.dropped_tokens) for router in output.encoder_router_outputs)
+error = max((a - b).abs().max().item() / max(1, b.abs().max().item()) for a, b in (
+    (output.encoder_last_hidden_state, encoded), (output.logits, logits)))
+model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+print(error, dropped, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, model_bytes)
+"""
+
+
+@pytest.mark.slow
+def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_and_one_shard(tmp_path):
+    try:
+        for program in (BASE_8, OURS_8):
+            arguments = [sys.executable, "-c", program, str(tmp_path)]
+            answer = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=240).stdout
+    finally:
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)  # 2.5 GB
+    error, dropped, peak, model = map(float, answer.split()[-4:])
+    assert error < 1e-5
+    assert dropped > 0
+    assert model > 2.4e9
+    assert peak < model + 300e6 + 800e6, f"{peak / 1e9:.2f} GB"  # the rest is Python with torch and transformers
