@@ -15,9 +15,11 @@ from moe.models.conversion import ConversionReport
 from moe.models.convert_checkpoint import conversion_report
 from moe.models.encoder import STMoEEncoderModel
 from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
+from moe.models.lora import lora_config
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.presets import PRESETS
 from moe.models.sharding import mesh_limits, shard_model
+from moe.models.subsets import select_parameters
 from moe.registry import Registry
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -73,10 +75,12 @@ __all__ = [
     "load_complete",
     "load_model_on_mesh",
     "load_routers",
+    "lora_config",
     "mesh_limits",
     "model_card",
     "router_loss",
     "run_main",
+    "select_parameters",
     "shard_model",
     "sum_stats",
     "summarize",

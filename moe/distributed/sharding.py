@@ -99,8 +99,8 @@ class Place(NamedTuple):
         return cls(ep, tp, shard * mesh.config.ep + ep, shard)
 
 
-def find_layout(name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig) -> Layout:
-    """Returns where the parameter `name` of shape `shape` lies.
+def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
+    """Returns the rule of the parameter `name` of shape `shape`.
 
     Raises:
         ConfigError: When no rule covers it.
@@ -111,7 +111,16 @@ def find_layout(name: str, shape: Sequence[int], rules: Iterable[Rule], config: 
             f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. Add a Rule for it, or "
             "leave the module out."
         )
-    sizes = list(shape)
+    return rule
+
+
+def find_layout(name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig) -> Layout:
+    """Returns where the parameter `name` of shape `shape` lies.
+
+    Raises:
+        ConfigError: When no rule covers it.
+    """
+    rule, sizes = find_rule(name, shape, rules), list(shape)
     if rule.packed:
         sizes[-2:] = [2, sizes[-2] // 2, sizes[-1]]
     tp_dim = None if rule.tp_dim is None or config.tp == 1 else len(sizes) + rule.tp_dim

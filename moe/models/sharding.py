@@ -5,11 +5,12 @@ from typing import cast
 from torch import nn
 
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
-from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout, shard_unit
+from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout, find_rule, shard_unit
 from moe.models.attention import Attention
 from moe.models.blocks import Block, FeedForward, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import SparseFeedForward
 
 
@@ -51,6 +52,16 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
     """
     rules = sharding_rules(config)
     return {name: find_layout(name, p.shape, rules, mesh) for name, p in model.named_parameters()}
+
+
+def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
+    """Returns the name of the rule of each parameter, whole or on a mesh, by the parameter's name: what kind it is.
+
+    Raises:
+        ConfigError: When no rule covers one of them.
+    """
+    rules = sharding_rules(model.config)
+    return {name: find_rule(name, p.shape, rules).name for name, p in model.named_parameters()}
 
 
 def shard_model(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,9 @@ class SparseFeedForward(nn.Module):
 
         That function returns <any float>[G, S, D].
         """
-        flat = enter_shards(tokens.flatten(0, 1).to(self.experts.product_dtype()), self.tp)
+        wrapped: Any = self.experts  # by an adapter of PEFT, perhaps
+        experts = wrapped.get_base_layer() if hasattr(wrapped, "get_base_layer") else wrapped
+        flat = enter_shards(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
         plan = plan._replace(combine_weight=enter_shards(plan.combine_weight, self.tp))
         if self.ep is None:
             start = partial(self._run_here, flat, plan)
