@@ -7,35 +7,21 @@ Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object 
 """
 
 import dataclasses
-import json
 from argparse import Namespace
 from pathlib import Path
 
 from eval.task import TASKS
-from moe.data.documents import read_utf8
+from moe.data.documents import read_pairs
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.launch import World, launch
-from moe.errors import ConfigError, DataError, run_main
+from moe.errors import ConfigError, run_main
 from moe.training.command import RecipeCommand
-from moe.training.finetuning import finetuning_config, load_for_finetuning
+from moe.training.finetuning import finetuning_config, load_for_finetuning, remember_sentinels, select_parameters
 from moe.training.heldout import HeldOut
-from moe.training.loop import Run, train
+from moe.training.loop import CHECKPOINTS_FOLDER, Run, train
 from moe.training.placement import check_placement
 from moe.training.recipe import FinetuneRecipe
-
-
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Returns the pairs of a JSONL file."""
-    pairs = []
-    for number, line in enumerate(read_utf8(path).splitlines(), start=1):
-        try:
-            value = json.loads(line)
-            pairs.append((str(value["inputs"]), str(value["targets"])))
-        except (ValueError, KeyError, TypeError) as error:
-            expected = 'an object like {"inputs": "...", "targets": "..."}'
-            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected {expected}.") from error
-    return pairs
 
 
 def build_run(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> Run:
@@ -56,7 +42,10 @@ def build_run(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> Run
     check_placement(recipe, config, world.size, source.lengths)
     placed = load_for_finetuning(arguments.pretrained, recipe, config, world.device_type)
     world.say(f"{len(pairs):,} training pairs; {recipe.init} weights.")
-    return Run(arguments.out, recipe, placed, tokenizer, source, held_out)
+    world.say(str(select_parameters(placed.model, recipe.parameters)))
+    tokenizer = remember_sentinels(placed.model, tokenizer, recipe.data.sentinels)
+    slots = arguments.pretrained.absolute().parent / CHECKPOINTS_FOLDER if recipe.optimizer_slots == "keep" else None
+    return Run(arguments.out, recipe, placed, tokenizer, source, held_out, slots)
 
 
 def main(argv: list[str]) -> None:

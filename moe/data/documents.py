@@ -148,6 +148,23 @@ def read_utf8(path: Path) -> str:
         ) from error
 
 
+def read_pairs(path: Path) -> list[tuple[str, str]]:
+    """Returns the pairs of a JSONL file, an object with `inputs` and `targets` a line.
+
+    Raises:
+        DataError: When a line is something else.
+    """
+    pairs = []
+    for number, line in enumerate(read_utf8(path).splitlines(), start=1):
+        try:
+            value = json.loads(line)
+            pairs.append((str(value["inputs"]), str(value["targets"])))
+        except (ValueError, KeyError, TypeError) as error:
+            expected = 'an object like {"inputs": "...", "targets": "..."}'
+            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected {expected}.") from error
+    return pairs
+
+
 def _text_of_line(line: str, path: Path, number: int) -> str:
     """Returns the "text" of one JSONL line."""
     try:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 """Keyword arguments of a model's forward."""
+
+Sentinels = Literal["none", "one"]
+"""Which sentinels stand in pairs of texts: none, or one at the end of the input and the front of the target."""
 
 ALL_ROWS = slice(None)
 
@@ -126,17 +129,19 @@ class PairSource:
         batch_size: int,
         seed: int,
         pack: bool = False,
+        sentinels: Sentinels = "none",
     ) -> None:
         """Tokenizes the pairs once.
 
         Args:
             pairs: Input and target texts.
-            tokenizer: Adds the end token; a longer text is cut before it, and a warning says how many were.
+            tokenizer: Knows the end token; a longer text is cut before it, and a warning says how many were.
             inputs_length: Most encoder tokens of a row.
             targets_length: Most decoder tokens of a row.
             batch_size: Rows in a batch.
             seed: Another seed gives another order.
             pack: Whether rows hold as many examples as fit.
+            sentinels: `one` puts the first sentinel before the end token of an input, and before a target.
 
         Raises:
             DataError: When there are no pairs.
@@ -148,17 +153,19 @@ class PairSource:
         self.batch_size, self._seed, self._pack = batch_size, seed, pack
         self._lengths = inputs_length, targets_length
         self.lengths = self._lengths if pack else None
-        self._padding = SpecialIds.of(tokenizer).pad
-        inputs, targets = (
-            _encode(side, list(texts), tokenizer, length)
-            for side, texts, length in zip(("inputs", "targets"), zip(*pairs, strict=True), self._lengths, strict=True)
-        )
+        ids = SpecialIds.of(tokenizer)
+        self._padding, sentinel = ids.pad, [ids.first_sentinel] * (sentinels == "one")
+        if min(self._lengths) <= len(sentinel):
+            raise ConfigError(f"Rows of {self._lengths} tokens have no room for a sentinel and an end token. Allow 2.")
+        texts = [list(side) for side in zip(*pairs, strict=True)]
+        inputs = _encode("inputs", texts[0], tokenizer, inputs_length, end=[*sentinel, ids.eos])
+        targets = _encode("targets", texts[1], tokenizer, targets_length, start=sentinel, end=[ids.eos])
         order = _permutation(seed, -1, len(pairs))
         self._examples: list[Example] = [(inputs[i], targets[i]) for i in order]
         rows = pack_rows(self._examples, *self._lengths) if pack else [[i] for i in range(len(pairs))]
         self._rows = rows
         self.num_examples = len(pairs)
-        settings = (*self._lengths, batch_size, seed, pack)
+        settings = (*self._lengths, batch_size, seed, pack)  # sentinels show in the examples
         self.fingerprint = fingerprint(repr(self._examples).encode(), repr(settings).encode())
 
     @property
@@ -188,13 +195,22 @@ class PairSource:
         }
 
 
-def _encode(side: str, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[list[int]]:
-    """Returns the tokens of each text with the end token, at most `length`."""
-    encoded: list[list[int]] = tokenizer(texts, verbose=False)["input_ids"]
-    num_cut = sum(len(ids) > length for ids in encoded)
+def _encode(
+    side: str,
+    texts: list[str],
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    *,
+    start: Sequence[int] = (),
+    end: Sequence[int] = (),
+) -> list[list[int]]:
+    """Returns the tokens of each text between those of `start` and `end`, at most `length` in all."""
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    room = max(0, length - len(start) - len(end))
+    num_cut = sum(len(ids) > room for ids in encoded)
     if num_cut:
         logger.warning("%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length)
-    return [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in encoded]
+    return [[*start, *ids[:room], *end] for ids in encoded]
 
 
 def _check_numbers(seed: int, **positive: int) -> None:

@@ -4,6 +4,7 @@ Comes after `corpus`, before `tokens`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, t
 `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` has the highest id.
 """
 
+import copy
 import io
 import json
 import re
@@ -128,6 +129,22 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
+def end_with_sentinel(tokenizer: PreTrainedTokenizerFast, wanted: bool) -> PreTrainedTokenizerFast:
+    """Returns a copy that ends every text with the first sentinel and the end token, or with the end token alone."""
+    ids, copied = SpecialIds.of(tokenizer), copy.deepcopy(tokenizer)
+    end = (str(tokenizer.eos_token), ids.eos)
+    copied.backend_tokenizer.post_processor = _endings(*[(sentinel(0), ids.first_sentinel)] * wanted, end)
+    return copied
+
+
+def _endings(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
+    """Returns what puts these tokens, with their ids, after every text."""
+    names = [name for name, _ in tokens]
+    return processors.TemplateProcessing(
+        single=["$A", *names], pair=["$A", *names, "$B", *names], special_tokens=list(tokens)
+    )
+
+
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
     """Returns a trained unigram model of `vocab_size` less the sentinels."""
     num_pieces = vocab_size - NUM_SENTINELS
@@ -189,9 +206,7 @@ def _to_transformers(model: ModelProto) -> PreTrainedTokenizerFast:
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     backend.decoder = decoders.Metaspace(prepend_scheme="always", split=True)
-    backend.post_processor = processors.TemplateProcessing(
-        single=["$A", EOS], pair=["$A", EOS, "$B", EOS], special_tokens=[(EOS, 1)]
-    )
+    backend.post_processor = _endings((EOS, 1))
     sentinels = [sentinel(number) for number in range(NUM_SENTINELS)]
     backend.add_special_tokens([PAD, EOS, UNK, *reversed(sentinels)])  # ids grow in this order
     return PreTrainedTokenizerFast(

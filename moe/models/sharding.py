@@ -23,7 +23,7 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
     """
     gated = config.feed_forward_proj == "gated-gelu"
     return (
-        Rule("embedding", r".*\.embed_tokens\.weight"),
+        Rule("embedding", r"(.*\.)?embed_tokens\.weight"),
         Rule("head", r"lm_head\.weight"),
         Rule("norm", r".*_norm\.weight"),
         Rule("position bias", r".*\.position_bias\.table", tp_dim=-1),

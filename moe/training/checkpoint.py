@@ -218,6 +218,28 @@ def load_checkpoint(
     Raises:
         CheckpointError: When something is missing, unexpected or of another shape; lists it, and changes nothing.
     """
+    saved = read_shapes(path)
+    saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
+    weights = weights_of(model, layouts)
+    refuse_misfits(path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights)
+    with fresh_state(model, optimizer, {owner(name) for name in saved_state}):
+        state = optimizer_state(model, optimizer, layouts)
+        refuse_misfits(path, "optimizer", "Its state:", saved_state, state)
+        read_into(path, {**weights, **state})
+    put_numbers(model, optimizer, state)
+
+
+def owner(key: str) -> str:
+    """Returns the parameter that a checkpoint's `optimizer/NAME/KEY` belongs to; an empty string for other entries."""
+    return key.split("/")[1] if key.startswith(OPTIMIZER) else ""
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: When it has no readable index.
+    """
     try:
         index = FileSystemReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
@@ -225,21 +247,22 @@ def load_checkpoint(
             f"{path} has no index of its shards ({error}): it is torn, or of an earlier version of this library. Go on "
             "from another checkpoint, or start a new run."
         ) from error
-    saved = {name: tuple(cast(Any, entry).size) for name, entry in index.state_dict_metadata.items()}
-    saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
-    weights = weights_of(model, layouts)
-    _refuse_misfits(path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights)
-    with fresh_state(model, optimizer, {name.split("/")[1] for name in saved_state}):
-        state = optimizer_state(model, optimizer, layouts)
-        _refuse_misfits(path, "optimizer", "Its state:", saved_state, state)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            try:
-                load({**weights, **state}, checkpoint_id=path)
-            except CheckpointException as failed:
-                rank, error = _cause(failed)
-                raise CheckpointError(f"{path} could not be read: rank {rank} failed with {error!r}.") from failed
-    put_numbers(model, optimizer, state)
+    return {name: tuple(cast(Any, entry).size) for name, entry in index.state_dict_metadata.items()}
+
+
+def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors <any>[...], whole or cut, from a checkpoint, by name.
+
+    Raises:
+        CheckpointError: When a rank cannot read its parts.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            load(tensors, checkpoint_id=path)
+        except CheckpointException as failed:
+            rank, error = _cause(failed)
+            raise CheckpointError(f"{path} could not be read: rank {rank} failed with {error!r}.") from failed
 
 
 def check_same_run(path: Path, saved: RunState, current: RunState, free: frozenset[str]) -> None:
@@ -272,10 +295,14 @@ def check_same_run(path: Path, saved: RunState, current: RunState, free: frozens
         )
 
 
-def _refuse_misfits(
+def refuse_misfits(
     path: Path, kind: str, subject: str, saved: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]
 ) -> None:
-    """Raises a CheckpointError that lists what does not fit, unless all does."""
+    """Raises when tensors of a checkpoint and of a run differ in names or shapes.
+
+    Raises:
+        CheckpointError: Lists what does not fit.
+    """
     both = [(name, saved[name], tuple(own[name].shape)) for name in own.keys() & saved.keys()]
     reshaped = [(name, there, here) for name, there, here in both if there != here]
     if text := describe_misfits(own.keys() - saved.keys(), saved.keys() - own.keys(), reshaped):

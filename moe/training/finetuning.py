@@ -1,11 +1,51 @@
-"""Fine-tuning as in the paper: where it starts from, and which settings of the model it changes."""
+"""The paper's fine-tuning kit: where a run starts, which settings of the model it changes, and what of it trains."""
 
 from pathlib import Path
+from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
+from moe.data.pipeline import Sentinels
+from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from moe.models.configuration import STMoEConfig
 from moe.models.loading import check_model_folder
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.subsets import SUBSETS, Selection, select_parameters
 from moe.training.placement import PlacedModel, new_model, pretrained_model
 from moe.training.recipe import FinetuneRecipe
+
+__all__ = [
+    "SUBSETS",
+    "Selection",
+    "finetuning_config",
+    "finetuning_overrides",
+    "load_for_finetuning",
+    "remember_sentinels",
+    "select_parameters",
+]
+
+
+def finetuning_overrides(**changes: Any) -> dict[str, Any]:
+    """Returns the settings of a model that fine-tuning changes: the paper's dropout, and what you change beside it.
+
+    They are those of a recipe's `model:` section. For the losses of the routers off, give both weights as 0.
+
+    Example:
+        overrides = finetuning_overrides(capacity_factor=2.0, load_balance_loss_weight=0.0)
+        model = STMoEForConditionalGeneration.from_pretrained(folder, **overrides)
+
+    Args:
+        changes: Fields of STMoEConfig that belong to no weight, e.g. `dropout_rate` (0.1), `expert_dropout_rate` (0.4),
+            `capacity_factor`, `eval_capacity_factor`, `load_balance_loss_weight`; others stay as the model has them.
+
+    Raises:
+        ConfigError: When a field is unknown or belongs to the architecture.
+
+    Source:
+        Switch (arXiv:2101.03961) table 4: dropout 0.1, inside experts 0.4. ST-MoE (arXiv:2202.08906) §4.4: the balance
+        loss stays on, higher capacities do not help.
+    """
+    return dict(FinetuneRecipe(model=changes).model)
 
 
 def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
@@ -35,3 +75,22 @@ def load_for_finetuning(
     if recipe.init == "scratch":
         return new_model(recipe, config, device_type)
     return pretrained_model(recipe, config, folder, device_type)
+
+
+def remember_sentinels(
+    model: STMoEForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, sentinels: Sentinels
+) -> PreTrainedTokenizerFast:
+    """Makes model and tokenizer, once saved, treat texts as they were fine-tuned on, whoever uses them.
+
+    With `one` the tokenizer that is returned puts the first sentinel at the end of every input, and the model begins
+    every generation with it, by `generation_config.forced_bos_token_id`; decoding skips it as any special token.
+
+    Args:
+        model: Its generation settings are changed.
+        tokenizer: Stays as it is.
+        sentinels: As in the data.
+    """
+    one = sentinels == "one"
+    assert model.generation_config is not None, "the model generates"
+    model.generation_config.forced_bos_token_id = SpecialIds.of(tokenizer).first_sentinel if one else None
+    return end_with_sentinel(tokenizer, one)

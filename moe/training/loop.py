@@ -35,6 +35,7 @@ from moe.training.heldout import HeldOut, evaluate_held_out, to_device
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
 from moe.training.placement import PlacedModel
 from moe.training.recipe import Recipe
+from moe.training.slots import load_slots
 from moe.training.step import train_step
 
 MODEL_FOLDER, CHECKPOINTS_FOLDER, RECIPE_FILE = "model", "checkpoints", "recipe.yaml"
@@ -63,6 +64,7 @@ class Run(NamedTuple):
         tokenizer: Saved beside the model.
         source: Training batches.
         held_out: What to measure on; None for nothing.
+        slots: Folder of the checkpoints whose optimizer state the first step starts with; None for fresh state.
     """
 
     folder: Path
@@ -71,6 +73,7 @@ class Run(NamedTuple):
     tokenizer: PreTrainedTokenizerFast
     source: BatchSource
     held_out: HeldOut | None
+    slots: Path | None = None
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -86,7 +89,8 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
     Raises:
         DataError: When the folder holds a run and `resume` is not given, or another process writes to it.
-        CheckpointError: When the checkpoint belongs to other settings or data, or loss or gradient is not finite.
+        CheckpointError: When the checkpoint belongs to other settings or data, the slots to another optimizer or
+            model, or loss or gradient is not finite.
         ConfigError: When the recipe's numbers do not go together.
     """
     finished, model = run.folder / MODEL_FOLDER, run.placed.model
@@ -104,6 +108,8 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         if newest is not None:
             load_checkpoint(newest, model, optimizer, run.placed.layouts)
             start = load_state(newest).step
+        elif run.slots is not None:
+            load_slots(run.slots, model, optimizer, run.placed.layouts, optim.optimizer)
         from_first_rank(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
         with (
             _interrupts_between_steps() as stop_here,

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from moe.data.pipeline import Sentinels
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
+from moe.models.subsets import check_subset
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
 
 Precision = Literal["float32", "bfloat16"]
+Slots = Literal["reset", "keep"]
 
 _NOT_SETTINGS = {"use_cache", "is_encoder_decoder", "output_router_logits"}
 _ARCHITECTURE = {
@@ -143,13 +146,20 @@ class PairsRecipe:
         inputs_length: Encoder tokens of a row; longer inputs are cut.
         targets_length: Decoder tokens of a row; longer targets are cut.
         pack: Whether several examples share a row; they do not see each other.
+        sentinels: `one` ends every input and begins every target with the first sentinel, as pre-training does; the
+            saved model and tokenizer do the same by themselves. `none` leaves the texts alone.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster and is no better in general.
     """
 
     inputs_length: int = 512
     targets_length: int = 114
     pack: bool = False
+    sentinels: Sentinels = "none"
 
     def __post_init__(self) -> None:
+        _expect(self.sentinels in ("none", "one"), "data.sentinels", self.sentinels, "one of none, one")
         _expect(self.inputs_length >= 2, "data.inputs_length", self.inputs_length, "at least 2")
         _expect(self.targets_length >= 2, "data.targets_length", self.targets_length, "at least 2")
 
@@ -239,6 +249,11 @@ class FinetuneRecipe(Recipe):
 
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same architecture.
+        parameters: What trains: `all`, `non_moe`, `moe`, `attention`, `ffn` or `router_frozen`; see
+            `select_parameters`.
+        optimizer_slots: `keep` starts with the optimizer's state of the pre-training run, whose checkpoints lie beside
+            the model's folder, and is better in the paper; `reset` starts with none and needs the model alone. The
+            schedule begins anew either way.
         data: How rows are made of pairs.
 
     Source:
@@ -275,9 +290,15 @@ class FinetuneRecipe(Recipe):
     )
 
     init: Literal["pretrained", "scratch"] = "pretrained"
+    parameters: str = "all"
+    optimizer_slots: Slots = "reset"
     optim: OptimRecipe = field(default_factory=lambda: _FINETUNE_OPTIM)
     data: PairsRecipe = field(default_factory=PairsRecipe)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _expect(self.init in ("pretrained", "scratch"), "init", self.init, "one of pretrained, scratch")
+        check_subset(self.parameters)
+        slots = self.optimizer_slots
+        _expect(slots in ("reset", "keep"), "optimizer_slots", slots, "one of reset, keep")
+        _expect(slots == "reset" or self.init == "pretrained", "optimizer_slots", slots, "reset, since init is scratch")

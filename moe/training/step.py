@@ -110,7 +110,8 @@ def train_step(
         loss, ce_loss = next(remaining), next(remaining)
         layer_stats = [RouterStats(*islice(remaining, len(layer))) for layer in layer_stats]
     for layer, layer_stat in zip(model.sparse_layers(), layer_stats, strict=True):
-        layer.router.update(layer_stat)
+        if any(parameter.requires_grad for parameter in layer.router.parameters()):
+            layer.router.update(layer_stat)
     tokens = counts.encoder.tokens + counts.target_tokens
     encoder = model.config.num_sparse_encoder_layers
     return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(layer_stats[:encoder]), _sum(layer_stats[encoder:]))

@@ -200,6 +200,29 @@ def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokeniz
     assert "targets" not in caplog.text
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_sentinel_ends_every_input_and_begins_every_target(tokenizer, pack):
+    sources = [pair_source(tokenizer, pack=pack, batch_size=23, sentinels=kind) for kind in ("none", "one")]
+    plain, marked = (sorted(pairs_in(tokenizer, source.batch(0))) for source in sources)
+    by_hand = [(f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in plain]
+    tidy = [tuple(" ".join(text.replace("<extra_id_0>", " <extra_id_0> ").split()) for text in pair) for pair in marked]
+    if pack:  # rows hold fewer examples: an epoch is longer than the batch
+        assert set(tidy) <= set((f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in PAIRS)
+    else:
+        assert sorted(tidy) == sorted(by_hand)
+    assert sources[0].fingerprint != sources[1].fingerprint
+
+
+def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
+    pairs = [("the " * 50, "and " * 50)]
+    batch = pair_source(tokenizer, pairs, inputs_length=7, targets_length=5, batch_size=1, sentinels="one").batch(0)
+    first, the = SpecialIds.of(tokenizer).first_sentinel, tokenizer("the the the and and and")["input_ids"]
+    assert batch["input_ids"][0][:7].tolist() == [*[the[0]] * 5, first, 1]
+    assert batch["labels"][0][:5].tolist() == [first, *[the[3]] * 3, 1]
+    with pytest.raises(ConfigError, match="have no room for a sentinel and an end token"):
+        pair_source(tokenizer, pairs, targets_length=1, sentinels="one")
+
+
 def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
     fingerprint = pair_source(tokenizer).fingerprint
     assert fingerprint == pair_source(tokenizer).fingerprint

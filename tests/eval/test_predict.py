@@ -8,6 +8,7 @@ import torch
 import eval.predict
 from eval.predict import MODES, Request, load_seq2seq, predict, read_predictions
 from moe import CheckpointError, ConfigError
+from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from tests.models.tiny import tiny_model
 
 ROWS = 7
@@ -120,6 +121,28 @@ def test_predictions_of_another_model_are_not_reused(folders, task, tmp_path):
     predict(load_seq2seq(folders["moe"]), task, requests_of(task), "generate", path)
     assert read_predictions(path, first) == {}
     assert json.loads(path.read_text().splitlines()[0])["model"] != first["model"]
+
+
+@pytest.mark.parametrize("name", ["t5", "moe"])
+def test_a_model_with_sentinels_is_asked_with_one_and_answers_without(folders, task, tmp_path, name):
+    system = load_seq2seq(folders[name])
+    first = SpecialIds.of(system.tokenizer).first_sentinel
+    system.model.generation_config.forced_bos_token_id = first
+    marked = system._replace(tokenizer=end_with_sentinel(system.tokenizer, True))
+    requests = requests_of(task)[::6]
+    ranked, generated = (predict(marked, task, requests, mode, tmp_path / f"{mode}.jsonl") for mode in MODES[::-1])
+    for request, by_rank, answer in zip(requests, ranked, generated, strict=True):
+        inputs = torch.tensor([[*system.tokenizer(request.inputs)["input_ids"][:-1], first, 1]])
+        for choice in task.choices:
+            labels = torch.tensor([[first, *system.tokenizer(choice)["input_ids"]]])
+            with torch.no_grad():
+                logits = system.model(input_ids=inputs, labels=labels).logits[0]
+            expected = logits.log_softmax(-1).gather(-1, labels[0, :, None]).sum().item()
+            assert abs(by_rank.scores[choice] - expected) < 1e-4
+        tokens = system.model.generate(inputs, max_new_tokens=task.max_target_tokens + 1)[0]
+        assert tokens[1] == first
+        assert answer.output == system.tokenizer.decode(tokens[2:], skip_special_tokens=True)
+    system.model.generation_config.forced_bos_token_id = None
 
 
 def test_a_request_never_holds_the_reference():

@@ -17,7 +17,7 @@ def parse(*argv, kind=PretrainRecipe):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_says_its_source_and_cost(path):
-    kind = FinetuneRecipe if path.stem.endswith("finetune") else PretrainRecipe
+    kind = FinetuneRecipe if "finetune" in path.stem else PretrainRecipe
     header = path.read_text().split("\nmodel:")[0]
     below = ["--config", path.parent / "st_moe_tiny_pretrain.yaml"] if "give it after" in header else []
     recipe = parse(*below, "--config", path, kind=kind)
@@ -115,6 +115,34 @@ def test_missing_binary_and_unknown_arguments_are_one_message(tmp_path):
 def test_an_empty_section_and_an_allowed_null_change_nothing(tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {}\ntraining:\n  micro_batch_size: null\n")
     assert parse("--config", tmp_path / "a.yaml") == parse()
+
+
+def test_the_recipes_of_fine_tuning_are_the_papers_for_sparse_and_dense():
+    sparse, dense = (
+        parse("--config", RECIPES[0].parent / f"finetune_{kind}.yaml", kind=FinetuneRecipe)
+        for kind in ("sparse", "dense")
+    )
+    assert (sparse.optim.lr, sparse.training.batch_size * sparse.data.inputs_length) == (1e-3, 2**16)
+    assert (dense.optim.lr, dense.training.batch_size * dense.data.inputs_length) == (1e-4, 2**18)
+    for recipe in (sparse, dense):
+        assert (recipe.model["dropout_rate"], recipe.model["expert_dropout_rate"]) == (0.1, 0.4)
+        assert (recipe.optimizer_slots, recipe.parameters, recipe.data.sentinels) == ("keep", "all", "none")
+    assert FinetuneRecipe().optimizer_slots == "reset"  # needs no more than a model
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("--parameters", "nonmoe", "no subset of parameters called 'nonmoe'. Did you mean 'non_moe'"),
+        ("--optimizer_slots", "kept", "optimizer_slots"),
+        ("--data.sentinels", "two", "sentinels"),
+    ],
+)
+def test_a_wrong_setting_of_fine_tuning_is_one_message(argument, value, message):
+    with pytest.raises(ConfigError) as error:
+        parse(argument, value, kind=FinetuneRecipe)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_fine_tuning_cannot_change_the_architecture():
