@@ -1,7 +1,10 @@
 """Parts of a model that train on a mesh, and kept slots, against the same in one process.
 
-Two ranks take two updates on each mesh; every weight and every tensor of the optimizer must be that of one process.
+Two ranks take two updates on each mesh, once in micro-batches with activation checkpointing too; every weight and every
+tensor of the optimizer must be that of one process.
 """
+
+import dataclasses
 
 import pytest
 import torch
@@ -11,17 +14,24 @@ from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.subsets import SUBSETS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.checkpoint import CheckpointWriter, RunState
+from moe.training.recipe import TrainingRecipe
 from moe.training.slots import load_slots
+from tests.distributed import stages
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import Stage, adafactor
 
 MESHES = {"ep 2": (1, 1, 2, 1), "dp_shard 2": (1, 2, 1, 1), "tp 2": (1, 1, 1, 2)}
+IN_PARTS = ("moe", "ffn")
 RECIPE = {"optim": {"optimizer": "adafactor"}, "training": {"steps": 3}}
 
 
-def tuned(subset, slots=None, mesh=None):
+def tuned(subset, slots=None, mesh=None, micro=None):
     """Returns what a stage holds after two updates of a subset, and its selection."""
+    training = TrainingRecipe(steps=99, batch_size=stages.ROWS, micro_batch_size=micro)
+    stages.RECIPE = dataclasses.replace(stages.RECIPE, training=training)
     stage = Stage("adafactor", mesh)
+    if micro is not None:
+        stage.model.activation_checkpointing_enable({"use_reentrant": False})
     selection = select_parameters(stage.model, subset)
     stage.optimizer = adafactor(stage.model)
     if slots is not None:
@@ -48,6 +58,12 @@ def on_two_ranks(rank, num_ranks, slots):
             ours, selection = tuned(subset, slots if kept else None, mesh)
             far = {key: value for key, value in distances(ours, theirs).items() if not value <= 1e-10}
             found[name, subset, kept] = far, selection == selected
+            if kept and subset in IN_PARTS:
+                again, _ = tuned(subset, slots, mesh, micro=2)
+                found[name, subset, "in parts"] = (
+                    {k: v for k, v in distances(again, theirs).items() if not v <= 1e-10},
+                    True,
+                )
     stage = Stage("adafactor", build_mesh(MeshConfig(*MESHES["ep 2"]), "cpu"))
     with pytest.raises(CheckpointError, match="has slots of adafactor, not of adamw"):
         load_slots(slots, stage.model, stage.optimizer, stage.layouts, "adamw")
@@ -64,7 +80,7 @@ def test_a_subset_trains_on_a_mesh_as_in_one_process_with_slots_kept_or_fresh(tm
     with CheckpointWriter(tmp_path / "slots", keep=1) as writer:
         writer.save(before.model, before.optimizer, before.layouts, RunState(3, "abc", RECIPE))
     for found, changed in run_ranks(on_two_ranks, 2, tmp_path, tmp_path / "slots", timeout=240):
-        assert len(found) == len(MESHES) * len(SUBSETS) * 2
+        assert len(found) == len(MESHES) * (len(SUBSETS) * 2 + len(IN_PARTS))
         assert {case: far for case, (far, _) in found.items() if far} == {}
         assert all(same for _, same in found.values())
         assert changed  # kept slots are not fresh ones
