@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs
 
@@ -80,3 +81,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # no shard, no stand-in of a tracer
 def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x W^T <float32>[N, O] of <float32>[N, I] and <float32>[O, I]; the operation that torch.compile uses."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+if torch.backends.mkldnn.is_available():
+
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+        """Returns the arithmetic of a product, for torch's FlopCounterMode."""
+        return 2 * x.numel() * weight[0]
