@@ -22,7 +22,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__()
-        self.config = config
+        self.dropout_rate = config.dropout_rate
         self.gated = config.feed_forward_proj == "gated-gelu"
         d_hidden, scale = config.d_ff * (2 if self.gated else 1), config.initializer_scale
         self.up_proj = Projection(config.d_model, d_hidden, std=math.sqrt(scale / config.d_model), truncated=True)
@@ -37,7 +37,7 @@ class FeedForward(nn.Module):
             hidden = F.gelu(gate, approximate="tanh") * up
         else:
             hidden = F.relu(hidden)
-        return leave_shards(self.down_proj(F.dropout(hidden, self.config.dropout_rate, self.training)), self.tp)
+        return leave_shards(self.down_proj(F.dropout(hidden, self.dropout_rate, self.training)), self.tp)
 
 
 class Context(NamedTuple):

@@ -321,7 +321,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 outputs.decoder_router_logits,
             )
             result.encoder_router_outputs, result.decoder_router_outputs = encoder_routers, decoder_routers
-        return STMoEOutput(**result)  # in the order of its fields, for return_dict=False
+        return result if labels is None else STMoEOutput(**result)  # the losses in their place, for return_dict=False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Returns generated tokens, or transformers' record of them; arguments and results are its own.
