@@ -5,6 +5,8 @@ That scales better than splitting each product over all cores, because products 
 
 With few rows for an expert, most of a backward pass is the first touch of the gradients' memory; huge pages halve it
 there. With many rows they won 10 % at best, and lost as much on a virtual machine that gives free memory to its host.
+OpenMP's threads spin on the workers' cores for 10 ms after each operation of torch; to make them sleep at once won
+nothing that could be measured, and every later operation of the process, such as a step of decoding, had to wake them.
 """
 
 import contextlib
@@ -29,7 +31,6 @@ from moe.sparse.products import multiply
 _FEW_ROWS = 64  # rows of an expert, on average, below which the memory of its gradient costs more than the products
 _IN_TURN = 32  # rows of a layer up to which reading weights is all the work: one expert at a time, on all cores
 _HUGE_PAGE = 2**21  # bytes
-_LARGE = 2**31  # rows x D x F from which a layer takes longer than OpenMP's threads spin
 _CHUNK = 512  # rows in one piece of the forward pass: enough for a full-speed product, few enough for the cache
 
 
@@ -92,8 +93,6 @@ class _ParallelFeedForward(torch.autograd.Function):
         learns: bool,
     ) -> Tensor:
         counts, num_rows = rows.counts.tolist(), rows.token.numel()
-        if num_rows * down[0].numel() >= _LARGE and torch.get_num_threads() > 1:
-            _let_openmp_sleep(torch.get_num_threads())
         expert = _Expert(config, drop_rate)
         products = tokens.new_empty(num_rows if learns else 0, first.shape[1])
         gates = tokens.new_empty(num_rows if learns and expert.gelu else 0, down.shape[2])
@@ -367,31 +366,5 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-@functools.lru_cache(maxsize=4)
-def _let_openmp_sleep(threads: int) -> None:
-    """Makes OpenMP's idle threads sleep at once; else they spin on the workers' cores for the first 10 ms.
-
-    libgomp does so when it knows of more threads than there are cores, and an operation on two threads makes it know of
-    a worker. Every later operation of the process then has to wake its threads: small models lose a quarter by it,
-    large layers win a quarter.
-    """
-    together = threading.Barrier(threads)
-
-    def show_worker() -> None:
-        together.wait()
-        torch.set_num_threads(2)
-        torch.ones(2**17).add_(1)
-        torch.set_num_threads(1)
-
-    pool = _thread_pool(threads)
-    with _showing:  # two callers at once would wait for each other's workers
-        for done in [pool.submit(show_worker) for _ in range(threads)]:
-            done.result()
-    torch.set_num_threads(threads)
-
-
-_showing = threading.Lock()
-
 if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_thread_pool.cache_clear)
-    os.register_at_fork(after_in_child=_let_openmp_sleep.cache_clear)
