@@ -25,10 +25,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         x: <any float>[..., I].
         weight: <any float>[O, I].
     """
-    rows = x.flatten(0, -2)
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or not _onednn_is_faster(rows, weight):
+    if torch.compiler.is_compiling() or _is_watched() or x.dim() < 2 or not _onednn_is_faster(x, weight):
         return F.linear(x, weight)
-    return _Linear.apply(rows, weight).unflatten(0, x.shape[:-1])
+    return _Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -62,8 +61,14 @@ class _Linear(torch.autograd.Function):
         return dx, linear(grad.t(), x.t()) if ctx.needs_input_grad[1] else None
 
 
+def _is_watched() -> bool:
+    """Returns whether autocast, the tracer or torch.func is on, which know the plain product alone."""
+    functional = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return functional or torch.is_autocast_enabled("cpu") or torch._C._is_tracing()
+
+
 def _onednn_is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether <any float>[N, I] times <any float>[O, I] is a product for oneDNN."""
+    """Returns whether <any float>[..., I] times <any float>[O, I] is a product for oneDNN."""
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"

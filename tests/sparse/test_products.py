@@ -91,3 +91,16 @@ def test_no_rows_and_small_products_are_plain():
     assert linear(torch.ones(0, 769), large(1031, 769)).shape == (0, 1031)
     x, weight = large(7, 11), large(13, 11, seed=1)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_torch_func_and_the_tracer_see_a_plain_product():
+    x, weight = large(83, 131), large(103, 131, seed=1)
+    close(torch.func.grad(lambda w: linear(x, w).sum())(weight), x.double().sum(dim=0).expand(103, 131))
+    traced = torch.jit.trace(lambda x: linear(x, weight), x)
+    close(traced(x), x.double() @ weight.double().t())
+
+
+def test_a_single_vector_is_a_row():
+    x, weight = large(769), large(1031, 769, seed=1)
+    close(linear(x, weight), weight.double() @ x.double())
