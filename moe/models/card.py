@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import RouterStats, summarize
 
@@ -62,7 +63,7 @@ def model_card(
         datasets=datasets,
         metrics=metrics,
         pipeline_tag="text-generation" if model_class == _GENERATES else "feature-extraction",
-        tags=[*_TAGS, *tags],
+        tags=[*_TAGS, *([tags] if isinstance(tags, str) else tags)],
         parameters={"total": total, "active": active},
         **sparse,
     )
@@ -72,6 +73,23 @@ def model_card(
     title = f"# A {'sparse' if config.num_experts else 'dense'} encoder-decoder of {total:,} parameters\n"
     body = f"\n{title}\n| | |\n|---|---|\n{table}\n\n{_how_to_use(model_class)}\n{_limits(config)}"
     return _seal(ModelCard(f"---\n{data.to_yaml()}\n---\n{body}"))
+
+
+def check_card(given: Mapping[str, Any]) -> None:
+    """Checks the arguments of `model_card` that a user gives with a model to save.
+
+    Raises:
+        ConfigError: When one is unknown, or statistics are of no stack.
+    """
+    known = ("base_model", "license", "language", "datasets", "metrics", "tags", "stats")
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"A card has no {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    stats = given.get("stats") or {}
+    if not isinstance(stats, Mapping) or not set(stats) <= {"encoder", "decoder"}:
+        raise ConfigError(
+            f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, 'decoder': ...}}."
+        )
 
 
 def write_card(folder: Path | str, text: str) -> None:

@@ -81,7 +81,7 @@ def convert_checkpoint(
         form: `ours`, or what transformers' own `switch` or `t5` classes load.
         dtype: Of the floating-point weights; None for the source's.
         max_shard_size: Bytes of a file, see `save_pretrained`.
-        settings: Fields of STMoEConfig that differ from the source's.
+        settings: Fields of STMoEConfig that differ from the source's; `revision`, `token`, `cache_dir` and the like.
 
     Returns:
         What became of every tensor of the source.
@@ -90,8 +90,12 @@ def convert_checkpoint(
         ConfigError: When the model cannot be written as `form`; gives every reason.
         CheckpointError: When a tensor of the source is not accounted for.
     """
+    download = {name: value for name, value in settings.items() if name in DOWNLOAD}
     config, weights, report = open_checkpoint(source, **settings)
     report.refuse_unexplained()
+    generation = GenerationConfig.from_model_config(config)
+    if not is_t5x(source):
+        generation = load_generation_config(source, download)
     dtype = dtype or next(weight.dtype for weight in weights.values() if weight.is_floating_point())
     config.dtype = str(dtype).removeprefix("torch.")
     if form == "ours":
@@ -104,10 +108,9 @@ def convert_checkpoint(
         if form == "switch" and not config.tie_word_embeddings:  # its class then has a table for each stack
             weights |= {f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")}
     write_weights(folder, {name: _cast(weight, dtype) for name, weight in weights.items()}, max_shard_size)
-    generation = GenerationConfig.from_model_config(config) if is_t5x(source) else load_generation_config(source, {})
     generation.save_pretrained(folder)
-    for name in _TOKENIZER_FILES:
-        if not is_t5x(source) and (path := cached_file(source, name, _raise_exceptions_for_missing_entries=False)):
+    for name in () if is_t5x(source) else _TOKENIZER_FILES:
+        if path := cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download):
             shutil.copyfile(path, folder / name)
     return report
 

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from moe.errors import ConfigError, did_you_mean
+from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.models.sharding import rule_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+_NOT_FOR_EXPERTS = ("use_dora", "lora_bias", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
 def lora_config(
@@ -52,6 +56,8 @@ def lora_config(
     except ImportError as error:
         raise ConfigError("lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.") from error
     _check_options(options, experts, rank, LoraConfig)
+    if isinstance(model, STMoEForConditionalGeneration):
+        options = {"task_type": "SEQ_2_SEQ_LM", **options}
     if not isinstance(model, STMoEPreTrainedModel):
         raise ConfigError(
             f"lora_config got a {type(model).__name__}; expected a model of this library without adapters. Call it "
@@ -82,8 +88,13 @@ def _check_options(options: dict[str, Any], experts: bool, rank: int, kind: type
         if name not in known:
             own = known | {"rank", "alpha", "experts", "attention"}
             raise ConfigError(f"lora_config has no option {name!r}.{did_you_mean(name, own)} See peft.LoraConfig.")
-    if rank < 1:
-        raise ConfigError(f"rank is {rank}; expected at least 1.")
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"rank is {rank!r}; expected an integer of at least 1.")
+    if experts and (idle := [name for name in _NOT_FOR_EXPERTS if options.get(name)]):
+        raise ConfigError(
+            f"{', '.join(f'{name} {options[name]!r}' for name in idle)}: PEFT does not heed that for the stacked "
+            "parameters of experts. Leave it out, or pass experts=False."
+        )
     if experts and options.get("lora_dropout"):
         raise ConfigError(
             f"lora_dropout is {options['lora_dropout']}, but adapters of experts are added to the weights and cannot "

@@ -1,5 +1,6 @@
 """What all models share: loading, saving, initialisation, activation checkpointing."""
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,11 +11,13 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from moe.errors import ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
-from moe.models.card import CARD_NAME, add_tags, fetch_card, model_card, origin, write_card
+from moe.models.card import CARD_NAME, add_tags, check_card, fetch_card, model_card, origin, write_card
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import check_config
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
 from moe.sparse.experts import Experts
@@ -42,6 +45,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
 
     def __init__(self, config: STMoEConfig) -> None:
+        check_config(config)  # from_pretrained sets fields after the config has checked them
         super().__init__(config)
         self._can_compile_fullgraph = config.num_experts == 0 or config.dispatch == "static"
 
@@ -60,12 +64,13 @@ class STMoEPreTrainedModel(PreTrainedModel):
             ConfigError: When its config.json holds what this library cannot represent.
         """
         source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+        _refuse_adapter_of_foreign(source, download)
         if _is_foreign(source, download):
             result = cls._from_foreign(source, *args, download=download, **kwargs)
         else:
             result = super().from_pretrained(source, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
-        model.origin = origin(source)
+        model.origin = None if source is None else origin(source)
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
                 parameter.data = parameter.data.clone()
@@ -81,6 +86,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
                     f"converted. Leave {name} out."
                 )
         kwargs = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
+        dtypes = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
         config = kwargs.pop("config", None)
         if not isinstance(config, STMoEConfig):
             settings = {"return_unused_kwargs": True, **download, **kwargs}
@@ -97,10 +103,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
         )
         foreign.report.refuse_unexplained()
         result = super().from_pretrained(
-            None, *args, config=config, state_dict=foreign.weights, generation_config=generation, **kwargs
+            None, *args, config=config, state_dict=foreign.weights, generation_config=generation, **dtypes, **kwargs
         )
         model = result[0] if isinstance(result, tuple) else result
-        model.config.name_or_path = str(source)
+        model.config.name_or_path = model.name_or_path = str(source)
         return result
 
     def chosen(self, name: str, argument: bool | None) -> bool:
@@ -127,10 +133,11 @@ class STMoEPreTrainedModel(PreTrainedModel):
         if push_to_hub:
             self._save_and_push(Path(save_directory), card, args, kwargs)
             return
+        text = self._card(card or {})  # what is wrong with it is said before anything is written
         super().save_pretrained(save_directory, *args, **kwargs)
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
         if self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only:
-            write_card(Path(save_directory), self._card(card or {}))
+            write_card(Path(save_directory), text)
 
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any
@@ -173,6 +180,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
                 num_experts, used = module.config.num_experts, module.config.num_selected_experts
                 share = max(0, num_experts - used)
                 idle += sum(weight.numel() // num_experts * share for weight in module.parameters())
+        check_card(given)
         return model_card(
             self.config,
             model_class=type(self).__name__.removeprefix("FSDP"),
@@ -209,6 +217,19 @@ def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
         return family_of(PreTrainedConfig.get_config_dict(source, **download)[0]) is not None
     except OSError:
         return False  # no config.json: an adapter, or nothing; transformers says so
+
+
+def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
+    """Raises a ConfigError for adapters of PEFT whose base is a T5 or Switch, which transformers would draw anew."""
+    path = find_adapter_config_file(str(source), **download) if isinstance(source, str | os.PathLike) else None
+    if path is None or (Path(source) / "config.json").is_file():
+        return
+    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base and _is_foreign(base, download):
+        raise ConfigError(
+            f"{source} holds adapters of {base}, a model of another library. Load the base by "
+            f"from_pretrained({base!r}) and then the adapters by PeftModel.from_pretrained(model, {str(source)!r})."
+        )
 
 
 def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:

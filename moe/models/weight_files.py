@@ -1,5 +1,6 @@
 """Weights in files, read one at a time: safetensors or torch's .bin, sharded or not, of a folder or the hub."""
 
+import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,12 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from moe.errors import CheckpointError
+
+_UNREADABLE = (
+    *(OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, EOFError),
+    *(SafetensorError, pickle.UnpicklingError),
+)
+"""What torch, safetensors and json raise for files that are torn or hold something else."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -88,9 +95,14 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
         try:
             for name, (shape, dtype) in _shapes(path).items():
                 weights[name] = LazyTensor(shape, dtype, partial(files.read, path, name))
-        except (OSError, LookupError, RuntimeError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"The weights in {path} cannot be read: {error}") from error
+        except _UNREADABLE as error:
+            raise CheckpointError(f"The weights in {path} cannot be read: {_first_line(error)}") from error
     return weights
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an error says, without the advice that torch gives after it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -124,7 +136,7 @@ def find_weight_files(source: Path | str, *, use_safetensors: bool | None = None
             return [Path(path)]
         try:
             shards, _ = get_checkpoint_shard_files(source, path, **download)
-        except (OSError, ValueError, LookupError) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(f"The index of weights {path} cannot be used: {error}") from error
         return [Path(shard) for shard in shards or ()]
     raise CheckpointError(f"{source} has no weights: expected one of {', '.join(names)}. Copy or download it again.")

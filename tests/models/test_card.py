@@ -13,7 +13,15 @@ from huggingface_hub.hf_api import RepoUrl
 from transformers import Trainer, TrainingArguments
 
 import moe.models.card
-from moe import STMoEConfig, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel, model_card, total_stats
+from moe import (
+    ConfigError,
+    STMoEConfig,
+    STMoEEncoderModel,
+    STMoEForConditionalGeneration,
+    STMoEModel,
+    model_card,
+    total_stats,
+)
 from moe.data.tokenizer import train_tokenizer
 from moe.models.card import origin
 from tests.models.tiny import tiny_batch, tiny_model
@@ -264,3 +272,13 @@ def test_a_card_that_was_written_in_the_folder_stays_and_is_uploaded_where_there
     push("save_pretrained", tiny_model(), tmp_path)
     assert (local / "README.md").read_text() == OWN
     assert (repo / "README.md").read_text() == (on_the_hub or OWN)
+
+
+def test_what_is_wrong_with_a_card_is_said_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match=r"A card has no 'licence'. Did you mean 'license'"):
+        tiny_model().save_pretrained(tmp_path / "a", card={"licence": "mit"})
+    with pytest.raises(ConfigError, match=r"stats of a card is .*; expected"):
+        tiny_model().save_pretrained(tmp_path / "a", card={"stats": {"stack": 1}})
+    assert not list(tmp_path.iterdir())
+    tiny_model().save_pretrained(tmp_path, card={"tags": "mine"})
+    assert card_of(tmp_path).data.tags[-1] == "mine"

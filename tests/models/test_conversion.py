@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, T5EncoderModel, T5ForConditionalGeneration
 
@@ -20,6 +21,7 @@ from moe import (
     conversion_report,
     load_complete,
     load_model_on_mesh,
+    lora_config,
 )
 from tests.models.foreign import KINDS, assert_equal_to_rounding, their_inputs, their_model
 
@@ -444,3 +446,27 @@ def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_a
     assert dropped > 0
     assert model > 2.4e9
     assert peak < model + 300e6 + 800e6, f"{peak / 1e9:.2f} GB"  # the rest is Python with torch and transformers
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_the_dtype_can_be_that_of_the_weights(folder, name):
+    their_model().to(torch.bfloat16).save_pretrained(folder)
+    assert STMoEForConditionalGeneration.from_pretrained(folder, **{name: "auto"}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b""], ids=["pointer", "empty"])
+def test_a_bin_file_that_holds_something_else_is_one_message(folder, content):
+    their_model().save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"The weights in .*pytorch_model.bin cannot be read"):
+        STMoEForConditionalGeneration.from_pretrained(folder)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_a_converted_model_name_their_base_and_are_not_loaded_onto_a_random_one(folder, tmp_path):
+    their_model().save_pretrained(folder)
+    model = STMoEForConditionalGeneration.from_pretrained(folder)
+    get_peft_model(model, lora_config(model)).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ConfigError, match=r"holds adapters of .*, a model of another library. Load the base by"):
+        STMoEForConditionalGeneration.from_pretrained(tmp_path / "adapters")

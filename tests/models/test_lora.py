@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForSeq2SeqLM, LoraConfig, PeftModel, get_peft_model
 
 from moe import ConfigError, SparseConfig, SparseFeedForward, STMoEForConditionalGeneration, lora_config
 from tests.models.tiny import tiny_batch, tiny_model
@@ -63,6 +63,15 @@ def test_adapters_change_nothing_at_first_then_learn_while_the_base_stays(fields
     assert not torch.allclose(logits(model), expected, atol=1e-2)
     for name, parameter in model.unload().named_parameters():
         assert torch.equal(parameter, before[name]), name
+
+
+def test_the_folder_of_the_adapters_alone_names_base_and_kind_of_model(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    model = attach(STMoEForConditionalGeneration.from_pretrained(tmp_path / "base"))
+    train(model)
+    model.save_pretrained(tmp_path / "adapters")
+    loaded = AutoPeftModelForSeq2SeqLM.from_pretrained(tmp_path / "adapters").eval()
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
@@ -172,7 +181,7 @@ def test_what_cannot_be_attached_is_refused():
     assert trainable(attach(tiny_model(**DENSE), experts=False))
     for arguments, message in (
         ({"experts": False, "attention": False}, "asked for no adapters"),
-        ({"rank": 0}, "rank is 0; expected at least 1"),
+        ({"rank": 0}, "rank is 0; expected an integer of at least 1"),
         ({"lora_dropout": 0.1}, "cannot drop inputs. Set it to 0"),
         ({"alhpa": 3}, r"no option 'alhpa'\. Did you mean 'alpha'"),
         ({"r": 3}, "no option 'r'"),
@@ -180,7 +189,9 @@ def test_what_cannot_be_attached_is_refused():
         with pytest.raises(ConfigError, match=message):
             lora_config(tiny_model(), **arguments)
     assert lora_config(tiny_model(), experts=False, lora_dropout=0.1).lora_dropout == 0.1
-    with pytest.raises(ConfigError, match="got a PeftModel; expected a model of this library without adapters"):
+    with pytest.raises(
+        ConfigError, match="got a PeftModelForSeq2SeqLM; expected a model of this library without adapters"
+    ):
         lora_config(attach(tiny_model()))
 
 
@@ -208,3 +219,15 @@ def test_without_peft_the_error_says_what_to_install():
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert said.stdout == "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.\n"
+
+
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"exclude_modules": ["experts"]}, {"layers_to_transform": [0]}])
+def test_options_that_peft_does_not_heed_for_experts_are_refused(option):
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} .*PEFT does not heed that"):
+        lora_config(tiny_model(), **option)
+    lora_config(tiny_model(), experts=False, **option)
+
+
+def test_a_rank_that_is_no_integer_is_refused():
+    with pytest.raises(ConfigError, match=r"rank is 2.5; expected an integer"):
+        lora_config(tiny_model(), rank=2.5)

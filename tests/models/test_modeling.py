@@ -352,3 +352,23 @@ def test_wrong_inputs_are_refused_with_a_way_out():
     checkpointed(model)
     with pytest.raises(ConfigError, match="cache cannot be used with activation checkpointing"):
         model.train()(ids, decoder_input_ids=ids, use_cache=True)
+
+
+@pytest.mark.parametrize("field", [{"router_loss_reduction": "foo"}, {"pad_token_id": 999}], ids=str)
+def test_fields_given_to_from_pretrained_are_checked_like_any(tmp_path, field):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"STMoEConfig: {next(iter(field))} is "):
+        STMoEForConditionalGeneration.from_pretrained(tmp_path, **field)
+
+
+def test_a_state_dict_can_be_loaded_without_a_folder():
+    model = tiny_model()
+    loaded = STMoEForConditionalGeneration.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert torch.equal(loaded(**tiny_batch()).logits, model(**tiny_batch()).logits)
+
+
+def test_a_replica_of_data_parallel_is_refused_with_a_way_out():
+    model = tiny_model()
+    model._is_replica = True  # as torch.nn.parallel.replicate marks them
+    with pytest.raises(ConfigError, match=r"DataParallel cannot join .* torchrun"):
+        model(**tiny_batch())
