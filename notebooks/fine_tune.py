@@ -8,12 +8,13 @@
 # %%
 import os
 import sys
+from functools import reduce
 from pathlib import Path
 
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 from eval.task import TASKS
-from moe import STMoEForConditionalGeneration, load_complete
+from moe import RouterStatsCallback, STMoEForConditionalGeneration, add_stats, load_complete
 from moe.data.tokenizer import load_tokenizer
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
@@ -61,8 +62,8 @@ print(f"{len(train)} examples for training, {len(validation)} for validation, fo
 # %% [markdown]
 # ## The trainer
 #
-# Nothing of it knows of experts. The routers' losses are in the loss that the model returns, in training as it is, and
-# the cross-entropy is beside it. A prediction counts when it is the target to the letter.
+# The routers' losses are in the loss that the model returns; the callback logs the cross-entropy apart, and what the
+# routers did. A prediction counts when it is the target to the letter.
 
 
 # %%
@@ -99,14 +100,16 @@ trainer = Seq2SeqTrainer(
     eval_dataset=encode(validation),
     data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
     compute_metrics=exact_match,
+    callbacks=[RouterStatsCallback()],
 )
 
 # %%
 before = trainer.evaluate()
 trainer.train()
 after = trainer.evaluate()
-logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-print(format_table(["step", "loss"], [[str(entry["step"]), f"{entry['loss']:.3f}"] for entry in logged]))
+names = ("loss", "ce_loss", "router/encoder/load_balance_loss", "router/encoder/fraction_dropped")
+logged = [entry for entry in trainer.state.log_history if "ce_loss" in entry]
+print(format_table(["step", *names], [[str(e["step"]), *(f"{e[name]:.3f}" for name in names)] for e in logged]))
 rows = [
     [name, f"{100 * found['eval_exact_match']:.1f} %", f"{found['eval_loss']:.3f}"]
     for name, found in (("before", before), ("after", after))
@@ -131,7 +134,11 @@ print(format_table(HEALTH_HEADER, health_rows(trace)))
 # no token, and an answer does not depend on the questions beside it.
 
 # %%
-model.save_pretrained(out, card={"stats": {layer.stack: layer.stats for layer in trace}})
+stats = {
+    stack: reduce(add_stats, (layer.stats for layer in trace if layer.stack == stack))
+    for stack in {layer.stack for layer in trace}
+}
+model.save_pretrained(out, card={"stats": stats})
 tokenizer.save_pretrained(out)
 print((out / "README.md").read_text(encoding="utf-8").split("## How")[0])
 

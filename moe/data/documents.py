@@ -155,13 +155,18 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
         DataError: When a line is something else.
     """
     pairs = []
-    for number, line in enumerate(read_utf8(path).splitlines(), start=1):
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):  # a text may hold other line separators
+        if not line.strip():
+            continue
         try:
             value = json.loads(line)
-            pairs.append((str(value["inputs"]), str(value["targets"])))
-        except (ValueError, KeyError, TypeError) as error:
+            pair = value["inputs"], value["targets"]
+        except (ValueError, KeyError, TypeError):
+            pair = None, None
+        if not all(isinstance(text, str) for text in pair):
             expected = 'an object like {"inputs": "...", "targets": "..."}'
-            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected {expected}.") from error
+            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected {expected}.")
+        pairs.append(pair)
     return pairs
 
 

@@ -162,13 +162,17 @@ def model_losses(
     return Losses(total, ce_loss, z_loss, balance, router_z)
 
 
-def refuse_missing_labels(config: STMoEConfig) -> None:
+def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
     """Refuses a training step from which transformers' Trainer took the labels away.
 
     It does so for its own label smoothing and for a `compute_loss_func`, and sees nothing but logits then.
 
+    Args:
+        config: Of the model.
+        decoder_masked: Whether the decoder's padding is known all the same.
+
     Raises:
-        ConfigError: When losses that have a weight would be left out in silence.
+        ConfigError: When losses that have a weight would be left out in silence, or padding would be routed.
     """
     names = ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight")
     names = names if config.num_experts else names[-1:]
@@ -178,6 +182,11 @@ def refuse_missing_labels(config: STMoEConfig) -> None:
             f"The Trainer gave num_items_in_batch without labels, so that the losses of {', '.join(lost)} would be "
             "left out. In place of label_smoothing_factor of the training arguments, set label_smoothing of the "
             "model's config; with a compute_loss_func of your own, set these weights to 0."
+        )
+    if config.num_sparse_decoder_layers and not decoder_masked:
+        raise ConfigError(
+            "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask tells the decoder's "
+            "tokens from padding, which would be routed and take capacity. Let the data collator add one."
         )
 
 

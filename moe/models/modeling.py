@@ -242,10 +242,16 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
         Raises:
             DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor labels, are given.
-            ConfigError: When the Trainer took the labels of a training step away; see `refuse_missing_labels`.
+            ConfigError: When the model is a replica of torch.nn.DataParallel, or the Trainer took the labels of a
+                training step away; see `refuse_missing_labels`.
         """
+        if getattr(self, "_is_replica", False):
+            raise ConfigError(
+                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start one process for each "
+                "device with torchrun or accelerate, or show the process one device with CUDA_VISIBLE_DEVICES."
+            )
         if labels is None and num_items_in_batch is not None and self.training:
-            refuse_missing_labels(self.config)
+            refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
         if loss_counts is not None and num_items_in_batch is not None:
             raise DataError(
                 "loss_counts and num_items_in_batch were both given, and both say what the losses are divided by. "

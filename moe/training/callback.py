@@ -13,8 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from moe.distributed.exchange import sum_together
 from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
-from moe.sparse.router import Router
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
+from moe.training.step import router_learns
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -24,7 +24,8 @@ class RouterStatsCallback(TrainerCallback):
     vocabulary's `z_loss`, both as means over the updates since the last log, and `router/{encoder,decoder}/...`,
     exactly added up over the same updates, micro-batches, layers and processes. Reporters put `train/` before names.
 
-    A router that learns of its load, such as `bias_balanced`, does so only with this callback.
+    A router that learns of its load, such as `bias_balanced`, does so only with this callback, and not when frozen.
+    With a `compute_loss_func` of the Trainer, the model sees no labels, and the log has the routers' part alone.
 
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
@@ -68,7 +69,7 @@ class RouterStatsCallback(TrainerCallback):
     ) -> None:
         """Lets the routers learn, once for each update."""
         for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
-            if type(layer.router).update is not Router.update:
+            if router_learns(layer):
                 layer.router.update(sum_stats(stats))
         self._since_log = _add_layers(self._since_log, self._since_update)
         self._since_update = []
@@ -84,14 +85,15 @@ class RouterStatsCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Adds the numbers to a log of the training loss, on all processes, and begins to count anew."""
-        if logs is None or "loss" not in logs or self._losses is None:
+        if logs is None or "loss" not in logs or not self._num_updates:
             return
-        sums = iter(sum_together([self._losses, *chain.from_iterable(self._since_log)]))
+        losses = [] if self._losses is None else [self._losses]
+        sums = iter(sum_together([*losses, *chain.from_iterable(self._since_log)]))
         shares = 1 if args.average_tokens_across_devices else args.world_size  # each process had divisors of its own
-        ce_loss, z_loss = (next(sums) / self._num_updates / shares).tolist()
+        parts = (next(sums) / self._num_updates / shares).tolist() if losses else []
         layers = [RouterStats(*islice(sums, len(stats))) for stats in self._since_log]
         num_encoder_layers = model.config.num_sparse_encoder_layers
-        values = {"ce_loss": ce_loss, "z_loss": z_loss}
+        values: dict[str, float] = dict(zip(("ce_loss", "z_loss"), parts, strict=False))
         for stack, part in (("encoder", layers[:num_encoder_layers]), ("decoder", layers[num_encoder_layers:])):
             if part:
                 values.update(router_values(stack, reduce(add_stats, part)))
@@ -108,10 +110,11 @@ class RouterStatsCallback(TrainerCallback):
     @torch.no_grad()
     def _add_output(self, model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
         """Adds what a micro-batch of training brought; a hook of the model."""
-        if not model.training or output.ce_loss is None or output.z_loss is None:
+        if not model.training:
             return
-        losses = torch.stack([output.ce_loss, output.z_loss]).double()
-        self._losses = losses if self._losses is None else self._losses + losses
+        if output.ce_loss is not None and output.z_loss is not None:
+            losses = torch.stack([output.ce_loss, output.z_loss]).double()
+            self._losses = losses if self._losses is None else self._losses + losses
         routers = (*(output.encoder_router_outputs or ()), *(output.decoder_router_outputs or ()))
         self._since_update = _add_layers(self._since_update, [router.stats for router in routers])
 

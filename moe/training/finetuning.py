@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.pipeline import Sentinels
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
+from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.loading import check_model_folder
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -53,9 +54,17 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
 
     Raises:
         CheckpointError: When there is no model in the folder.
+        ConfigError: When a capacity factor is given that the model's absolute capacity makes idle.
     """
     check_model_folder(folder)
-    return STMoEConfig(**{**STMoEConfig.from_pretrained(folder).to_dict(), **recipe.model})
+    config = STMoEConfig.from_pretrained(folder)
+    idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
+    if idle and {"expert_capacity": config.expert_capacity, **recipe.model}["expert_capacity"] is not None:
+        raise ConfigError(
+            f"{' and '.join(idle)} would change nothing: the model in {folder} has expert_capacity "
+            f"{config.expert_capacity}, which stands in their place. Set model.expert_capacity to null, too."
+        )
+    return STMoEConfig(**{**config.to_dict(), **recipe.model})
 
 
 def load_for_finetuning(
@@ -80,10 +89,11 @@ def load_for_finetuning(
 def remember_sentinels(
     model: STMoEForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, sentinels: Sentinels
 ) -> PreTrainedTokenizerFast:
-    """Makes model and tokenizer, once saved, treat texts as they were fine-tuned on, whoever uses them.
+    """Makes model and tokenizer, once saved, treat inputs as they were fine-tuned on, whoever uses them.
 
     With `one` the tokenizer that is returned puts the first sentinel at the end of every input, and the model begins
-    every generation with it, by `generation_config.forced_bos_token_id`; decoding skips it as any special token.
+    every generation with it, by `generation_config.forced_bos_token_id`; decoding skips it as any special token. It
+    ends targets like inputs, though training put the sentinel before them: labels are made by `PairSource`.
 
     Args:
         model: Its generation settings are changed.

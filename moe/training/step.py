@@ -17,8 +17,9 @@ from moe.models.losses import LossCounts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
 from moe.sparse.groups import sequences_per_group, tokens_per_group
-from moe.sparse.layer import RouterOutput
+from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals
+from moe.sparse.router import Router
 from moe.sparse.stats import RouterStats, add_stats
 from moe.training.recipe import Recipe
 
@@ -110,11 +111,18 @@ def train_step(
         loss, ce_loss = next(remaining), next(remaining)
         layer_stats = [RouterStats(*islice(remaining, len(layer))) for layer in layer_stats]
     for layer, layer_stat in zip(model.sparse_layers(), layer_stats, strict=True):
-        if any(parameter.requires_grad for parameter in layer.router.parameters()):
+        if router_learns(layer):
             layer.router.update(layer_stat)
     tokens = counts.encoder.tokens + counts.target_tokens
     encoder = model.config.num_sparse_encoder_layers
     return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(layer_stats[:encoder]), _sum(layer_stats[encoder:]))
+
+
+def router_learns(layer: SparseFeedForward) -> bool:
+    """Returns whether the router of a layer learns of its load after an update; a frozen one does not."""
+    router = layer.router
+    learned = type(router).update is not Router.update if isinstance(router, Router) else False
+    return learned and any(parameter.requires_grad for parameter in router.parameters())
 
 
 def cut_batch(

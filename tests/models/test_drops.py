@@ -82,7 +82,7 @@ def test_the_factor_of_a_saved_model_can_be_set_when_it_is_loaded(tmp_path, said
     out = model(**tiny_batch())
     assert all(int(router.stats.dropped_tokens) == 0 for router in out.encoder_router_outputs)
     model = STMoEForConditionalGeneration.from_pretrained(tmp_path, eval_capacity_factor=0.1)
-    assert model(**tiny_batch()).encoder_router_outputs[0].plan.capacity == int(52 * 0.1 / 7) or 1
+    assert model(**tiny_batch()).encoder_router_outputs[0].plan.capacity == 1
     assert said()
 
 

@@ -104,7 +104,10 @@ def test_a_training_step_whose_labels_the_trainer_took_away_is_refused():
         model(**batch, num_items_in_batch=7)
     assert model.eval()(**batch, num_items_in_batch=7).loss is None
     weightless = heavy_model(**dict.fromkeys(HEAVY, 0.0))
-    assert weightless(**batch, num_items_in_batch=7).loss is None
+    with pytest.raises(ConfigError, match="no decoder_attention_mask tells the decoder's tokens from padding"):
+        weightless(**batch, num_items_in_batch=7)
+    mask = torch.ones_like(batch["decoder_input_ids"])
+    assert weightless(**batch, decoder_attention_mask=mask, num_items_in_batch=7).loss is None
 
 
 def test_two_kinds_of_divisors_at_once_are_refused():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from moe import ConfigError, STMoEForConditionalGeneration, lora_config, select_parameters
+from moe import ConfigError, RouterStatsCallback, STMoEForConditionalGeneration, lora_config, select_parameters
 from moe.models.attention import Attention, RelativePositionBias
 from moe.models.blocks import FeedForward
 from moe.optim.adafactor import Adafactor
@@ -14,6 +14,7 @@ from moe.training.finetuning import SUBSETS, finetuning_config, finetuning_overr
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
 from moe.training.step import train_step
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.training.tiny_trainer import make_trainer
 
 DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 
@@ -86,7 +87,7 @@ def test_a_subset_that_is_unknown_or_does_nothing_is_refused(fields, subset, mes
 def test_adapters_are_not_a_model_to_choose_from():
     from peft import get_peft_model
 
-    with pytest.raises(ConfigError, match="got a PeftModel; expected a model of this library"):
+    with pytest.raises(ConfigError, match="got a PeftModelForSeq2SeqLM; expected a model of this library"):
         select_parameters(get_peft_model(tiny_model(), lora_config(tiny_model())), "all")
 
 
@@ -109,6 +110,16 @@ def test_a_frozen_router_keeps_its_balancing_biases(subset, moves):
     select_parameters(model, subset)
     recipe = FinetuneRecipe(training=TrainingRecipe(batch_size=4))
     train_step(model, Adafactor(parameter_groups(model)), recipe, tiny_batch(), 0)
+    assert all(bool(layer.router.load_steps.any()) is moves for layer in model.sparse_layers())
+
+
+@pytest.mark.filterwarnings("ignore:The reporters of report_to")
+@pytest.mark.parametrize(("subset", "moves"), [("all", True), ("router_frozen", False)])
+def test_the_trainers_callback_leaves_a_frozen_router_alone(tmp_path, subset, moves):
+    model = tiny_model(router="bias_balanced", router_options=None)
+    if subset != "all":
+        select_parameters(model, subset)
+    make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], max_steps=2).train()
     assert all(bool(layer.router.load_steps.any()) is moves for layer in model.sparse_layers())
 
 

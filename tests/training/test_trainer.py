@@ -320,3 +320,21 @@ def test_the_example_of_the_readme_runs_as_written(tmp_path, monkeypatch, capsys
     exec(block, {})
     printed = capsys.readouterr().out
     assert "router/encoder/entropy" in printed and "'ce_loss'" in printed and "eval_loss" in printed
+
+
+def test_with_a_loss_of_the_users_own_the_callback_logs_the_routers_part(tmp_path):
+    weightless = dict.fromkeys(("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"), 0.0)
+    callbacks = [RouterStatsCallback()]
+    trainer = make_trainer(tmp_path, tiny_model(**weightless), callbacks=callbacks, max_steps=2)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: (
+        (batch := collate(rows)) | {"decoder_attention_mask": (batch["labels"] != -100).long()}
+    )
+    trainer.compute_loss_func = lambda output, labels, num_items_in_batch: (
+        torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        / num_items_in_batch
+    )
+    trainer.train()
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(logged) == 2
+    assert all("router/decoder/load_cv" in line and "ce_loss" not in line for line in logged)

@@ -58,7 +58,7 @@ def test_two_processes_train_log_and_count_like_one_with_the_whole_batch(runs, t
 
 
 @pytest.mark.slow
-def test_without_an_average_over_all_tokens_the_logged_parts_still_make_up_the_loss(runs):
+def test_without_an_average_over_all_tokens_the_logged_parts_are_those_of_all_tokens_nearly(runs):
     apart, together = ([runs[case][rank][1] for rank in range(2)] for case in ("means of processes", "halves"))
     assert apart[0] == apart[1]
     assert apart[0][0]["loss"] != together[0][0]["loss"]  # a mean of means, weighted by processes
