@@ -1,8 +1,8 @@
 """Whole models: a training step and greedy decoding of ours, of transformers' Switch and of T5, in one table."""
 
+import dataclasses
 import gc
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,9 @@ from benchmarks.machine import describe_machine, save_report
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
+from moe.models.configuration import STMoEConfig
+from moe.models.foreign_config import own_fields
+from moe.models.foreign_names import transformers_names
 from moe.models.modeling import STMoEForConditionalGeneration
 
 Row = dict[str, Any]
@@ -34,7 +37,7 @@ PARTS = ("training", "generation")
 
 @dataclass(frozen=True)
 class ModelCase:
-    """Sizes: the backbone is T5-base's, every other block is sparse, as in google/switch-base-8.
+    """Sizes: those of google/switch-base-8, whose backbone is T5-base's.
 
     Attributes:
         vocab_size: V.
@@ -42,6 +45,7 @@ class ModelCase:
         d_ff: F, of dense layers and of each expert.
         num_heads: H, of 64 numbers each.
         num_layers: Blocks of the encoder and of the decoder.
+        sparse_layers: Sparse ones of them, in each.
         batch: Sequences of a training step.
         input_length: Tokens of the encoder.
         target_length: Tokens of the decoder in training.
@@ -53,6 +57,7 @@ class ModelCase:
     d_ff: int = 3072
     num_heads: int = 12
     num_layers: int = 12
+    sparse_layers: int = 6
     batch: int = 8
     input_length: int = 512
     target_length: int = 114
@@ -88,6 +93,12 @@ class ModelBenchmark:
             ConfigError: When a number is below 1.
         """
         numbers = {"--rounds": [self.rounds], "--experts": self.experts, "--batches": self.batches}
+        layers, most = self.case.sparse_layers, self.case.num_layers
+        if layers < 1 or most % layers:
+            fitting = [number for number in range(1, most + 1) if most % number == 0]
+            raise ConfigError(
+                f"--sparse-layers is {layers}, which does not divide {most} blocks; expected one of {fitting}."
+            )
         for name, values in numbers.items():
             if min(values) < 1:
                 raise ConfigError(f"{name} is {min(values)}; expected at least 1.")
@@ -96,7 +107,8 @@ class ModelBenchmark:
 def run_model(benchmark: ModelBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
     report = benchmark.report
-    report.update(describe_machine(torch.device("cpu")), rounds=benchmark.rounds, rows=[])
+    sizes = dataclasses.asdict(benchmark.case)
+    report.update(describe_machine(torch.device("cpu")), rounds=benchmark.rounds, case=sizes, rows=[])
     for rows in measure_parts(benchmark):
         report["rows"] += rows
         save_report(report, benchmark.json)
@@ -108,11 +120,12 @@ def run_model(benchmark: ModelBenchmark) -> None:
 def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
     """Yields the rows of one part after the other; models of one number of experts live at a time."""
     case = benchmark.case
-    for index, experts in enumerate(benchmark.experts):
+    decodes = "generation" in benchmark.parts
+    for index, experts in enumerate(benchmark.experts if decodes else benchmark.experts[:1]):
         models = build_models(case, experts)
         if index == 0 and "training" in benchmark.parts:
             yield measure_training(benchmark, models, experts)
-        if "generation" in benchmark.parts:
+        if decodes:
             for batch in benchmark.batches:
                 yield measure_generation(benchmark, models, experts, batch)
         models.clear()
@@ -120,7 +133,7 @@ def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
 
 
 def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
-    """Returns the models by name; ours has the weights of transformers' Switch.
+    """Returns the models by name; transformers' Switch has the weights of ours, in the same memory.
 
     No token is dropped by either, so that all do the products of T5, whose attention is in both of its forms.
     """
@@ -134,19 +147,24 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
         "dropout_rate": 0.0,
         "decoder_start_token_id": 0,
     }
-    sparse: dict[str, Any] = {
-        "num_sparse_encoder_layers": case.num_layers // 2,
-        "num_sparse_decoder_layers": case.num_layers // 2,
-    }
-    capacity = max(case.input_length, case.target_length)
-    config = SwitchTransformersConfig(**sizes, **sparse, num_experts=experts, expert_capacity=capacity)
+    config = SwitchTransformersConfig(
+        **sizes,
+        num_experts=experts,
+        num_sparse_encoder_layers=case.sparse_layers,
+        num_sparse_decoder_layers=case.sparse_layers,
+        expert_capacity=max(case.input_length, case.target_length),
+    )
     torch.manual_seed(0)
-    models: dict[str, PreTrainedModel] = {"switch": SwitchTransformersForConditionalGeneration(config)}
-    with tempfile.TemporaryDirectory() as folder:
-        models["switch"].save_pretrained(folder)
-        models["ours"] = STMoEForConditionalGeneration.from_pretrained(
-            folder, expert_capacity=None, capacity_factor=None, eval_capacity_factor=None
-        )
+    dropless = {"expert_capacity": None, "capacity_factor": None, "eval_capacity_factor": None}
+    ours = STMoEForConditionalGeneration(STMoEConfig(**{**own_fields(config.to_diff_dict()), **dropless}))
+    with torch.device("meta"):
+        switch = SwitchTransformersForConditionalGeneration(config)
+    weights, parts = ours.state_dict(), {}
+    for weight in transformers_names(ours.config, "switch_transformers"):
+        parts |= weight.split(weights[weight.name])
+    switch.load_state_dict(parts, strict=False, assign=True)  # what is tied to another weight has no part
+    switch.tie_weights()
+    models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
     for attention in ("eager", "sdpa"):
         config = T5Config(**sizes, feed_forward_proj="relu")
         config._attn_implementation = attention
@@ -155,7 +173,7 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
 
 
 def measure_training(benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int) -> list[Row]:
-    """Returns a row for each model: forward with all its losses and backward, without the optimizer's update."""
+    """Returns a row for each model: forward with the losses it has by itself and backward, without an update."""
     case = benchmark.case
     inputs = draw_tokens(case, case.batch, case.input_length)
     labels = draw_tokens(case, case.batch, case.target_length)

@@ -2,7 +2,7 @@
 
 python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7] [--threads 4] [--profile]
 python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--cases 0 1] [--ranks 2 4] [--rounds 7]
-python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--parts training generation] [--experts 8 128]
+python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--parts training generation] [--experts 8]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is left out with a line.
 `exchange` starts its ranks itself, each with one thread (gloo) or, on a machine with GPUs, one of them (NCCL).
@@ -16,7 +16,7 @@ import torch
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.layer import VARIANTS, LayerBenchmark, run_layer
-from benchmarks.model import PARTS, ModelBenchmark, run_model
+from benchmarks.model import PARTS, ModelBenchmark, ModelCase, run_model
 from benchmarks.scaling import ScalingCase
 from moe.errors import ConfigError, run_main
 
@@ -42,7 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     layer.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peaks (yes)")
     layer.add_argument("--profile", action="store_true", help="measure the share of routing, dispatch and combine")
     model.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="both")
-    model.add_argument("--experts", type=int, nargs="+", default=[8, 128], help="8 and 128; training takes the first")
+    model.add_argument(
+        "--experts", type=int, nargs="+", default=[8], help="numbers of experts; training: the first (8)"
+    )
+    model.add_argument("--sparse-layers", type=int, default=6, help="of the 12 blocks of each stack (6)")
     model.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences to decode at once (1 and 8)")
     exchange.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (2 and 4)")
     exchange.add_argument("--scaling", action=argparse.BooleanOptionalAction, default=True, help="training step (yes)")
@@ -58,7 +61,8 @@ def main(argv: list[str]) -> None:
     if threads:
         torch.set_num_threads(threads)
     if benchmark == "model":
-        run_model(ModelBenchmark(**options))
+        case = ModelCase(sparse_layers=options.pop("sparse_layers"))
+        run_model(ModelBenchmark(**options, case=case))
         return
     device = options.pop("device") or ("cuda" if torch.cuda.is_available() else "cpu")
     cases = options.pop("cases")

@@ -8,7 +8,7 @@ from benchmarks.model import ModelBenchmark, ModelCase, build_models, run_model
 from moe import ConfigError
 from scripts.benchmark import main
 
-TINY = ModelCase(131, 16, 24, 2, 2, batch=2, input_length=11, target_length=7, new_tokens=5)
+TINY = ModelCase(131, 16, 24, 2, 2, 1, batch=2, input_length=11, target_length=7, new_tokens=5)
 
 
 def test_the_table_has_a_row_for_every_model_and_part(tmp_path, capsys):
@@ -33,6 +33,14 @@ def test_ours_has_the_weights_of_switch_and_drops_nothing():
     assert ours.num_parameters() == switch.num_parameters()
     assert ours.config.expert_capacity is ours.config.eval_capacity_factor is None
     assert switch.config.expert_capacity == TINY.input_length
+    assert not any(parameter.is_meta for parameter in switch.parameters())
+    gate = ours.sparse_layers()[0].router.gate
+    assert any(parameter.data_ptr() == gate.data_ptr() for parameter in switch.parameters())
+
+
+def test_sparse_layers_that_do_not_divide_the_blocks_are_refused():
+    with pytest.raises(ConfigError, match="--sparse-layers is 5, which does not divide 12 blocks; expected one of"):
+        main(["model", "--sparse-layers", "5"])
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--threads", "--experts", "--batches"])
