@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
+from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.conversion import ConversionReport, Foreign, convert_weights, open_transformers
 from moe.models.export import begin_files, plan_files, stored_tensors, write_tensor
@@ -51,6 +52,8 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
 
 def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
     """Returns any checkpoint that this library reads, ours too, as weights of ours; see `conversion_report`."""
+    if str(source).startswith(("/", ".", "~")) and not Path(source).exists():
+        raise CheckpointError(f"There is no folder {source}. Give one with a checkpoint, or a name of the hub.")
     if is_t5x(source):
         return open_t5x(source, **settings)
     download = {name: settings.pop(name) for name in DOWNLOAD if name in settings}

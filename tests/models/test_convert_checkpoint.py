@@ -149,3 +149,9 @@ def test_the_command_says_what_became_of_every_tensor(tmp_path):
     assert "115 tensors mapped to 115" in shown
     assert "ignored, is of a classifier's head: classifier_dropout of config.json" in shown
     assert SPARSE.keys().isdisjoint(json.loads((tmp_path / "theirs" / "config.json").read_text()))
+
+
+def test_a_folder_that_does_not_exist_is_one_message(tmp_path):
+    with pytest.raises(CheckpointError, match=r"There is no folder .*nowhere"):
+        main(["--from", str(tmp_path / "nowhere"), "--to", str(tmp_path / "out")])
+    assert not list(tmp_path.iterdir())
