@@ -136,7 +136,7 @@ print(format_table(HEALTH_HEADER, health_rows(trace)))
 # %%
 stats = {
     stack: reduce(add_stats, (layer.stats for layer in trace if layer.stack == stack))
-    for stack in {layer.stack for layer in trace}
+    for stack in dict.fromkeys(layer.stack for layer in trace)
 }
 model.save_pretrained(out, card={"stats": stats})
 tokenizer.save_pretrained(out)
