@@ -59,7 +59,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     check_model_folder(folder)
     config = STMoEConfig.from_pretrained(folder)
     idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
-    if idle and {"expert_capacity": config.expert_capacity, **recipe.model}["expert_capacity"] is not None:
+    if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:
         raise ConfigError(
             f"{' and '.join(idle)} would change nothing: the model in {folder} has expert_capacity "
             f"{config.expert_capacity}, which stands in their place. Set model.expert_capacity to null, too."

@@ -121,8 +121,8 @@ def train_step(
 def router_learns(layer: SparseFeedForward) -> bool:
     """Returns whether the router of a layer learns of its load after an update; a frozen one does not."""
     router = layer.router
-    learned = type(router).update is not Router.update if isinstance(router, Router) else False
-    return learned and any(parameter.requires_grad for parameter in router.parameters())
+    learns = isinstance(router, Router) and type(router).update is not Router.update
+    return learns and any(parameter.requires_grad for parameter in router.parameters())
 
 
 def cut_batch(
