@@ -19,19 +19,9 @@ from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Place, local_shard
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.weight_files import DTYPES
 
-_DTYPES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of safetensors, in the order in which it lays tensors into a file."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightsFile(NamedTuple):
@@ -154,13 +144,13 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
     """Returns the layout of a safetensors file that holds `tensors`, as the library safetensors lays them out."""
-    order = list(_DTYPES)
+    order = list(_NAMES)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for key, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
         starts[key], end = end, end + tensor.nbytes
         shape = list(tensor.shape)
-        entries[key] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [starts[key], end]}
+        entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [starts[key], end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

@@ -21,6 +21,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.export import stored_tensors, whole_tensors
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.sharding import shard_model
+from moe.models.weight_files import DTYPES
 
 _SHOWN = 5
 
@@ -155,8 +156,8 @@ def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
     """Returns the dtype of a model's floating-point weights: the config's, or that in which they are saved."""
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
-    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return next((known[piece.get_dtype()] for piece in saved.values() if piece.get_dtype() in known), torch.float32)
+    dtypes = (DTYPES.get(piece.get_dtype()) for piece in saved.values())
+    return next((dtype for dtype in dtypes if dtype and dtype.is_floating_point), torch.float32)
 
 
 @torch.no_grad()

@@ -27,18 +27,20 @@ _UNREADABLE = (
 )
 """What torch, safetensors and json raise for files that are torn or hold something else."""
 
-_DTYPES = {
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
     "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Names of safetensors, in the order in which it lays tensors into a file."""
 
 
 class LazyTensor:
@@ -110,7 +112,7 @@ def _shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            return {name: (tuple(p.get_shape()), _DTYPES[p.get_dtype()]) for name, p in pieces.items()}
+            return {name: (tuple(p.get_shape()), DTYPES[p.get_dtype()]) for name, p in pieces.items()}
     held = torch.load(path, map_location="meta", weights_only=True)
     return {name: (tuple(value.shape), value.dtype) for name, value in held.items() if isinstance(value, Tensor)}
 
