@@ -46,7 +46,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, device_type: str, *a
     """
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
-            _rank, (function, num_ranks, folder, device_type, arguments), nprocs=num_ranks, start_method="spawn"
+            _rank, (function, num_ranks, folder, device_type, arguments), nprocs=num_ranks, start_method="forkserver"
         )
         return json.loads((Path(folder) / "answer.json").read_text(encoding="utf-8"))
 
