@@ -1,47 +1,40 @@
-"""Scores with their uncertainty."""
+"""Metrics in 0..100 of post-processed targets and answers."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-_RESAMPLES = 2000
-
-
-class Score(NamedTuple):
-    """A share of right answers in 0..1 with its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
+Values = Sequence[Any]
+"""Post-processed targets or answers, one for each example, in the order of the examples."""
 
 
-def accuracy(outputs: Sequence[str], targets: Sequence[str], groups: Sequence[str], seed: int = 0) -> Score:
-    """Returns the share of outputs that equal their target to the letter, with a bootstrap interval.
+@dataclass(frozen=True)
+class Metric:
+    """A score of a whole split.
 
-    The interval is the 2.5th to the 97.5th percentile of resampled means. Whole groups are drawn, since examples of
-    one group are alike: the interval says how much another choice of groups would have changed the score.
-
-    Args:
-        outputs: N answers; one that is no valid answer counts as wrong.
-        targets: N references.
-        groups: N group names.
-        seed: Of the resampling.
+    Attributes:
+        name: As in the report.
+        score: (targets, answers) to a number in 0..100; Matthews correlation may be below 0.
+        each: (targets, answers) to <float64>[N] scores whose mean over those that are not NaN is `score`: examples
+            that do not count, as a repeated query, are NaN. None for a score that is no mean.
     """
-    right = np.asarray([output == target for output, target in zip(outputs, targets, strict=True)], dtype=np.float64)
-    names, member = np.unique(np.asarray(groups), return_inverse=True)
-    hits = np.bincount(member, weights=right, minlength=len(names))
-    sizes = np.bincount(member, minlength=len(names))
-    drawn = np.random.default_rng(seed).integers(len(names), size=(_RESAMPLES, len(names)))
-    means = hits[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return Score(float(right.mean()), float(low), float(high))
+
+    name: str
+    score: Callable[[Values, Values], float]
+    each: Callable[[Values, Values], NDArray[np.float64]] | None = None
 
 
-def accuracy_by_class(outputs: Sequence[str], targets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Returns for each target how many of its examples are right, and how many there are."""
-    counts: dict[str, tuple[int, int]] = {}
-    for output, target in zip(outputs, targets, strict=True):
-        right, total = counts.get(target, (0, 0))
-        counts[target] = (right + (output == target), total + 1)
-    return dict(sorted(counts.items()))
+def mean_of(name: str, each: Callable[[Values, Values], NDArray[np.float64]]) -> Metric:
+    """Returns the metric that is the mean of `each`."""
+    return Metric(name, lambda targets, answers: float(np.nanmean(each(targets, answers))), each)
+
+
+def exact_matches(targets: Values, answers: Values) -> NDArray[np.float64]:
+    """Returns <float64>[N] 100 where an answer equals its target, 0 elsewhere."""
+    return np.asarray([100.0 * (target == answer) for target, answer in zip(targets, answers, strict=True)])
+
+
+ACCURACY = mean_of("accuracy", exact_matches)

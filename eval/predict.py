@@ -28,6 +28,7 @@ class Request(NamedTuple):
 
     id: str
     inputs: str
+    choices: tuple[str, ...] = ()
 
 
 class Prediction(NamedTuple):
@@ -166,7 +167,7 @@ def _generate(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Pre
     encoded = _encode(system, [request.inputs for request in batch])
     tokens = system.model.generate(
         **encoded,
-        max_new_tokens=task.max_target_tokens + len(_target_start(system)),
+        max_new_tokens=task.decoding.max_tokens + len(_target_start(system)),
         do_sample=False,
         num_beams=1,
         synced_gpus=system.ranks.in_step,
@@ -180,14 +181,15 @@ def _rank(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Predict
     """Returns for each request the choice of the highest log-probability; inputs are encoded once."""
     encoded = _encode(system, [request.inputs for request in batch])
     hidden = system.model.get_encoder()(**encoded).last_hidden_state
-    texts = system.tokenizer(list(task.choices), add_special_tokens=False)["input_ids"]
+    choices = task.choices if isinstance(task.choices, tuple) else batch[0].choices
+    texts = system.tokenizer(list(choices), add_special_tokens=False)["input_ids"]
     targets = [[*_target_start(system), *ids, system.tokenizer.eos_token_id] for ids in texts]
     padded = [ids + [-100] * (max(map(len, targets)) - len(ids)) for ids in targets]
     labels = torch.tensor(padded, device=hidden.device)
     scores = score_choices(system.model, hidden, encoded["attention_mask"], labels if batch else labels * 0 - 100)
     predictions = []
     for request, row in zip(batch, scores[: len(batch)].tolist(), strict=True):
-        by_choice = dict(zip(task.choices, row, strict=True))
+        by_choice: dict[str, float] = dict(zip(choices, row, strict=True))
         predictions.append(Prediction(request.id, max(by_choice, key=lambda choice: by_choice[choice]), by_choice))
     return predictions
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.baselines import baseline_outputs
-from eval.metrics import accuracy, accuracy_by_class
+from eval.intervals import accuracy, accuracy_by_class
 from eval.predict import MODES, Prediction, Request, load_seq2seq, predict
 from eval.ranks import ALONE, arrange
 from eval.report import write_reports
@@ -60,7 +60,7 @@ def evaluate(
     examples = {task.name: _thin_out(task.examples(split), limit) for task in chosen}
     predictions = {}
     for task, name, mode in product(chosen, systems, modes):
-        requests = [Request(example.id, example.inputs) for example in examples[task.name]]
+        requests = [Request(example.id, example.inputs, example.choices) for example in examples[task.name]]
         path = out / "predictions" / f"{task.name}.{name}.{mode}.jsonl"
         predictions[task.name, name, mode] = predict(systems[name], task, requests, mode, path)
     if world.rank > 0:
@@ -90,7 +90,7 @@ def score_row(task: Task, examples: Sequence[Example], outputs: Sequence[str], n
         "low": score.low,
         "high": score.high,
         "num_examples": len(examples),
-        "num_unparsable": sum(output not in task.choices for output in outputs),
+        "num_unparsable": sum(o not in e.choices for o, e in zip(outputs, examples, strict=True)),
     }
 
 

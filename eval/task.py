@@ -1,31 +1,79 @@
-"""What a task is: examples with references, and the answers it accepts. TASKS finds every file in eval/tasks."""
+"""What a task is: rows of a dataset, the text that a model sees of each, and how its answer is judged.
+
+A row goes through `preprocess` to one or more mappings with `inputs` and `targets`, T5's form, and these become
+examples. An output and the targets go through `postprocess` to the values that metrics compare. TASKS finds every file
+in eval/tasks.
+"""
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import eval.tasks
+from eval.metrics import Metric
 from moe import DataError, Registry
 
 SPLITS = ("train", "validation", "test")
 
+Row = Mapping[str, Any]
+"""A row of a dataset, or what a preprocessor makes of it: values by column."""
+
 
 class Example(NamedTuple):
-    """One labelled example.
+    """One example.
 
     Attributes:
-        id: Unique within the task.
-        group: Examples of one group are alike; they stay in one split and are resampled together.
+        id: Unique within the split.
+        group: Examples of one group are alike; they are resampled together.
         inputs: Text that the model sees.
-        targets: Text that it should give.
+        targets: Text that training teaches; `<unk>` when the label is hidden.
+        choices: The answers to choose from; none for free text.
+        fields: The preprocessed row, for `Task.postprocess`.
     """
 
     id: str
     group: str
     inputs: str
     targets: str
+    choices: tuple[str, ...]
+    fields: Row
+
+
+class Decoding(NamedTuple):
+    """How answers are generated.
+
+    Attributes:
+        max_tokens: Most tokens of an answer; T5 evaluates with 128.
+        num_beams: 1 is greedy.
+        alpha: Of the length penalty ((5 + length) / 6) ** alpha by which a beam's log-probability is divided.
+    """
+
+    max_tokens: int = 128
+    num_beams: int = 1
+    alpha: float = 0.0
+
+
+GREEDY = Decoding()
+
+
+class Source(Protocol):
+    """Where rows come from."""
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """Those of SPLITS that there are."""
+        ...
+
+    def rows(self, split: str, folder: Path | None = None) -> Sequence[Row]:
+        """Returns the rows of a split, from `folder` when it is given; checked.
+
+        Raises:
+            DataError: When they cannot be had, or are not what the task expects.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,28 +85,76 @@ class Task:
         version: Grows when examples or scoring change, so that results are never mixed.
         description: One sentence: what goes in, what comes out, where the data are from.
         licence: Of the data.
-        choices: All targets, for classification.
-        load: Returns the examples of a split.
-        max_target_tokens: Most tokens to generate.
+        source: Where rows come from.
+        preprocess: Makes of a row mappings with `inputs`, `targets` and what `postprocess` needs.
+        postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid answer.
+        metrics: The first is the task's headline.
+        choices: All targets of a classification, or a function of fields; () for free text.
+        ids: Fields that tell an example from others; () for its number.
+        groups: Fields that tell its group; () for each example its own.
+        inputs_length: Most input tokens, end included.
+        targets_length: Most target tokens in training, end included.
+        decoding: How answers are generated.
+        split: What is reported on: labels of others may be hidden.
+        for_training: Another `preprocess` of the training split; None for the same.
+        prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published alternative.
+        variant_of: The task of which this is another prompt; None for itself.
     """
 
     name: str
     version: int
     description: str
     licence: str
-    choices: tuple[str, ...]
-    load: Callable[[str], list[Example]]
-    max_target_tokens: int
+    source: Source
+    preprocess: Callable[[Row], list[dict[str, Any]]]
+    postprocess: Callable[[str, Row, bool], Any]
+    metrics: tuple[Metric, ...]
+    choices: tuple[str, ...] | Callable[[Row], tuple[str, ...]] = ()
+    ids: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    inputs_length: int = 512
+    targets_length: int = 62
+    decoding: Decoding = GREEDY
+    split: str = "validation"
+    for_training: Callable[[Row], list[dict[str, Any]]] | None = None
+    prompt_source: str = "T5"
+    variant_of: str | None = None
 
-    def examples(self, split: str) -> list[Example]:
+    def examples(self, split: str, folder: Path | None = None) -> list[Example]:
         """Returns the examples of `split`, one of SPLITS.
 
+        Args:
+            split: Which.
+            folder: Rows of the user's own in place of the source's.
+
         Raises:
-            DataError: When there is no such split.
+            DataError: When there is no such split, or the rows are not what the task expects.
         """
-        if split not in SPLITS:
-            raise DataError(f"There is no split {split!r} of {self.name}. Choose one of {', '.join(SPLITS)}.")
-        return self.load(split)
+        if split not in self.source.splits:
+            raise DataError(
+                f"There is no split {split!r} of {self.name}. Choose one of {', '.join(self.source.splits)}."
+            )
+        preprocess = self.for_training if split == "train" and self.for_training else self.preprocess
+        examples = []
+        for row in self.source.rows(split, folder):
+            for fields in preprocess(row):
+                examples.append(self._example(fields, len(examples)))
+        return examples
+
+    def values(self, examples: Sequence[Example], outputs: Sequence[str]) -> tuple[list[Any], list[Any]]:
+        """Returns what metrics take: the values of the targets, and those of the outputs."""
+        targets = [self.postprocess(example.targets, example.fields, True) for example in examples]
+        answers = [
+            self.postprocess(output, example.fields, False) for example, output in zip(examples, outputs, strict=True)
+        ]
+        return targets, answers
+
+    def _example(self, fields: dict[str, Any], number: int) -> Example:
+        """Returns the example of a preprocessed row."""
+        key = "/".join(str(fields[name]) for name in self.ids) or str(number)
+        group = "/".join(str(fields[name]) for name in self.groups) or key
+        choices = self.choices(fields) if callable(self.choices) else self.choices
+        return Example(key, group, fields["inputs"], fields["targets"], choices, fields)
 
 
 class _Tasks(Registry[Task]):

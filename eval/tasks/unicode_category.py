@@ -4,8 +4,12 @@ import hashlib
 import unicodedata
 from collections import defaultdict
 from functools import lru_cache
+from typing import Any
 
-from eval.task import TASKS, Example, Task
+from eval.metrics import ACCURACY
+from eval.postprocess import label_index
+from eval.source import BuiltIn
+from eval.task import TASKS, Decoding, Row, Task
 
 CATEGORIES = {
     "Cf": "format control",
@@ -36,25 +40,27 @@ _NUMBERED = ("CJK", "HANGUL SYLLABLE", "VARIATION SELECTOR", "TANGUT", "NUSHU", 
 
 
 @lru_cache(maxsize=1)
-def _all_examples() -> dict[str, list[Example]]:
-    """Returns the examples of every split."""
+def _all_rows() -> dict[str, list[Row]]:
+    """Returns the rows of every split."""
     by_category: dict[str, list[int]] = defaultdict(list)
     for code in range(0x110000):
         name, category = unicodedata.name(chr(code), ""), unicodedata.category(chr(code))
         if name and category in CATEGORIES and not name.startswith(_NUMBERED):
             by_category[category].append(code)
-    splits: dict[str, list[Example]] = {"train": [], "validation": [], "test": []}
+    splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
     for category in sorted(by_category):
         chosen = sorted(by_category[category], key=lambda code: _place(f"{code:06x}"))[:MOST_OF_A_CATEGORY]
         for code in sorted(chosen):
             block = f"{code // BLOCK_SIZE * BLOCK_SIZE:06x}"
-            splits[_split_of(block)].append(_example(code, block, CATEGORIES[category]))
+            row = {"code": f"U+{code:04X}", "block": block, "name": unicodedata.name(chr(code)), "category": category}
+            splits[_split_of(block)].append(row)
     return splits
 
 
-def _example(code: int, block: str, target: str) -> Example:
+def _preprocess(row: Row) -> list[dict[str, Any]]:
     """Returns the example of one character."""
-    return Example(f"U+{code:04X}", block, f"unicode category name: {unicodedata.name(chr(code)).lower()}", target)
+    inputs = f"unicode category name: {row['name'].lower()}"
+    return [{"code": row["code"], "block": row["block"], "inputs": inputs, "targets": CATEGORIES[row["category"]]}]
 
 
 def _split_of(block: str) -> str:
@@ -80,8 +86,16 @@ TASKS.add(
             "Unicode charts, so that direct neighbours stay together; coarser blocks would be harder."
         ),
         licence="Unicode-3.0",
+        source=BuiltIn(lambda split: _all_rows()[split]),
+        preprocess=_preprocess,
+        postprocess=label_index(tuple(CATEGORIES.values())),
+        metrics=(ACCURACY,),
         choices=tuple(CATEGORIES.values()),
-        load=lambda split: list(_all_examples()[split]),
-        max_target_tokens=16,
+        ids=("code",),
+        groups=("block",),
+        targets_length=16,
+        decoding=Decoding(max_tokens=16),
+        split="test",
+        prompt_source="this library",
     ),
 )

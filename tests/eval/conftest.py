@@ -6,7 +6,10 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.task import Example, Task
+from eval.metrics import ACCURACY
+from eval.postprocess import label_index
+from eval.source import BuiltIn
+from eval.task import Decoding, Task
 from moe.data.tokenizer import train_tokenizer
 from tests.models.tiny import tiny_model
 
@@ -44,12 +47,25 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
 
 def colour_task() -> Task:
     things = [("fire", "red"), ("grass", "green"), ("sea", "dark blue"), ("blood", "red"), ("leaf", "green")]
-    examples = [
-        Example(f"{thing}-{i}", thing, f"name the colour of {'the ' * i}{thing}", colour)
+    rows = [
+        {"id": f"{thing}-{i}", "thing": thing, "inputs": f"name the colour of {'the ' * i}{thing}", "targets": colour}
         for i in range(5)
         for thing, colour in things
     ]
-    return Task("colour", 1, "Colours of things.", "CC0-1.0", CHOICES, lambda split: examples, 7)
+    return Task(
+        name="colour",
+        version=1,
+        description="Colours of things.",
+        licence="CC0-1.0",
+        source=BuiltIn(lambda split: rows),
+        preprocess=lambda row: [dict(row)],
+        postprocess=label_index(CHOICES),
+        metrics=(ACCURACY,),
+        choices=CHOICES,
+        ids=("id",),
+        groups=("thing",),
+        decoding=Decoding(max_tokens=7),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ ROWS = 7
 
 
 def requests_of(task):
-    return [Request(example.id, example.inputs) for example in task.examples("test")]
+    return [Request(example.id, example.inputs, example.choices) for example in task.examples("test")]
 
 
 def interrupt(*_):
@@ -139,14 +139,14 @@ def test_a_model_with_sentinels_is_asked_with_one_and_answers_without(folders, t
                 logits = system.model(input_ids=inputs, labels=labels).logits[0]
             expected = logits.log_softmax(-1).gather(-1, labels[0, :, None]).sum().item()
             assert abs(by_rank.scores[choice] - expected) < 1e-4
-        tokens = system.model.generate(inputs, max_new_tokens=task.max_target_tokens + 1)[0]
+        tokens = system.model.generate(inputs, max_new_tokens=task.decoding.max_tokens + 1)[0]
         assert tokens[1] == first
         assert answer.output == system.tokenizer.decode(tokens[2:], skip_special_tokens=True)
     system.model.generation_config.forced_bos_token_id = None
 
 
 def test_a_request_never_holds_the_reference():
-    assert Request._fields == ("id", "inputs")
+    assert Request._fields == ("id", "inputs", "choices")
 
 
 def test_a_folder_without_a_model_and_an_unknown_mode_are_refused(folders, task, tmp_path):

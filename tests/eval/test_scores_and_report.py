@@ -3,7 +3,7 @@
 import json
 
 from eval.baselines import baseline_outputs
-from eval.metrics import accuracy, accuracy_by_class
+from eval.intervals import accuracy, accuracy_by_class
 from eval.report import compare_models, write_reports
 from eval.run import score_row
 
