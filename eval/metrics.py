@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.additive import Additive
+
 Values = Sequence[Any]
 """Post-processed targets or answers, one for each example, in the order of the examples."""
 
@@ -20,11 +22,13 @@ class Metric:
         score: (targets, answers) to a number in 0..100; Matthews correlation may be below 0.
         each: (targets, answers) to <float64>[N] scores whose mean over those that are not NaN is `score`: examples
             that do not count, as a repeated query, are NaN. None for a score that is no mean.
+        additive: The same score of sums, for those that are no mean and have it.
     """
 
     name: str
     score: Callable[[Values, Values], float]
     each: Callable[[Values, Values], NDArray[np.float64]] | None = None
+    additive: Additive | None = None
 
 
 def mean_of(name: str, each: Callable[[Values, Values], NDArray[np.float64]]) -> Metric:
