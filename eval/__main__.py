@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from eval.conformance import add_conformance_command, run_conformance
 from eval.predict import MODES
 from eval.run import evaluate
 from eval.task import SPLITS, TASKS
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="lists the tasks")
+    add_conformance_command(commands)
     run = commands.add_parser("run", help="evaluates models on tasks")
     run.add_argument("--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report")
     run.add_argument("--also", action="append", default=[], help="a further NAME=FOLDER to stand beside it")
@@ -35,6 +37,9 @@ def main(argv: list[str]) -> None:
     if arguments.command == "list":
         for name in TASKS.names():
             print(f"{name}: {TASKS.get(name).description}")
+        return
+    if arguments.command == "conformance":
+        run_conformance(arguments)
         return
 
     logging.disable_progress_bar()
