@@ -1,4 +1,4 @@
-"""python -m eval run --model DIR --tasks NAME[,NAME]; python -m eval compare A B; python -m eval list.
+"""python -m eval run --model DIR --tasks NAME[,NAME]; also list, compare A B, conformance FILE.json.
 
 Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
 """
@@ -12,6 +12,7 @@ from typing import Any, get_args
 from transformers.utils import logging
 
 from eval.compare import add_compare_command, run_compare
+from eval.conformance import add_conformance_command, run_conformance
 from eval.markdown import interval, number
 from eval.predict import MODES
 from eval.rank import Normalization, Scoring
@@ -27,14 +28,17 @@ def main(argv: list[str]) -> None:
     commands.add_parser("list", help="lists the tasks")
     add_run_command(commands)
     add_compare_command(commands)
+    add_conformance_command(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
         for name in TASKS.names():
             print(f"{name}: {TASKS.get(name).description}")
+    elif arguments.command == "run":
+        run_evaluation(arguments, argv)
     elif arguments.command == "compare":
         run_compare(arguments)
-    else:
-        run_evaluation(arguments, argv)
+    elif arguments.command == "conformance":
+        run_conformance(arguments)
 
 
 def add_run_command(commands: Any) -> None:

@@ -5,6 +5,7 @@ import pytest
 import sklearn.metrics
 
 from eval.additive import matthews, mean_f1, mean_of_sums, mean_parts
+from eval.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
 
 
 def both(additive, targets, answers):
@@ -37,3 +38,15 @@ def test_many_sums_at_once_are_each_alone():
 def test_a_mean_leaves_out_what_does_not_count():
     assert mean_of_sums(mean_parts(np.asarray([10, np.nan, 30])).sum(axis=0)) == 20
     assert np.isnan(mean_of_sums(mean_parts(np.asarray([np.nan])).sum(axis=0)))
+
+
+@pytest.mark.parametrize("metric", [MACRO_F1, F1_WITH_INVALID, MULTIRC_F1A, MATTHEWS], ids=lambda metric: metric.name)
+@pytest.mark.parametrize("seed", range(7))
+def test_metrics_of_sums_are_the_metrics_of_examples(metric, seed):
+    rng = np.random.default_rng(seed)
+    num_classes = 3 if metric is MACRO_F1 else 2
+    targets, answers = rng.integers(num_classes, size=23), rng.integers(-1, num_classes, size=23)
+    values = [[int(value) for value in array] for array in (targets, answers)]
+    if metric is MULTIRC_F1A:
+        values = [[{"group": i // 3, "value": value} for i, value in enumerate(array)] for array in values]
+    assert both(metric.additive, *values) == pytest.approx(metric.score(*values))
