@@ -206,11 +206,26 @@ def _encode(
 ) -> list[list[int]]:
     """Returns the tokens of each text between those of `start` and `end`, at most `length` in all."""
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    room = max(0, length - len(start) - len(end))
-    num_cut = sum(len(ids) > room for ids in encoded)
+    num_cut = sum(len(start) + len(ids) + len(end) > length for ids in encoded)
     if num_cut:
         logger.warning("%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length)
-    return [[*start, *ids[:room], *end] for ids in encoded]
+    return [enclose(ids, length, start=start, end=end) for ids in encoded]
+
+
+def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()) -> list[int]:
+    """Returns the tokens between those of `start` and `end`; only they are cut to have `length` in all.
+
+    Args:
+        ids: Tokens of a text.
+        length: Most tokens with both ends; None for any number.
+        start: What stands in front, e.g. a sentinel.
+        end: What stands behind, e.g. the end token.
+
+    Source:
+        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at b898b9f. Differs: no.
+    """
+    room = len(ids) if length is None else max(0, length - len(start) - len(end))
+    return [*start, *ids[:room], *end]
 
 
 def _check_numbers(seed: int, **positive: int) -> None:
