@@ -64,6 +64,16 @@ def test_a_variant_is_another_prompt_of_the_same_rows(name):
         assert examples_of(varied, task.split)[0].inputs != examples_of(task, task.split)[0].inputs
 
 
+def test_only_variants_read_the_same_rows():
+    """WinoGrande's sizes share what they are evaluated on, and differ in what they are trained on."""
+    owners = {}
+    for task in map(TASKS.get, ON_THE_HUB):
+        for split in task.source.splits:
+            place = (task.source.repository, task.source.config, task.source.hub_splits.get(split, split))
+            owners.setdefault(place, set()).add(task.variant_of or task.name)
+    assert {place: names for place, names in owners.items() if len(names) > 1} == {}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_unique_within_a_split(name):
     task = TASKS.get(name)
