@@ -13,11 +13,12 @@ from transformers.utils import logging
 
 from eval.compare import add_compare_command, run_compare
 from eval.conformance import add_conformance_command, run_conformance
+from eval.listing import tasks_table
 from eval.markdown import interval, number
 from eval.predict import MODES
 from eval.rank import Normalization, Scoring
 from eval.run import evaluate
-from eval.task import SPLITS, TASKS
+from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
 
 
@@ -31,8 +32,7 @@ def main(argv: list[str]) -> None:
     add_conformance_command(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
-        for name in TASKS.names():
-            print(f"{name}: {TASKS.get(name).description}")
+        print(tasks_table())
     elif arguments.command == "run":
         run_evaluation(arguments, argv)
     elif arguments.command == "compare":

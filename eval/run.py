@@ -19,7 +19,10 @@ from eval.ranks import ALONE, Ranks, arrange
 from eval.report import describe_model, describe_place, write_reports
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
-from moe import ConfigError, DistributedError, MoEError, World, did_you_mean, together
+from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
+
+HIDDEN = "<unk>"
+"""What T5 makes of a label that the authors of a dataset keep to themselves."""
 
 Draws = dict[tuple[str, str, str], NDArray[np.float64]]
 """By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
@@ -136,13 +139,18 @@ def read_task(
     """Returns what the report says of a task before any answer, and its examples.
 
     Raises:
-        DataError: When the rows cannot be had, on any rank, or are not what the task expects.
+        DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide their labels.
     """
     read: list[Any] = []
     built_in = isinstance(task.source, BuiltIn)
     folder = None if built_in else data
     together(lambda: read.extend(task.rows(split, folder, revision)))
     every = task.examples_of(read, split)
+    if num_hidden := sum(example.targets == HIDDEN for example in every):
+        raise DataError(
+            f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
+            f"answers cannot be judged. Choose another split, as {task.split}."
+        )
     examples = thin_out(every, limit)
     entry = {
         "task": task.name,

@@ -35,10 +35,12 @@ class BuiltIn:
     Attributes:
         read: Returns the rows of a split.
         splits: Those that there are.
+        hidden: Those whose labels nobody knows.
     """
 
     read: Callable[[str], list[Row]]
     splits: Sequence[str] = SPLITS
+    hidden: Sequence[str] = ()
 
     def expected(self, split: str) -> int | None:
         """Returns None: the number of rows depends on the version of Python."""
@@ -75,7 +77,7 @@ class HubData:
     counts: Mapping[str, int]
     columns: Columns
     labels: Mapping[str, Collection[Any]] = field(default_factory=dict)
-    hidden: tuple[str, ...] = ()
+    hidden: Sequence[str] = ()
     hub_splits: Mapping[str, str] = field(default_factory=dict)
     revisions: tuple[str, ...] = (MAIN, EXPORT)
 

@@ -68,6 +68,11 @@ class Source(Protocol):
         """Those of SPLITS that there are."""
         ...
 
+    @property
+    def hidden(self) -> Sequence[str]:
+        """Those whose labels the authors keep to themselves: predictions can be made of them, scores cannot."""
+        ...
+
     def expected(self, split: str) -> int | None:
         """Returns how many rows a split has where it is published; None when that is not fixed."""
         ...
