@@ -18,14 +18,16 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e8e4; --paper: #1a1a1c; --line: #3a3a3d; --soft: #a5a5a0;
         --ours: #4ba3dc; --ours2: #1f6fa3; --theirs: #5d5d60; --warn: #ff9b5c; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 68rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+       max-width: 72rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
 h1 { line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); } h3 { margin-bottom: .2rem; }
 p.read, .soft { color: var(--soft); } p.failed, .warn { color: var(--warn); } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .8rem 0; overflow-wrap: normal; } th, td { text-align: left;
        padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.text { min-width: 10rem; overflow-wrap: anywhere; white-space: pre-wrap; } code { font-size: .92em; }
-td small { color: var(--soft); display: block; } tbody th { font-weight: 600; }
+table.board { font-size: .86rem; } table.board td, table.board th { padding-right: .6rem; }
+table.board th.number { white-space: normal; } td:first-child, th:first-child { position: sticky; left: 0;
+       background: var(--paper); } td small { color: var(--soft); display: block; } tbody th { font-weight: 600; }
 figure { margin: .8rem 0; } figure svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
 svg .ours { fill: var(--ours); } svg .ours2 { fill: var(--ours2); } svg .theirs { fill: var(--theirs); }
@@ -76,23 +78,28 @@ def _scores(board: Scoreboard) -> str:
     """Returns the table of all scores, the chart, and the way to each task."""
     if not board.lines:
         return _section("Scores", "<p>There are no scores.</p>")
-    header = ["task", "metric", "split", *(f"{name}, {mode}" for name, mode in board.systems), *board.published]
-    rows = [_line(line) for line in board.lines]
+    header = ["task", "metric", *(f"{name}, {mode}" for name, mode in board.systems), *board.published]
+    before = ["", *(line.task for line in board.lines)]
+    rows = [_line(line, again=line.task == last) for line, last in zip(board.lines, before, strict=False)]
     legend = "".join(f"<li>{escape(sentence)}</li>" for sentence in board.legend)
     tasks = [line.task for line in board.lines if line.metric != "average"]
     links = "".join(f'<a href="#{escape(task)}">{escape(task)}</a>' for task in dict.fromkeys(tasks))
     return _section(
         "Scores",
-        _read("In small letters 95 % bootstrap intervals over groups of examples; on a published score its source.")
-        + _table(header, rows, numbers=range(3, len(header)))
+        _read(
+            "In small letters the split, and 95 % bootstrap intervals over groups of examples. Point at a published "
+            "score to see its source."
+        )
+        + _table(header, rows, numbers=range(2, len(header)), kind="board")
         + f'<ul class="soft">{legend}</ul><figure>{bar_chart(board)}</figure>'
         + (f"<nav>{links}</nav>" if len(set(tasks)) > 1 else ""),
     )
 
 
-def _line(line: Line) -> list[str]:
-    """Returns the cells of one metric."""
-    cells = [f"<b>{escape(line.task)}</b>{line.marks}", escape(line.metric), escape(line.split)]
+def _line(line: Line, *, again: bool) -> list[str]:
+    """Returns the cells of one metric; `again` when it is not the first of its task."""
+    task = "" if again else f"<b>{escape(line.task)}</b>{line.marks}<small>{escape(line.split)}</small>"
+    cells = [task, escape(line.metric)]
     for score in line.ours:
         cells.append(_score(score) if score else "")
     for one in line.published:
@@ -218,7 +225,12 @@ def _list(sentences: Iterable[str], kind: str) -> str:
 
 
 def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = (), texts: Iterable[int] = ()
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: Iterable[int] = (),
+    texts: Iterable[int] = (),
+    kind: str = "",
 ) -> str:
     """Returns a table; the cells are HTML, those of the columns `numbers` stand on the right."""
     kinds = {**dict.fromkeys(texts, ' class="text"'), **dict.fromkeys(numbers, ' class="number"')}
@@ -226,4 +238,5 @@ def _table(
     body = "".join(
         "<tr>" + "".join(f"<td{kinds.get(i, '')}>{text}</td>" for i, text in enumerate(row)) + "</tr>" for row in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table class="{kind}">{table}</table></div>'

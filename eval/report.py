@@ -1,6 +1,7 @@
 """The reports of an evaluation: report.json for programs, report.md and report.html for people, card.md for a card."""
 
 import json
+import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,10 +62,19 @@ def _chosen_by(folder: Path) -> dict[str, Any] | None:
 def write_reports(report: dict[str, Any], out: Path) -> None:
     """Writes report.json, report.md, report.html and card.md to `out`, each whole or not at all."""
     board = scoreboard(report)
-    write_whole(out / REPORT, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(out / REPORT, json.dumps(_finite(report), indent=1, ensure_ascii=False) + "\n")
     write_whole(out / "report.md", markdown(report, board))
     write_whole(out / "report.html", page(report, board))
     write_whole(out / "card.md", card(report))
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value as JSON knows it: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def markdown(report: dict[str, Any], board: Scoreboard) -> str:

@@ -127,6 +127,8 @@ def _legend(lines: list[Line]) -> list[str]:
         sentences.append(f"{OWN_PROMPT} the prompt is not T5's; published results may stand on another one.")
     if any(one and one.split != line.split for line in lines for one in line.published):
         sentences.append(f"{DIFFERS} published on another split than ours: the test split, or validation for a test.")
+    if any(line.task == "natural_questions" for line in lines):
+        sentences.append("The validation split of natural_questions is what others call its test set.")
     sources = sorted({one.source for line in lines for one in line.published if one})
     if sources:
         sentences.append(

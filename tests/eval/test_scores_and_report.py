@@ -278,6 +278,17 @@ def test_a_score_that_is_not_defined_is_a_dash_everywhere(tmp_path):
     assert "value" not in (tmp_path / "card.md").read_text()
 
 
+def test_a_router_that_saw_no_token_makes_no_invalid_json(tmp_path):
+    entry = an_entry()
+    entry["systems"][0]["router"]["encoder"]["load_cv"] = float("nan")
+    write_reports(a_report(entry), tmp_path)
+    text = (tmp_path / "report.json").read_text()
+    assert (
+        json.loads(text, parse_constant=lambda _: 1 / 0)["tasks"][0]["systems"][0]["router"]["encoder"]["load_cv"]
+        is None
+    )
+
+
 def test_the_card_is_read_by_the_hub(tmp_path):
     local = an_entry("rte", data={"folder": "here", "repository": "a/b", "config": "c", "revision": "d"}, limit=3)
     write_reports(a_report(an_entry("boolq"), local), tmp_path)

@@ -1,0 +1,163 @@
+"""Whole evaluations of a tiny model on rows of the user's own, in one process."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import eval.run
+from eval.compare import compare_runs
+from eval.describe import score_row
+from eval.folder import read_answers, write_examples
+from eval.paper import SUPERGLUE
+from eval.predict import load_seq2seq
+from eval.rank import Scoring
+from eval.run import check_tasks, dev_scores, evaluate, read_task, score, system_scores
+from eval.task import TASKS
+from moe import ConfigError, DataError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def run(folders, tasks, out, **options):
+    options = {"data": FIXTURES, "modes": ["generate"], **options}
+    return evaluate({"ours": folders["moe"]}, tasks, out=out, command="python -m eval", **options)
+
+
+@pytest.mark.slow
+def test_the_superglue_average_is_that_of_its_eight_tasks(folders, tmp_path):
+    report = run(folders, [*SUPERGLUE, "axb"], tmp_path, modes=None)
+    assert report["failed"] == []
+    (average,) = report["averages"]  # wsc has no choices to rank
+    assert (average["name"], average["mode"]) == ("ours", "generate")
+    parts = []
+    for task in report["tasks"][:8]:
+        row = next(row for row in task["systems"] if row["mode"] == "generate")
+        values = [one["value"] for one in row["scores"]]
+        parts.append(sum(values) / len(values))
+    assert average["value"] == pytest.approx(sum(parts) / 8)
+    assert average["low"] <= average["value"] <= average["high"]
+    assert {row["mode"] for row in report["tasks"][0]["systems"]} == {"generate", "rank"}
+    assert "superglue" in (tmp_path / "report.html").read_text()
+    scores = system_scores(load_seq2seq(folders["moe"]), SUPERGLUE, FIXTURES, None, tmp_path / "dev")
+    assert scores["mean"] == pytest.approx(average["value"])
+
+
+def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("of a bug")
+
+    monkeypatch.setattr(eval.run, "by_class", lambda task, *rest: broken() if task.name == "copa" else [])
+    written = []
+    write = eval.run.write_reports
+    monkeypatch.setattr(
+        eval.run, "write_reports", lambda report, out: written.append(len(report["tasks"])) or write(report, out)
+    )
+    (tmp_path / "data").mkdir()
+    for name in ("boolq", "rte", "copa"):
+        (tmp_path / "data" / name).symlink_to(FIXTURES / name)
+    report = run(folders, ["cb", "boolq", "copa", "rte"], tmp_path / "out", data=tmp_path / "data")
+    assert [task["task"] for task in report["tasks"]] == ["boolq", "rte"]
+    assert [one["task"] for one in report["failed"]] == ["cb", "copa"]
+    assert "There is no folder" in report["failed"][0]["message"]
+    assert report["failed"][1]["message"] == "ZeroDivisionError: of a bug"
+    assert written == [0, 1, 1, 2]  # after each task
+    assert json.loads((tmp_path / "out/report.json").read_text()) == report
+
+
+def test_the_report_says_what_was_run_on_what(folders, tmp_path):
+    scoring = Scoring(include_eos=False, normalize="tokens")
+    report = run(folders, ["boolq", "boolq"], tmp_path, modes=["rank"], limit=3, scoring=scoring)
+    (task,) = report["tasks"]
+    assert task["data"]["folder"] == str(FIXTURES / "boolq")
+    assert (task["data"]["repository"], task["num_expected"], task["num_examples"]) == ("aps/super_glue", 3270, 3)
+    assert task["limit"] == 3
+    assert any("not from the hub" in note for note in task["notes"])
+    assert report["settings"]["scoring"] == {"include_eos": False, "normalize": "tokens"}
+    assert report["versions"]["torch"]
+    assert report["models"]["ours"]["parameters"] == load_seq2seq(folders["moe"]).model.num_parameters()
+    assert set(task["systems"][0]["router"]) == {"encoder", "decoder"}
+
+
+def test_the_best_checkpoint_of_a_run_is_named_where_it_was_chosen(folders, tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/model").symlink_to(folders["moe"])
+    (tmp_path / "best/scores.json").write_text(json.dumps({"step": 7, "boolq/accuracy": 50.0, "mean": 50.0}))
+    models = {"ours": tmp_path / "best/model"}
+    report = evaluate(models, ["boolq", "rte"], modes=["rank"], data=FIXTURES, out=tmp_path / "out", command="")
+    assert report["models"]["ours"]["chosen_by"]["tasks"] == ["boolq"]
+    peaks = [any("on this same split" in note for note in task["notes"]) for task in report["tasks"]]
+    assert peaks == [True, False]
+    assert "step 7" in (tmp_path / "out/report.md").read_text()
+
+
+def test_two_runs_of_the_same_rows_are_compared_and_of_a_part_are_not(folders, tmp_path):
+    run(folders, ["multirc", "record"], tmp_path / "a")
+    evaluate({"t5": folders["t5"]}, ["multirc", "record"], data=FIXTURES, out=tmp_path / "b", command="")
+    result = compare_runs(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert [(task["task"], task["mode"]) for task in result["tasks"]] == [
+        ("multirc", "generate"),
+        ("record", "generate"),
+    ]
+    assert result["left_out"] == ["multirc by rank is in B only.", "record by rank is in B only."]
+    run(folders, ["multirc"], tmp_path / "c", limit=3)
+    with pytest.raises(DataError, match="did not answer the same examples of multirc: limit None in A and 3 in B"):
+        compare_runs(str(tmp_path / "a"), str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(FIXTURES.iterdir()) if path.is_dir()])
+def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp_path):
+    task = TASKS.get(name)
+    examples = task.examples(task.split, FIXTURES)
+    outputs = [example.targets if number % 2 else "no" for number, example in enumerate(examples)]
+    write_examples(tmp_path, task, examples)
+    predictions = tmp_path / "predictions" / f"{name}.model.generate.jsonl"
+    predictions.parent.mkdir()
+    lines = [{"id": example.id, "output": output} for example, output in zip(examples, outputs, strict=True)]
+    predictions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answers = read_answers(tmp_path, {"task": name}, "model", "generate")
+    assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
+    row, _ = score_row(task, examples, outputs, "model", "generate")
+    values = {one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]}
+    assert values == pytest.approx(score(task, examples, outputs), nan_ok=True)
+
+
+def test_dev_scores_of_a_model_in_memory_leave_it_as_it_was(folders, tokenizer, tmp_path):
+    model = load_seq2seq(folders["moe"]).model.train()
+    scores = dev_scores(model, tokenizer, ["boolq", "cb"], FIXTURES, None, tmp_path)
+    assert set(scores) == {"boolq/accuracy", "cb/accuracy", "cb/mean_3class_f1", "mean"}
+    cb = (scores["cb/accuracy"] + scores["cb/mean_3class_f1"]) / 2
+    assert scores["mean"] == pytest.approx((scores["boolq/accuracy"] + cb) / 2)
+    assert model.training
+
+
+def test_a_model_in_memory_that_changed_is_asked_again(folders, tokenizer, tmp_path):
+    system = load_seq2seq(folders["moe"])
+    answers = tmp_path / "predictions/boolq.model.generate.jsonl"
+    outputs = []
+    for _ in range(2):
+        dev_scores(system.model, tokenizer, ["boolq"], FIXTURES, 3, tmp_path)
+        outputs.append(answers.read_text())
+        system.model.get_input_embeddings().weight.data.mul_(-3)
+    assert outputs[0] != outputs[1]
+
+
+def test_what_cannot_be_run_is_said_before_anything_is_loaded():
+    for options, text in (
+        ((["rtee"], None, None), r"no task called 'rtee'. Did you mean 'rte'"),
+        ((["rte"], ["guess"], None), r"no mode 'guess'. Choose from generate, rank"),
+        ((["rte"], ["generat"], None), r"Did you mean 'generate'"),
+        ((["rte"], None, "dev"), r"no split 'dev'. Choose from train, validation, test"),
+        ((["xsum"], ["rank"], None), r"xsum cannot be evaluated by rank, only by generate"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            check_tasks(*options)
+
+
+def test_hidden_labels_are_not_scored(tmp_path):
+    row = {"question": "is it", "passage": "it is", "idx": 0, "label": -1}
+    (tmp_path / "boolq").mkdir()
+    (tmp_path / "boolq/test.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=r"labels of 1 of 1 examples of boolq are hidden in split 'test'.* validation"):
+        read_task(TASKS.get("boolq"), "test", data=tmp_path)
