@@ -97,14 +97,21 @@ def function_of(kind: Any, task: Any, given: Input) -> Function:
     """
     if kind not in TABLES:
         raise DataError(f"there is no kind {kind!r}.{did_you_mean(kind, TABLES)} Choose from {', '.join(TABLES)}.")
-    named = str(given.get("fn") or given.get("metric") or "")
-    task = str(task)
-    spellings = [named, _first_word(named), task, task.partition(" (")[0], task.rpartition("/")[2], _first_word(task)]
-    for spelling in spellings:
-        if spelling in TABLES[kind]:
-            return TABLES[kind][spelling]
-    wanted = named or task
+    table = {name.lower(): function for name, function in TABLES[kind].items()}
+    wanted = str(given.get("fn") or given.get("metric") or task)
+    for spelling in _spellings(wanted):
+        if spelling in table:
+            return table[spelling]
     raise DataError(f"no function for {kind} {wanted!r}.{did_you_mean(wanted, TABLES[kind])}")
+
+
+def _spellings(name: str) -> list[str]:
+    """Returns a name, and the first words of it and of what follows its slash, the most words first."""
+    name, spellings = name.lower(), [name.lower()]
+    for part in (name, name.partition("/")[2]):
+        words = re.findall(r"[\w./]+", part)
+        spellings += ["_".join(words[:number]) for number in range(len(words), 0, -1)]
+    return spellings
 
 
 def agrees(expected: Any, got: Any, *, subset: bool = False) -> bool:
@@ -123,12 +130,6 @@ def agrees(expected: Any, got: Any, *, subset: bool = False) -> bool:
 def _show(value: Any) -> str:
     """Returns a value on one line."""
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _first_word(text: str) -> str:
-    """Returns the letters, digits, underscores, dots and slashes that a text begins with."""
-    match = re.match(r"[\w./]+", text)
-    return match[0] if match else ""
 
 
 # --- preprocessors: of a row, or of {"example": row, **options}, to a list of examples ---
@@ -160,7 +161,7 @@ PREPROCESSORS: dict[str, Function] = {
     "record": _on_row(preprocess.record),
     "wsc": _on_row(wsc.wsc_simple),
     "wsc.fixed": _on_row(wsc.wsc_simple),
-    "super_glue/wsc.fixed (marker form, not the T5 default)": _on_row(wsc.wsc),
+    "wsc.fixed_marker_form": _on_row(wsc.wsc),
     "definite_pronoun_resolution": _on_row(wsc.definite_pronoun_resolution_simple),
     "dpr": _on_row(wsc.definite_pronoun_resolution_simple),
     "cnn_dailymail": _on_row(preprocess.summarize("article", "highlights")),
@@ -175,7 +176,6 @@ PREPROCESSORS: dict[str, Function] = {
     "web_questions": _on_row(questions.web_questions),
     "translation": _translate,
     "rank_classification": _ranked,
-    "rank_classification formatter": _ranked,
     "rank_classification_formatter": _ranked,
     **DATA,
 }
@@ -183,7 +183,7 @@ PREPROCESSORS: dict[str, Function] = {
 
 # --- postprocessors: of {text, is_target, example}, to a value; of {values: [text, ...]}, to a list of values ---
 
-_TEXT_KEYS = ("string", "prediction", "answer", "text", "output", "string_label", "score")
+_TEXT_KEYS = ("string", "prediction", "answer", "text", "output", "string_label", "value", "score")
 
 
 def _on_text(make: Callable[[Input], postprocess.Postprocess]) -> Function:
@@ -195,6 +195,8 @@ def _on_text(make: Callable[[Input], postprocess.Postprocess]) -> Function:
         if "values" in given:
             return [function(value, fields, is_target) for value in given["values"]]
         texts = [given[key] for key in _TEXT_KEYS if key in given]
+        if not texts and not is_target:
+            raise DataError(f"no text; expected one of {', '.join(_TEXT_KEYS)} in the input.")
         return function(texts[0] if texts else "", fields, is_target)
 
     return call

@@ -205,7 +205,7 @@ def rouge(kind: str) -> Metric:
         scorer = RougeScorer([kind])
         pairs = zip(targets, answers, strict=True)
         sentences = [(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n")) for target, answer in pairs]
-        return np.asarray([100 * scorer.score(target, answer)[kind].fmeasure for target, answer in sentences])
+        return np.asarray([100.0 * scorer.score(target, answer)[kind].fmeasure for target, answer in sentences])
 
     return mean_of(kind, each)
 

@@ -65,6 +65,8 @@ def broken(**changes):
         (broken(kind="metrics"), "there is no kind 'metrics'. Did you mean 'metric'"),
         (broken(kind=["metric"]), "TypeError"),
         (broken(kind="preprocess", task="sentiment", input={}), "no function for preprocess 'sentiment'"),
+        (broken(task="squad", input={"metric": "spam_squad"}), "no function for metric 'spam_squad'"),
+        (broken(kind="postprocess", task="qa", input={"txt": "x"}), "no text; expected one of string, prediction"),
         (broken(input={"metric": "accuracy", "targets": [1]}), "KeyError: 'predictions'"),
         (broken(input={"metric": "accuracy", "targets": [1], "predictions": []}), "ValueError"),
         (broken(kind="preprocess", task="super_glue/cb", input={"label": 7}), "A row has label 7"),
@@ -192,6 +194,7 @@ def test_the_end_token_survives_whatever_is_cut(max_length, expected):
         ("matthews_corrcoef x100", {"targets": [0, 1], "predictions": [0, 1]}, {"matthews_corrcoef": 100.0}),
         ("mean_multiclass_f1", {"targets": [0, 1, 1, 2], "predictions": [0, 0, 2, 2], "num_classes": 3}, 400 / 9),
         ("mean_multiclass_f1(num_classes=3)", {"targets": [0, 1, 1, 2], "predictions": [0, 0, 2, 2]}, 400 / 9),
+        ("Spearman_corrcoef x100 of two lists", {"targets": [1, 2], "predictions": [1, 2]}, {"spearman_corrcoef": 100}),
         ("rouge_mean(rouge1)", {"targets": ["a b"], "predictions": ["a b"]}, {"rouge1": 100.0}),
     ],
 )
@@ -214,6 +217,47 @@ def test_metrics_of_groups_go_with_any_metric_inside(name, expected):
     targets = [{"group": 3, "value": 1}, {"group": 3, "value": 0}, {"group": 5, "value": 1}]
     given = {"metric": name, "targets": targets, "predictions": [{"value": value} for value in (1, 1, 1)]}
     assert check({"kind": "metric", "task": "t", "input": given, "expected": expected})[0] is None
+
+
+ROW = {"text": "Ada said that she won", "span1_text": "Ada", "span1_index": 0, "span2_text": "she", "span2_index": 3}
+ROW |= {"label": 0, "idx": 7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "given", "expected"),
+    [
+        ("preprocess", "super_glue/wsc.fixed", {"example": ROW, "correct_referent_only": True}, []),
+        (
+            "preprocess",
+            "super_glue/wsc.fixed (marker form)",
+            ROW,
+            [{"inputs": "wsc text: * Ada * said that # she # won", "targets": "False", "idx": 7}],
+        ),
+        (
+            "preprocess",
+            "rank_classification formatter",
+            {"example": {"q": {"a": "x"}, "key": 1}, "inputs_formats": "Q", "targets_formats": ["", "{q/a}"]}
+            | {"mode": "train", "label_key": "key"},
+            [{"idx": [0, 1], "inputs": "Q", "targets": "x", "is_correct": True}],
+        ),
+        (
+            "postprocess",
+            "super_glue/multirc",
+            {"string": "True", "is_target": True, "example": {"idx/paragraph": 2, "idx/question": 11}},
+            {"value": 1, "group": 11},
+        ),
+        ("postprocess", "super_glue/record", {"string": "Ann", "is_target": False}, {"value": "Ann"}),
+        ("postprocess", "super_glue/wsc.fixed", {"is_target": True, "example": {"label": 1}}, 1),
+        ("postprocess", "generic", {"fn": "lower_text", "value": "AB"}, "ab"),
+        ("postprocess", "closed-book", {"fn": "qa", "answer": "x", "example": {"answers": ["y"]}}, "x"),
+        ("postprocess", "generic", {"fn": "remove_sentinel", "values": ["<extra_id_0> a", "b"]}, ["a", "b"]),
+        ("preprocess", "mixture_rate", {"num_examples": 1000, "maximum": None, "temperature": 1.0, "scale": 1.0}, 1000),
+    ],
+)
+def test_a_case_is_found_by_its_task_or_function_and_its_options_are_passed_on(kind, task, given, expected):
+    case = {"kind": kind, "task": task, "input": given, "expected": expected}
+    assert check(case)[0] is None
+    assert check({**case, "expected": ["something else"]})[0] is not None
 
 
 def test_values_agree_by_kind_and_floats_to_a_millionth():

@@ -1,0 +1,441 @@
+"""T5's text functions at their edges. Oracles: what T5's and t5_cbqa's source and tests say, on other texts."""
+
+from functools import partial
+
+import pytest
+
+from eval import postprocess
+from eval.preprocess import (
+    LABELS,
+    glue,
+    glue_task,
+    multirc,
+    rank_classification_formatter,
+    record,
+    stsb,
+    summarize,
+    translate,
+)
+from eval.questions import (
+    natural_questions_nocontext,
+    natural_questions_open,
+    pad_punctuation,
+    squad,
+    trivia_qa,
+    trivia_qa_open,
+    web_questions,
+)
+from eval.wsc import definite_pronoun_resolution_simple, wsc, wsc_simple
+from moe import ConfigError, DataError
+
+# --- GLUE and SuperGLUE ---
+
+
+def test_fields_are_in_alphabetical_order_unless_listed_and_their_text_is_kept_to_the_letter():
+    row = {"q3": " Who? ", "q1": "How  so?", "q2": "", "idx": 5, "label": 1}
+    (example,) = glue("quiz", ["no", "yes"])(row)
+    assert example == {"inputs": "quiz q1: How  so? q2:  q3:  Who? ", "targets": "yes", "idx": 5}
+    (example,) = glue("quiz", ["no", "yes"], ["q3", "q1"])(row)
+    assert example["inputs"] == "quiz q3:  Who?  q1: How  so?"
+
+
+def test_a_row_may_be_known_by_another_field_or_none():
+    row = {"text": "a", "label": -1, "uid": "x7"}
+    assert glue("t", ["no"], ["text"], id_field="uid")(row) == [
+        {"inputs": "t text: a", "targets": "<unk>", "idx": "x7"}
+    ]
+    assert glue("t", ["no"], ["text"], id_field=None)(row) == [{"inputs": "t text: a", "targets": "<unk>"}]
+
+
+@pytest.mark.parametrize("label", [3, -2])
+def test_a_label_that_does_not_exist_is_named(label):
+    with pytest.raises(DataError, match=rf"label {label}; expected 0 to 2 for entailment, contradiction, neutral"):
+        glue_task("cb")({"premise": "p", "hypothesis": "h", "idx": 0, "label": label})
+
+
+PAIR = {"premise": "p", "hypothesis": "h", "idx": 3}
+SENTENCES = {"sentence1": "s", "sentence2": "t", "idx": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "inputs", "targets"),
+    [
+        ("cola", {"sentence": "s", "idx": 3}, "cola sentence: s", ["unacceptable", "acceptable"]),
+        ("sst2", {"sentence": "s", "idx": 3}, "sst2 sentence: s", ["negative", "positive"]),
+        ("mrpc", SENTENCES, "mrpc sentence1: s sentence2: t", ["not_equivalent", "equivalent"]),
+        ("qqp", {"question1": "s", "question2": "t", "idx": 3}, "qqp question1: s question2: t", None),
+        ("mnli_matched", PAIR, "mnli hypothesis: h premise: p", ["entailment", "neutral", "contradiction"]),
+        ("ax", PAIR, "mnli hypothesis: h premise: p", ["entailment", "neutral", "contradiction"]),
+        ("qnli", {"question": "q", "sentence": "s", "idx": 3}, "qnli question: q sentence: s", None),
+        ("rte", PAIR, "rte hypothesis: h premise: p", ["entailment", "not_entailment"]),
+        ("wnli", SENTENCES, "wnli sentence1: s sentence2: t", ["not_entailment", "entailment"]),
+        ("cb", PAIR, "cb hypothesis: h premise: p", ["entailment", "contradiction", "neutral"]),
+        ("axg", PAIR, "rte hypothesis: h premise: p", ["entailment", "not_entailment"]),
+        ("axb", SENTENCES, "rte hypothesis: t premise: s", ["entailment", "not_entailment"]),
+    ],
+)
+def test_every_task_has_its_prompt_and_its_own_order_of_labels(name, row, inputs, targets):
+    targets = targets or LABELS[name]
+    for label, target in [*enumerate(targets), (-1, "<unk>")]:
+        assert glue_task(name)({**row, "label": label}) == [{"inputs": inputs, "targets": target, "idx": 3}]
+
+
+def test_multirc_loses_breaks_and_bold_in_every_field_and_nothing_else():
+    row = {"paragraph": "<br>a<b>b</b><B>c<br/>", "question": "<b>q</b>", "answer": "x<br>y", "label": -1}
+    (example,) = multirc({**row, "idx": {"paragraph": 2, "question": 3, "answer": 5}})
+    assert example["inputs"] == "multirc question: q answer: x y paragraph:  ab<B>c<br/>"
+    assert example["targets"] == "<unk>"
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [(0.0, "0.0"), (5.0, "5.0"), (2.5, "2.4"), (2.499, "2.4"), (1.5, "1.6"), (0.1, "0.0"), (-1.0, "-1.0")],
+)
+def test_similarity_is_rounded_to_fifths_half_to_even(label, text):
+    assert stsb({"sentence1": "a", "sentence2": "b", "idx": 0, "label": label})[0]["targets"] == text
+
+
+def test_record_gives_a_row_an_answer_and_parts_highlights_by_their_punctuation():
+    passage = "".join(f"{end}\n@highlight\n" for end in ["a.", "b?", "c!", 'd"', "e'", "f", "g)"]) + "end"
+    row = {"passage": passage, "query": "q", "entities": ["Z", "A"], "answers": ["Z", "A"]}
+    examples = record({**row, "idx": {"passage": 2, "query": 3}})
+    assert [example["targets"] for example in examples] == ["Z", "A"]
+    for example in examples:
+        text = "record query: q entities: Z, A passage: a. b? c! d\" e' f. g). end"
+        assert example["inputs"] == text
+        assert example["answers"] == ["Z", "A"]
+        assert (example["idx/passage"], example["idx/query"]) == (2, 3)
+
+
+# --- pronouns ---
+
+SCHEMA = {"text": "Ada told Bo that she won , so she ran .", "span1_text": "Ada", "span2_text": "she", "idx": 7}
+
+
+def test_only_the_pronoun_at_the_index_is_marked():
+    (example,) = wsc_simple({**SCHEMA, "span2_index": 8, "label": 1})
+    assert example == {
+        "inputs": "wsc: Ada told Bo that she won , so *she* ran .",
+        "targets": "Ada",
+        "label": 1,
+        "idx": 7,
+    }
+
+
+def test_training_keeps_right_referents_only_and_evaluation_all():
+    for label, num_trained in [(1, 1), (0, 0)]:
+        row = {**SCHEMA, "span2_index": 4, "label": label}
+        assert len(wsc_simple(row, correct_referent_only=True)) == num_trained
+        assert len(wsc_simple(row)) == 1
+
+
+def test_words_are_parted_by_single_spaces():
+    row = {**SCHEMA, "text": "Ada  told Bo that she won", "span2_index": 5, "label": 1}
+    assert wsc_simple(row)[0]["inputs"] == "wsc: Ada  told Bo that *she* won"
+
+
+@pytest.mark.parametrize("index", [0, 3, 99])
+def test_an_index_that_is_not_the_pronouns_is_refused(index):
+    with pytest.raises(DataError, match=rf"span2_index {index} of WSC row 7 does not point at the pronoun 'she'"):
+        wsc_simple({**SCHEMA, "span2_index": index, "label": 1})
+
+
+@pytest.mark.parametrize("end", [" ", ""])
+def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
+    text = (
+        "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out quite loud. "
+        '"Good for him," he said.' + end
+    )
+    row = {"text": text, "span1_text": "The boy", "span2_text": "him", "span2_index": 22, "label": 0, "idx": 1}
+    assert wsc_simple(row)[0]["inputs"].endswith('laughed out quite loud. "Good for *him* ," he said.')
+    text = (
+        "When they had eventually calmed down a bit , and had gotten home, Mr. Farley put the magic pebble in an iron "
+        "safe . Some day they might want to use it , but really for now, what more could they wish for?"
+    )
+    row = {"text": text, "span1_text": "safe", "span2_text": "it", "span2_index": 28, "label": 1, "idx": 2}
+    assert "they might want to use *it* , but really for now" in wsc_simple(row)[0]["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "marked"),
+    [
+        (("Ada", 0), ("she", 4), "* Ada * told Bo that # she # won"),
+        (("won", 5), ("she", 4), "Ada told Bo that # she # * won *"),
+    ],
+)
+def test_the_marks_of_one_span_do_not_shift_the_other(first, second, marked):
+    row = {"text": "Ada told Bo that she won", "idx": 0, "label": -1}
+    row |= {"span1_text": first[0], "span1_index": first[1], "span2_text": second[0], "span2_index": second[1]}
+    assert wsc(row) == [{"inputs": f"wsc text: {marked}", "targets": "<unk>", "idx": 0}]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "marked"),
+    [
+        ("Bo met Al, and he saw he won.", "Bo met Al, and *he* saw he won."),
+        ("Bo met the one, he, who won.", "Bo met the one, *he*, who won."),
+        ("He said that she saw he.", "He said that she saw *he*."),
+        ("he won; so he!", "he won; so he!"),  # neither is between a space and one of space, full stop, comma
+    ],
+)
+def test_the_first_occurrence_of_a_pronoun_between_delimiters_is_marked(sentence, marked):
+    row = {"sentence": sentence, "pronoun": "he", "candidates": ["Bo", "Al"], "label": 0}
+    assert definite_pronoun_resolution_simple(row) == [{"inputs": f"wsc: {marked}", "targets": "Bo"}]
+
+
+# --- questions, summaries, translations ---
+
+
+@pytest.mark.parametrize(
+    ("text", "padded"),
+    [
+        ('"It  was (1845-1986) ".', ' " It was ( 1845 - 1986 ) " . '),
+        ('"Año (la vídeo)"', ' " Año ( la vídeo ) " '),
+        ("a_b\t\n'c\u2019", "a _ b ' c\u2019"),
+        ("", ""),
+    ],
+)
+def test_ascii_punctuation_is_padded_and_other_letters_are_left_alone(text, padded):
+    assert pad_punctuation(text) == padded
+
+
+def test_the_first_answer_is_the_target_padded_as_the_others():
+    row = {
+        "id": "x",
+        "question": "Who?",
+        "context": "U.S. law",
+        "answers": {"text": ["U.S.", "law"], "answer_start": []},
+    }
+    (example,) = squad(row)
+    assert example["inputs"] == "question: Who ? context: U . S . law"
+    assert example["targets"] == "U . S . "
+    assert example["answers"] == ["U . S . ", "law"]
+    (example,) = squad({**row, "answers": {"text": []}}, include_context=False)
+    assert (example["inputs"], example["targets"], example["answers"]) == ("squad trivia question: Who ? ", "<unk>", [])
+
+
+def test_trivia_has_an_example_for_each_context_and_each_alias_in_it():
+    row = {
+        "question": "What opens it?",
+        "entity_pages": {"wiki_context": ["The Key.", "Nothing"]},
+        "search_results": {"search_context": ["two keys"]},
+        "answer": {"normalized_aliases": ["key", "keys"]},
+    }
+    found = [
+        (example["inputs"][len("question: What opens it ? context: ") :], example["targets"])
+        for example in trivia_qa(row)
+    ]
+    assert found == [("The Key . ", "key"), ("two keys", "key"), ("two keys", "keys")]
+
+
+def test_closed_books_ask_without_context_and_keep_all_answers():
+    (nq,) = natural_questions_open({"question": "who", "answer": ["A", "B"]})
+    (wq,) = web_questions({"question": "who?", "answers": ["A", "B"], "url": "u"})
+    (trivia,) = trivia_qa_open({"question": "Who?", "answer": {"value": "B", "aliases": ["A", "B"], "type": "t"}})
+    assert nq == {"inputs": "nq question: who", "targets": "A", "answers": ["A", "B"]}
+    assert wq == {"inputs": "wq question: who?", "targets": "A", "answers": ["A", "B"]}
+    assert trivia == {"inputs": "trivia_qa question: Who?", "targets": "B", "answers": ["A", "B"]}
+
+
+ANNOTATED = {
+    "question": {"text": "who"},
+    "annotations": {
+        "yes_no_answer": [-1, 0, -1, 1],
+        "short_answers": {
+            "start_token": [[3, 8], [], [3], []],
+            "end_token": [[7, 9], [], [5], []],
+            "text": [["not sure sir", "Bo"], [], ["not sure"], []],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "targets", "values", "starts"),
+    [
+        ({}, "answer: no answer: yes answer: not sure sir answer: Bo answer: not sure", 3, [0, 2, 2, 3]),
+        ({"drop_yes_no": True}, "answer: not sure sir answer: Bo answer: not sure", 3, [0, 2, 2, 3]),
+        ({"max_tokens": 2}, "answer: no answer: yes answer: Bo answer: not sure", 2, [0, 1, 1, 2]),
+        ({"max_answers": 1}, "answer: no", 3, [0, 2, 2, 3]),
+        ({"drop_yes_no": True, "max_tokens": 1}, "answer: Bo", 1, [0, 1, 1, 1]),
+    ],
+)
+def test_all_answers_of_all_annotators_are_the_target(options, targets, values, starts):
+    (example,) = natural_questions_nocontext(ANNOTATED, **options)
+    assert example["inputs"] == "nq question: who"
+    assert example["targets"] == targets
+    assert len(example["short_answers/values"]) == values
+    assert example["short_answers/row_starts"] == starts
+    assert example["yes_no_answers"] == ([-1] * 4 if options.get("drop_yes_no") else [-1, 0, -1, 1])
+    short = ANNOTATED["annotations"]["short_answers"]
+    as_list = [dict(zip(short, group, strict=True)) for group in zip(*short.values(), strict=True)]
+    row = {**ANNOTATED, "annotations": {**ANNOTATED["annotations"], "short_answers": as_list}}
+    assert natural_questions_nocontext(row, **options) == [example]
+
+
+def test_a_question_nobody_answered_is_left_out():
+    assert natural_questions_nocontext(ANNOTATED, drop_yes_no=True, max_tokens=0)  # 0 is no limit, as in t5_cbqa
+    empty = {"yes_no_answer": [-1], "short_answers": [{"text": [], "start_token": [], "end_token": []}]}
+    assert natural_questions_nocontext({"question": {"text": "q"}, "annotations": empty}) == []
+
+
+def test_summaries_keep_their_newlines():
+    assert summarize("d", "s")({"d": "a\nb", "s": "c\n", "id": 1}) == [{"inputs": "summarize: a\nb", "targets": "c\n"}]
+
+
+def test_languages_are_called_by_their_english_names():
+    assert translate("de", "en")({"de": "Ja.", "en": "Yes."})[0]["inputs"] == "translate German to English: Ja."
+    (example,) = translate("en", "zh-cn")({"en": "Yes.", "zh-cn": "是"})
+    assert example == {"inputs": "translate English to Chinese: Yes.", "targets": "是"}
+    with pytest.raises(ConfigError, match="no language 'xx'"):
+        translate("en", "xx")
+
+
+# --- ranked choices ---
+
+CHOICE = {"premise": "It rained.", "a": "wet", "b": "dry", "label": 1, "weight": 0.5, "deep": {"er": "down"}}
+ranked = partial(
+    rank_classification_formatter, CHOICE, inputs_formats="{premise} So?", targets_formats=["{a}.", "{a} {deep/er}"]
+)
+
+
+def test_evaluation_gives_every_choice_and_training_the_right_one():
+    wrong = {"idx": [3, 0], "inputs": "It rained. So?", "targets": "wet.", "is_correct": False}
+    right = {"idx": [3, 1], "inputs": "It rained. So?", "targets": "wet down", "is_correct": True}
+    assert ranked(number=3) == [wrong, right]
+    assert ranked(number=3, mode="train") == [right]
+    together = {name: [wrong[name], right[name]] for name in wrong}
+    assert ranked(number=3, mode="fewshot_eval") == [together]
+
+
+def test_choices_may_differ_in_their_inputs_and_have_several_right_ones_and_a_weight():
+    row = {**CHOICE, "label": [0, 2]}
+    examples = rank_classification_formatter(row, ["{a}", "{b}", "c"], "{premise}", weight_field="weight")
+    assert [example["inputs"] for example in examples] == ["wet", "dry", "c"]
+    assert {example["targets"] for example in examples} == {"It rained."}
+    assert [example["is_correct"] for example in examples] == [True, False, True]
+    assert [example["weight"] for example in examples] == [0.5] * 3
+
+
+def test_a_hidden_label_makes_no_choice_right():
+    assert not any(
+        example["is_correct"] for example in rank_classification_formatter({**CHOICE, "label": -1}, "", ["", ""])
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "error", "message"),
+    [
+        ("x", "y", ConfigError, "expected a list of formats"),
+        (["x"], ["y", "z"], ConfigError, "equal lengths for two lists"),
+        ("x", ["{deep}", "z"], DataError, "{deep} in the format '{deep}' is dict; expected text"),
+        ("x", ["{weight}", "z"], DataError, "is float; expected text"),
+        ("{deep/est}", ["y", "z"], DataError, "{deep/est} in the format '{deep/est}' is no field of the row"),
+    ],
+)
+def test_formats_that_cannot_be_filled_in_are_refused(inputs, targets, error, message):
+    with pytest.raises(error) as raised:
+        rank_classification_formatter(CHOICE, inputs, targets)
+    assert message in str(raised.value)
+
+
+def test_a_mode_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="no mode 'test'"):
+        ranked(mode="test")
+
+
+# --- postprocessors ---
+
+
+@pytest.mark.parametrize(
+    ("answer", "referent", "value"),
+    [
+        ("blah", "turnip", 0),
+        ("THE cat", "cat", 1),
+        ("Bob's hat", "Bob", 0),
+        ("Bob", "Bob's hat", 0),
+        ("Bob's", "Bob's hat", 1),
+        ("a potato", "my potato", 1),
+        ("fuzzy bunny", "fuzzy hungry bunny", 1),
+        ("fuzzy hungry bunny", "the bunny", 1),
+        ("fuzzy cat", "fuzzy bunny", 0),
+        ("the", "cup", -1),
+        ("  ", "cup", -1),
+        ("their cups", "those", 0),
+        ("cup.", "cup", 0),
+        ("cup  cup", "cup", 1),
+    ],
+)
+def test_an_answer_names_the_referent_when_the_words_of_one_are_among_the_others(answer, referent, value):
+    fields = {"targets": referent, "label": 1}
+    assert postprocess.wsc_simple(answer, fields, False) == value
+    assert postprocess.wsc_simple(answer, fields, True) == 1
+
+
+def test_labels_are_matched_to_the_letter():
+    index = postprocess.label_index(["one", "two", "one"])
+    assert [index(text, {}, False) for text in ("one", "two", "One", "one ", "")] == [0, 1, -1, -1, -1]
+    assert postprocess.label_index(["one"], default=2)("x", {}, False) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("10", 10.0), ("10.", 10.0), (" 2.5 ", 2.5), ("-1e1", -10.0), ("ten", -7.0), ("", -7.0), ("1,5", -7.0)],
+)
+def test_numbers_are_read_as_python_reads_them(text, value):
+    assert postprocess.string_to_float(-7.0)(text, {}, False) == value
+
+
+def test_a_question_of_multirc_is_known_by_its_paragraph_too_when_the_row_has_it():
+    assert postprocess.multirc("True", {"idx/question": 3}, True) == {"value": 1, "group": 3}
+    fields = {"idx/paragraph": 2, "idx/question": 3}
+    assert postprocess.multirc("False", fields, True) == {"value": 0, "group": (2, 3)}
+    assert postprocess.multirc("false", fields, False) == {"value": -1}
+
+
+def test_targets_carry_what_answers_are_judged_by():
+    fields = {"answers": ["a", "b"], "context": "c", "idx/passage": 2, "idx/query": 3}
+    assert postprocess.qa("x", fields, True) == ["a", "b"]
+    assert postprocess.qa("x", fields, False) == "x"
+    assert postprocess.span_qa("x", fields, True) == {"answers": ["a", "b"], "context": "c"}
+    assert postprocess.span_qa("x", fields, False) == "x"
+    assert postprocess.record("x", fields, True) == {"value": ["a", "b"], "group": (2, 3)}
+    assert postprocess.record("x", fields, False) == {"value": "x"}
+    assert postprocess.lower_text("ÄB", {}, False) == "äb"
+    assert postprocess.unchanged("ÄB ", {}, False) == "ÄB "
+
+
+def test_a_choice_is_judged_by_its_number_its_weight_and_its_length():
+    fields = {"idx": [2, 1], "is_correct": True, "targets": [5, 7, 1]}
+    assert postprocess.rank_classification(-0.5, fields, False) == -0.5
+    assert postprocess.rank_classification(-0.5, fields, True) == ((2, 1), True, 1.0, 3)
+    assert postprocess.rank_classification(-0.5, {**fields, "weight": 0.5}, True)[2] == 0.5
+
+
+def test_sets_of_answers_are_read_from_outputs_and_from_annotators():
+    (example,) = natural_questions_nocontext(ANNOTATED)
+    assert postprocess.natural_questions("", example, True) == [
+        ("not sure sir", "Bo"),
+        ("no",),
+        ("not sure",),
+        ("yes",),
+    ]
+    assert postprocess.natural_questions("answer: Bo  answer:Al", {}, False) == [("Bo", "Al")]
+    assert postprocess.natural_questions("Bo", {}, False) == [()]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_sentinels", "value"),
+    [
+        ("<extra_id_0> True", 1, 1),
+        ("<extra_id_0>True ", 1, 1),
+        ("True", 1, 1),
+        ("True ", 1, -1),  # nothing is stripped without a sentinel
+        ("<extra_id_1> True", 1, -1),
+        ("<extra_id_0> <extra_id_1> True", 2, 1),
+        ("<extra_id_0> True", 2, -1),
+    ],
+)
+def test_sentinels_in_front_do_not_count(text, num_sentinels, value):
+    read = postprocess.without_sentinels(postprocess.label_index(["False", "True"]), num_sentinels)
+    assert read(text, {}, False) == value
