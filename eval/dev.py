@@ -33,8 +33,8 @@ class TaskData(NamedTuple):
     def scores(self, limit: int | None, ranks: Ranks) -> DevScores | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
-        Answers are generated, greedily. `mean` is the mean over the tasks of the mean of each task's metrics, as in
-        SuperGLUE's average. Every rank must call it, and each gets the scores.
+        Answers are generated as each task says, by beams for summaries. `mean` is the mean over the tasks of the mean
+        of each task's metrics, as in SuperGLUE's average. Every rank must call it, and each gets the scores.
 
         Args:
             limit: Most examples of a task, evenly taken; None for all.
@@ -56,8 +56,8 @@ class TaskData(NamedTuple):
             for name, examples in taken.items():
                 task = TASKS.get(name)
                 requests = [Request(example.id, example.inputs, example.choices) for example in examples]
-                predictions = predict(system, task, requests, "generate", folder / f"{name}.jsonl")
-                targets, answers = task.values(examples, [prediction.output for prediction in predictions])
+                made = predict(system, task, requests, "generate", folder / f"{name}.jsonl").predictions
+                targets, answers = task.values(examples, [prediction.output for prediction in made])
                 found = {f"{name}/{metric.name}": metric.score(targets, answers) for metric in task.metrics}
                 by_metric.update(found)
                 by_task.append(sum(found.values()) / len(found))
@@ -71,13 +71,15 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
 
     Args:
         names: Of tasks.
-        folder: Holds a folder of rows for each task, called as the task is; None for the tasks' own sources.
+        folder: Holds a folder of files for each task, called as the task is; None for the tasks' own sources.
 
     Raises:
         ConfigError: When there is no such task; names the closest.
         DataError: When a task has no training examples, or rows cannot be had.
     """
     tasks, data, rows = [TASKS.get(name) for name in names], TaskData({}, {}), Path(folder) if folder else None
+    if rows is not None and not rows.is_dir():
+        raise DataError(f"mixture.folder is {rows}, which is no folder. Give one that holds FOLDER/TASK/train.jsonl.")
     for task in tasks:
         examples = task.examples("train", rows)
         if not examples:

@@ -237,17 +237,33 @@ def _encode(
     end: Sequence[int] = (),
 ) -> list[NDArray[np.int32]]:
     """Returns the tokens of each text between those of `start` and `end`, at most `length` in all."""
-    room, num_cut = max(0, length - len(start) - len(end)), 0
+    num_cut = 0
     encoded: list[NDArray[np.int32]] = []
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         part: list[list[int]] = tokenizer(
             texts[first : first + _TEXTS_AT_ONCE], add_special_tokens=False, verbose=False
         )["input_ids"]
-        num_cut += sum(len(ids) > room for ids in part)
-        encoded += [np.asarray([*start, *ids[:room], *end], dtype=np.int32) for ids in part]
+        num_cut += sum(len(start) + len(ids) + len(end) > length for ids in part)
+        encoded += [np.asarray(enclose(ids, length, start=start, end=end), dtype=np.int32) for ids in part]
     if num_cut:
         logger.warning("%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length)
     return encoded
+
+
+def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()) -> list[int]:
+    """Returns the tokens between those of `start` and `end`; only they are cut to have `length` in all.
+
+    Args:
+        ids: Tokens of a text.
+        length: Most tokens with both ends; None for any number.
+        start: What stands in front, e.g. a sentinel.
+        end: What stands behind, e.g. the end token.
+
+    Source:
+        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at b898b9f. Differs: no.
+    """
+    room = len(ids) if length is None else max(0, length - len(start) - len(end))
+    return [*start, *ids[:room], *end]
 
 
 def check_source_numbers(seed: int, **positive: int) -> None:

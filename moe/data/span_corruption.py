@@ -83,7 +83,15 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
 
 def noise_mask(length: int, noise: Noise, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Returns <bool>[length]: which tokens are masked; it starts with kept tokens and ends with masked ones."""
-    masked, spans = count_noise(length, noise)
+    return spread_noise(length, *count_noise(length, noise), rng)
+
+
+def spread_noise(length: int, masked: int, spans: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Returns <bool>[length] with `masked` masked tokens in `spans` spans; all such masks are equally likely.
+
+    Source:
+        T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: no.
+    """
     if spans == 0:
         return np.zeros(length, dtype=np.bool_)
     runs = np.stack([_random_parts(length - masked, spans, rng), _random_parts(masked, spans, rng)], axis=1)

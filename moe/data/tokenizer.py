@@ -105,7 +105,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: Path | str) 
     """
     check_replaceable(Path(out_dir), marker=TOKENIZER_FILE)  # before the work, not after
     model = _round_scores(_train_sentencepiece(texts, vocab_size))
-    tokenizer = _to_transformers(model)
+    tokenizer = to_transformers(model)
     with whole_folder(Path(out_dir), marker=TOKENIZER_FILE) as partial:
         tokenizer.save_pretrained(str(partial))
         (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
@@ -188,7 +188,7 @@ def _round_scores(model: ModelProto) -> ModelProto:
     return rounded
 
 
-def _to_transformers(model: ModelProto) -> PreTrainedTokenizerFast:
+def to_transformers(model: ModelProto, num_sentinels: int = NUM_SENTINELS) -> PreTrainedTokenizerFast:
     """Returns the same tokenizer for transformers, with sentinels, and `</s>` after every text.
 
     It differs from sentencepiece only in its normaliser, which looks up visible characters, not code points: of a
@@ -197,9 +197,10 @@ def _to_transformers(model: ModelProto) -> PreTrainedTokenizerFast:
     control = ModelProto.SentencePiece.Type.CONTROL
     scores = [(piece.piece, _NEVER_CHOSEN if piece.type == control else piece.score) for piece in model.pieces]
     backend = tokenizers.Tokenizer(models.Unigram(scores, unk_id=2, byte_fallback=False))
+    charsmap = model.normalizer_spec.precompiled_charsmap  # empty when letters stay as they are
     backend.normalizer = normalizers.Sequence(
         [
-            normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap),
+            *([normalizers.Precompiled(charsmap)] if charsmap else []),
             normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),  # Strip() would take U+0085 too, unlike sentencepiece
             normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
         ]
@@ -207,7 +208,7 @@ def _to_transformers(model: ModelProto) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     backend.decoder = decoders.Metaspace(prepend_scheme="always", split=True)
     backend.post_processor = _endings((EOS, 1))
-    sentinels = [sentinel(number) for number in range(NUM_SENTINELS)]
+    sentinels = [sentinel(number) for number in range(num_sentinels)]
     backend.add_special_tokens([PAD, EOS, UNK, *reversed(sentinels)])  # ids grow in this order
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

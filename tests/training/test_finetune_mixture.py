@@ -134,11 +134,11 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
 ):
     made, original = [], eval.predict._generate
 
-    def generate(system, task, batch):
+    def generate(system, task, *more):
         if len(made) == per_seed * [3, 5].index(seed) + call:
             raise Killed
         made.append((system.fingerprint, task.name))
-        return original(system, task, batch)
+        return original(system, task, *more)
 
     per_seed = 2 * len(STEPS)
     with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -225,7 +225,7 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
         (["--train", "pairs.jsonl", "--mixture.maximum", "7"], ConfigError, "mixture.maximum would change nothing"),
         (["--mixture.tasks", "[]"], ConfigError, "nothing given to train on; expected one of --task"),
         (["--task", "rare"], ConfigError, "dev_examples is None, and no task has a dev split"),
-        (["--mixture.folder", "nowhere"], DataError, "nowhere"),
+        (["--mixture.folder", "nowhere"], DataError, "mixture.folder is nowhere, which is no folder"),
         (
             ["--pretrained", "runs/none/model"],
             CheckpointError,

@@ -1,0 +1,83 @@
+"""From a row of Winograd schemas to `inputs` and `targets`: which noun a marked pronoun stands for.
+
+Source: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at e081111).
+"""
+
+import re
+from typing import Any
+
+from eval.preprocess import FALSE_TRUE, label_text
+from eval.task import Row
+from moe import DataError
+
+# Rows of SuperGLUE whose index does not point at the pronoun, and what T5 makes of them; X is the pronoun.
+_MISPLACED = {
+    "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out quite loud. "
+    '"Good for him," he said.': "The boy continued to whip the pony , and eventually the pony threw him over. John "
+    'laughed out quite loud. "Good for X ," he said.',
+    "When they had eventually calmed down a bit , and had gotten home, Mr. Farley put the magic pebble in an iron safe "
+    ". Some day they might want to use it , but really for now, what more could they wish for?": "When they had "
+    "eventually calmed down a bit , and had gotten home, Mr. Farley put the magic pebble in an iron safe . Some day "
+    "they might want to use X , but really for now, what more could they wish for?",
+}
+
+
+def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[dict[str, Any]]:
+    """Returns the text with its pronoun in asterisks, to the candidate referent, right or wrong.
+
+    Args:
+        row: A row of wsc.fixed.
+        correct_referent_only: For training: nothing is made of a row whose candidate is wrong.
+
+    Raises:
+        DataError: When the index does not point at the pronoun.
+
+    Source:
+        T5 `wsc_simple`. Differs: no.
+    """
+    if correct_referent_only and not row.get("label", 0):
+        return []
+    text = _with_blank(row).replace(" X ", f" *{row['span2_text']}* ")
+    return [{"inputs": f"wsc: {text}", "targets": row["span1_text"], "label": row.get("label", 0), "idx": row["idx"]}]
+
+
+def wsc(row: Row) -> list[dict[str, Any]]:
+    """Returns the text with the noun between asterisks and the pronoun between hashes, to False or True.
+
+    Source:
+        T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as there.
+    """
+    text = _mark(row["text"], row["span1_text"], row["span1_index"], "*")
+    shift = 2 * (row["span1_index"] < row["span2_index"])  # the two asterisks count as words
+    text = _mark(text, row["span2_text"], row["span2_index"] + shift, "#")
+    return [{"inputs": f"wsc text: {text}", "targets": label_text(row["label"], FALSE_TRUE), "idx": row["idx"]}]
+
+
+def definite_pronoun_resolution_simple(row: Row) -> list[dict[str, Any]]:
+    """Returns the sentence with the first occurrence of its pronoun in asterisks, to the right candidate.
+
+    Source:
+        T5 `definite_pronoun_resolution_simple`. Differs: no.
+    """
+    sentence = re.sub(f" ({row['pronoun']})( |\\.|,)", r" *\1*\2", row["sentence"], count=1)
+    return [{"inputs": f"wsc: {sentence}", "targets": row["candidates"][row["label"]]}]
+
+
+def _with_blank(row: Row) -> str:
+    """Returns the text with X in place of its pronoun."""
+    misplaced = _MISPLACED.get(row["text"].rstrip(" "))
+    if misplaced is not None:
+        return misplaced
+    words, index = row["text"].split(" "), row["span2_index"]
+    if not 0 < index < len(words) or words[index] != row["span2_text"]:
+        raise DataError(
+            f"span2_index {index} of WSC row {row['idx']} does not point at the pronoun {row['span2_text']!r} in "
+            f"{row['text']!r}. Expected the number of a word that is not the first; use the data of wsc.fixed."
+        )
+    return " ".join([*words[:index], "X", *words[index + 1 :]])
+
+
+def _mark(text: str, span: str, index: int, mark: str) -> str:
+    """Returns the text with marks around the span that begins with the word `index`."""
+    pattern = rf"^((?:\S+\s){{{index}}})({span})"
+    return re.sub(pattern, rf"\g<1>{mark} \2 {mark}", text, flags=re.ASCII)
