@@ -11,6 +11,7 @@ from moe.data.pipeline import Sentinels
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.loading import check_model_folder
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.subsets import SUBSETS, Selection, select_parameters
 from moe.training.placement import PlacedModel, new_model, pretrained_model
@@ -84,13 +85,15 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         CheckpointError: When there is no model in the folder.
         ConfigError: When a capacity factor is given that the model's absolute capacity makes idle.
     """
-    if not (folder / "config.json").is_file():
+    try:
+        check_model_folder(folder)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{folder} holds no model to start from: it has no config.json. Pre-train one (python -m scripts.pretrain "
-            f"--config recipes/st_moe_base_pretrain.yaml --out {folder.parent} leaves it in {folder.parent}/model), or "
-            "convert a published one (python -m scripts.convert_checkpoint --from google/switch-base-8 "
-            f"--to {folder}) and fine-tune it with --optimizer_slots reset."
-        )
+            f"{error} To have one, pre-train it (python -m scripts.pretrain --config recipes/st_moe_base_pretrain.yaml "
+            f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one (python -m "
+            f"scripts.convert_checkpoint --from google/switch-base-8 --to {folder}) and fine-tune it with "
+            "--optimizer_slots reset."
+        ) from None
     config = STMoEConfig.from_pretrained(folder)
     idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
     if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:

@@ -229,7 +229,7 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
         (
             ["--pretrained", "runs/none/model"],
             CheckpointError,
-            r"Pre-train one .*st_moe_base_pretrain\.yaml --out runs",
+            r"pre-train it .*st_moe_base_pretrain\.yaml --out runs",
         ),
         (
             ["--pretrained", "runs/none/model"],
