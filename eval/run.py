@@ -71,7 +71,7 @@ def evaluate(
         made = {key[1:]: values for key, values in predictions.items() if key[0] == task.name}
         references = examples[task.name]
         rows = [score_row(task, references, [p.output for p in made[key]], *key) for key in made]
-        for name, outputs in baseline_outputs(task.examples("train"), references).items():
+        for name, outputs in baseline_outputs(task, task.examples("train"), references).items():
             rows.append(score_row(task, references, outputs, name, "baseline"))
         results.append(_describe(task, split, references, rows, next(iter(made.values()), [])))
     report = {"command": command, "models": {name: str(path) for name, path in models.items()}, "tasks": results}
