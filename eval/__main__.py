@@ -9,9 +9,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from eval.listing import tasks_table
 from eval.predict import MODES
 from eval.run import evaluate
-from eval.task import SPLITS, TASKS
+from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
 
 
@@ -33,8 +34,7 @@ def main(argv: list[str]) -> None:
     run.add_argument("--timeout", type=float, default=600.0, help="seconds that ranks wait for others (default: 600)")
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
-        for name in TASKS.names():
-            print(f"{name}: {TASKS.get(name).description}")
+        print(tasks_table())
         return
 
     logging.disable_progress_bar()

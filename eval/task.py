@@ -7,6 +7,7 @@ in eval/tasks.
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class Example(NamedTuple):
     """One example.
 
     Attributes:
-        id: Unique within the split.
+        id: Unique within the split; a row that comes twice has `#2` behind it.
         group: Examples of one group are alike; they are resampled together.
         inputs: Text that the model sees.
         targets: Text that training teaches; `<unk>` when the label is hidden.
@@ -67,7 +68,16 @@ class Source(Protocol):
         """Those of SPLITS that there are."""
         ...
 
-    def rows(self, split: str, folder: Path | None = None) -> Sequence[Row]:
+    @property
+    def hidden(self) -> Sequence[str]:
+        """Those whose labels the authors keep to themselves: predictions can be made of them, scores cannot."""
+        ...
+
+    def expected(self, split: str) -> int | None:
+        """Returns how many rows a split has where it is published; None when that is not fixed."""
+        ...
+
+    def rows(self, split: str, folder: Path | None = None, revision: str | None = None) -> Sequence[Row]:
         """Returns the rows of a split, from `folder` when it is given; checked.
 
         Raises:
@@ -99,6 +109,7 @@ class Task:
         for_training: Another `preprocess` of the training split; None for the same.
         prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published alternative.
         variant_of: The task of which this is another prompt; None for itself.
+        family: Under which `python -m eval list` shows it.
     """
 
     name: str
@@ -119,26 +130,40 @@ class Task:
     for_training: Callable[[Row], list[dict[str, Any]]] | None = None
     prompt_source: str = "T5"
     variant_of: str | None = None
+    family: str = "Offline"
 
-    def examples(self, split: str, folder: Path | None = None) -> list[Example]:
+    def examples(self, split: str, folder: Path | None = None, revision: str | None = None) -> list[Example]:
         """Returns the examples of `split`, one of SPLITS.
 
         Args:
             split: Which.
-            folder: Rows of the user's own in place of the source's.
+            folder: Holds a folder with the name of the task (of a variant: of the task that it varies), and in it
+                files that take the place of the hub's.
+            revision: Branch or commit on the hub in place of the task's.
 
         Raises:
             DataError: When there is no such split, or the rows are not what the task expects.
         """
+        return self.examples_of(self.rows(split, folder, revision), split)
+
+    def rows(self, split: str, folder: Path | None = None, revision: str | None = None) -> Sequence[Row]:
+        """Returns the rows of a split as they are published; arguments and errors are those of `examples`."""
         if split not in self.source.splits:
             raise DataError(
                 f"There is no split {split!r} of {self.name}. Choose one of {', '.join(self.source.splits)}."
             )
+        return self.source.rows(split, folder / (self.variant_of or self.name) if folder else None, revision)
+
+    def examples_of(self, rows: Sequence[Row], split: str) -> list[Example]:
+        """Returns the examples of rows of `split`."""
         preprocess = self.for_training if split == "train" and self.for_training else self.preprocess
-        examples = []
-        for row in self.source.rows(split, folder):
-            for fields in preprocess(row):
-                examples.append(self._example(fields, len(examples)))
+        examples: list[Example] = []
+        seen: Counter[str] = Counter()
+        for fields in (made for row in rows for made in preprocess(row)):
+            example = self._example(fields, len(examples))
+            seen[example.id] += 1
+            repeated = f"#{seen[example.id]}" if seen[example.id] > 1 else ""
+            examples.append(example._replace(id=example.id + repeated))
         return examples
 
     def values(self, examples: Sequence[Example], outputs: Sequence[str]) -> tuple[list[Any], list[Any]]:

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from moe.errors import DataError
 
-Example = tuple[Sequence[int], Sequence[int]]
+Tokens = Sequence[int] | NDArray[np.int32]
+Example = tuple[Tokens, Tokens]
 
 
 def pack_rows(examples: Sequence[Example], inputs_length: int, targets_length: int) -> list[list[int]]:
@@ -40,7 +41,7 @@ def pack_rows(examples: Sequence[Example], inputs_length: int, targets_length: i
     return rows
 
 
-def fill_row(parts: Sequence[Sequence[int]], length: int, padding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def fill_row(parts: Sequence[Tokens], length: int, padding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns one row of tokens <int64>[length] and its segment numbers <int64>[length], from 1, 0 for padding."""
     tokens = np.full(length, padding, dtype=np.int64)
     segments = np.zeros(length, dtype=np.int64)

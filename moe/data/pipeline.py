@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.packing import Example, fill_row, pack_rows
+from moe.data.packing import Example, Tokens, fill_row, pack_rows
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
@@ -29,6 +29,7 @@ ALL_ROWS = slice(None)
 
 _NOT_A_TARGET = -100
 _ROUND_UP_TO = 8
+_TEXTS_AT_ONCE = 4096  # lists of Python's integers take ten times the memory of arrays
 
 
 class BatchSource(Protocol):
@@ -86,7 +87,7 @@ class SpanCorruptionSource:
             DataError: When the text is shorter than one chunk, or has ids that are not text.
             ConfigError: When a number is out of range, or `inputs_length` does not go with the noise and the sentinels.
         """
-        _check_numbers(seed, batch_size=batch_size)
+        check_source_numbers(seed, batch_size=batch_size)
         _check_text(tokens, ids)
         self.batch_size, self._ids, self._noise, self._seed = batch_size, ids, noise, seed
         self._length = tokens_length(inputs_length, noise, ids.num_sentinels)
@@ -147,26 +148,19 @@ class PairSource:
             DataError: When there are no pairs.
             ConfigError: When a number is out of range.
         """
-        _check_numbers(seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length)
+        check_source_numbers(seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length)
         if not pairs:
             raise DataError("There are no training pairs. Give at least one (inputs, targets) pair.")
-        self.batch_size, self._seed, self._pack = batch_size, seed, pack
-        self._lengths = inputs_length, targets_length
-        self.lengths = self._lengths if pack else None
-        ids = SpecialIds.of(tokenizer)
-        self._padding, sentinel = ids.pad, [ids.first_sentinel] * (sentinels == "one")
-        if min(self._lengths) <= len(sentinel):
-            raise ConfigError(f"Rows of {self._lengths} tokens have no room for a sentinel and an end token. Allow 2.")
-        texts = [list(side) for side in zip(*pairs, strict=True)]
-        inputs = _encode("inputs", texts[0], tokenizer, inputs_length, end=[*sentinel, ids.eos])
-        targets = _encode("targets", texts[1], tokenizer, targets_length, start=sentinel, end=[ids.eos])
-        order = _permutation(seed, -1, len(pairs))
-        self._examples: list[Example] = [(inputs[i], targets[i]) for i in order]
-        rows = pack_rows(self._examples, *self._lengths) if pack else [[i] for i in range(len(pairs))]
-        self._rows = rows
+        self.batch_size, self._seed = batch_size, seed
+        lengths = inputs_length, targets_length
+        self.lengths = lengths if pack else None
+        self._padding = SpecialIds.of(tokenizer).pad
+        examples = encode_pairs(pairs, tokenizer, lengths, sentinels)
+        self._examples = [examples[i] for i in _permutation(seed, -1, len(pairs))]
+        self._rows = pack_rows(self._examples, *lengths) if pack else [[i] for i in range(len(pairs))]
         self.num_examples = len(pairs)
-        settings = (*self._lengths, batch_size, seed, pack)  # sentinels show in the examples
-        self.fingerprint = fingerprint(repr(self._examples).encode(), repr(settings).encode())
+        settings = (*lengths, batch_size, seed, pack)  # sentinels show in the examples
+        self.fingerprint = fingerprint(examples_fingerprint(self._examples), repr(settings).encode())
 
     @property
     def num_rows(self) -> int:
@@ -183,16 +177,54 @@ class PairSource:
             epoch, place = divmod(position, self.num_rows)
             row = self._rows[_permutation(self._seed, epoch, self.num_rows)[place]]
             packed.append([self._examples[i] for i in row])
-        sides = [[[example[side] for example in row] for row in packed] for side in (0, 1)]
-        lengths = self._lengths if self._pack else [_round_up(side) for side in sides]
-        inputs, segments = _stack(sides[0][rows], lengths[0], self._padding)
-        labels, decoder_segments = _stack(sides[1][rows], lengths[1], _NOT_A_TARGET)
-        return {
-            "input_ids": inputs,
-            "segment_ids": segments,
-            "labels": labels,
-            "decoder_segment_ids": decoder_segments,
-        }
+        return stack_rows(packed, self.lengths, self._padding, rows)
+
+
+def encode_pairs(
+    pairs: Sequence[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    lengths: tuple[int, int],
+    sentinels: Sentinels,
+) -> list[Example]:
+    """Returns the tokens <int32>[N] of both texts of each pair, in order; see `PairSource`.
+
+    Raises:
+        ConfigError: When a row has no room for a sentinel and an end token.
+    """
+    ids = SpecialIds.of(tokenizer)
+    sentinel = [ids.first_sentinel] * (sentinels == "one")
+    if min(lengths) <= len(sentinel):
+        raise ConfigError(f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2.")
+    inputs = _encode("inputs", [p[0] for p in pairs], tokenizer, lengths[0], end=[*sentinel, ids.eos])
+    targets = _encode("targets", [p[1] for p in pairs], tokenizer, lengths[1], start=sentinel, end=[ids.eos])
+    return list(zip(inputs, targets, strict=True))
+
+
+def stack_rows(
+    packed: Sequence[Sequence[Example]], lengths: tuple[int, int] | None, padding: int, rows: slice = ALL_ROWS
+) -> Batch:
+    """Returns the batch of rows of examples; see `PairSource.batch`.
+
+    Args:
+        packed: The examples of each row of the whole batch.
+        lengths: L and T; None for those of the longest row of all, rounded up.
+        padding: Token that stands where no input is.
+        rows: Which of them to make.
+    """
+    sides = [[[example[side] for example in row] for row in packed] for side in (0, 1)]
+    lengths = lengths or (_round_up(sides[0]), _round_up(sides[1]))
+    inputs, segments = _stack(sides[0][rows], lengths[0], padding)
+    labels, decoder_segments = _stack(sides[1][rows], lengths[1], _NOT_A_TARGET)
+    return {"input_ids": inputs, "segment_ids": segments, "labels": labels, "decoder_segment_ids": decoder_segments}
+
+
+def examples_fingerprint(examples: Sequence[Example]) -> bytes:
+    """Returns a hash of encoded examples and their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        for tokens in example:
+            digest.update(len(tokens).to_bytes(4, "little") + np.asarray(tokens, dtype=np.int32).tobytes())
+    return digest.digest()
 
 
 def _encode(
@@ -203,13 +235,19 @@ def _encode(
     *,
     start: Sequence[int] = (),
     end: Sequence[int] = (),
-) -> list[list[int]]:
+) -> list[NDArray[np.int32]]:
     """Returns the tokens of each text between those of `start` and `end`, at most `length` in all."""
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    num_cut = sum(len(start) + len(ids) + len(end) > length for ids in encoded)
+    num_cut = 0
+    encoded: list[NDArray[np.int32]] = []
+    for first in range(0, len(texts), _TEXTS_AT_ONCE):
+        part: list[list[int]] = tokenizer(
+            texts[first : first + _TEXTS_AT_ONCE], add_special_tokens=False, verbose=False
+        )["input_ids"]
+        num_cut += sum(len(start) + len(ids) + len(end) > length for ids in part)
+        encoded += [np.asarray(enclose(ids, length, start=start, end=end), dtype=np.int32) for ids in part]
     if num_cut:
         logger.warning("%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length)
-    return [enclose(ids, length, start=start, end=end) for ids in encoded]
+    return encoded
 
 
 def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()) -> list[int]:
@@ -228,7 +266,7 @@ def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = ()
     return [*start, *ids[:room], *end]
 
 
-def _check_numbers(seed: int, **positive: int) -> None:
+def check_source_numbers(seed: int, **positive: int) -> None:
     """Raises when the seed is negative or another number is not positive."""
     for name, value in positive.items():
         if value < 1:
@@ -262,13 +300,13 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, 0, epoch + 1]).permutation(size)
 
 
-def _round_up(rows: Sequence[Sequence[Sequence[int]]]) -> int:
+def _round_up(rows: Sequence[Sequence[Tokens]]) -> int:
     """Returns the length of the longest row, rounded up."""
     longest = max(sum(map(len, row)) for row in rows)
     return -(-longest // _ROUND_UP_TO) * _ROUND_UP_TO
 
 
-def _stack(rows: Sequence[Sequence[Sequence[int]]], length: int, padding: int) -> tuple[Tensor, Tensor]:
+def _stack(rows: Sequence[Sequence[Tokens]], length: int, padding: int) -> tuple[Tensor, Tensor]:
     """Returns tokens and segment numbers <int64>[B, length] of rows of examples."""
     filled = [fill_row(row, length, padding) for row in rows]
     tokens, segments = (torch.from_numpy(np.stack(side)) for side in zip(*filled, strict=True))

@@ -106,6 +106,11 @@ class RecipeCommand(Generic[R]):
                 )
 
 
+def typed_settings(argv: list[str]) -> set[str]:
+    """Returns the names of the settings that a command line gives itself, beside those of its files."""
+    return {argument.removeprefix("--").split("=")[0] for argument in argv if argument.startswith("--")}
+
+
 def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
     """Yields every key that a recipe of this kind has, with the types and words of its dataclasses."""
     explain_config = _attribute_help(STMoEConfig)

@@ -1,5 +1,7 @@
 """The paper's fine-tuning kit: where a run starts, which settings of the model it changes, and what of it trains."""
 
+import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +9,17 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.pipeline import Sentinels
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
-from moe.errors import ConfigError
+from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.loading import check_model_folder
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.subsets import SUBSETS, Selection, select_parameters
 from moe.training.placement import PlacedModel, new_model, pretrained_model
-from moe.training.recipe import FinetuneRecipe
+from moe.training.recipe import FinetuneRecipe, MixtureRecipe
 
 __all__ = [
     "SUBSETS",
     "Selection",
+    "choose_data",
     "finetuning_config",
     "finetuning_overrides",
     "load_for_finetuning",
@@ -49,6 +51,32 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
     return dict(FinetuneRecipe(model=changes).model)
 
 
+def choose_data(recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]) -> FinetuneRecipe:
+    """Returns the recipe with the tasks that the run trains on, none for pairs of texts.
+
+    Args:
+        recipe: May name a mixture of tasks.
+        task: The only task, or None.
+        train: File of pairs, or None.
+        typed: Names of the settings on the command line; they win over those of a recipe.
+
+    Raises:
+        ConfigError: When there is nothing to train on, or more than one thing, or a setting that changes nothing.
+    """
+    every = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
+    given = [name for name, value in every.items() if value]
+    chosen = [name for name in given if name in typed] or given
+    if len(chosen) != 1:
+        found = " and ".join(f"{name} {every[name]}" for name in chosen) or "nothing"
+        raise ConfigError(f"{found} given to train on; expected one of --task, --train and mixture.tasks.")
+    if chosen == ["train"]:
+        if idle := sorted(name for name in typed if name.startswith("mixture.")):
+            raise ConfigError(f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out.")
+        return dataclasses.replace(recipe, mixture=MixtureRecipe())
+    tasks = [task] if task and chosen == ["task"] else recipe.mixture.tasks
+    return dataclasses.replace(recipe, mixture=dataclasses.replace(recipe.mixture, tasks=tasks))
+
+
 def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     """Returns the configuration of the model in a folder with the recipe's dropout and routing settings.
 
@@ -56,7 +84,13 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         CheckpointError: When there is no model in the folder.
         ConfigError: When a capacity factor is given that the model's absolute capacity makes idle.
     """
-    check_model_folder(folder)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} holds no model to start from: it has no config.json. Pre-train one (python -m scripts.pretrain "
+            f"--config recipes/st_moe_base_pretrain.yaml --out {folder.parent} leaves it in {folder.parent}/model), or "
+            "convert a published one (python -m scripts.convert_checkpoint --from google/switch-base-8 "
+            f"--to {folder}) and fine-tune it with --optimizer_slots reset."
+        )
     config = STMoEConfig.from_pretrained(folder)
     idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
     if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:

@@ -33,6 +33,7 @@ from moe.training.command import save_recipe
 from moe.training.finished import MODEL_MARKER, export_model
 from moe.training.heldout import HeldOut, evaluate_held_out, to_device
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
+from moe.training.peak import DevEvaluation, forget_scores, score_model
 from moe.training.placement import PlacedModel
 from moe.training.recipe import Recipe
 from moe.training.slots import load_slots
@@ -65,6 +66,7 @@ class Run(NamedTuple):
         source: Training batches.
         held_out: What to measure on; None for nothing.
         slots: Folder of the checkpoints whose optimizer state the first step starts with; None for fresh state.
+        dev: Scores models at every evaluation; the best stays in best/, see peak.py. None for no scores.
     """
 
     folder: Path
@@ -74,6 +76,7 @@ class Run(NamedTuple):
     source: BatchSource
     held_out: HeldOut | None
     slots: Path | None = None
+    dev: DevEvaluation | None = None
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -108,7 +111,9 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         if newest is not None:
             load_checkpoint(newest, model, optimizer, run.placed.layouts)
             start = load_state(newest).step
-        elif run.slots is not None:
+        else:
+            from_first_rank(lambda: forget_scores(run.folder))
+        if newest is None and run.slots is not None:
             load_slots(run.slots, model, optimizer, run.placed.layouts, optim.optimizer)
         from_first_rank(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
         with (
@@ -153,6 +158,7 @@ def _run_steps(
             bar.update()
             if done % training.evaluate_every == 0 or done == training.steps:
                 _report_held_out(run, writer, done)
+                _report_dev(run, writer, done)
                 clock, tokens = time.perf_counter(), 0.0
             if done % training.checkpoint_every == 0 or done == training.steps:
                 checkpoints.save(model, optimizer, layouts, _state(run, done))
@@ -166,6 +172,17 @@ def _report_held_out(run: Run, writer: MetricsWriter | None, step: int) -> None:
         values = evaluate_held_out(run.placed.model, run.held_out, run.placed.mesh, bfloat16=bfloat16)
         if writer is not None:
             writer.write(step, values)
+
+
+def _report_dev(run: Run, writer: MetricsWriter | None, step: int) -> None:
+    """Writes the dev scores after `step` updates, if there is something that scores, and keeps the best model."""
+    if run.dev is not None:
+        model, layouts, mesh = run.placed
+        scores = score_model(
+            run.folder, step, lambda to: export_model(model, layouts, mesh, to, run.tokenizer), run.dev
+        )
+        if writer is not None:
+            writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
 
 
 def _newest_checkpoint(run: Run) -> Path | None:
@@ -186,7 +203,7 @@ def _state(run: Run, step: int) -> RunState:
     return RunState(step, run.source.fingerprint, dataclasses.asdict(run.recipe))
 
 
-def _refuse_to_overwrite(folder: Path, resume: bool) -> None:
+def refuse_to_overwrite(folder: Path, resume: bool) -> None:
     """Raises a DataError when the folder holds a run that would be lost."""
     if not resume and any((folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS_FOLDER, MODEL_FOLDER)):
         raise DataError(
@@ -242,7 +259,7 @@ def _only_writer(folder: Path, resume: bool) -> Iterator[None]:
     with ExitStack() as held:
 
         def hold() -> None:
-            _refuse_to_overwrite(folder, resume)
+            refuse_to_overwrite(folder, resume)
             folder.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((folder / ".lock").open("w"))
             try:

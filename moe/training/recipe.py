@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from moe.data.mixture import check_rates
 from moe.data.pipeline import Sentinels
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
@@ -165,6 +166,37 @@ class PairsRecipe:
 
 
 @dataclass(frozen=True)
+class MixtureRecipe:
+    """Tasks to fine-tune on together, and what of them the run is measured on.
+
+    Attributes:
+        tasks: Names of tasks of eval/; none for pairs of texts of your own.
+        folder: Holds a folder of rows for each task, called as the task is; null for the tasks' own sources, the hub.
+        maximum: Cap of a task's number of training examples, to which its share is proportional; null for no cap.
+        temperature: The capped number counts as its power of 1 / temperature: more than 1 evens the tasks out.
+        dev_examples: Most examples of each task's dev split that are answered by generation at every evaluation, so
+            that the best model stays beside the last; null for all, 0 for no such evaluation.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §6.1: proportional to the examples, at most 65,536 a task; T5 (arXiv:1910.10683)
+        §3.5.2 for the temperature.
+    """
+
+    tasks: list[str] = field(default_factory=list)
+    folder: str | None = None
+    maximum: int | None = 65_536
+    temperature: float = 1.0
+    dev_examples: int | None = 0
+
+    def __post_init__(self) -> None:
+        check_rates(self.maximum, self.temperature)
+        repeated = sorted({name for name in self.tasks if self.tasks.count(name) > 1})
+        _expect(not repeated, "mixture.tasks", self.tasks, f"every task once; {', '.join(repeated)} is repeated")
+        limit = self.dev_examples
+        _expect(limit is None or limit >= 0, "mixture.dev_examples", limit, "0 or more, or null for all")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What every run has; `PretrainRecipe` and `FinetuneRecipe` add their data.
 
@@ -254,6 +286,7 @@ class FinetuneRecipe(Recipe):
         optimizer_slots: `keep` starts with the optimizer's state of the pre-training run, whose checkpoints lie beside
             the model's folder, and is better in the paper; `reset` starts with none and needs the model alone. The
             schedule begins anew either way.
+        mixture: The tasks, and how often each is drawn.
         data: How rows are made of pairs.
 
     Source:
@@ -293,6 +326,7 @@ class FinetuneRecipe(Recipe):
     parameters: str = "all"
     optimizer_slots: Slots = "reset"
     optim: OptimRecipe = field(default_factory=lambda: _FINETUNE_OPTIM)
+    mixture: MixtureRecipe = field(default_factory=MixtureRecipe)
     data: PairsRecipe = field(default_factory=PairsRecipe)
 
     def __post_init__(self) -> None:

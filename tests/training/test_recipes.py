@@ -1,29 +1,80 @@
 """Recipes at the door: every mistake is one message that names the key."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from moe import ConfigError
+from eval.task import TASKS
+from moe import ConfigError, STMoEConfig
 from moe.training.command import RecipeCommand, save_recipe
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
+from scripts.finetune import finetune_command
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+FAMILIES = [path for path in RECIPES if re.search(r"^out:", path.read_text(), re.M) and "finetune" in path.stem]
 
 
 def parse(*argv, kind=PretrainRecipe):
-    return RecipeCommand(kind, "A test.").parse([str(argument) for argument in argv])[0]
+    command = finetune_command() if kind is FinetuneRecipe else RecipeCommand(kind, "A test.")
+    own = [] if kind is PretrainRecipe else ["--pretrained", "model", "--out", "out"]
+    return command.parse([*own, *(str(argument) for argument in argv)])[0]
+
+
+def header_of(path):
+    return "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+
+
+def kind_of(path):
+    return FinetuneRecipe if "finetune" in path.stem or "scripts.finetune" in header_of(path) else PretrainRecipe
+
+
+def files_of(path):
+    """Returns the files of the command in the header of a recipe, up to itself; itself when none is given."""
+    files = re.findall(r"--config (recipes/\S+)", header_of(path)) or [f"recipes/{path.name}"]
+    own = files.index(f"recipes/{path.name}")
+    return [part for file in files[: own + 1] for part in ("--config", path.parents[1] / file)]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_says_its_source_and_cost(path):
-    kind = FinetuneRecipe if "finetune" in path.stem else PretrainRecipe
-    header = path.read_text().split("\nmodel:")[0]
-    below = ["--config", path.parent / "st_moe_tiny_pretrain.yaml"] if "give it after" in header else []
-    recipe = parse(*below, "--config", path, kind=kind)
-    assert all(word in header for word in ("Source:", "Mesh:", "Cost:", "Differs"))
+    recipe = parse(*files_of(path), kind=kind_of(path))
+    assert all(word in header_of(path) for word in ("Source:", "Mesh:", "Cost:", "Differs"))
     if isinstance(recipe, PretrainRecipe):
         assert recipe.build_config().num_parameters() > 0
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if kind_of(path) is FinetuneRecipe], ids=lambda p: p.stem)
+def test_the_tasks_of_a_recipe_exist_and_can_be_trained_on_and_scored(path):
+    mixture = parse(*files_of(path), kind=FinetuneRecipe).mixture
+    tasks = [TASKS.get(name) for name in mixture.tasks]
+    assert all("train" in task.source.splits for task in tasks)
+    assert mixture.dev_examples == 0 or any("validation" in task.source.splits for task in tasks)
+
+
+@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("kind", "lr", "tokens"), [("sparse", 1e-3, 2**16), ("dense", 1e-4, 2**18)])
+def test_a_family_of_tasks_is_tuned_with_the_papers_settings_for_sparse_and_dense(path, kind, lr, tokens):
+    recipe = parse("--config", path.parent / f"finetune_{kind}.yaml", "--config", path, kind=FinetuneRecipe)
+    assert (recipe.optim.lr, recipe.training.batch_size * recipe.data.inputs_length) == (lr, tokens)
+    assert recipe.mixture.tasks and recipe.mixture.maximum == 65536
+
+
+def test_superglue_is_one_recipe_for_sparse_and_one_on_top_for_dense():
+    sparse, dense = (
+        parse(*files_of(RECIPES[0].parent / f"{name}_base_superglue.yaml"), kind=FinetuneRecipe)
+        for name in ("st_moe", "dense")
+    )
+    assert (sparse.optim.lr, sparse.training.batch_size) == (1e-3, 128)
+    assert (dense.optim.lr, dense.training.batch_size) == (1e-4, 512)
+    assert sparse.mixture == dense.mixture
+    assert sorted(sparse.mixture.tasks) == ["boolq", "cb", "copa", "dpr", "multirc", "record", "rte", "wic", "wsc"]
+    assert (sparse.training.steps, sparse.training.evaluate_every, sparse.mixture.dev_examples) == (16_000, 200, None)
+
+
+def test_the_recipe_of_the_base_model_is_the_preset():
+    config = parse("--config", RECIPES[0].parent / "st_moe_base_pretrain.yaml").build_config()
+    assert config.to_dict() == STMoEConfig.from_preset("st-moe-base").to_dict()
 
 
 def test_the_tiny_recipe_has_the_papers_loss_weights():

@@ -1,0 +1,279 @@
+"""Fine-tuning on a mixture with dev scores: the best model beside the last, several seeds, kills at bad moments.
+
+Oracles: the run that was never stopped; the saved models, evaluated again by themselves; statistics by hand.
+"""
+
+import json
+import shutil
+import statistics
+
+import pytest
+import yaml
+
+import eval.predict
+from eval.dev import read_tasks
+from eval.ranks import ALONE
+from moe import CheckpointError, ConfigError, DataError
+from moe.data.pipeline import PairSource
+from moe.training.peak import best_and_last, score_model
+from scripts import finetune, pretrain
+from tests.training.test_finetune_command import losses
+from tests.training.tiny_run import TRAINING, write_inputs
+from tests.training.tiny_tasks import DEV, SIZES, registered
+
+RECIPE = {
+    "seeds": [3, 5],
+    "mixture": {"tasks": ["first", "last", "rare"], "maximum": 53, "dev_examples": None},
+    "data": {"inputs_length": 48, "targets_length": 24, "pack": True},
+    "optim": {"schedule": "constant", "lr": 0.1, "warmup_steps": 2},
+    "training": {**TRAINING, "steps": 8, "evaluate_every": 3, "checkpoint_every": 2, "held_out_batches": 1},
+}
+STEPS = [3, 6, 8]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_tasks():
+    with registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A model and a recipe that holds everything but the folder of the run."""
+    folder = tmp_path_factory.mktemp("inputs")
+    paths = write_inputs(folder)
+    arguments = ["--config", paths["pretrain.yaml"], "--corpus", paths["corpus"], "--tokenizer", paths["tokenizer"]]
+    pretrain.main([*map(str, arguments), "--out", str(folder / "pretrain"), "--training.steps", "10"])
+    paths["model"], paths["recipe"] = folder / "pretrain" / "model", folder / "recipe.yaml"
+    paths["recipe"].write_text(yaml.safe_dump({"pretrained": str(paths["model"]), **RECIPE}))
+    return paths
+
+
+def tune(inputs, out, *more):
+    finetune.main([str(argument) for argument in ("--config", inputs["recipe"], "--out", out, *more)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def straight(inputs, tmp_path_factory):
+    """Both seeds, never stopped."""
+    return tune(inputs, tmp_path_factory.mktemp("straight") / "run")
+
+
+def eval_lines(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval/mean" in line]
+
+
+def files_of(run):
+    """Returns what a run leaves that another one should leave too, byte for byte."""
+    names = [f"{model}/{file}" for model in ("model", "best/model") for file in ("model.safetensors", "config.json")]
+    return {name: (run / name).read_bytes() for name in (*names, "best/scores.json")}
+
+
+def test_every_evaluation_writes_scores_by_task_and_their_mean(straight):
+    lines = eval_lines(straight / "seed-3")
+    assert [line["step"] for line in lines] == STEPS
+    for line in lines:
+        names = {"eval/first/accuracy", "eval/first/near", "eval/last/accuracy", "eval/mean"}  # rare has no dev split
+        assert line.keys() == {"step", *names}
+        of_first = (line["eval/first/accuracy"] + line["eval/first/near"]) / 2
+        assert line["eval/mean"] == pytest.approx((of_first + line["eval/last/accuracy"]) / 2)
+    assert len({line["eval/mean"] for line in lines}) > 1, "the model learns"
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_the_best_and_the_last_model_are_kept_and_score_what_is_said(straight, seed, tmp_path):
+    run = straight / f"seed-{seed}"
+    best, last = best_and_last(run)
+    means = {line["step"]: line["eval/mean"] for line in eval_lines(run)}
+    assert (best["mean"], last["step"]) == (max(means.values()), 8)
+    assert best["step"] == min(step for step in STEPS if means[step] == best["mean"])
+    assert json.loads((run / "best" / "scores.json").read_text()) == best
+    scores = read_tasks(["first", "last"]).scores(None, ALONE)
+    assert scores is not None
+    for folder, said in (("best/model", best), ("model", last)):
+        again = scores(run / folder, tmp_path / folder)
+        assert {"step": said["step"], **again} == pytest.approx(said)
+    assert not (run / "dev" / "model").exists()
+
+
+def test_the_summary_has_mean_and_spread_over_seeds_and_says_what_a_peak_is(straight):
+    summary, text = json.loads((straight / "summary.json").read_text()), (straight / "summary.md").read_text()
+    assert [run["seed"] for run in summary["runs"]] == [3, 5]
+    for which in ("best", "last"):
+        values = [run[which]["mean"] for run in summary["runs"]]
+        assert summary[which]["mean"] == {"mean": sum(values) / 2, "stdev": statistics.stdev(values)}
+        assert f"{sum(values) / 2:.2f} ± {statistics.stdev(values):.2f}" in text
+    assert "The paper reports the peak" in text and "optimistic" in text
+    for run in summary["runs"]:
+        assert run["models"]["best"].endswith("best/model") and run["models"]["last"] in text
+    assert losses(straight / "seed-3") != losses(straight / "seed-5")
+
+
+def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(inputs, straight, tmp_path):
+    recipe = yaml.safe_load(inputs["recipe"].read_text())
+    del recipe["seeds"]
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(recipe))
+    run = tmp_path / "run"
+    finetune.main(["--config", str(tmp_path / "one.yaml"), "--out", str(run), "--seed", "3"])
+    assert losses(run) == losses(straight / "seed-3")
+    assert files_of(run) == files_of(straight / "seed-3")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["best"]["mean"] == {"mean": best_and_last(run)[0]["mean"], "stdev": None}
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "call"), [(3, 3), (5, 0)])
+def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
+    inputs, straight, tmp_path, monkeypatch, seed, call
+):
+    made, original = [], eval.predict._generate
+
+    def generate(system, task, *more):
+        if len(made) == per_seed * [3, 5].index(seed) + call:
+            raise Killed
+        made.append((system.fingerprint, task.name))
+        return original(system, task, *more)
+
+    per_seed = 2 * len(STEPS)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(eval.predict, "_generate", generate)
+        tune(inputs, tmp_path / "run")
+    monkeypatch.setattr(
+        eval.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
+    )
+    tune(inputs, tmp_path / "run", "--resume")
+    assert len(made) == len(set(made)) + 0 == 2 * per_seed, "no answer was generated twice"
+    for folder in ("seed-3", "seed-5"):
+        assert losses(tmp_path / "run" / folder) == losses(straight / folder)
+        assert eval_lines(tmp_path / "run" / folder) == eval_lines(straight / folder)
+        assert files_of(tmp_path / "run" / folder) == files_of(straight / folder)
+    theirs = (straight / "summary.json").read_text().replace(str(straight), str(tmp_path / "run"))
+    assert (tmp_path / "run" / "summary.json").read_text() == theirs
+
+
+def test_steps_that_are_taken_again_read_the_scores_that_are_there(inputs, straight, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(straight, run, ignore=lambda folder, _: {"model"} if folder.endswith("seed-3") else set())
+    shutil.rmtree(run / "seed-3" / "checkpoints" / f"step_{STEPS[-1]:08d}")
+    monkeypatch.setattr(eval.predict, "_generate", None)  # an answer would be an error
+    tune(inputs, run, "--resume")
+    assert losses(run / "seed-3") == losses(straight / "seed-3")
+    assert eval_lines(run / "seed-3") == eval_lines(straight / "seed-3")
+    assert files_of(run / "seed-3") == files_of(straight / "seed-3")
+
+
+# ---- which model is the best, without training ----
+
+
+def export_of(step):
+    def export(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(str(step))
+
+    return export
+
+
+def best_model(folder):
+    return (folder / "best" / "model" / "config.json").read_text()
+
+
+def test_the_first_model_of_the_highest_mean_is_the_best(tmp_path):
+    for step, (mean, best) in enumerate([(5.0, 0), (7.0, 1), (7.0, 1), (3.0, 1), (8.0, 4)]):
+        found = score_model(tmp_path, step, export_of(step), lambda *_, mean=mean: {"mean": mean})
+        assert found == {"mean": mean}
+        assert best_model(tmp_path) == str(best)
+        assert not (tmp_path / "dev" / "model").exists()
+
+
+def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, monkeypatch):
+    import moe.training.peak as peak
+
+    def killed(*_):
+        raise Killed
+
+    score_model(tmp_path, 1, export_of(1), lambda *_: {"mean": 1.0})
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(peak, "_promote", killed)
+        score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0})
+    assert best_model(tmp_path) == "1"
+    assert score_model(tmp_path, 1, killed, killed) == {"mean": 1.0}  # the same steps again
+    assert score_model(tmp_path, 2, export_of(2), killed) == {"mean": 2.0}
+    assert best_model(tmp_path) == "2"
+
+
+# ---- the door ----
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        (["--task", "frist"], ConfigError, r"no task called 'frist'\. Did you mean 'first'"),
+        (["--mixture.tasks", "[first, first]"], ConfigError, "every task once; first is repeated"),
+        (["--mixture.maximum", "0"], ConfigError, "mixture.maximum is 0; expected at least 1"),
+        (["--mixture.temperature", "0"], ConfigError, "mixture.temperature is 0.0; expected above 0"),
+        (["--mixture.dev_examples", "-1"], ConfigError, "mixture.dev_examples is -1; expected 0 or more"),
+        (["--seeds", "3", "3"], ConfigError, r"seeds is \[3, 3\]; expected one or more different"),
+        (["--seeds", "-1"], ConfigError, "seed is -1"),
+        (["--task", "first", "--train", "pairs.jsonl"], ConfigError, "task first and train pairs.jsonl given"),
+        (["--train", "pairs.jsonl", "--mixture.maximum", "7"], ConfigError, "mixture.maximum would change nothing"),
+        (["--mixture.tasks", "[]"], ConfigError, "nothing given to train on; expected one of --task"),
+        (["--task", "rare"], ConfigError, "dev_examples is None, and no task has a dev split"),
+        (["--mixture.folder", "nowhere"], DataError, "mixture.folder is nowhere, which is no folder"),
+        (
+            ["--pretrained", "runs/none/model"],
+            CheckpointError,
+            r"Pre-train one .*st_moe_base_pretrain\.yaml --out runs",
+        ),
+        (
+            ["--pretrained", "runs/none/model"],
+            CheckpointError,
+            "scripts.convert_checkpoint --from google/switch-base-8",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_one_message_before_anything_is_written(inputs, tmp_path, more, error, message):
+    with pytest.raises(error, match=message) as raised:
+        tune(inputs, tmp_path / "run", *more)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_without_training_rows_is_refused(inputs, tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "rare", 0)
+    with pytest.raises(DataError, match="Task 'rare' has no training examples"):
+        tune(inputs, tmp_path / "run")
+
+
+def test_a_folder_that_holds_one_of_the_runs_is_refused_before_any_of_them_starts(inputs, straight, tmp_path):
+    shutil.copytree(straight / "seed-5", tmp_path / "run" / "seed-5")
+    with pytest.raises(DataError, match="seed-5 already holds a run"):
+        tune(inputs, tmp_path / "run")
+    assert not (tmp_path / "run" / "seed-3").exists()
+
+
+def test_a_resumed_run_with_another_mixture_is_refused(inputs, straight):
+    for setting, value in (("mixture.maximum", "47"), ("mixture.dev_examples", "7"), ("mixture.temperature", "2")):
+        with pytest.raises(CheckpointError, match=f"{setting} was .* and is {value}"):
+            tune(inputs, straight, f"--{setting}", value, "--resume")
+
+
+def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(finetune, "train", lambda run, **_: made.append(run))
+    monkeypatch.setattr(finetune, "write_summary", lambda *_: "")
+    (tmp_path / "pairs.jsonl").write_text('{"inputs": "ba", "targets": "ko"}\n')
+    tune(inputs, tmp_path / "a", "--task", "last", "--seeds", "7", "--mixture.dev_examples", "5")
+    tune(inputs, tmp_path / "b", "--train", tmp_path / "pairs.jsonl", "--seeds", "7")
+    assert [run.folder.parent.name for run in made] == ["a", "b"]
+    assert [run.recipe.mixture.tasks for run in made] == [["last"], []]
+    assert [run.recipe.mixture.dev_examples for run in made] == [5, 0]
+    assert isinstance(made[0].source, PairSource) and made[0].source.num_examples == SIZES["last"]
+    assert made[1].source.num_examples == 1 and made[1].dev is None
+    assert made[0].dev is not None and DEV > 5

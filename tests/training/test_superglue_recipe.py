@@ -1,0 +1,74 @@
+"""The recipe of SuperGLUE from end to end: the real command, made small, on the fixtures of the tasks.
+
+Oracles: the run that was never stopped; the rows of the fixtures, counted.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.dev import read_tasks
+from eval.metrics import MULTIRC_F1A
+from scripts import finetune
+from tests.training.test_finetune_command import losses
+from tests.training.test_finetune_mixture import eval_lines, files_of, inputs  # noqa: F401  a fixture
+from tests.training.test_torchrun import finish, wait_for
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "eval" / "fixtures"
+RECIPE = ROOT / "recipes" / "st_moe_base_superglue.yaml"
+SMALL = ["--training.steps", "4", "--training.batch_size", "4", "--training.evaluate_every", "2"]
+SMALL += ["--training.checkpoint_every", "1", "--training.log_every", "1", "--training.held_out_batches", "1"]
+SMALL += ["--data.inputs_length", "96", "--optim.warmup_steps", "2", "--seeds", "1", "0"]
+TASKS = ["boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc"]
+
+
+def command(model, out, *more):
+    folders = ["--config", RECIPE, "--pretrained", model, "--out", out, "--mixture.folder", FIXTURES]
+    return [str(part) for part in (*folders, *SMALL, *more)]
+
+
+def test_training_has_an_example_for_each_answer_of_record_and_the_right_referents_of_wsc_alone():
+    rows = {
+        name: [json.loads(line) for line in (FIXTURES / name / "train.jsonl").read_text().splitlines()]
+        for name in ("record", "wsc", "dpr")
+    }
+    data = read_tasks(["record", "wsc", "dpr"], str(FIXTURES))
+    assert len(data.train["record"]) == sum(len(row["answers"]) for row in rows["record"]) > len(rows["record"])
+    assert len(data.train["wsc"]) == sum(row["label"] for row in rows["wsc"]) < len(rows["wsc"])
+    assert len(data.train["dpr"]) == len(rows["dpr"])
+    assert data.dev.keys() == {"record", "wsc"}
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_path):  # noqa: F811
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    finetune.main(command(inputs["model"], straight))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.finetune", *command(inputs["model"], killed)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for(killed / "seed-0" / "dev" / "step_00000002" / "scores.json", process)
+    process.kill()
+    finish(process)
+    assert not (killed / "summary.json").exists()
+    finetune.main(command(inputs["model"], killed, "--resume"))
+
+    for seed in ("seed-0", "seed-1"):
+        assert losses(killed / seed) == losses(straight / seed)
+        assert eval_lines(killed / seed) == eval_lines(straight / seed)
+        assert files_of(killed / seed) == files_of(straight / seed)
+        last = eval_lines(killed / seed)[-1]
+        assert {name.split("/")[1] for name in last if name not in ("step", "eval/mean")} == set(TASKS)
+        by_task = [[v for n, v in last.items() if n.startswith(f"eval/{task}/")] for task in TASKS]
+        assert last["eval/mean"] == pytest.approx(sum(sum(of) / len(of) for of in by_task) / 8)
+        assert f"eval/multirc/{MULTIRC_F1A.name}" in last
+    summary = json.loads((killed / "summary.json").read_text())
+    assert [run["seed"] for run in summary["runs"]] == [1, 0]
+    assert all(f"{name}" in (killed / "summary.md").read_text() for name in summary["best"])
