@@ -5,8 +5,6 @@ import pytest
 from eval.task import SPLITS, TASKS
 from moe import DataError
 
-CLASSIFICATIONS = [name for name in TASKS.names() if TASKS.get(name).choices]
-
 
 @pytest.mark.parametrize("name", TASKS.names())
 def test_splits_share_no_group_no_id_and_no_input(name):
@@ -18,7 +16,7 @@ def test_splits_share_no_group_no_id_and_no_input(name):
     assert all(splits.values())
 
 
-@pytest.mark.parametrize("name", CLASSIFICATIONS)
+@pytest.mark.parametrize("name", TASKS.names())
 def test_targets_are_choices_and_every_choice_is_tested(name):
     task = TASKS.get(name)
     for split in SPLITS:
