@@ -1,16 +1,22 @@
-"""python -m eval run --model DIR --tasks NAME[,NAME]; python -m eval list.
+"""python -m eval run --model DIR --tasks NAME[,NAME]; also list, compare A B, conformance FILE.json.
 
 Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
 """
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
+from typing import Any, get_args
 
 from transformers.utils import logging
 
+from eval.compare import add_compare_command, run_compare
+from eval.conformance import add_conformance_command, run_conformance
 from eval.listing import tasks_table
+from eval.markdown import interval, number
 from eval.predict import MODES
+from eval.rank import Normalization, Scoring
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
@@ -21,31 +27,58 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="lists the tasks")
-    run = commands.add_parser("run", help="evaluates models on tasks")
+    add_run_command(commands)
+    add_compare_command(commands)
+    add_conformance_command(commands)
+    arguments = parser.parse_args(argv)
+    if arguments.command == "list":
+        print(tasks_table())
+    elif arguments.command == "run":
+        run_evaluation(arguments, argv)
+    elif arguments.command == "compare":
+        run_compare(arguments)
+    elif arguments.command == "conformance":
+        run_conformance(arguments)
+
+
+def add_run_command(commands: Any) -> None:
+    """Adds `run` to the sub-commands."""
+    run: argparse.ArgumentParser = commands.add_parser("run", help="evaluates models on tasks")
     run.add_argument("--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report")
     run.add_argument("--also", action="append", default=[], help="a further NAME=FOLDER to stand beside it")
     run.add_argument("--tasks", required=True, help="names, separated by commas")
-    run.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)} (default: all)")
-    run.add_argument("--split", choices=SPLITS, default="test")
+    run.add_argument("--modes", help=f"of {', '.join(MODES)} (default: all that a task can be answered in)")
+    run.add_argument("--split", choices=SPLITS, help="default: each task's own")
     run.add_argument("--limit", type=int, help="most examples of a task")
+    run.add_argument("--data", type=Path, help="folder with a folder TASK of .jsonl or .parquet instead of the hub")
+    run.add_argument("--revision", help="branch or commit of the data on the hub (default: each task's own)")
+    run.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
+    run.add_argument(
+        "--normalize",
+        choices=get_args(Normalization),
+        default="none",
+        help="length that a choice's score is divided by (default: none)",
+    )
     run.add_argument("--out", type=Path, default=Path("runs/eval"), help="folder of the reports (default: runs/eval)")
     run.add_argument("--ep", type=int, default=1, help="ranks that the experts of a layer are spread over (default: 1)")
     run.add_argument("--tp", type=int, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
     run.add_argument("--timeout", type=float, default=600.0, help="seconds that ranks wait for others (default: 600)")
-    arguments = parser.parse_args(argv)
-    if arguments.command == "list":
-        print(tasks_table())
-        return
 
+
+def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
+    """Evaluates, prints the scores and says where the reports are; exits with 1 when a task failed."""
     logging.disable_progress_bar()
     with launch(arguments.timeout) as world:
         starter = ["python"] if world.size == 1 else ["torchrun", "--nproc-per-node", str(world.size)]
         report = evaluate(
             parse_models([arguments.model, *arguments.also]),
             arguments.tasks.split(","),
-            modes=arguments.modes.split(","),
+            modes=arguments.modes.split(",") if arguments.modes else None,
             split=arguments.split,
             limit=arguments.limit,
+            data=arguments.data,
+            revision=arguments.revision,
+            scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
             out=arguments.out,
             command=shlex.join([*starter, "-m", "eval", *argv]),
             world=world,
@@ -54,11 +87,26 @@ def main(argv: list[str]) -> None:
         )
     if report is None:  # rank 0 speaks
         return
-    for task in report["tasks"]:
-        for row in task["systems"]:
-            interval = f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"
-            print(f"{task['task']}  {row['name']:<20} {row['mode']:<9} {100 * row['accuracy']:5.1f} %  ({interval})")
-    print(f"The reports are {arguments.out / 'report.json'} and {arguments.out / 'report.md'}.")
+    print_scores(report)
+    print(f"The reports are {', '.join(str(arguments.out / f'report.{kind}') for kind in ('html', 'md', 'json'))}.")
+    for failure in report["failed"]:
+        print(f"error: {failure['task']} failed: {failure['message']}", file=sys.stderr)
+    if report["failed"]:
+        sys.exit(1)
+
+
+def print_scores(report: dict[str, Any]) -> None:
+    """Prints a line for each task, system and metric."""
+    lines = [
+        (task["task"], row["name"], row["mode"], score)
+        for task in report["tasks"]
+        for row in task["systems"]
+        for score in row["scores"]
+    ]
+    lines += [("SuperGLUE", one["name"], one["mode"], {**one, "metric": "average"}) for one in report["averages"]]
+    for task, name, mode, score in lines:
+        spread = interval(score["low"], score["high"])
+        print(f"{task}  {name:<20} {mode:<9} {score['metric']:<12} {number(score['value']):>5}  ({spread})")
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:

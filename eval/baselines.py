@@ -12,6 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
+from eval.describe import is_classification
 from eval.task import Example, Task
 
 MOST_CHARACTERS = 10_000_000
@@ -24,7 +25,7 @@ _MOST_COMPARED = 1000
 
 def has_baselines(task: Task) -> bool:
     """Returns whether `baseline_outputs` knows what to do with a task: the same choices for all, or summaries."""
-    return _is_classification(task) or _is_summarization(task)
+    return is_classification(task) or _is_summarization(task)
 
 
 def baseline_outputs(task: Task, train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
@@ -40,14 +41,9 @@ def baseline_outputs(task: Task, train: Sequence[Example], test: Sequence[Exampl
     """
     if not train or sum(len(example.inputs) for example in train) > MOST_CHARACTERS:
         return {}
-    if _is_classification(task):
+    if is_classification(task):
         return _classify(train, test)
     return _summarize(train, test) if _is_summarization(task) else {}
-
-
-def _is_classification(task: Task) -> bool:
-    """Returns whether all examples have the same choices."""
-    return isinstance(task.choices, tuple) and len(task.choices) > 0
 
 
 def _is_summarization(task: Task) -> bool:

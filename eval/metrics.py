@@ -9,13 +9,14 @@ import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.additive import Additive, matthews, mean_f1
 from moe import ConfigError, DataError
 
 Values = Sequence[Any]
@@ -36,11 +37,13 @@ class Metric:
         score: (targets, answers) to a number in 0..100; correlations may be below 0.
         each: (targets, answers) to <float64>[N] scores whose mean over those that are not NaN is `score`: examples
             that do not count, as a repeated query, are NaN. None for a score that is no mean.
+        additive: The same score of sums, for those that are no mean and have it.
     """
 
     name: str
     score: Callable[[Values, Values], float]
     each: Each | None = None
+    additive: Additive | None = None
 
 
 def mean_of(name: str, each: Each) -> Metric:
@@ -70,18 +73,34 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
     def score(targets: Values, answers: Values) -> float:
         return 100 * _f1(targets, answers, labels=labels, average="macro")
 
-    return Metric(f"mean_{num_classes}class_f1", score)
+    return Metric(f"mean_{num_classes}class_f1", score, additive=mean_f1(labels))
 
 
 def f1_score_with_invalid(targets: Values, answers: Values) -> float:
     """Returns the F1 of class 1; an answer other than 0 and 1 counts as the wrong one of them."""
-    pairs = list(zip(targets, answers, strict=True))
-    return 100 * _f1(targets, [answer if answer in (0, 1) else 1 - target for target, answer in pairs])
+    return 100 * _f1(targets, _without_invalid(targets, answers))
 
 
+def _without_invalid(targets: Values, answers: Values) -> list[int]:
+    """Returns answers 0 and 1 as they are, and in place of others the wrong one of the two."""
+    pairs = zip(targets, answers, strict=True)
+    return [answer if answer in (0, 1) else 1 - target for target, answer in pairs]
+
+
+_F1 = mean_f1([1])
 MACRO_F1 = mean_multiclass_f1(3)
-F1_WITH_INVALID = Metric("f1", f1_score_with_invalid)
-MULTIRC_F1A = Metric("f1", lambda targets, answers: f1_score_with_invalid(_values(targets), _values(answers)))
+F1_WITH_INVALID = Metric(
+    "f1",
+    f1_score_with_invalid,
+    additive=_F1._replace(parts=lambda targets, answers: _F1.parts(targets, _without_invalid(targets, answers))),
+)
+MULTIRC_F1A = Metric(
+    "f1",
+    lambda targets, answers: f1_score_with_invalid(_values(targets), _values(answers)),
+    additive=_F1._replace(
+        parts=lambda targets, answers: _F1.parts(_values(targets), _without_invalid(_values(targets), _values(answers)))
+    ),
+)
 
 
 def _multirc_questions(targets: Values, answers: Values) -> NDArray[np.float64]:
@@ -228,7 +247,7 @@ def _matthews(targets: Values, answers: Values) -> float:
 
 PEARSON = correlation("pearson_corrcoef", _pearson)
 SPEARMAN = correlation("spearman_corrcoef", _spearman)
-MATTHEWS = correlation("matthews_corrcoef", _matthews)
+MATTHEWS = replace(correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1)))
 
 
 def _equal_pairs(targets: Values, answers: Values) -> NDArray[np.float64]:

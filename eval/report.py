@@ -1,46 +1,113 @@
-"""The report of an evaluation: report.json for programs, report.md for people."""
+"""The reports of an evaluation: report.json for programs, report.md and report.html for people, card.md for a card."""
 
 import json
-from importlib.metadata import version
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_LIBRARIES = ("torch", "transformers", "scikit-learn")
+import torch
+
+from eval.card import card
+from eval.folder import REPORT, write_whole
+from eval.markdown import cell, interval, number, table
+from eval.page import page
+from eval.predict import Seq2Seq
+from eval.scoreboard import DIFFERS, Scoreboard, scoreboard
+from eval.words import ROUTER_HEADER, compare_models, describe_checkpoint, describe_data, router_rows, score_notes
+from moe import STMoEConfig
+
+_LIBRARIES = ("stmoe", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn", "rouge-score")
+
+
+def describe_place() -> dict[str, Any]:
+    """Returns the versions of what computes the numbers, and the device."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            continue
+    on_gpu = torch.cuda.is_available()
+    return {"versions": versions, "device": torch.cuda.get_device_name() if on_gpu else f"cpu ({platform.machine()})"}
+
+
+def describe_model(folder: Path, system: Seq2Seq) -> dict[str, Any]:
+    """Returns what the report says of a checkpoint; `chosen_by` is None unless its run kept its best one there."""
+    config = system.model.config
+    known = isinstance(config, STMoEConfig)
+    return {
+        "folder": str(folder),
+        "fingerprint": system.fingerprint,
+        "class": type(system.model).__name__,
+        "parameters": config.num_parameters() if known else system.model.num_parameters(),
+        "active_parameters": config.num_active_parameters() if known else system.model.num_parameters(),
+        "chosen_by": _chosen_by(folder),
+    }
+
+
+def _chosen_by(folder: Path) -> dict[str, Any] | None:
+    """Returns by which dev scores a fine-tuning chose this checkpoint: it keeps the best in best/model."""
+    path = folder.absolute().parent / "scores.json"
+    if not path.is_file():
+        return None
+    scores = json.loads(path.read_text(encoding="utf-8"))
+    tasks = list(dict.fromkeys(name.split("/")[0] for name in scores if "/" in name))
+    return {"rule": "best mean score on the development splits", "tasks": tasks} | {
+        name: scores[name] for name in ("step", "mean") if name in scores
+    }
 
 
 def write_reports(report: dict[str, Any], out: Path) -> None:
-    """Writes report.json and report.md to `out`, each whole or not at all."""
-    report = {**report, "versions": {name: version(name) for name in _LIBRARIES}}
-    out.mkdir(parents=True, exist_ok=True)
-    _write_whole(out / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    _write_whole(out / "report.md", markdown(report))
+    """Writes report.json, report.md, report.html and card.md to `out`, each whole or not at all."""
+    board = scoreboard(report)
+    write_whole(out / REPORT, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(out / "report.md", markdown(report, board))
+    write_whole(out / "report.html", page(report, board))
+    write_whole(out / "card.md", card(report))
 
 
-def markdown(report: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any], board: Scoreboard) -> str:
     """Returns the report as Markdown."""
     parts = ["# Evaluation", "", f"Made by `{report['command']}`", ""]
-    parts += [f"- `{name}`: {folder}" for name, folder in report["models"].items()]
-    parts += ["- " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()), ""]
+    for name, model in report["models"].items():
+        parts.append(f"- `{name}`: {describe_checkpoint(model)}")
+    parts.append("- " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
+    parts += [f"- device: {report['device']}", ""]
+    for failure in report["failed"]:
+        parts += [f"**{failure['task']} failed**: {' '.join(failure['message'].split())}", ""]
+    parts += _scores(board)
     for task in report["tasks"]:
         parts += _task_section(task)
     return "\n".join(parts) + "\n"
 
 
-def compare_models(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns a sentence for each further model: whether its interval overlaps that of the first in the same mode."""
-    models = [row for row in rows if row["mode"] != "baseline"]
-    sentences = []
-    for mode in dict.fromkeys(row["mode"] for row in models):
-        first, *others = [row for row in models if row["mode"] == mode]
-        for other in others:
-            overlap = first["low"] <= other["high"] and other["low"] <= first["high"]
-            relation = "overlap: no difference is shown" if overlap else "do not overlap"
-            gap = 100 * (first["accuracy"] - other["accuracy"])
-            sentences.append(
-                f"{mode}: `{first['name']}` is {gap:+.1f} points from `{other['name']}`; "
-                f"their 95 % intervals {relation}."
-            )
-    return sentences
+def _scores(board: Scoreboard) -> list[str]:
+    """Returns the lines of the table of all scores beside the published ones."""
+    if not board.lines:
+        return []
+    rows = []
+    for line in board.lines:
+        row = [line.task + line.marks, line.metric, line.split]
+        row += [
+            f"{number(score['value'])} ({interval(score['low'], score['high'])})" if score else ""
+            for score in line.ours
+        ]
+        row += [
+            f"{number(one.value)}{'' if one.split == line.split else DIFFERS}" if one else "" for one in line.published
+        ]
+        rows.append(row)
+    header = ["task", "metric", "split", *(f"{name}, {mode}" for name, mode in board.systems), *board.published]
+    return [
+        "## Scores",
+        "",
+        "In brackets 95 % bootstrap intervals over groups of examples.",
+        "",
+        *table(header, rows),
+        "",
+        *(f"- {sentence}" for sentence in board.legend),
+        "",
+    ]
 
 
 def _task_section(task: dict[str, Any]) -> list[str]:
@@ -48,53 +115,52 @@ def _task_section(task: dict[str, Any]) -> list[str]:
     lines = [
         f"## {task['task']} (version {task['version']})",
         "",
-        f"{task['description']} Licence of the data: {task['licence']}.",
+        task["description"],
         "",
-        f"{task['num_examples']:,} examples of the {task['split']} split in {task['num_groups']} groups; "
-        f"{task['num_train']:,} for training. Intervals: 95 % bootstrap over groups.",
+        describe_data(task),
         "",
-        *_table(
-            ["system", "mode", "accuracy", "95 % interval", "unparsable"],
+        *(f"- {sentence}" for sentence in task["notes"]),
+        "",
+        *table(
+            ["system", "mode", "metric", "score", "95 % interval", "standard error", "unparsable", "empty"],
             [
                 [
                     row["name"],
                     row["mode"],
-                    f"{100 * row['accuracy']:.1f} %",
-                    f"{100 * row['low']:.1f} to {100 * row['high']:.1f}",
-                    str(row["num_unparsable"]),
+                    score["metric"],
+                    number(score["value"]),
+                    interval(score["low"], score["high"]),
+                    "-" if score["stderr"] is None else f"{score['stderr']:.2f}",
+                    "-" if row["num_unparsable"] is None else str(row["num_unparsable"]),
+                    str(row["num_empty"]),
                 ]
                 for row in task["systems"]
+                for score in row["scores"]
             ],
         ),
         "",
-        *(f"- {sentence}" for sentence in compare_models(task["systems"])),
-        "",
-        "### By class (first system)",
-        "",
-        *_table(
-            ["target", "right", "examples"],
-            [[row["target"], str(row["right"]), str(row["total"])] for row in task["per_class"]],
-        ),
-        "",
-        "### Some of its mistakes",
-        "",
-        *_table(
-            ["id", "inputs", "target", "output"],
-            [[row["id"], row["inputs"], row["target"], row["output"]] for row in task["mistakes"]],
-        ),
+        *(f"- {sentence}" for sentence in [*score_notes(task), *compare_models(task["systems"])]),
         "",
     ]
+    if any(row["router"] for row in task["systems"]):
+        lines += ["### Routers", "", *table(ROUTER_HEADER, router_rows(task)), ""]
+    lengths = task["inputs"]
+    lines += [
+        "### Lengths of inputs",
+        "",
+        f"{lengths['mean']:.1f} tokens on average, half of them at most {lengths['median']:.0f}, the longest "
+        f"{lengths['longest']:,}; {lengths['num_cut']:,} cut at {lengths['limit']:,}.",
+        "",
+    ]
+    if task["by_class"]:
+        header = ["target", "right", "examples", "answered"]
+        rows = [[str(row[name]) for name in ("target", "right", "total", "answered")] for row in task["by_class"]]
+        lines += ["### By class (first system)", "", *table(header, rows), ""]
+    if task["worst"]:
+        rows = [
+            [cell(row[name]) for name in ("id", "inputs", "target", "output")] + [number(row["score"])]
+            for row in task["worst"]
+        ]
+        lines += ["### Worst answers (first system)", ""]
+        lines += [*table(["id", "inputs", "target", "output", "score"], rows), ""]
     return lines
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *escaped]]
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes `text` aside and renames it to `path`."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

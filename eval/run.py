@@ -1,29 +1,43 @@
 """An evaluation from end to end: models and tasks in, report files out."""
 
-from collections.abc import Sequence
-from itertools import product
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.baselines import baseline_outputs
-from eval.intervals import accuracy, accuracy_by_class
-from eval.journal import Prediction
-from eval.predict import MODES, Request, load_seq2seq, predict
-from eval.ranks import ALONE, arrange
-from eval.report import write_reports
-from eval.task import TASKS, Example, Task
-from moe import ConfigError, World
+import numpy as np
+from numpy.typing import NDArray
 
-_SHOWN_MISTAKES = 10
+from eval.baselines import baseline_outputs, has_baselines
+from eval.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
+from eval.folder import predictions_path, write_examples
+from eval.intervals import with_interval
+from eval.paper import SUPERGLUE
+from eval.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
+from eval.rank import Scoring
+from eval.ranks import ALONE, Ranks, arrange
+from eval.report import describe_model, describe_place, write_reports
+from eval.source import BuiltIn
+from eval.task import SPLITS, TASKS, Example, Task
+from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
+
+HIDDEN = "<unk>"
+"""What T5 makes of a label that the authors of a dataset keep to themselves."""
+
+Draws = dict[tuple[str, str, str], NDArray[np.float64]]
+"""By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
 
 
 def evaluate(
-    models: dict[str, Path],
+    models: Mapping[str, Path],
     tasks: Sequence[str],
     *,
-    modes: Sequence[str] = MODES,
-    split: str = "test",
+    modes: Sequence[str] | None = None,
+    split: str | None = None,
     limit: int | None = None,
+    data: Path | None = None,
+    revision: str | None = None,
+    scoring: Scoring | None = None,
     out: Path,
     command: str,
     world: World = ALONE.world,
@@ -32,96 +46,294 @@ def evaluate(
 ) -> dict[str, Any] | None:
     """Evaluates every model on every task in every mode, writes the reports and returns their content.
 
+    The reports are written after each task. One that fails, as its data cannot be had, is reported with its message,
+    and the others go on.
+
     Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone scores, writes and
     has something to return. Nothing depends on the number of ranks.
 
     Args:
         models: Checkpoint folders by name; the first is the one that the report is about.
         tasks: Names of tasks.
-        modes: `generate`, `rank`.
-        split: Of the tasks.
-        limit: Most examples; every n-th is taken so that all classes stay. None for all.
-        out: Receives predictions/, report.json and report.md.
+        modes: `generate`, `rank`; of these, all that a task can be answered in. None for both.
+        split: Of all tasks; None for each task's own.
+        limit: Most examples of a task; whole groups are taken, evenly. None for all.
+        data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
+        revision: Branch or commit of the hub's data; None for each task's own.
+        scoring: How choices are ranked; None for the log-probability with the end token.
+        out: Receives examples/, predictions/ and the reports.
         command: How it was called, for the report.
         world: The ranks.
         ep: Ranks that the experts of a layer are spread over.
         tp: Ranks that heads and hidden units are spread over.
 
     Raises:
-        ConfigError: When a task, mode or limit is impossible, or the ranks cannot be divided so.
+        ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided so.
+        CheckpointError: When a model cannot be loaded.
     """
-    chosen = [TASKS.get(name) for name in tasks]
-    for mode in modes:
-        if mode not in MODES:
-            raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
+    chosen = check_tasks(tasks, modes, split)
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit is {limit}; expected at least 1.")
+    scoring = scoring or Scoring()
     ranks = arrange(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
-    examples = {task.name: _thin_out(task.examples(split), limit) for task in chosen}
-    predictions = {}
-    for task, name, mode in product(chosen, systems, modes):
-        requests = [Request(example.id, example.inputs, example.choices) for example in examples[task.name]]
-        path = out / "predictions" / f"{task.name}.{name}.{mode}.jsonl"
-        predictions[task.name, name, mode] = predict(systems[name], task, requests, mode, path).predictions
-    if world.rank > 0:
-        return None
-
-    results = []
-    for task in chosen:
-        made = {key[1:]: values for key, values in predictions.items() if key[0] == task.name}
-        references = examples[task.name]
-        rows = [score_row(task, references, [p.output for p in made[key]], *key) for key in made]
-        for name, outputs in baseline_outputs(task, task.examples("train"), references).items():
-            rows.append(score_row(task, references, outputs, name, "baseline"))
-        results.append(_describe(task, split, references, rows, next(iter(made.values()), [])))
-    report = {"command": command, "models": {name: str(path) for name, path in models.items()}, "tasks": results}
-    write_reports(report, out)
-    return report
-
-
-def score_row(task: Task, examples: Sequence[Example], outputs: Sequence[str], name: str, mode: str) -> dict[str, Any]:
-    """Returns one line of the report: a system's accuracy in 0..1 with its interval."""
-    targets, groups = [example.targets for example in examples], [example.group for example in examples]
-    score = accuracy(outputs, targets, groups)
-    return {
-        "name": name,
-        "mode": mode,
-        "accuracy": score.mean,
-        "low": score.low,
-        "high": score.high,
-        "num_examples": len(examples),
-        "num_unparsable": sum(o not in e.choices for o, e in zip(outputs, examples, strict=True)),
+    report: dict[str, Any] = {
+        "command": command,
+        "settings": {
+            "tasks": [task.name for task in chosen],
+            "modes": modes and list(modes),
+            "split": split,
+            "limit": limit,
+            "data": data and str(data),
+            "revision": revision,
+            "scoring": vars(scoring),
+            "ranks": world.size,
+            "ep": ep,
+            "tp": tp,
+        },
+        **describe_place(),
+        "models": {name: describe_model(models[name], system) for name, system in systems.items()},
+        "tasks": [],
+        "averages": [],
+        "failed": [],
     }
+    draws: Draws = {}
+    for task in chosen:
+        where = split or task.split
+        with _reporting_failure(task.name, report["failed"], alone=world.size == 1):
+            entry, examples = read_task(task, where, limit, data, revision)
+            answers = _answers(systems, task, examples, modes, scoring, out)
+            if world.rank == 0:
+                entry["digest"] = write_examples(out, task, examples)
+                report["tasks"].append(_scored(entry, task, examples, answers, systems, report["models"], draws))
+        if world.rank == 0:
+            report["averages"] = _averages(report["tasks"], draws)
+            write_reports(report, out)
+    return report if world.rank == 0 else None
 
 
-def _describe(
-    task: Task, split: str, examples: list[Example], rows: list[dict[str, Any]], first: list[Prediction]
-) -> dict[str, Any]:
-    """Returns what the report says of one task; classes and mistakes are those of the first model and mode."""
-    outputs, targets = [p.output for p in first], [example.targets for example in examples]
-    by_class = accuracy_by_class(outputs, targets) if first else {}
-    wrong = [(e, p) for e, p in zip(examples, first, strict=True) if e.targets != p.output]
-    return {
+def check_tasks(tasks: Sequence[str], modes: Sequence[str] | None, split: str | None) -> list[Task]:
+    """Returns the tasks of these names, each once.
+
+    Raises:
+        ConfigError: When there is no such task, mode or split, or a task can be answered in none of the modes.
+    """
+    chosen = [TASKS.get(name) for name in dict.fromkeys(name.strip() for name in tasks)]
+    for mode in modes or ():
+        if mode not in MODES:
+            raise ConfigError(f"There is no mode {mode!r}.{did_you_mean(mode, MODES)} Choose from {', '.join(MODES)}.")
+    if split is not None and split not in SPLITS:
+        raise ConfigError(f"There is no split {split!r}. Choose from {', '.join(SPLITS)}.")
+    for task in chosen:
+        if modes is not None and not set(modes) & set(modes_of(task)):
+            raise ConfigError(
+                f"{task.name} cannot be evaluated by {' or '.join(modes)}, only by {' or '.join(modes_of(task))}. "
+                "Change --modes or leave it out."
+            )
+    return chosen
+
+
+def read_task(
+    task: Task, split: str, limit: int | None = None, data: Path | None = None, revision: str | None = None
+) -> tuple[dict[str, Any], list[Example]]:
+    """Returns what the report says of a task before any answer, and its examples.
+
+    Raises:
+        DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide their labels.
+    """
+    read: list[Any] = []
+    built_in = isinstance(task.source, BuiltIn)
+    folder = None if built_in else data
+    together(lambda: read.extend(task.rows(split, folder, revision)))
+    every = task.examples_of(read, split)
+    if num_hidden := sum(example.targets == HIDDEN for example in every):
+        raise DataError(
+            f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
+            f"answers cannot be judged. Choose another split, as {task.split}."
+        )
+    examples = thin_out(every, limit)
+    entry = {
         "task": task.name,
         "version": task.version,
         "description": task.description,
         "licence": task.licence,
+        "prompt_source": task.prompt_source,
+        "variant_of": task.variant_of,
         "split": split,
+        "limit": limit if len(examples) < len(every) else None,
+        "data": {
+            "folder": folder and str(folder / (task.variant_of or task.name)),
+            "repository": getattr(task.source, "repository", None),
+            "config": getattr(task.source, "config", None),
+            "revision": revision or (None if built_in else " or ".join(getattr(task.source, "revisions", ()))),
+        },
+        "num_rows": len(read),
+        "num_expected": task.source.expected(split),
+        "num_available": len(every),
         "num_examples": len(examples),
         "num_groups": len({example.group for example in examples}),
-        "num_train": len(task.examples("train")),
-        "systems": rows,
-        "per_class": [{"target": t, "right": right, "total": total} for t, (right, total) in by_class.items()],
-        "mistakes": [
-            {"id": e.id, "inputs": e.inputs, "target": e.targets, "output": p.output}
-            for e, p in wrong[:: max(1, len(wrong) // _SHOWN_MISTAKES)][:_SHOWN_MISTAKES]
-        ],
+        "decoding": task.decoding._asdict(),
     }
+    return entry, examples
 
 
-def _thin_out(examples: list[Example], limit: int | None) -> list[Example]:
-    """Returns at most `limit` examples, evenly taken."""
+def thin_out(examples: Sequence[Example], limit: int | None) -> list[Example]:
+    """Returns at most `limit` examples: whole groups, evenly taken, and at least one group."""
     if limit is None or limit >= len(examples):
-        return examples
-    return [examples[i * len(examples) // limit] for i in range(limit)]
+        return list(examples)
+    members: dict[str, list[int]] = {}
+    for number, example in enumerate(examples):
+        members.setdefault(example.group, []).append(number)
+    groups = list(members.values())
+    for num_taken in range(min(len(groups), limit), 0, -1):
+        taken = [groups[i * len(groups) // num_taken] for i in range(num_taken)]
+        if sum(map(len, taken)) <= limit or num_taken == 1:
+            return [examples[number] for number in sorted(number for group in taken for number in group)]
+    return []
+
+
+def score(task: Task, examples: Sequence[Example], outputs: Sequence[str]) -> dict[str, float]:
+    """Returns the score of every metric, without intervals; NaN where no example counts."""
+    targets, answers = task.values(examples, outputs)
+    return {metric.name: metric.score(targets, answers) for metric in task.metrics}
+
+
+def dev_scores(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    folder: Path | None,
+    limit: int | None,
+    path: Path,
+    ranks: Ranks = ALONE,
+) -> dict[str, float]:
+    """Returns the scores of a model in memory, as generated on the development split of each task.
+
+    Args:
+        model: Any sequence-to-sequence model; it is left in the mode that it was in.
+        tokenizer: Its own.
+        tasks: Names of tasks.
+        folder: Holds a folder TASK of files in place of the hub's; None for the hub.
+        limit: Most examples of a task; None for all.
+        path: Folder that receives the answers; those of an earlier call are replaced.
+        ranks: Who predicts.
+
+    Returns:
+        By `TASK/METRIC` its score, and by `mean` the mean of tasks: of each its first metric, in cb, multirc and record
+        the mean of two. For the eight tasks of SuperGLUE it is the average of the leaderboard.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        return system_scores(Seq2Seq(model, tokenizer, "", ranks), tasks, folder, limit, path)
+    finally:
+        model.train(was_training)
+
+
+def system_scores(
+    system: Seq2Seq, tasks: Sequence[str], folder: Path | None, limit: int | None, path: Path
+) -> dict[str, float]:
+    """Returns what `dev_scores` does for a checkpoint that was loaded; interrupted, it goes on where it stopped."""
+    scores: dict[str, float] = {}
+    parts = []
+    for task in check_tasks(tasks, ["generate"], None):
+        split = "validation" if "validation" in task.source.splits else task.split
+        examples = read_task(task, split, limit, folder)[1]
+        answers = predictions_path(path, task.name, "model", "generate")
+        if system.ranks.world.rank == 0 and not system.fingerprint:
+            answers.unlink(missing_ok=True)  # the file does not tell a model in memory from what it was before
+        made = predict(system, task, _requests(examples), "generate", answers)
+        found = score(task, examples, [prediction.output for prediction in made.predictions])
+        scores |= {f"{task.name}/{metric}": value for metric, value in found.items()}
+        parts.append(task_score(task.name, list(found.values())))
+    return {**scores, "mean": float(np.mean(parts))}
+
+
+def _requests(examples: Sequence[Example]) -> list[Request]:
+    """Returns what a model is asked."""
+    return [Request(example.id, example.inputs, example.choices) for example in examples]
+
+
+def _answers(
+    systems: Mapping[str, Seq2Seq],
+    task: Task,
+    examples: Sequence[Example],
+    modes: Sequence[str] | None,
+    scoring: Scoring,
+    out: Path,
+) -> dict[tuple[str, str], Predicted]:
+    """Returns what every system answered in every mode."""
+    answers = {}
+    for name, system in systems.items():
+        for mode in (mode for mode in modes_of(task) if modes is None or mode in modes):
+            path = predictions_path(out, task.name, name, mode)
+            answers[name, mode] = predict(system, task, _requests(examples), mode, path, scoring)
+    return answers
+
+
+def _scored(
+    entry: dict[str, Any],
+    task: Task,
+    examples: list[Example],
+    answers: dict[tuple[str, str], Predicted],
+    systems: Mapping[str, Seq2Seq],
+    models: Mapping[str, dict[str, Any]],
+    draws: Draws,
+) -> dict[str, Any]:
+    """Returns the entry of a task with all scores; classes and worst answers are those of the first model and mode."""
+    rows = []
+    for (name, mode), made in answers.items():
+        outputs = [prediction.output for prediction in made.predictions]
+        row, drawn = score_row(task, examples, outputs, name, mode, made.router)
+        rows.append(row)
+        draws[name, mode, task.name] = task_score(task.name, list(drawn.values()))
+    if isinstance(task.source, BuiltIn) and has_baselines(task):
+        for name, outputs in baseline_outputs(task, task.examples("train"), examples).items():
+            rows.append(score_row(task, examples, outputs, name, "baseline")[0])
+    first = next(iter(answers.values())).predictions
+    outputs = [prediction.output for prediction in first]
+    entry["systems"] = rows
+    entry["inputs"] = input_lengths(examples, next(iter(systems.values())).tokenizer, task.inputs_length)
+    entry["by_class"] = by_class(task, examples, outputs)
+    entry["worst"] = worst(task, examples, outputs)
+    entry["notes"] = notes_of(entry, models)
+    return entry
+
+
+def _averages(tasks: Sequence[dict[str, Any]], draws: Draws) -> list[dict[str, Any]]:
+    """Returns the SuperGLUE average of every system and mode that all its tasks were answered in."""
+    rows = {
+        (row["name"], row["mode"], task["task"]): row
+        for task in tasks
+        for row in task["systems"]
+        if row["mode"] in MODES
+    }
+    averages = []
+    for name, mode in dict.fromkeys(key[:2] for key in rows):
+        keys = [(name, mode, task) for task in SUPERGLUE]
+        if not all(key in rows for key in keys):
+            continue
+        values = [task_score(key[2], [one["value"] for one in rows[key]["scores"]]) for key in keys]
+        drawn = [draws[key] for key in keys]
+        # A task of one group has no draws: the average then has no interval either.
+        spread = np.mean(drawn, axis=0) if all(len(one) for one in drawn) else np.empty(0)
+        average = with_interval(float(np.mean(values)), spread)
+        averages.append({"average": "superglue", "name": name, "mode": mode, **average._asdict()})
+    return averages
+
+
+@contextlib.contextmanager
+def _reporting_failure(task: str, failed: list[dict[str, str]], *, alone: bool) -> Iterator[None]:
+    """Adds what goes wrong inside to `failed`, unless it ends the ranks' work together.
+
+    An error of this library or of the system is raised on all ranks alike; another one may be one rank's only.
+    """
+    try:
+        yield
+    except DistributedError:
+        raise
+    except Exception as error:
+        if not alone and not isinstance(error, MoEError | OSError):
+            raise
+        kind = "" if isinstance(error, MoEError) else f"{type(error).__name__}: "
+        failed.append({"task": task, "message": f"{kind}{error}"})

@@ -89,8 +89,9 @@ def _headline(config: STMoEConfig, stages: dict[str, Any], evaluation: dict[str,
         cards.append((f"{gap:.2f} nats", text))
     for task in (evaluation or {}).get("tasks", []):
         for row in task["systems"][:1]:
-            text = f"{task['task']}, {row['name']} by {row['mode']} ({_interval(row)})"
-            cards.append((f"{100 * row['accuracy']:.1f} %", text))
+            score = row["scores"][0]
+            text = f"{task['task']}, {score['metric']} of {row['name']} by {row['mode']} ({_interval(score)})"
+            cards.append((_score(score), text))
     body = "".join(f'<div class="card"><b>{escape(big)}</b>{escape(small)}</div>' for big, small in cards)
     return (
         f"<p>A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
@@ -201,11 +202,12 @@ def _evaluation(evaluation: dict[str, Any] | None) -> str:
     parts = []
     for task in evaluation["tasks"]:
         rows = [
-            [escape(row["name"]), escape(row["mode"]), f"{100 * row['accuracy']:.1f} %", _interval(row)]
+            [escape(text) for text in (row["name"], row["mode"], score["metric"], _score(score), _interval(score))]
             for row in task["systems"]
+            for score in row["scores"]
         ]
         parts.append(f"<h3>{escape(task['task'])}</h3><p>{escape(task['description'])}</p>")
-        parts.append(_table(["system", "mode", "accuracy", "95 % interval"], rows))
+        parts.append(_table(["system", "mode", "metric", "score", "95 % interval"], rows))
     parts.append(
         _read(
             "At this size pre-training brings no gain; the model from scratch stands here so that nobody "
@@ -226,9 +228,14 @@ def _last(lines: Sequence[dict[str, Any]], name: str) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if name in line), None)
 
 
-def _interval(row: dict[str, Any]) -> str:
-    """Returns e.g. `76.3 to 84.3`."""
-    return f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"
+def _score(score: dict[str, Any]) -> str:
+    """Returns a score in 0..100; `-` when there is none."""
+    return "-" if score["value"] is None else f"{score['value']:.1f}"
+
+
+def _interval(score: dict[str, Any]) -> str:
+    """Returns e.g. `76.3 to 84.3`; `-` when there is no interval."""
+    return "-" if score["low"] is None else f"{score['low']:.1f} to {score['high']:.1f}"
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, counts: Sequence[TokenCount], *, lift: bool = False) -> str:

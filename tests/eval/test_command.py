@@ -18,11 +18,11 @@ def call(*arguments):
 
 
 @pytest.mark.slow
-def test_run_evaluates_two_models_beside_the_baselines(folders, tmp_path):
+def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(folders, tmp_path):
     models = ["--model", f"ours={folders['moe']}", "--also", f"t5={folders['t5']}"]
-    done = call("run", *models, "--tasks", "unicode_category", "--limit", "23", "--out", str(tmp_path))
+    done = call("run", *models, "--tasks", "unicode_category", "--limit", "61", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "run/report.json").read_text())
     rows = report["tasks"][0]["systems"]
     assert [(row["name"], row["mode"]) for row in rows] == [
         ("ours", "generate"),
@@ -33,9 +33,40 @@ def test_run_evaluates_two_models_beside_the_baselines(folders, tmp_path):
         ("naive Bayes", "baseline"),
         ("logistic regression", "baseline"),
     ]
-    assert all(row["num_examples"] == 23 for row in rows)
-    assert rows[5]["accuracy"] > rows[4]["accuracy"]
-    assert "report.md" in done.stdout
+    assert all(30 < row["num_examples"] <= 61 for row in rows)
+    assert rows[5]["scores"][0]["value"] > rows[4]["scores"][0]["value"]
+    assert {"encoder", "decoder"} == set(rows[0]["router"])
+    assert rows[2]["router"] is None
+    for kind in ("json", "md", "html"):
+        assert str(tmp_path / f"run/report.{kind}") in done.stdout
+    assert report["settings"]["limit"] == 61
+    assert report["models"]["t5"]["parameters"] > 0
+
+    done = call("compare", f"ours={tmp_path}/run", f"t5={tmp_path}/run", "--mode", "rank", "--out", str(tmp_path / "c"))
+    assert done.returncode == 0, done.stderr
+    assert "## unicode_category by rank" in done.stdout
+    assert "by generate" not in done.stdout
+    assert (tmp_path / "c/compare.md").read_text() in done.stdout
+    assert json.loads((tmp_path / "c/compare.json").read_text())["tasks"][0]["num_examples"] == rows[0]["num_examples"]
+
+
+def test_comparing_what_is_no_run_is_one_message(tmp_path):
+    done = call("compare", str(tmp_path), str(tmp_path / "b"))
+    assert done.returncode == 2
+    assert "There is no report.json in" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_task_that_fails_is_said_at_the_end_and_the_exit_code_is_1(folders, tmp_path):
+    asked = ["--model", str(folders["t5"]), "--tasks", "rte,unicode_category", "--limit", "5", "--modes", "rank"]
+    done = call("run", *asked, "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run"))
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"error: rte failed: There is no folder .*nowhere/rte", done.stderr)
+    assert "Traceback" not in done.stderr
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert [task["task"] for task in report["tasks"]] == ["unicode_category"]
+    assert [one["task"] for one in report["failed"]] == ["rte"]
 
 
 @pytest.mark.parametrize(

@@ -1,44 +1,301 @@
-"""Scores by hand, baselines on separable data, reports without a model."""
+"""Scores of one task by hand, baselines on separable data, and reports of made-up results, without a model."""
 
 import json
+from html.parser import HTMLParser
+
+import huggingface_hub
+import numpy as np
+import pytest
+import yaml
 
 from eval.baselines import baseline_outputs
-from eval.intervals import accuracy, accuracy_by_class
-from eval.report import compare_models, write_reports
-from eval.run import score_row
+from eval.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
+from eval.paper import SUPERGLUE, SYSTEMS, published
+from eval.report import describe_place, write_reports
+from eval.run import score, thin_out
+from eval.scoreboard import scoreboard
+from eval.task import Example
+from eval.words import compare_models
 
 
-def test_accuracy_and_its_interval_by_hand():
-    score = accuracy(["a", "b", "b", "b"], ["a", "a", "b", "b"], ["1", "2", "3", "4"])
-    assert score.mean == 0.75
-    assert 0 <= score.low < 0.75 < score.high <= 1
+class Page(HTMLParser):
+    """Collects text and references, and checks that every tag is closed."""
+
+    EMPTY = frozenset({"meta", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.text, self.references = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.references += [value for name, value in attributes if name in ("src", "href", "srcset") and value]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
 
 
-def test_the_interval_is_one_point_when_all_groups_are_alike():
-    score = accuracy(["a", "b"] * 50, ["a", "a"] * 50, [str(i // 2) for i in range(100)])
-    assert score == (0.5, 0.5, 0.5)
+def a_score(metric, value, low=None, high=None):
+    return {"metric": metric, "value": value, "stderr": 1.0, "low": low, "high": high, "note": ""}
 
 
-def test_the_interval_widens_when_neighbours_share_their_fate():
-    outputs, targets = ["a"] * 50 + ["b"] * 50, ["a"] * 100
-    alone = accuracy(outputs, targets, [str(i) for i in range(100)])
-    grouped = accuracy(outputs, targets, [str(i // 10) for i in range(100)])
-    assert grouped.high - grouped.low > 2 * (alone.high - alone.low)
+def an_entry(name="colour", scores=None, **changes):
+    """An entry of report.json with made-up scores of two systems."""
+    scores = scores or [a_score("accuracy", 80.0, 70.0, 90.0)]
+    row = {"mode": "generate", "scores": scores, "num_examples": 25, "num_unparsable": 2, "num_empty": 1}
+    router = {
+        "encoder": {
+            "fraction_dropped": 0.0123,
+            "load_cv": 0.5,
+            "max_over_mean": 2.0,
+            "dead_experts": 1.0,
+            "expert_load": [3, 0, 9],
+        }
+    }
+    entry = {
+        "task": name,
+        "version": 1,
+        "description": "Colours | things <b>.",
+        "licence": "CC0-1.0",
+        "prompt_source": "T5",
+        "variant_of": None,
+        "split": "validation",
+        "limit": None,
+        "digest": "0",
+        "data": {"folder": None, "repository": "owner/colours", "config": "plain", "revision": "main"},
+        "num_rows": 25,
+        "num_expected": 25,
+        "num_available": 25,
+        "num_examples": 25,
+        "num_groups": 5,
+        "systems": [{"name": "ours", "router": router, **row}, {"name": "other", "router": None, **row}],
+        "inputs": {
+            "mean": 6.5,
+            "median": 6.0,
+            "longest": 9,
+            "limit": 8,
+            "num_cut": 3,
+            "histogram": [{"from": 0, "to": 7, "count": 22}, {"from": 8, "to": 15, "count": 3}],
+        },
+        "by_class": [{"target": "red", "right": 1, "total": 2, "answered": 3}],
+        "worst": [{"id": "x", "inputs": "a|b <i>" + "long " * 500, "target": "red", "output": "", "score": 0.0}],
+        "notes": ["A note."],
+    }
+    return {**entry, **changes}
 
 
-def test_the_interval_covers_the_truth_about_95_times_in_100():
-    import numpy as np
+def a_report(*tasks, **changes):
+    model = {
+        "folder": "runs/a",
+        "fingerprint": "0123",
+        "class": "T5",
+        "parameters": 5,
+        "active_parameters": 3,
+        "chosen_by": None,
+    }
+    report = {"command": "python -m eval run", "settings": {}, **describe_place()}
+    return {**report, "models": {"ours": model}, "tasks": list(tasks), "averages": [], "failed": [], **changes}
 
-    rng, covered = np.random.default_rng(0), 0
-    for _ in range(200):
-        outputs = np.where(rng.random(100) < 0.7, "a", "b").tolist()
-        score = accuracy(outputs, ["a"] * 100, [str(i) for i in range(100)])
-        covered += score.low <= 0.7 <= score.high
-    assert 180 <= covered <= 199
+
+def test_a_row_holds_every_metric_with_its_interval_and_counts_what_cannot_be_read(task):
+    examples = task.examples("validation")
+    outputs = [example.targets for example in examples]
+    outputs[:3] = ["", "pink", "green"]
+    row, draws = score_row(task, examples, outputs, "ours", "generate", {"encoder": {}})
+    assert [one["metric"] for one in row["scores"]] == [metric.name for metric in task.metrics]
+    assert row["scores"][0]["value"] == pytest.approx(score(task, examples, outputs)["accuracy"])
+    assert row["scores"][0]["low"] < row["scores"][0]["value"]
+    assert (row["num_unparsable"], row["num_empty"], row["router"]) == (2, 1, {"encoder": {}})
+    assert len(draws["accuracy"]) == 1000
 
 
-def test_accuracy_by_class_counts():
-    assert accuracy_by_class(["a", "b", "b"], ["a", "a", "b"]) == {"a": (1, 2), "b": (1, 1)}
+def test_score_of_perfect_and_of_absurd_answers(task):
+    examples = task.examples("validation")
+    assert score(task, examples, [example.targets for example in examples]) == {"accuracy": 100}
+    assert score(task, examples, ["nonsense"] * len(examples)) == {"accuracy": 0}
+
+
+def test_classes_count_right_answers_examples_and_answers(task):
+    examples = [example for example in task.examples("validation") if example.targets != "dark blue"][:5]
+    found = {row["target"]: row for row in by_class(task, examples, ["red"] * 5)}
+    num_red = sum(example.targets == "red" for example in examples)
+    assert found["red"] == {"target": "red", "right": num_red, "total": num_red, "answered": 5}
+    assert found["green"]["right"] == found["green"]["answered"] == 0
+    assert "dark blue" not in found
+
+
+def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
+    examples = task.examples("validation")
+    assert worst(task, examples, [example.targets for example in examples]) == []
+    found = worst(task, examples, ["nonsense"] * 25)
+    assert len(found) == 10
+    assert [row["id"] for row in found][::9] == [examples[0].id, examples[22].id]
+    only = worst(task, examples, [example.targets for example in examples[:-1]] + ["x"])
+    assert [row["id"] for row in only] == [examples[-1].id]
+
+
+def test_unparsable_answers_of_free_text_are_not_counted(task):
+    from dataclasses import replace
+
+    examples = task.examples("validation")
+    assert count_unparsable(replace(task, choices=()), examples, ["x"] * 25) is None
+    assert count_unparsable(task, examples, ["x"] * 25) == 25
+
+
+def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):
+    examples = task.examples("validation")
+    lengths = sorted(len(tokenizer(example.inputs)["input_ids"]) for example in examples)
+    found = input_lengths(examples, tokenizer, lengths[20])
+    assert found["longest"] == lengths[-1]
+    assert found["num_cut"] == sum(length > lengths[20] for length in lengths)
+    assert sum(one["count"] for one in found["histogram"]) == 25
+
+
+def test_a_limit_takes_whole_groups_from_all_over(task):
+    examples = [Example(str(i), str(i // 3), "", "", (), {}) for i in range(21)]
+    assert [example.id for example in thin_out(examples, 7)] == ["0", "1", "2", "9", "10", "11"]
+    assert [example.id for example in thin_out(examples, 1)] == ["0", "1", "2"]
+    assert thin_out(examples, 21) == thin_out(examples, None) == examples
+    alone = [example._replace(group=example.id) for example in examples]
+    for limit in range(1, 21):
+        assert len(thin_out(alone, limit)) == limit
+        assert len(thin_out(examples, limit)) <= max(limit, 3)
+
+
+def test_two_metrics_of_some_tasks_are_one_part_of_the_average():
+    assert task_score("boolq", [70.0]) == 70
+    assert task_score("cb", [60.0, 80.0]) == 70
+    assert task_score("squad", [60.0, 80.0]) == 60
+    assert np.isnan(task_score("cb", [60.0, None]))
+
+
+def test_what_was_published_has_a_known_system_and_the_average_of_its_parts():
+    for name in SUPERGLUE:
+        assert published(name, "accuracy") or published(name, "f1") or published(name, "em"), name
+    assert {one.system for one in published("superglue", "average")} == set(SYSTEMS)
+    by_system = {one.system: one for one in published("boolq", "accuracy")}
+    assert (by_system["ST-MoE-32B"].value, by_system["ST-MoE-32B"].split) == (92.4, "test")
+    assert (by_system["ST-MoE-L"].value, by_system["ST-MoE-L"].split) == (88.6, "validation")
+    assert published("colour", "accuracy") == []
+
+
+def test_notes_say_what_is_not_comparable():
+    model = {"chosen_by": {"rule": "best", "tasks": ["boolq"]}}
+    plain = an_entry("boolq", inputs=None)
+    assert notes_of(plain, {"ours": {"chosen_by": None}}) == []
+    local = {**plain["data"], "folder": "here"}
+    for changes, text in (
+        ({"data": local}, "from here, not from the hub"),
+        ({"num_rows": 24}, "24 rows of 25"),
+        ({"limit": 5, "num_examples": 5}, "--limit 5: 5 of 25"),
+        ({"prompt_source": "this library"}, "The prompt is of this library"),
+        ({"inputs": {"num_cut": 3, "limit": 8}}, "3 inputs were cut to 8 tokens"),
+    ):
+        (note,) = notes_of({**plain, **changes}, {})
+        assert text in note
+    (note,) = notes_of(plain, {"ours": model})
+    assert "`ours` is the best of its run on this same split" in note
+    assert notes_of({**plain, "split": "test"}, {"ours": model}) == []
+    assert notes_of({**plain, "task": "rte"}, {"ours": model}) == []
+
+
+def test_published_scores_stand_beside_ours_with_a_sign_where_the_split_differs(tmp_path):
+    board = scoreboard(a_report(an_entry("boolq"), an_entry("colour")))
+    assert board.systems == [("ours", "generate"), ("other", "generate")]
+    assert board.published == ["ST-MoE-32B", "previous best", "ST-MoE-L", "Dense-L"]
+    assert [one and one.value for one in board.lines[0].published] == [92.4, 92.0, 88.6, 87.1]
+    assert board.lines[1].published == [None] * 4
+    write_reports(a_report(an_entry("boolq"), an_entry("colour")), tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert (
+        "| boolq | accuracy | validation | 80.0 (70.0 to 90.0) | 80.0 (70.0 to 90.0) | 92.4† | 92.0† | 88.6 |" in text
+    )
+    assert "published on another split" in text
+
+
+def test_a_variant_and_rows_of_a_folder_are_marked():
+    varied = an_entry("anli_r3.flan", variant_of="anli_r3", prompt_source="FLAN")
+    assert scoreboard(a_report(varied)).lines[0].marks == "‡"
+    local = an_entry("boolq", data={"folder": "here", "repository": "a", "config": "b", "revision": "c"})
+    assert scoreboard(a_report(local)).lines[0].marks == "§"
+
+
+def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
+    average = {"average": "superglue", "name": "ours", "mode": "generate", "value": 81.0, "stderr": 1.0}
+    report = a_report(
+        an_entry(),
+        an_entry("boolq"),
+        averages=[{**average, "low": 79.0, "high": 83.0, "note": ""}],
+        failed=[{"task": "rte", "message": "The hub is <away>."}],
+    )
+    write_reports(report, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert not list(tmp_path.glob(".*"))
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.open == []
+    assert {reference for reference in page.references if not reference.startswith("#")} == set()
+    assert "url(" not in (tmp_path / "report.html").read_text()
+    text = " ".join(page.text)
+    for word in (
+        "The hub is <away>.",
+        "superglue",
+        "81.0",
+        "70.0 to 90.0",
+        "1.23 %",
+        "dead experts",
+        "3 cut at 8",
+        "A note.",
+        "a|b <i>",
+        "CC0-1.0",
+        "ST-MoE-32B",
+        "[... ",
+    ):
+        assert word in text, word
+    text = (tmp_path / "report.md").read_text()
+    assert "**rte failed**: The hub is <away>." in text
+    assert "| ours | generate | accuracy | 80.0 | 70.0 to 90.0 | 1.00 | 2 | 1 |" in text
+    assert "a\\|b" in text
+    assert max(map(len, text.splitlines())) < 1500
+
+
+def test_a_report_of_failures_alone_is_a_report(tmp_path):
+    write_reports(a_report(failed=[{"task": "rte", "message": "No hub."}]), tmp_path)
+    assert "No hub." in (tmp_path / "report.html").read_text()
+    assert "No hub." in (tmp_path / "report.md").read_text()
+
+
+def test_a_score_that_is_not_defined_is_a_dash_everywhere(tmp_path):
+    write_reports(a_report(an_entry(scores=[a_score("accuracy", None)])), tmp_path)
+    assert "| ours | generate | accuracy | - | - |" in (tmp_path / "report.md").read_text()
+    assert "value" not in (tmp_path / "card.md").read_text()
+
+
+def test_the_card_is_read_by_the_hub(tmp_path):
+    local = an_entry("rte", data={"folder": "here", "repository": "a/b", "config": "c", "revision": "d"}, limit=3)
+    write_reports(a_report(an_entry("boolq"), local), tmp_path)
+    card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
+    first, second = card.data.eval_results
+    assert (first.dataset_type, first.dataset_config, first.dataset_split) == ("owner/colours", "plain", "validation")
+    assert (first.metric_type, first.metric_value) == ("accuracy", 80.0)
+    assert (second.dataset_type, second.dataset_args) == ("local", {"limit": 3})
+    index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"]
+    assert index[0]["name"] == "ours"
+    assert "| boolq | validation | accuracy | 80.0 | 70.0 to 90.0 | generate | 25 |" in card.text
+
+
+def test_models_are_compared_by_their_intervals():
+    first, second = an_entry()["systems"]
+    far = {**second, "scores": [a_score("accuracy", 20.0, 10.0, 30.0)]}
+    assert "overlap: no difference is shown" in compare_models([first, second])[0]
+    assert "+60.0 points from `other`; their 95 % intervals do not overlap" in compare_models([first, far])[0]
 
 
 def test_baselines_learn_separable_words_and_majority_counts(task):
@@ -47,33 +304,3 @@ def test_baselines_learn_separable_words_and_majority_counts(task):
     assert set(outputs["majority"]) == {"red"}
     for name in ("naive Bayes", "logistic regression"):
         assert outputs[name] == [example.targets for example in examples]
-
-
-def test_a_report_needs_no_model_and_says_whether_intervals_overlap(task, tmp_path):
-    examples = task.examples("test")
-    right = [example.targets for example in examples]
-    wrong = ["nonsense"] * len(examples)
-    rows = [score_row(task, examples, right, "ours", "rank"), score_row(task, examples, wrong, "other", "rank")]
-    assert rows[1]["num_unparsable"] == len(examples)
-    assert "+100.0 points" in compare_models(rows)[0]
-    assert "do not overlap" in compare_models(rows)[0]
-    assert "no difference is shown" in compare_models([rows[0], {**rows[0], "name": "twin"}])[0]
-    section = {
-        "task": "colour",
-        "version": 1,
-        "description": "Colours | things.",
-        "licence": "CC0-1.0",
-        "split": "test",
-        "num_examples": 25,
-        "num_groups": 5,
-        "num_train": 25,
-        "systems": rows,
-        "per_class": [{"target": "red", "right": 1, "total": 2}],
-        "mistakes": [{"id": "x", "inputs": "a|b", "target": "red", "output": ""}],
-    }
-    write_reports({"command": "python -m eval", "models": {"ours": "a"}, "tasks": [section]}, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["tasks"][0]["systems"][0]["accuracy"] == 1.0
-    text = (tmp_path / "report.md").read_text()
-    assert "| ours | rank | 100.0 % | 100.0 to 100.0 | 0 |" in text
-    assert "a\\|b" in text
-    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,52 @@
+"""Scores of sums beside sklearn's scores of examples."""
+
+import numpy as np
+import pytest
+import sklearn.metrics
+
+from eval.additive import matthews, mean_f1, mean_of_sums, mean_parts
+from eval.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
+
+
+def both(additive, targets, answers):
+    return additive.of_sums(additive.parts(targets, answers).sum(axis=0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_f1_and_matthews_of_sums_are_those_of_sklearn(seed):
+    rng = np.random.default_rng(seed)
+    targets, answers = rng.integers(3, size=29).tolist(), rng.integers(-1, 3, size=29).tolist()
+    macro = 100 * sklearn.metrics.f1_score(targets, answers, labels=range(3), average="macro", zero_division=0)
+    assert both(mean_f1(range(3)), targets, answers) == pytest.approx(macro)
+    correlation = 100 * sklearn.metrics.matthews_corrcoef(targets, answers)
+    assert both(matthews(range(-1, 3)), targets, answers) == pytest.approx(correlation)
+    ones = [[int(value == 1) for value in values] for values in (targets, answers)]
+    assert both(mean_f1([1]), *ones) == pytest.approx(100 * sklearn.metrics.f1_score(*ones))
+
+
+def test_a_class_that_never_occurs_and_constant_answers_count_zero():
+    assert both(mean_f1(range(3)), [0, 0, 1], [0, 0, 1]) == pytest.approx(200 / 3)
+    assert both(matthews((0, 1)), [0, 1, 0], [1, 1, 1]) == 0
+
+
+def test_many_sums_at_once_are_each_alone():
+    parts = mean_f1(range(3)).parts([0, 1, 2, 1], [0, 2, 2, 1])
+    sums = np.stack([parts[:2].sum(axis=0), parts[1:].sum(axis=0)])
+    assert mean_f1(range(3)).of_sums(sums).tolist() == [mean_f1(range(3)).of_sums(one) for one in sums]
+
+
+def test_a_mean_leaves_out_what_does_not_count():
+    assert mean_of_sums(mean_parts(np.asarray([10, np.nan, 30])).sum(axis=0)) == 20
+    assert np.isnan(mean_of_sums(mean_parts(np.asarray([np.nan])).sum(axis=0)))
+
+
+@pytest.mark.parametrize("metric", [MACRO_F1, F1_WITH_INVALID, MULTIRC_F1A, MATTHEWS], ids=lambda metric: metric.name)
+@pytest.mark.parametrize("seed", range(7))
+def test_metrics_of_sums_are_the_metrics_of_examples(metric, seed):
+    rng = np.random.default_rng(seed)
+    num_classes = 3 if metric is MACRO_F1 else 2
+    targets, answers = rng.integers(num_classes, size=23), rng.integers(-1, num_classes, size=23)
+    values = [[int(value) for value in array] for array in (targets, answers)]
+    if metric is MULTIRC_F1A:
+        values = [[{"group": i // 3, "value": value} for i, value in enumerate(array)] for array in values]
+    assert both(metric.additive, *values) == pytest.approx(metric.score(*values))

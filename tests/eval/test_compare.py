@@ -1,0 +1,137 @@
+"""Two folders of runs, made without a model, and what comparing them says."""
+
+import json
+
+import pytest
+
+from eval.compare import compare_runs, markdown
+from eval.describe import score_row
+from eval.folder import predictions_path, write_examples, write_whole
+from eval.task import TASKS
+from moe import ConfigError, DataError
+from tests.eval.conftest import colour_task
+
+
+@pytest.fixture(autouse=True)
+def colour(monkeypatch):
+    """The task of these tests, known by its name."""
+    TASKS.names()
+    monkeypatch.setitem(TASKS._entries, "colour", colour_task())
+    return colour_task()
+
+
+def write_run(folder, outputs, *, task=None, modes=("generate",), name="model", limit=None, **changes):
+    """Writes what a run leaves; `outputs` are answers to the first examples, the others are right."""
+    task = task or colour_task()
+    examples = task.examples("validation")[:limit]
+    answers = [*outputs, *(example.targets for example in examples[len(outputs) :])]
+    rows = []
+    for mode in modes:
+        lines = [{"model": "0", "mode": mode}]
+        lines += [{"id": e.id, "output": answer} for e, answer in zip(examples, answers, strict=True)][::-1]
+        lines.append({"batch": 1, "routers": {}})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_whole(predictions_path(folder, task.name, name, mode), text)
+        rows.append(score_row(task, examples, answers, name, mode)[0])
+    entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
+    entry |= {"num_examples": len(examples), "digest": write_examples(folder, task, examples), "systems": rows}
+    report = {"models": {name: {}}, "tasks": [{**entry, **changes}]}
+    write_whole(folder / "report.json", json.dumps(report))
+    return str(folder)
+
+
+def test_the_difference_the_test_and_the_examples(tmp_path):
+    a = write_run(tmp_path / "a", ["red"] * 3)  # the first example is right
+    b = write_run(tmp_path / "b", ["pink"] * 4)
+    result = compare_runs(a, b)
+    (task,) = result["tasks"]
+    (metric,) = task["metrics"]
+    assert (metric["a"], metric["b"]) == (92, 84)
+    assert metric["difference"] == pytest.approx(8)
+    assert (metric["wins"], metric["losses"], metric["ties"]) == (2, 0, 23)
+    assert metric["p_value"] == 0.5  # two groups differ, both in favour of A: two of four tosses
+    assert metric["low"] <= 8 <= metric["high"]
+    assert (task["num_outputs_differ"], task["num_scores_differ"]) == (4, 2)
+    assert [example["id"] for example in task["examples"]] == ["fire-0", "blood-0"]
+    assert (task["examples"][0]["a"], task["examples"][0]["b"]) == ("red", "pink")
+    text = markdown(result)
+    assert "| accuracy | 92.0 | 84.0 | +8.0 |" in text
+    assert "| fire-0 | name the colour of fire | red | red | pink | 100.0 | 0.0 |" in text
+
+
+def test_examples_read_back_score_as_those_that_were_written(tmp_path, colour):
+    from eval.folder import read_answers, read_report
+
+    write_run(tmp_path, ["red"] * 5)
+    answers = read_answers(tmp_path, read_report(tmp_path)["tasks"][0], "model", "generate")
+    assert answers.examples == colour.examples("validation")
+
+
+def test_another_model_of_a_run_is_named(tmp_path):
+    a = write_run(tmp_path / "a", [], name="first")
+    b = write_run(tmp_path / "b", ["pink"], name="second")
+    assert compare_runs(a, f"second={b}")["b"]["name"] == "second"
+    with pytest.raises(ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\? It has second"):
+        compare_runs(a, f"secnd={b}")
+    with pytest.raises(ConfigError, match=r"A and B are both model 'first' of .*a. Name another: NAME=FOLDER"):
+        compare_runs(a, a)
+
+
+def test_modes_and_tasks_that_one_run_lacks_are_left_out_and_said(tmp_path):
+    a = write_run(tmp_path / "a", [], modes=("generate", "rank"))
+    b = write_run(tmp_path / "b", ["pink"])
+    result = compare_runs(a, b)
+    assert [task["mode"] for task in result["tasks"]] == ["generate"]
+    assert result["left_out"] == ["colour by rank is in A only."]
+    assert "- Left out: colour by rank is in A only." in markdown(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version": 2}, r"of colour: version 1 in A and 2 in B"),
+        ({"split": "test"}, "split validation in A and test in B"),
+        ({"limit": 7}, "limit None in A and 7 in B; num_examples 25 in A and 7 in B"),
+        ({"digest": "other"}, "other data, of the same number"),
+    ],
+)
+def test_runs_of_other_examples_are_refused(tmp_path, changes, text):
+    a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [], **changes)
+    with pytest.raises(DataError, match=text):
+        compare_runs(a, b)
+
+
+def test_a_version_that_the_library_no_longer_has_is_refused(tmp_path):
+    a, b = (write_run(tmp_path / name, [], version=0) for name in "ab")
+    with pytest.raises(DataError, match=r"version 0 of colour; the library now has version 1"):
+        compare_runs(a, b)
+
+
+def test_what_is_missing_is_one_message(tmp_path):
+    a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [], modes=("rank",))
+    with pytest.raises(DataError, match=r"nothing in common: `model` of .*a has colour \(generate\)"):
+        compare_runs(a, b)
+    with pytest.raises(DataError, match=r"nothing of --mode rank in common"):
+        compare_runs(a, write_run(tmp_path / "c", []), mode="rank")
+    with pytest.raises(ConfigError, match=r"Neither run has a task 'color'. Did you mean 'colour'\? They have colour"):
+        compare_runs(a, b, tasks=["color"])
+    with pytest.raises(DataError, match=r"no report.json in .*nowhere. Expected the --out folder"):
+        compare_runs(a, str(tmp_path / "nowhere"))
+    (tmp_path / "report.json").write_text("[1")
+    with pytest.raises(DataError, match="is no JSON"):
+        compare_runs(a, str(tmp_path))
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(DataError, match="has no models and tasks"):
+        compare_runs(a, str(tmp_path))
+
+
+def test_answers_that_were_not_finished_are_said(tmp_path):
+    a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", ["pink"])
+    path = predictions_path(tmp_path / "b", "colour", "model", "generate")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:8]) + lines[8][:5])
+    with pytest.raises(DataError, match=r"answers 7 of 25 examples; .* 'fire-0'.* goes on where it stopped"):
+        compare_runs(a, b)
+    path.unlink()
+    with pytest.raises(DataError, match=r"There is no .*colour.model.generate.jsonl"):
+        compare_runs(a, b)

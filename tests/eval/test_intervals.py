@@ -1,0 +1,170 @@
+"""Intervals beside what can be said of them without a bootstrap: closed forms, scipy, exact bounds, and coverage."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from eval.additive import mean_f1
+from eval.intervals import RESAMPLES, draw_groups, judge, rows_by_group, score_metrics, seed_of, statistic_of
+from eval.metrics import ACCURACY, Metric, mean_of
+
+
+def f1(targets, answers):
+    hits = sum(t == a == 1 for t, a in zip(targets, answers, strict=True))
+    return 200 * hits / max(1, sum(targets) + sum(answers))
+
+
+F1 = Metric("f1", f1)
+SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))
+
+
+def values_of(name):
+    """A mean of given numbers: the answers are their own scores, None does not count."""
+    return mean_of(
+        name, lambda targets, answers: np.asarray([math.nan if a is None else a for a in answers], dtype=np.float64)
+    )
+
+
+def score(metric, targets, answers, groups=None, seed=(0,)):
+    groups = [str(number) for number in range(len(targets))] if groups is None else groups
+    return score_metrics(judge([metric], targets, answers), groups, seed)[0][metric.name]
+
+
+def test_the_value_is_the_metric_and_the_standard_error_that_of_a_mean():
+    answers = np.random.default_rng(0).normal(50, 13, size=211).tolist()
+    found = score(values_of("mean"), answers, answers)
+    assert found.value == pytest.approx(np.mean(answers))
+    assert found.stderr == pytest.approx(np.std(answers, ddof=1) / math.sqrt(211), rel=0.1)
+    assert found.low < found.value < found.high
+    assert found.high - found.low == pytest.approx(2 * 1.96 * found.stderr, rel=0.1)
+
+
+def test_the_interval_is_that_of_scipy():
+    answers = np.random.default_rng(1).exponential(17, size=53)
+    found = score(values_of("mean"), answers, answers.tolist())
+    theirs = scipy.stats.bootstrap((answers,), np.mean, n_resamples=20_000, method="percentile", rng=0)
+    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=0.5)
+    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.5)
+
+
+def test_a_score_that_is_no_mean_is_taken_anew_of_each_draw():
+    rng = np.random.default_rng(2)
+    targets = rng.integers(2, size=97).tolist()
+    answers = [target if rng.random() < 0.7 else 1 - target for target in targets]
+    found = score(F1, targets, answers)
+    theirs = scipy.stats.bootstrap(
+        (np.asarray(targets), np.asarray(answers)),
+        lambda t, a: F1.score(t, a),
+        n_resamples=3000,
+        paired=True,
+        vectorized=False,
+        method="percentile",
+        rng=0,
+    )
+    assert found.value == F1.score(targets, answers)
+    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=1.5)
+    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=1.5)
+    assert found.stderr == pytest.approx(theirs.standard_error, rel=0.1)
+
+
+@pytest.mark.parametrize(("summed", "anew"), [(ACCURACY, Metric("accuracy", ACCURACY.score)), (SUMMED_F1, F1)])
+def test_a_score_by_sums_of_groups_is_the_same_as_taken_anew(summed, anew):
+    targets, answers = np.random.default_rng(3).integers(2, size=(2, 61)).tolist()
+    groups = [str(number // 4) for number in range(61)]
+    assert score(summed, targets, answers, groups) == pytest.approx(score(anew, targets, answers, groups))
+
+
+def test_the_interval_widens_when_neighbours_share_their_fate():
+    targets, answers = [1] * 100, [1] * 50 + [0] * 50
+    alone = score(ACCURACY, targets, answers)
+    grouped = score(ACCURACY, targets, answers, [str(number // 10) for number in range(100)])
+    assert grouped.high - grouped.low > 2 * (alone.high - alone.low)
+    assert grouped.stderr > 2 * alone.stderr
+
+
+def test_groups_are_drawn_whole_though_their_rows_are_apart():
+    groups = ["b", "a", "c", "a", "b"]
+    assert [members.tolist() for members in rows_by_group(groups)] == [[1, 3], [0, 4], [2]]
+    seen = []
+    counted = Metric("count", lambda targets, answers: float(seen.append(sorted(answers)) or 0))
+    judged = judge([counted], [0] * 5, groups)
+    draw_groups(statistic_of(judged, counted, rows_by_group(groups)), 3, (0,))
+    assert len(seen) == RESAMPLES
+    assert all(answers.count("a") % 2 == 0 and answers.count("b") % 2 == 0 for answers in seen)
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    rng, covered = np.random.default_rng(0), 0
+    for repetition in range(200):
+        answers = (rng.random(100) < 0.7).astype(int).tolist()
+        found = score(ACCURACY, [1] * 100, answers, seed=(repetition,))
+        covered += found.low <= 70 <= found.high
+    assert 180 <= covered <= 199
+
+
+def test_the_same_seed_gives_the_same_interval_and_tasks_have_their_own():
+    answers = np.random.default_rng(4).random(31).tolist()
+    metric = values_of("mean")
+    assert score(metric, answers, answers) == score(metric, answers, answers)
+    assert score(metric, answers, answers, seed=seed_of("rte")) != score(metric, answers, answers, seed=seed_of("cb"))
+
+
+def test_the_order_of_examples_changes_nothing():
+    answers = np.random.default_rng(5).random(31).tolist()
+    groups = [f"{number // 3:02d}" for number in range(31)]
+    order = np.random.default_rng(6).permutation(31)
+    shuffled = [answers[i] for i in order]
+    found = score(values_of("mean"), shuffled, shuffled, [groups[i] for i in order])
+    assert found[:4] == pytest.approx(score(values_of("mean"), answers, answers, groups)[:4])
+
+
+def test_one_group_has_a_score_and_no_interval():
+    for targets, answers, groups in (([1], [1], ["a"]), ([1, 1, 1], [1, 0, 1], ["a"] * 3)):
+        found = score(ACCURACY, targets, answers, groups)
+        assert found.value == pytest.approx(100 * np.mean(answers))
+        assert found.stderr is found.low is found.high is None
+        assert "one group" in found.note
+
+
+def test_where_all_are_right_or_wrong_the_exact_interval_is_named():
+    for answer, text in ((1, "93.6 to 100.0"), (0, "0.0 to 6.4")):  # 1 - 0.025 ** (1 / 56)
+        found = score(ACCURACY, [1] * 56, [answer] * 56)
+        assert found.low == found.high == found.value == 100 * answer
+        assert text in found.note
+    alike = score(ACCURACY, [1, 1] * 5, [1, 0] * 5, [str(number // 2) for number in range(10)])
+    assert alike[:4] == (50, 0, 50, 50)
+    assert "score alike" in alike.note
+    assert score(ACCURACY, [1, 1], [1, 0]).note == ""
+
+
+def test_examples_that_do_not_count_are_left_out_and_nothing_that_counts_is_said():
+    found = score(values_of("mean"), [0] * 5, [10, None, 30, None, 50])
+    assert found.value == 30
+    assert found.low >= 10
+    nothing = score(values_of("mean"), [0, 0, 0], [None, None, None])
+    assert nothing == (None, None, None, None, "no example counts")
+    assert score(values_of("mean"), [], []).value is None
+
+
+def test_a_score_that_draws_may_leave_undefined_has_an_interval_of_the_others():
+    def correlation(targets, answers):
+        return 100 * float(scipy.stats.pearsonr(targets, answers)[0])  # warns of constant values
+
+    found = score(Metric("pearson", correlation), [1, 2, 3], [1.0, 2.5, 2.9])
+    assert found.value == pytest.approx(correlation([1, 2, 3], [1.0, 2.5, 2.9]))
+    assert not math.isnan(found.low)
+    assert score(Metric("pearson", correlation), [1, 1, 1], [1, 2, 3]).value is None
+
+
+@pytest.mark.slow
+def test_ten_thousand_rows_take_seconds():
+    rng = np.random.default_rng(7)
+    targets = rng.integers(2, size=10_000).tolist()
+    answers = rng.integers(2, size=10_000).tolist()
+    groups = [str(number // 2) for number in range(10_000)]
+    start = time.perf_counter()
+    score_metrics(judge([ACCURACY, SUMMED_F1, F1], targets, answers), groups)
+    assert time.perf_counter() - start < 20

@@ -1,0 +1,120 @@
+"""The paired test beside scipy's, and where the answer is known by hand."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from eval.additive import mean_f1
+from eval.intervals import judge, rows_by_group
+from eval.metrics import ACCURACY, Metric
+from eval.pairing import compare_answers, permutation_test
+
+
+def f1(targets, answers):
+    hits = sum(t == a == 1 for t, a in zip(targets, answers, strict=True))
+    return 200 * hits / max(1, sum(targets) + sum(answers))
+
+
+F1 = Metric("f1", f1)
+SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))
+ANEW = Metric("accuracy", ACCURACY.score)
+
+
+def compared(metric, targets, a, b, groups=None):
+    groups = groups or [str(number) for number in range(len(targets))]
+    return compare_answers(metric, judge([metric], targets, a), judge([metric], targets, b), groups)
+
+
+def p_value(metric, targets, a, b, groups=None):
+    rows = rows_by_group(groups or [str(number) for number in range(len(targets))])
+    return permutation_test(metric, judge([metric], targets, a), judge([metric], targets, b), rows)
+
+
+def test_a_coin_that_falls_eight_times_on_one_side():
+    """Eight examples differ, all in favour of A: of 2 ** 8 tosses two are as extreme."""
+    for metric in (ACCURACY, ANEW):
+        pair = compared(metric, [1] * 11, [1] * 11, [0] * 8 + [1] * 3)
+        assert pair.p_value == pytest.approx(2 / 2**8)
+        assert pair.exact
+        assert (pair.wins, pair.losses, pair.ties) == (8, 0, 3)
+        assert pair.difference.value == pytest.approx(800 / 11)
+
+
+def test_answers_of_one_group_are_one_toss():
+    groups = [str(number // 4) for number in range(12)]
+    pair = compared(ACCURACY, [1] * 12, [1] * 12, [0] * 8 + [1] * 4, groups)
+    assert pair.p_value == pytest.approx(2 / 2**2)
+
+
+def test_the_same_answers_differ_by_nothing():
+    pair = compared(ACCURACY, [1, 1, 0, 1, 0], [1, 0, 0, 1, 1], [1, 0, 0, 1, 1])
+    assert pair.difference[:4] == (0, 0, 0, 0)
+    assert (pair.p_value, pair.exact, pair.ties) == (1.0, True, 5)
+
+
+@pytest.mark.parametrize("metric", [ACCURACY, ANEW, F1, SUMMED_F1], ids=["mean", "anew", "f1", "summed f1"])
+@pytest.mark.parametrize("num", [7, 61])
+def test_the_p_value_is_that_of_scipy(metric, num):
+    rng = np.random.default_rng(num)
+    targets = rng.integers(2, size=num)
+    a = np.where(rng.random(num) < 0.8, targets, 1 - targets)
+    b = np.where(rng.random(num) < 0.6, targets, 1 - targets)
+    theirs = scipy.stats.permutation_test(
+        (a, b),
+        lambda x, y: metric.score(targets.tolist(), x.tolist()) - metric.score(targets.tolist(), y.tolist()),
+        permutation_type="samples",
+        vectorized=False,
+        n_resamples=999,
+        rng=0,
+    )
+    found, exact = p_value(metric, targets.tolist(), a.tolist(), b.tolist())
+    assert exact == (num == 7)
+    assert found == pytest.approx(theirs.pvalue, abs=1e-9 if exact else 0.06)
+
+
+def test_groups_of_different_sizes_are_swapped_whole():
+    """scipy swaps groups when it is given their sums."""
+    rng = np.random.default_rng(3)
+    groups = sorted(str(number) for number in rng.integers(8, size=41))
+    a, b = rng.integers(2, size=41).tolist(), rng.integers(2, size=41).tolist()
+    sums = [[sum(answers[row] for row in members) for members in rows_by_group(groups)] for answers in (a, b)]
+    theirs = scipy.stats.permutation_test(
+        sums, lambda x, y, axis: x.sum(axis) - y.sum(axis), permutation_type="samples", vectorized=True
+    )
+    for metric in (ACCURACY, ANEW):
+        assert p_value(metric, [1] * 41, a, b, groups)[0] == pytest.approx(theirs.pvalue)
+
+
+def test_chance_alone_is_below_a_twentieth_in_about_one_of_twenty():
+    rng, low = np.random.default_rng(0), 0
+    for _ in range(200):
+        a, b = (rng.random((2, 80)) < 0.7).astype(int).tolist()
+        low += p_value(ACCURACY, [1] * 80, a, b)[0] < 0.05
+    assert low <= 18
+
+
+def test_the_interval_of_the_difference_is_paired():
+    """Two systems that err on nearly the same examples differ far more surely than their own intervals say."""
+    rng = np.random.default_rng(1)
+    a = (rng.random(200) < 0.5).astype(int)
+    b = a.copy()
+    b[np.flatnonzero(a)[:9]] = 0
+    pair = compared(ACCURACY, [1] * 200, a.tolist(), b.tolist())
+    assert pair.difference.value == pytest.approx(4.5)
+    assert 1 < pair.difference.low < 4.5 < pair.difference.high < 9
+
+
+def test_a_and_b_are_the_two_sides_of_one_difference():
+    rng = np.random.default_rng(2)
+    targets, a, b = (rng.integers(2, size=37).tolist() for _ in range(3))
+    there, back = compared(SUMMED_F1, targets, a, b), compared(SUMMED_F1, targets, b, a)
+    assert there.difference.value == -back.difference.value
+    assert there.difference.low == pytest.approx(-back.difference.high)
+    assert (there.wins, there.losses) == (back.losses, back.wins)
+    assert there.p_value == pytest.approx(back.p_value)
+
+
+def test_a_metric_without_a_value_has_no_test():
+    undefined = Metric("undefined", lambda targets, answers: float("nan"))
+    pair = compared(undefined, [1, 1], [1, 0], [0, 1])
+    assert pair.a is pair.b is pair.difference.value is pair.p_value is None
