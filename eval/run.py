@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.baselines import baseline_outputs
-from eval.describe import by_class, input_lengths, is_classification, notes_of, score_row, task_score, worst
+from eval.baselines import baseline_outputs, has_baselines
+from eval.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
 from eval.folder import predictions_path, write_examples
 from eval.intervals import with_interval
 from eval.paper import SUPERGLUE
@@ -287,9 +287,8 @@ def _scored(
         row, drawn = score_row(task, examples, outputs, name, mode, made.router)
         rows.append(row)
         draws[name, mode, task.name] = task_score(task.name, list(drawn.values()))
-    if isinstance(task.source, BuiltIn) and is_classification(task):
-        train = task.examples("train")
-        for name, outputs in baseline_outputs(train, examples).items():
+    if isinstance(task.source, BuiltIn) and has_baselines(task):
+        for name, outputs in baseline_outputs(task, task.examples("train"), examples).items():
             rows.append(score_row(task, examples, outputs, name, "baseline")[0])
     first = next(iter(answers.values())).predictions
     outputs = [prediction.output for prediction in first]

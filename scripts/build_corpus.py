@@ -2,14 +2,21 @@
 
 python -m scripts.build_corpus --out runs/corpus
 python -m scripts.build_corpus --out runs/corpus --data my.txt more.jsonl folder/
+python -m scripts.build_corpus --out runs/corpus --unseen docstring_summary
 """
 
 import argparse
 from pathlib import Path
 
+from eval.task import TASKS
 from moe.data.corpus import build_corpus, corpus_table, save_corpus
 from moe.data.documents import read_files, read_python_corpus
 from moe.errors import run_main
+
+
+def tested_files(task: str) -> set[str]:
+    """Returns the files that the validation and test examples of a task are from."""
+    return {example.group for split in ("validation", "test") for example in TASKS.get(task).examples(split)}
 
 
 def main(argv: list[str]) -> None:
@@ -19,10 +26,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--data", type=Path, nargs="+", help="your .txt, .md or .jsonl files, or folders of them")
     parser.add_argument("--held-out", type=float, default=0.05, help="share of documents held out (default 0.05)")
     parser.add_argument("--seed", type=int, default=0, help="another seed holds out other documents")
+    parser.add_argument("--unseen", help="task of eval/ whose validation and test files are left out")
     arguments = parser.parse_args(argv)
 
     documents = read_files(arguments.data) if arguments.data else read_python_corpus()
-    corpus = build_corpus(documents, arguments.held_out, arguments.seed)
+    sources = tested_files(arguments.unseen) if arguments.unseen else set()
+    corpus = build_corpus(documents, arguments.held_out, arguments.seed, leave_out=sources)
     save_corpus(corpus, arguments.out)
     print(corpus_table(corpus))
     print(f"{corpus.num_repeated:,} repeated paragraphs were left out. The corpus is in {arguments.out}.")

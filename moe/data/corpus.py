@@ -6,7 +6,7 @@ Comes after `documents`, before `tokenizer` and `pipeline`.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,12 @@ class Corpus(NamedTuple):
     """Paragraphs left out because an earlier one has the same words."""
 
 
-def build_corpus(documents: Iterable[Document], held_out_fraction: float = 0.05, seed: int = 0) -> Corpus:
+def build_corpus(
+    documents: Iterable[Document],
+    held_out_fraction: float = 0.05,
+    seed: int = 0,
+    leave_out: Collection[str] = (),
+) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
     A document's side depends on `seed` and its source alone, so a document added later moves no other; only where that
@@ -40,14 +45,19 @@ def build_corpus(documents: Iterable[Document], held_out_fraction: float = 0.05,
         documents: In any order; of equal paragraphs the first stays. Those of one source count as one document.
         held_out_fraction: Expected share of documents held out, between 0 and 1.
         seed: Another seed holds out other documents.
+        leave_out: Sources of documents that are to be unseen: neither they nor paragraphs that they hold are in it.
 
     Raises:
-        ConfigError: When the fraction is not between 0 and 1.
+        ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not there.
         DataError: When fewer than two documents have text.
     """
     if not 0 < held_out_fraction < 1:
         raise ConfigError(f"held_out_fraction is {held_out_fraction}; expected a number between 0 and 1, e.g. 0.05.")
+    documents = sorted(documents, key=lambda document: document.source not in leave_out)  # the first of equals stays
+    if missing := sorted(set(leave_out) - {document.source for document in documents}):
+        raise ConfigError(f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away.")
     kept, num_repeated = drop_repeated_paragraphs(documents)
+    kept = [document for document in kept if document.source not in leave_out]
     places = {document.source: _place_in_split(document.source, seed) for document in kept}
     if len(places) < 2:
         raise DataError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from eval.task import TASKS
 from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
 from moe.data.documents import Document
 from moe.data.storage import whole_file, whole_folder
@@ -59,6 +60,39 @@ def test_a_repeated_paragraph_stays_only_where_it_came_first():
     texts |= dict(zip(corpus.held_out["source"], corpus.held_out["text"], strict=True))
     assert texts == {"a": "The same words.\n\nOnly here.", "b": "Only there."}
     assert corpus.num_repeated == 2
+
+
+def test_what_is_left_out_is_unseen_wherever_else_it_stands_and_moves_no_other_document():
+    quoting = Document("text 7!\n\nIts own.", "quoting.py", "own", "MIT")
+    some = [quoting, *documents(101)]
+    whole, rest = build_corpus(some, 0.2, seed=1), build_corpus(some, 0.2, seed=1, leave_out={"file7.py", "file8.py"})
+    for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
+        assert sources(after) == sources(before) - {"file7.py", "file8.py"}
+    texts = dict(zip(rest.train["source"], rest.train["text"], strict=True))
+    texts |= dict(zip(rest.held_out["source"], rest.held_out["text"], strict=True))
+    assert texts["quoting.py"] == "Its own."
+
+
+def test_a_source_to_leave_out_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"'gone.py' is to be left out, but is no source of the documents"):
+        build_corpus(documents(), leave_out={"file7.py", "gone.py"})
+
+
+@pytest.mark.slow
+def test_the_command_leaves_the_tested_files_of_a_task_out(tmp_path):
+    build_corpus_command.main(["--out", str(tmp_path / "corpus"), "--unseen", "docstring_summary"])
+    corpus = load_corpus(tmp_path / "corpus")
+    texts = [*corpus.train["text"], *corpus.held_out["text"]]
+    seen = {letters(paragraph) for text in texts for paragraph in text.split("\n\n")}
+    task = TASKS.get("docstring_summary")
+    for split in ("validation", "test"):
+        assert not {letters(example.targets) for example in task.examples(split)} & seen
+        assert not {example.group for example in task.examples(split)} & (sources(corpus.train))
+    assert {letters(example.targets) for example in task.examples("train")} & seen
+
+
+def letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text.casefold()))
 
 
 def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept():

@@ -311,7 +311,7 @@ def test_models_are_compared_by_their_intervals():
 
 def test_baselines_learn_separable_words_and_majority_counts(task):
     examples = task.examples("train")
-    outputs = baseline_outputs(examples, examples)
+    outputs = baseline_outputs(task, examples, examples)
     assert set(outputs["majority"]) == {"red"}
     for name in ("naive Bayes", "logistic regression"):
         assert outputs[name] == [example.targets for example in examples]
