@@ -3,24 +3,42 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import partial
-from itertools import takewhile
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
+from eval.beam import generate_beams
+from eval.journal import Batch, Journal, Prediction
+from eval.rank import Choice, Memory, Scoring, target_log_probs
 from eval.ranks import ALONE, Ranks
 from eval.task import Task
-from moe import CheckpointError, ConfigError, STMoEConfig, load_complete, load_model_on_mesh, together
+from moe import (
+    CheckpointError,
+    ConfigError,
+    RouterOutput,
+    RouterStats,
+    STMoEConfig,
+    STMoEForConditionalGeneration,
+    add_stats,
+    check_model_folder,
+    load_complete,
+    load_model_on_mesh,
+    summarize,
+    together,
+    total_stats,
+)
 
 MODES = ("generate", "rank")
-_ROWS = {"generate": 128, "rank": 32}
+_ROWS = {"generate": 128, "rank": 128}
+_TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
 _CHUNK = 1 << 24  # bytes
+_REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
 
 
 class Request(NamedTuple):
@@ -31,18 +49,18 @@ class Request(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-class Prediction(NamedTuple):
-    """What a model answered.
+class Predicted(NamedTuple):
+    """What a model answered to all requests.
 
     Attributes:
-        id: Of the request.
-        output: Generated text, or the choice of the highest score.
-        scores: Log-probability of each choice in nats, end token included; none when generated.
+        predictions: One for each request, in their order.
+        router: By stack, `encoder` and `decoder`, what its routers did with all inputs and answers: `fraction_dropped`,
+            `load_cv`, `max_over_mean`, `dead_experts` (see `moe.summarize`) and `expert_load`, how often each expert
+            was asked for. Padding is not counted. None for a dense model.
     """
 
-    id: str
-    output: str
-    scores: dict[str, float] | None
+    predictions: list[Prediction]
+    router: dict[str, dict[str, Any]] | None
 
 
 class Seq2Seq(NamedTuple):
@@ -60,9 +78,59 @@ class Seq2Seq(NamedTuple):
     fingerprint: str
     ranks: Ranks = ALONE
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the model says what its routers do."""
+        return isinstance(self.model, STMoEForConditionalGeneration) and bool(self.model.sparse_layers())
+
+    @property
+    def start(self) -> list[int]:
+        """Tokens that every answer begins with: the decoder's start, and the sentinel of a model that learnt one."""
+        config, generation = self.model.config, self.model.generation_config
+        first, forced = generation.decoder_start_token_id, generation.forced_bos_token_id
+        first = next(token for token in (first, config.decoder_start_token_id, self.pad) if token is not None)
+        return [first] if forced is None else [first, forced]
+
+    @property
+    def pad(self) -> int:
+        """Token that fills short rows."""
+        return next(t for t in (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0) if t is not None)
+
+    def tokenize(self, texts: Sequence[str], length: int) -> tuple[list[list[int]], list[bool]]:
+        """Returns the tokens of each text, and whether they were cut; what the tokenizer ends them with is kept.
+
+        Args:
+            texts: Inputs.
+            length: Most tokens; the tokenizer's own limit may be lower.
+        """
+        length = min(length, self.tokenizer.model_max_length)
+        whole = self.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
+        cut = [len(tokens) > length for tokens in whole]
+        for number, too_long in enumerate(cut):
+            if too_long:
+                whole[number] = self.tokenizer(texts[number], truncation=True, max_length=length)["input_ids"]
+        return [tokens or [self.tokenizer.eos_token_id] for tokens in whole], cut
+
+
+class Question(NamedTuple):
+    """A request that is ready for the model.
+
+    Attributes:
+        request: What is asked.
+        tokens: Of its inputs.
+        truncated: Whether they were cut.
+    """
+
+    request: Request
+    tokens: list[int]
+    truncated: bool
+
 
 def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
     """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of transformers.
+
+    How it generates is the task's to say: of the checkpoint's own habits (beams, least lengths, penalties) only the
+    special tokens stay.
 
     Args:
         folder: The checkpoint.
@@ -71,6 +139,16 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
     Raises:
         CheckpointError: When the folder is missing, or holds no such model with all its weights and a tokenizer.
     """
+    check_model_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
+    if not config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{folder} holds a model of type {config.model_type!r}, which has no encoder and decoder. Give a "
+            "sequence-to-sequence checkpoint, e.g. of this library, T5 or BART."
+        )
     if ranks.mesh is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_complete(AutoModelForSeq2SeqLM, folder).eval().to(device)
@@ -82,157 +160,223 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
+    special = {name: getattr(model.generation_config, name) for name in names}
+    if special["eos_token_id"] is None:
+        special["eos_token_id"] = tokenizer.eos_token_id
+    model.generation_config = GenerationConfig(**special)
     return Seq2Seq(model, tokenizer, fingerprint(folder) if ranks.world.rank == 0 else "", ranks)
 
 
 def fingerprint(folder: Path) -> str:
     """Returns 16 hexadecimal digits that tell a checkpoint from others."""
     digest = hashlib.sha256()
-    for path in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
+    for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.bin")), folder / "config.json"]:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
     return digest.hexdigest()[:16]
 
 
-def predict(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path) -> list[Prediction]:
+def modes_of(task: Task) -> tuple[str, ...]:
+    """Returns those of MODES that a task can be asked in: `rank` needs choices."""
+    return MODES if task.choices else MODES[:1]
+
+
+def predict(
+    system: Seq2Seq,
+    task: Task,
+    requests: Sequence[Request],
+    mode: str,
+    path: Path,
+    scoring: Scoring = Scoring(),  # noqa: B008  frozen
+) -> Predicted:
     """Returns a prediction for every request, in their order, on every rank.
 
     Predictions are appended to `path` as they are made, by rank 0. A sparse model drops tokens by group, so a
     prediction may depend on the requests beside it; the batches are therefore a function of all requests, and not of
     the ranks that share them. An interrupted run that goes on, on as many ranks or not, reads back the batches that
     the file holds whole and makes the others again: its file equals, byte for byte, that of a run that was never
-    stopped on the same machine. A file of another model, task, mode or list of requests is replaced.
+    stopped on the same machine. A file of another model, task, mode, decoding or list of requests is replaced. One of
+    another scoring is scored anew, without the model.
 
     Args:
         system: The model.
-        task: Gives choices and the most tokens to generate.
+        task: Gives the most tokens of an input and how answers are generated.
         requests: What to ask; every id once.
-        mode: `generate` (greedy) or `rank` (log-probability of each choice).
-        path: JSONL file.
+        mode: `generate`, as `task.decoding` says, or `rank` (log-probability of each choice).
+        path: JSONL file; see `eval.journal`.
+        scoring: What decides between choices.
 
     Raises:
-        ConfigError: When there is no such mode.
+        ConfigError: When there is no such mode, or it is `rank` and a request has no choices.
+        DataError: When the file cannot be written.
     """
-    if mode not in MODES:
-        raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
-    ranks, batches = system.ranks, cut_batches(requests, _ROWS[mode])
+    _check(task, requests, mode)
+    ranks = system.ranks
+    tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
+    questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
+    num_beams = task.decoding.num_beams if mode == "generate" else 1
+    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams)
     header = {
         "model": system.fingerprint,
         "task": task.name,
         "version": task.version,
         "mode": mode,
+        "decoding": task.decoding._asdict() if mode == "generate" else None,
         "batches": hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16],
     }
     leads = ranks.world.rank == 0
-    known = together(lambda: read_predictions(path, header) if leads else {})[0]
-    whole = list(takewhile(lambda batch: all(request.id in known for request in batch), batches))
-    together(partial(_write, path if leads else None, "w", header, *(known[r.id]._asdict() for b in whole for r in b)))
-    answer = _generate if mode == "generate" else _rank
-    label, num_read = f"{task.name} {mode}", sum(map(len, whole))
+    journal = Journal(path if leads else None, header, scoring)
+    made = together(lambda: journal.open(lambda number: ranks.whole_rounds(number, len(batches))))[0]
+    num_read = sum(len(batch.predictions) for batch in made)
+    label = f"{task.name} {mode}"
     with tqdm(total=len(requests), initial=num_read, desc=label, mininterval=1.0, disable=not leads) as bar:
-        for dealt in ranks.deal(batches[len(whole) :]):
+        for dealt in ranks.deal(batches[len(made) :]):
             batch = ranks.share(dealt)
-            made = ranks.collect(answer(system, task, batch) if batch or ranks.in_step else [])
-            together(partial(_write, path if leads else None, "a", *(prediction._asdict() for prediction in made)))
-            known.update({prediction.id: prediction for prediction in made})
-            bar.update(len(made))
-    return [known[request.id] for request in requests]
+            fresh = ranks.collect([_answer(system, task, batch, mode, scoring)] if batch or ranks.in_step else [])
+            fresh = fresh[: len(dealt)]  # what ranks in step did without a batch is nothing
+            together(lambda fresh=fresh: journal.append(fresh))
+            made += fresh
+            bar.update(sum(len(batch.predictions) for batch in fresh))
+    by_id = {prediction.id: prediction for batch in made for prediction in batch.predictions}
+    return Predicted([by_id[request.id] for request in requests], sum_routers(made))
 
 
-def cut_batches(requests: Sequence[Request], size: int) -> list[list[Request]]:
-    """Returns all requests in batches of `size`, the shortest inputs first, so that a batch needs little padding."""
-    ordered = sorted(requests, key=lambda request: (len(request.inputs), request.id))
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
-
-
-def read_predictions(path: Path, header: dict[str, Any]) -> dict[str, Prediction]:
-    """Returns the predictions in a file by id, without a torn end; none when it is missing or has another header."""
-    if not path.is_file():
-        return {}
-    values = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            values.append(json.loads(line))
-        except ValueError:
-            break
-    if not values or values[0] != header:
-        return {}
-    return {value["id"]: Prediction(**value) for value in values[1:]}
-
-
-@torch.inference_mode()
-def _generate(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Prediction]:
-    """Returns greedy generations; on ranks in step, all go on until the last of them is done."""
-    encoded = _encode(system, [request.inputs for request in batch])
-    tokens = system.model.generate(
-        **encoded,
-        max_new_tokens=task.decoding.max_tokens + len(_target_start(system)),
-        do_sample=False,
-        num_beams=1,
-        synced_gpus=system.ranks.in_step,
-    )
-    texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True)[: len(batch)]
-    return [Prediction(request.id, text, None) for request, text in zip(batch, texts, strict=True)]
-
-
-@torch.inference_mode()
-def _rank(system: Seq2Seq, task: Task, batch: Sequence[Request]) -> list[Prediction]:
-    """Returns for each request the choice of the highest log-probability; inputs are encoded once."""
-    encoded = _encode(system, [request.inputs for request in batch])
-    hidden = system.model.get_encoder()(**encoded).last_hidden_state
-    choices = task.choices if isinstance(task.choices, tuple) else batch[0].choices
-    texts = system.tokenizer(list(choices), add_special_tokens=False)["input_ids"]
-    targets = [[*_target_start(system), *ids, system.tokenizer.eos_token_id] for ids in texts]
-    padded = [ids + [-100] * (max(map(len, targets)) - len(ids)) for ids in targets]
-    labels = torch.tensor(padded, device=hidden.device)
-    scores = score_choices(system.model, hidden, encoded["attention_mask"], labels if batch else labels * 0 - 100)
-    predictions = []
-    for request, row in zip(batch, scores[: len(batch)].tolist(), strict=True):
-        by_choice: dict[str, float] = dict(zip(choices, row, strict=True))
-        predictions.append(Prediction(request.id, max(by_choice, key=lambda choice: by_choice[choice]), by_choice))
-    return predictions
-
-
-def _target_start(system: Seq2Seq) -> list[int]:
-    """Returns the tokens that every target begins with: the sentinel of a model that was fine-tuned with one."""
-    first = system.model.generation_config.forced_bos_token_id
-    return [] if first is None else [first]
-
-
-def score_choices(model: Any, hidden: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """Returns <float32>[N, C]: the log-probability of each of C target sequences for each of N encoded inputs.
+def cut_batches(questions: Sequence[Question], rows: int, tokens: int) -> list[list[Question]]:
+    """Returns all questions in batches, the longest first, so that a batch needs little padding.
 
     Args:
-        model: Any encoder-decoder of transformers' form.
-        hidden: <float>[N, L, D] encoder output.
-        mask: <int64>[N, L] real tokens of the inputs.
-        labels: <int64>[C, T] targets with their end token, -100 for padding.
+        questions: Each with an id of its own.
+        rows: Most questions of a batch.
+        tokens: Most tokens of a batch, padding included; a single longer question is a batch.
     """
-    num_inputs, num_choices = hidden.shape[0], labels.shape[0]
-    output = model(
-        encoder_outputs=BaseModelOutput(last_hidden_state=hidden.repeat_interleave(num_choices, dim=0)),
-        attention_mask=mask.repeat_interleave(num_choices, dim=0),
-        labels=labels.repeat(num_inputs, 1),
+    ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
+    batches = []
+    while ordered:
+        size = max(1, min(rows, tokens // len(ordered[0].tokens)))
+        batches.append(ordered[:size])
+        ordered = ordered[size:]
+    return batches
+
+
+def sum_routers(batches: Sequence[Batch]) -> dict[str, dict[str, Any]] | None:
+    """Returns what the routers did in all batches together; see `Predicted.router`."""
+    reports = {}
+    for stack in batches[0].routers if batches else ():
+        every = [batch.routers[stack] for batch in batches]
+        total = reduce(
+            add_stats, (RouterStats(*(torch.tensor(b.get(name, 0.0)) for name in RouterStats._fields)) for b in every)
+        )
+        summary = summarize(total)
+        reports[stack] = {name: summary[name] for name in _REPORTED} | {"expert_load": total.expert_load.tolist()}
+    return reports or None
+
+
+def _check(task: Task, requests: Sequence[Request], mode: str) -> None:
+    """Raises a ConfigError when the task cannot be asked so."""
+    if mode not in MODES:
+        raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
+    if mode not in modes_of(task):
+        raise ConfigError(f"{task.name} has no choices to rank. Choose the mode generate.")
+    if mode == "rank" and (bare := [request.id for request in requests if not request.choices]):
+        raise ConfigError(
+            f"{len(bare)} requests of {task.name} have no choices to rank, the first is {bare[0]!r}. Leave them out, "
+            "or choose the mode generate."
+        )
+
+
+@torch.inference_mode()
+def _answer(system: Seq2Seq, task: Task, batch: Sequence[Question], mode: str, scoring: Scoring) -> Batch:
+    """Returns the predictions of a batch; of none, on ranks in step, what keeps the others going."""
+    rows = [question.tokens for question in batch] or [[system.pad]]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [system.pad] * (longest - len(row)) for row in rows], device=system.model.device)
+    lengths = torch.tensor([len(row) for row in rows] if batch else [0], device=ids.device)
+    mask = (torch.arange(longest, device=ids.device) < lengths[:, None]).long()
+    options = {"output_router_logits": True} if system.sparse else {}
+    output = system.model.get_encoder()(input_ids=ids, attention_mask=mask, **options)
+    memory = Memory(output.last_hidden_state, mask)
+    answer = _generate if mode == "generate" else _rank
+    predictions, decoder = answer(system, task, batch, memory, options)
+    routers = {"encoder": getattr(output, "encoder_router_outputs", None), "decoder": decoder}
+    stats = {stack: _counts(total_stats(outputs)) for stack, outputs in routers.items() if outputs}
+    return Batch([prediction.scored(scoring) for prediction in predictions], stats)
+
+
+def _generate(
+    system: Seq2Seq, task: Task, batch: Sequence[Question], memory: Memory, options: dict[str, Any]
+) -> tuple[list[Prediction], list[RouterOutput]]:
+    """Returns generated answers; on ranks in step, all go on until the last of them is done."""
+    decoding, start, eos = task.decoding, system.start, system.model.generation_config.eos_token_id
+    ends = [eos] if isinstance(eos, int) else list(eos)
+    if decoding.num_beams > 1:
+        tokens = generate_beams(
+            system.model,
+            memory,
+            start,
+            num_beams=decoding.num_beams,
+            alpha=decoding.alpha,
+            max_tokens=decoding.max_tokens,
+            eos=ends,
+            pad=system.pad,
+            ranks=system.ranks,
+        )
+    else:
+        tokens = system.model.generate(
+            encoder_outputs=BaseModelOutput(last_hidden_state=memory.hidden),
+            attention_mask=memory.mask,
+            max_new_tokens=decoding.max_tokens + len(start) - 1,
+            pad_token_id=system.pad,
+            do_sample=False,
+            num_beams=1,
+            synced_gpus=system.ranks.in_step,
+        )
+    texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    predictions = [
+        Prediction(question.request.id, text, None, truncated=question.truncated)
+        for question, text in zip(batch, texts, strict=False)
+    ]
+    return predictions, _routers_of_answers(system, memory, tokens, ends) if options else []
+
+
+def _routers_of_answers(system: Seq2Seq, memory: Memory, tokens: Tensor, ends: list[int]) -> list[RouterOutput]:
+    """Returns what the decoder's routers did with the answers <int64>[N, T], seen again at once.
+
+    In generation every step would have to make statistics, and rows that have ended and beams that lost would count.
+    """
+    inputs = tokens[:, :-1]
+    ended = torch.isin(inputs, torch.tensor(ends, device=inputs.device))
+    ended[:, 0] = False  # the start
+    real = (ended.cumsum(dim=1) == 0) & memory.mask.any(dim=1, keepdim=True)
+    output = system.model.model(
+        encoder_outputs=BaseModelOutput(last_hidden_state=memory.hidden),
+        attention_mask=memory.mask,
+        decoder_input_ids=inputs,
+        decoder_attention_mask=real.long(),
+        decoder_drop_tokens=False,
+        output_router_logits=True,
     )
-    log_probs = output.logits.float().log_softmax(dim=-1)
-    index = labels.clamp(min=0).repeat(num_inputs, 1)[..., None]
-    picked = log_probs.gather(-1, index).squeeze(-1) * (labels != -100).repeat(num_inputs, 1)
-    return picked.sum(dim=-1).reshape(num_inputs, num_choices)
+    return list(output.decoder_router_outputs or ())
 
 
-def _encode(system: Seq2Seq, texts: list[str]) -> dict[str, Tensor]:
-    """Returns `input_ids` and `attention_mask` <int64>[N, L] on the model's device; one row of padding for no texts."""
-    encoded = system.tokenizer(texts or [""], padding=True, truncation=True, return_tensors="pt")
-    encoded = {name: encoded[name].to(system.model.device) for name in ("input_ids", "attention_mask")}
-    if not texts:
-        encoded["attention_mask"] = torch.zeros_like(encoded["attention_mask"])
-    return encoded
+def _rank(
+    system: Seq2Seq, task: Task, batch: Sequence[Question], memory: Memory, options: dict[str, Any]
+) -> tuple[list[Prediction], list[RouterOutput]]:
+    """Returns the log-probabilities of the choices of each request."""
+    eos, (first, *forced) = system.tokenizer.eos_token_id, system.start
+    texts = list(dict.fromkeys(text for question in batch for text in question.request.choices)) or [""]
+    tokens = dict(zip(texts, system.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    choices = [list(dict.fromkeys(question.request.choices)) for question in batch] or [texts]
+    targets = [[[*forced, *tokens[text], eos] for text in own] for own in choices]
+    found, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
+    predictions = []
+    for question, own, log_probs in zip(batch, choices, found, strict=False):
+        made = {text: Choice(sum(one[:-1]), one[-1], len(one) - 1) for text, one in zip(own, log_probs, strict=True)}
+        predictions.append(Prediction(question.request.id, "", {}, made, question.truncated))
+    return predictions, routers
 
 
-def _write(path: Path | None, mode: str, *values: dict[str, Any]) -> None:
-    """Writes or appends one JSON object a line, unless there is no path."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open(mode, encoding="utf-8") as file:
-            file.writelines(json.dumps(value) + "\n" for value in values)
+def _counts(stats: RouterStats) -> dict[str, Any]:
+    """Returns the counts among statistics as JSON can hold them: unlike sums, they are the same on any ranks."""
+    return {name: value.tolist() for name, value in stats._asdict().items() if not value.is_floating_point()}

@@ -50,10 +50,23 @@ class Ranks(NamedTuple):
         parts = self.sizes.num_data_ranks
         return [list(batches[start : start + parts]) for start in range(0, len(batches), parts)]
 
+    def whole_rounds(self, made: int, total: int) -> int:
+        """Returns how many of the first `made` of `total` batches a later run can keep.
+
+        Ranks in step share the experts' products, whose last bits depend on all batches of a round: they keep whole
+        rounds.
+        """
+        size = self.sizes.num_data_ranks if self.in_step else 1
+        return made if made == total else made // size * size
+
     def share(self, batches: list[list[T]]) -> list[T]:
         """Returns this rank's batch of a round, empty when none is left; ranks of one `tp` have the same."""
         part = self.world.rank // self.sizes.tp
         return batches[part] if part < len(batches) else []
+
+    def most(self, number: int) -> int:
+        """Returns the largest number that any rank in step has; this rank's own when ranks need no step."""
+        return max(together(lambda: number)) if self.in_step else number
 
     def collect(self, made: list[T]) -> list[T]:
         """Returns what all data ranks made, in their order; every rank must call it."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from eval.baselines import baseline_outputs
 from eval.intervals import accuracy, accuracy_by_class
-from eval.predict import MODES, Prediction, Request, load_seq2seq, predict
+from eval.journal import Prediction
+from eval.predict import MODES, Request, load_seq2seq, predict
 from eval.ranks import ALONE, arrange
 from eval.report import write_reports
 from eval.task import TASKS, Example, Task
@@ -62,7 +63,7 @@ def evaluate(
     for task, name, mode in product(chosen, systems, modes):
         requests = [Request(example.id, example.inputs, example.choices) for example in examples[task.name]]
         path = out / "predictions" / f"{task.name}.{name}.{mode}.jsonl"
-        predictions[task.name, name, mode] = predict(systems[name], task, requests, mode, path)
+        predictions[task.name, name, mode] = predict(systems[name], task, requests, mode, path).predictions
     if world.rank > 0:
         return None
 

@@ -4,6 +4,7 @@ The model drops tokens by group, so that other batches, or a padding batch that 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,21 @@ import torch
 import torch.distributed as dist
 
 import eval.predict
-from eval.predict import MODES, load_seq2seq, predict
+from eval.journal import read_predictions
+from eval.predict import load_seq2seq, predict
 from eval.ranks import arrange
-from moe import CheckpointError, ConfigError, World
+from eval.task import Decoding
+from moe import CheckpointError, ConfigError, MeshConfig, World
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
 
+ASKED = {
+    "generate": Decoding(max_tokens=7),
+    "rank": Decoding(),
+    "beams": Decoding(max_tokens=7, num_beams=3, alpha=0.6),
+}
 ROWS = 4  # 25 requests: 6 batches and one of a single request
 FIELDS = {"num_experts": 8, "num_heads": 4, "d_ff": 34, "eval_capacity_factor": 0.5, "min_expert_capacity": 1}
 STATIC = {**FIELDS, "dispatch": "static", "group_size": 16}
@@ -42,15 +50,11 @@ def models(folders, tokenizer, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(models, tmp_path_factory):
     """Returns the folder of MODEL.MODE.jsonl of one process."""
-    folder, rows, threads = tmp_path_factory.mktemp("alone"), eval.predict._ROWS, torch.get_num_threads()
-    eval.predict._ROWS = dict.fromkeys(MODES, ROWS)
+    folder, threads = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank has
     for name, path in models.items():
-        for mode in MODES:
-            predict(
-                load_seq2seq(path), colour_task(), requests_of(colour_task()), mode, folder / f"{name}.{mode}.jsonl"
-            )
-    eval.predict._ROWS = rows
+        for mode in ASKED:
+            ask(load_seq2seq(path), mode, folder / f"{name}.{mode}.jsonl")
     torch.set_num_threads(threads)
     return folder
 
@@ -60,9 +64,9 @@ def alone(models, tmp_path_factory):
 def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_ranks, tmp_path):
     answers = run_ranks(predict_on_a_rank, num_ranks, tmp_path, models, str(tmp_path))
     assert all(answer == answers[0] for answer in answers)
-    assert answers[0]["resumed"] == len(MESHES[num_ranks]) * len(MODES)
+    assert answers[0]["resumed"] == len(MESHES[num_ranks]) * len(ASKED)
     for name, ep, tp in MESHES[num_ranks]:
-        for mode in MODES:
+        for mode in ASKED:
             expected = (alone / f"{name}.{mode}.jsonl").read_bytes()
             found = (tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl").read_bytes()
             if ep * tp == 1:
@@ -70,29 +74,45 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
             header, *ours = map(json.loads, found.splitlines())
             assert header == json.loads(expected.splitlines()[0])
             theirs = [json.loads(line) for line in expected.splitlines()[1:]]
-            assert [(line["id"], line["output"]) for line in ours] == [(line["id"], line["output"]) for line in theirs]
+            assert len(ours) == len(theirs)
             for one, other in zip(ours, theirs, strict=True):
-                assert one["scores"] == (pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None)
-            assert answers[0][f"{name} {ep} {tp} {mode}"] == sorted(ours, key=lambda line: line["id"])
+                assert one.keys() == other.keys()
+                if "routers" in one:
+                    assert one == other
+                else:
+                    assert (one["id"], one["output"]) == (other["id"], other["output"])
+                    assert one["scores"] == (pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None)
+            made, router = answers[0][f"{name} {ep} {tp} {mode}"]
+            kept = read_predictions(tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl")
+            assert made == [kept[request.id][:3] for request in requests_of(colour_task())]
+            assert (router is None) == (name == "t5")
+
+
+def ask(system, mode, path):
+    """Returns what is predicted of the colours, and writes it to `path`; beams are few rows at once as well."""
+    task = replace(colour_task(), decoding=ASKED[mode])
+    rows, eval.predict._ROWS = eval.predict._ROWS, {"generate": ROWS * task.decoding.num_beams, "rank": ROWS}
+    made = predict(system, task, requests_of(task), mode.replace("beams", "generate"), path)
+    eval.predict._ROWS = rows
+    return made
 
 
 def predict_on_a_rank(rank, num_ranks, models, out):
     """Writes out/MODEL.EP.TP.MODE.jsonl; returns all predictions, and how many files went on to the same bytes."""
-    eval.predict._ROWS = dict.fromkeys(MODES, ROWS)
-    task, answers, resumed = colour_task(), {}, 0
+    answers, resumed = {}, 0
     for name, ep, tp in MESHES[num_ranks]:
         ranks = arrange(World(rank, num_ranks, rank, "cpu"), ep, tp, [models[name]])
         system = load_seq2seq(models[name], ranks)
-        for mode in MODES:
+        for mode in ASKED:
             path = Path(out, f"{name}.{ep}.{tp}.{mode}.jsonl")
-            made = predict(system, task, requests_of(task), mode, path)
-            answers[f"{name} {ep} {tp} {mode}"] = sorted((p._asdict() for p in made), key=lambda line: line["id"])
+            made = ask(system, mode, path)
+            answers[f"{name} {ep} {tp} {mode}"] = [prediction[:3] for prediction in made.predictions], made.router
             whole = path.read_bytes()
             dist.barrier()
             if rank == 0:  # as kill -9 leaves it: two batches, one line of the third, and a torn one
-                path.write_bytes(b"".join(whole.splitlines(keepends=True)[: 1 + 2 * ROWS + 1]) + b'{"id": "se')
+                path.write_bytes(b"".join(whole.splitlines(keepends=True)[: 1 + 2 * (ROWS + 1) + 1]) + b'{"id": "se')
             dist.barrier()
-            again = predict(system, task, requests_of(task), mode, path)
+            again = ask(system, mode, path)
             resumed += again == made and path.read_bytes() == whole
     return {**answers, "resumed": resumed}
 
@@ -121,3 +141,10 @@ def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
             parts.append([ranks.share(dealt) for dealt in ranks.deal(batches)])
         assert all(part == parts[rank // tp * tp] for rank, part in enumerate(parts))
         assert [batch for dealt in zip(*parts[::tp], strict=True) for batch in dealt if batch] == batches
+
+
+def test_ranks_in_step_keep_whole_rounds_and_others_every_batch():
+    alone = arrange(World(0, 4, 0, "cpu"), 1, 1, [])
+    in_step = alone._replace(sizes=MeshConfig(ep=2, dp_replicate=2))
+    assert [alone.whole_rounds(made, 7) for made in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [in_step.whole_rounds(made, 7) for made in range(8)] == [0, 0, 0, 0, 4, 4, 4, 7]
