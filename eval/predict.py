@@ -369,7 +369,7 @@ def _rank(
     tokens = dict(zip(texts, system.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
     choices = [list(dict.fromkeys(question.request.choices)) for question in batch] or [texts]
     targets = [[[*forced, *tokens[text], eos] for text in own] for own in choices]
-    found, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
+    found, _, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
     predictions = []
     for question, own, log_probs in zip(batch, choices, found, strict=False):
         made = {text: Choice(sum(one[:-1]), one[-1], len(one) - 1) for text, one in zip(own, log_probs, strict=True)}
