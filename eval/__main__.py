@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from eval.harness import add_harness_command, run_harness
 from eval.predict import MODES
 from eval.run import evaluate
 from eval.task import SPLITS, TASKS
@@ -31,10 +32,15 @@ def main(argv: list[str]) -> None:
     run.add_argument("--ep", type=int, default=1, help="ranks that the experts of a layer are spread over (default: 1)")
     run.add_argument("--tp", type=int, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
     run.add_argument("--timeout", type=float, default=600.0, help="seconds that ranks wait for others (default: 600)")
+    add_harness_command(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
         for name in TASKS.names():
             print(f"{name}: {TASKS.get(name).description}")
+        return
+
+    if arguments.command == "harness":
+        run_harness(arguments)
         return
 
     logging.disable_progress_bar()
