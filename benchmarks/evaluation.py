@@ -61,7 +61,7 @@ class EvaluationCase:
     num_layers: int = 6
     sparse_layers: int = 3
     num_experts: int = 8
-    num_examples: int = 48
+    num_examples: int = 32
     words: tuple[int, int] = (8, 120)
     batches: tuple[int, ...] = (4, 8, 16, 32)
 

@@ -36,6 +36,7 @@ from moe import (
 
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 128}
+_SHORTEST = {"generate": 0.5, "rank": 0.8}  # of a batch's inputs, in lengths of its longest
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
 _CHUNK = 1 << 24  # bytes
 _REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
@@ -217,7 +218,7 @@ def predict(
     tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
     questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
     num_beams = task.decoding.num_beams if mode == "generate" else 1
-    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams)
+    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _SHORTEST[mode])
     header = {
         "model": system.fingerprint,
         "task": task.name,
@@ -243,18 +244,22 @@ def predict(
     return Predicted([by_id[request.id] for request in requests], sum_routers(made))
 
 
-def cut_batches(questions: Sequence[Question], rows: int, tokens: int) -> list[list[Question]]:
+def cut_batches(questions: Sequence[Question], rows: int, tokens: int, shortest: float = 0.0) -> list[list[Question]]:
     """Returns all questions in batches, the longest first, so that a batch needs little padding.
 
     Args:
         questions: Each with an id of its own.
         rows: Most questions of a batch.
         tokens: Most tokens of a batch, padding included; a single longer question is a batch.
+        shortest: A question is not put beside a longer one of which it is a smaller part. Padding costs what tokens
+            cost; of the batches that this adds, each decodes on its own, so that generation bears more padding.
     """
     ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
     batches = []
     while ordered:
         size = max(1, min(rows, tokens // len(ordered[0].tokens)))
+        least = shortest * len(ordered[0].tokens)
+        size = sum(len(question.tokens) >= least for question in ordered[:size])
         batches.append(ordered[:size])
         ordered = ordered[size:]
     return batches
