@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from eval.rank import Memory
 from eval.ranks import ALONE, Ranks
+from moe import RouterOutput
 
 _NEVER = -1e7
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -91,6 +91,49 @@ def beam_search(
     return answers, torch.where(found, ended_scores[:, 0], alive_scores[:, 0])
 
 
+def generate_greedily(
+    model: Any,
+    memory: Memory,
+    start: Sequence[int],
+    *,
+    max_tokens: int,
+    eos: Sequence[int],
+    pad: int,
+    ranks: Ranks = ALONE,
+    **options: Any,
+) -> tuple[Tensor, list[RouterOutput]]:
+    """Returns <int64>[N, T]: `start` and the likeliest token after each, and what the decoder's routers did.
+
+    transformers' `generate` makes the same tokens; it does not say what the routers did.
+
+    Args:
+        model: Any encoder-decoder of transformers' form whose cache is an EncoderDecoderCache.
+        memory: N inputs.
+        start: Tokens that the decoder starts from.
+        max_tokens: Of an answer, end token included.
+        eos: End tokens.
+        pad: Fills an answer behind its end; the routers do not count it.
+        ranks: Those in step go on until the last of them is done.
+        options: Further arguments of the model's forward; where there are any, the routers are told what is padding.
+    """
+    device, routers = memory.mask.device, []
+    tokens = torch.tensor([list(start)] * len(memory.mask), device=device)
+    goes_on, ends = memory.mask.any(dim=1), torch.tensor(list(eos), device=device)
+    real, answer, cache = goes_on[:, None].expand_as(tokens), [tokens], None
+    for length in range(1, max_tokens + 1):
+        told = {"decoder_attention_mask": real.long(), **options} if options else {}
+        output = model(**memory.inputs, decoder_input_ids=tokens, past_key_values=cache, use_cache=True, **told)
+        cache = output.past_key_values
+        routers += getattr(output, "decoder_router_outputs", None) or ()
+        tokens = output.logits[:, -1].argmax(dim=-1).where(goes_on, pad)[:, None]
+        answer.append(tokens)
+        goes_on = goes_on & ~torch.isin(tokens[:, 0], ends)
+        if length == max_tokens or not ranks.most(bool(goes_on.any())):
+            break
+        real = torch.cat([real, goes_on[:, None]], dim=1)
+    return torch.cat(answer, dim=1), routers
+
+
 def generate_beams(
     model: Any,
     memory: Memory,
@@ -116,11 +159,10 @@ def generate_beams(
         pad: Fills an answer behind its end.
         ranks: Who generates.
     """
-    device = memory.hidden.device
+    device = memory.mask.device
     begun = torch.tensor([list(start)] * len(memory.mask), device=device)
     output = model(
-        encoder_outputs=BaseModelOutput(last_hidden_state=memory.hidden),
-        attention_mask=memory.mask,
+        **memory.inputs,
         decoder_input_ids=begun,
         use_cache=True,
     )

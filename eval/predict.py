@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_outputs import BaseModelOutput
 
-from eval.beam import generate_beams
+from eval.beam import generate_beams, generate_greedily
 from eval.journal import Batch, Journal, Prediction
 from eval.rank import Choice, Memory, Scoring, target_log_probs
 from eval.ranks import ALONE, Ranks
@@ -36,8 +35,8 @@ from moe import (
 
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 128}
-_SHORTEST = {"generate": 0.5, "rank": 0.8}  # of a batch's inputs, in lengths of its longest
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
+_FEW, _ALIKE = 8, 0.8  # beyond so many rows an input has at least this share of the longest's tokens
 _CHUNK = 1 << 24  # bytes
 _REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
 
@@ -218,7 +217,7 @@ def predict(
     tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
     questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
     num_beams = task.decoding.num_beams if mode == "generate" else 1
-    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _SHORTEST[mode])
+    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams)
     header = {
         "model": system.fingerprint,
         "task": task.name,
@@ -244,22 +243,22 @@ def predict(
     return Predicted([by_id[request.id] for request in requests], sum_routers(made))
 
 
-def cut_batches(questions: Sequence[Question], rows: int, tokens: int, shortest: float = 0.0) -> list[list[Question]]:
+def cut_batches(questions: Sequence[Question], rows: int, tokens: int) -> list[list[Question]]:
     """Returns all questions in batches, the longest first, so that a batch needs little padding.
+
+    A batch of more than a few holds no input that is much shorter than its longest.
 
     Args:
         questions: Each with an id of its own.
         rows: Most questions of a batch.
         tokens: Most tokens of a batch, padding included; a single longer question is a batch.
-        shortest: A question is not put beside a longer one of which it is a smaller part. Padding costs what tokens
-            cost; of the batches that this adds, each decodes on its own, so that generation bears more padding.
     """
     ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
     batches = []
     while ordered:
-        size = max(1, min(rows, tokens // len(ordered[0].tokens)))
-        least = shortest * len(ordered[0].tokens)
-        size = sum(len(question.tokens) >= least for question in ordered[:size])
+        longest = len(ordered[0].tokens)
+        alike = sum(len(question.tokens) >= _ALIKE * longest for question in ordered[:rows])
+        size = max(1, min(rows, tokens // longest, max(_FEW, alike)))
         batches.append(ordered[:size])
         ordered = ordered[size:]
     return batches
@@ -301,7 +300,7 @@ def _answer(system: Seq2Seq, task: Task, batch: Sequence[Question], mode: str, s
     mask = (torch.arange(longest, device=ids.device) < lengths[:, None]).long()
     options = {"output_router_logits": True} if system.sparse else {}
     output = system.model.get_encoder()(input_ids=ids, attention_mask=mask, **options)
-    memory = Memory(output.last_hidden_state, mask)
+    memory = Memory(output, mask)
     answer = _generate if mode == "generate" else _rank
     predictions, decoder = answer(system, task, batch, memory, options)
     routers = {"encoder": getattr(output, "encoder_router_outputs", None), "decoder": decoder}
@@ -313,50 +312,34 @@ def _generate(
     system: Seq2Seq, task: Task, batch: Sequence[Question], memory: Memory, options: dict[str, Any]
 ) -> tuple[list[Prediction], list[RouterOutput]]:
     """Returns generated answers; on ranks in step, all go on until the last of them is done."""
-    decoding, start, eos = task.decoding, system.start, system.model.generation_config.eos_token_id
+    decoding, eos = task.decoding, system.model.generation_config.eos_token_id
     ends = [eos] if isinstance(eos, int) else list(eos)
+    shared = {"max_tokens": decoding.max_tokens, "eos": ends, "pad": system.pad, "ranks": system.ranks}
     if decoding.num_beams > 1:
-        tokens = generate_beams(
-            system.model,
-            memory,
-            start,
-            num_beams=decoding.num_beams,
-            alpha=decoding.alpha,
-            max_tokens=decoding.max_tokens,
-            eos=ends,
-            pad=system.pad,
-            ranks=system.ranks,
-        )
+        beams = {"num_beams": decoding.num_beams, "alpha": decoding.alpha}
+        tokens = generate_beams(system.model, memory, system.start, **beams, **shared)
+        routers = _routers_of_answers(system, memory, tokens, ends) if options else []
     else:
-        tokens = system.model.generate(
-            encoder_outputs=BaseModelOutput(last_hidden_state=memory.hidden),
-            attention_mask=memory.mask,
-            max_new_tokens=decoding.max_tokens + len(start) - 1,
-            pad_token_id=system.pad,
-            do_sample=False,
-            num_beams=1,
-            synced_gpus=system.ranks.in_step,
-        )
+        tokens, routers = generate_greedily(system.model, memory, system.start, **shared, **options)
     texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     predictions = [
         Prediction(question.request.id, text, None, truncated=question.truncated)
         for question, text in zip(batch, texts, strict=False)
     ]
-    return predictions, _routers_of_answers(system, memory, tokens, ends) if options else []
+    return predictions, routers
 
 
 def _routers_of_answers(system: Seq2Seq, memory: Memory, tokens: Tensor, ends: list[int]) -> list[RouterOutput]:
     """Returns what the decoder's routers did with the answers <int64>[N, T], seen again at once.
 
-    In generation every step would have to make statistics, and rows that have ended and beams that lost would count.
+    In the search itself the beams that lost would count.
     """
     inputs = tokens[:, :-1]
     ended = torch.isin(inputs, torch.tensor(ends, device=inputs.device))
     ended[:, 0] = False  # the start
     real = (ended.cumsum(dim=1) == 0) & memory.mask.any(dim=1, keepdim=True)
     output = system.model.model(
-        encoder_outputs=BaseModelOutput(last_hidden_state=memory.hidden),
-        attention_mask=memory.mask,
+        **memory.inputs,
         decoder_input_ids=inputs,
         decoder_attention_mask=real.long(),
         decoder_drop_tokens=False,

@@ -1,14 +1,14 @@
 """How likely a model finds each of the answers to choose from."""
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from eval.ranks import ALONE, Ranks
 from moe import ConfigError, RouterOutput
@@ -62,20 +62,25 @@ class Memory(NamedTuple):
     """Inputs that went through the encoder.
 
     Attributes:
-        hidden: <float>[N, L, D] its output.
+        output: Of the encoder, in the model's own form; `last_hidden_state` is <float>[N, L, D].
         mask: <int64>[N, L] real tokens; none in a row that only keeps ranks in step.
     """
 
-    hidden: Tensor
+    output: Any
     mask: Tensor
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a decoding step takes."""
+        return {"encoder_outputs": self.output, "attention_mask": self.mask}
 
     def repeated(self, rows: Tensor) -> dict[str, Any]:
         """Returns what a decoding step takes that continues the rows <int64>[R] with a cache.
 
         The cache holds keys and values of the memory, so that of the hidden states only the shape is read.
         """
-        hidden = self.hidden[:1].expand(len(rows), -1, -1)
-        return {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "attention_mask": self.mask[rows]}
+        hidden = self.output.last_hidden_state[:1].expand(len(rows), -1, -1)
+        return {"encoder_outputs": replace(self.output, last_hidden_state=hidden), "attention_mask": self.mask[rows]}
 
 
 def target_log_probs(
@@ -102,14 +107,13 @@ def target_log_probs(
         ranks: Those in step run equally many passes, and must all call this.
         options: Further arguments of the model's forward.
     """
-    device, num_inputs = memory.hidden.device, len(targets)
+    device, num_inputs = memory.mask.device, len(targets)
     every = [target for own in targets for target in own]
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*every, strict=False))
     shared = [column[0] for column in alike][: min(map(len, every)) - 1]
     real = memory.mask.any(dim=1, keepdim=True).long()
     output = model(
-        encoder_outputs=BaseModelOutput(last_hidden_state=memory.hidden),
-        attention_mask=memory.mask,
+        **memory.inputs,
         decoder_input_ids=torch.tensor([[start, *shared]] * num_inputs, device=device),
         decoder_attention_mask=real.expand(-1, 1 + len(shared)),
         use_cache=True,
@@ -121,7 +125,7 @@ def target_log_probs(
     heads = torch.tensor([target[:width] for target in every], device=device)
     found, greedy = _picked(output.logits, heads, torch.tensor(owners, device=device))
 
-    past = _cached(output.past_key_values)
+    past = output.past_key_values
     bytes_per_token = 2 * output.logits.shape[-1] * 4
     order = sorted((n for n, target in enumerate(every) if len(target) > width), key=lambda n: -len(every[n]))
     slices = list(_slices([(n, len(every[n]) - width) for n in order], _bytes_per_row(past), bytes_per_token))
@@ -136,7 +140,7 @@ def target_log_probs(
             **memory.repeated(rows),
             decoder_input_ids=_padded(inputs, start, device),
             decoder_attention_mask=torch.tensor(mask, device=device) * (real[rows] if members else 0),
-            past_key_values=EncoderDecoderCache([tuple(x if x is None else x[rows] for x in layer) for layer in past]),
+            past_key_values=_rows_of(past, rows),
             use_cache=True,
             **options,
         )
@@ -173,14 +177,20 @@ def _padded(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
     return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
 
 
-def _cached(cache: EncoderDecoderCache) -> list[tuple[Tensor | None, ...]]:
-    """Returns for each layer keys and values of self-attention and cross-attention, <float>[N, H, keys, d_kv] each."""
-    return [tuple(layer) for layer in cache]
+def _rows_of(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
+    """Returns a cache of the rows <int64>[R] of another, which is left as it is."""
+    halves = [copy.copy(half) for half in (cache.self_attention_cache, cache.cross_attention_cache)]
+    for half in halves:
+        half.layers = [copy.copy(layer) for layer in half.layers]
+    chosen = EncoderDecoderCache(*halves)
+    chosen.batch_select_indices(rows)
+    return chosen
 
 
-def _bytes_per_row(past: list[tuple[Tensor | None, ...]]) -> int:
+def _bytes_per_row(cache: EncoderDecoderCache) -> int:
     """Returns how much memory the cache of one row takes."""
-    return sum(x[0].numel() * x.element_size() for layer in past for x in layer if x is not None and x.dim() > 1)
+    layers = cast(Any, [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers])
+    return sum(x[0].numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
 
 
 def _slices(lengths: list[tuple[int, int]], bytes_per_row: int, bytes_per_token: int) -> Iterator[list[int]]:

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import torch
 
-from benchmarks.evaluation import EvaluationBenchmark, EvaluationCase, build_systems, make_task, run_evaluation
+from benchmarks.evaluation import EvaluationBenchmark, EvaluationCase, make_task, run_evaluation
 from moe import ConfigError
 from scripts.benchmark import main
 
@@ -30,24 +29,13 @@ def test_the_table_has_a_row_for_every_model_mode_and_system(tmp_path, capsys):
 
 
 def test_the_task_has_inputs_of_all_lengths_and_two_to_four_answers():
-    case = EvaluationCase()
+    case = EvaluationCase(num_examples=64)
     examples = make_task(case).examples("test")
     assert {len(example.choices) for example in examples} == {2, 3, 4}
     lengths = sorted(len(example.inputs.split()) for example in examples)
     assert lengths[0] < 15
     assert lengths[-1] > 110
     assert len(examples) == case.num_examples
-
-
-def test_answers_are_short_and_of_different_lengths(tmp_path):
-    for system in build_systems(TINY, tmp_path).values():
-        inputs = system.tokenizer(
-            [e.inputs for e in make_task(TINY).examples("test")], padding=True, return_tensors="pt"
-        )
-        tokens = system.model.generate(**inputs, max_new_tokens=64, do_sample=False)
-        ends = (tokens[:, 1:] == 1).int().argmax(dim=1)
-        assert (tokens == 1).any(dim=1).all()
-        assert torch.all(ends < 20)
 
 
 def test_rounds_below_one_are_refused():

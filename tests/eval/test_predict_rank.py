@@ -1,0 +1,182 @@
+"""Scores of choices: by hand from the numbers in the file, and from the model by teacher forcing, one at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import eval.rank
+from eval.journal import Prediction
+from eval.predict import Request, load_seq2seq, modes_of, predict
+from eval.rank import Choice, Scoring
+from moe import ConfigError
+from tests.eval.test_predict import requests_of
+from tests.models.tiny import tiny_model
+
+CHOICES = {"red": Choice(-1.5, -0.75, 1), "dark blue": Choice(-2.0, -0.25, 3), "": Choice(0.0, -3.0, 0)}
+
+
+def make_folder(kind, tokenizer, folder):
+    """Returns a folder with a tiny model of a kind, whose logits differ enough to tell tokens apart."""
+    sizes = {"vocab_size": 131, "d_model": 30, "d_kv": 5, "d_ff": 31, "num_heads": 3, "num_layers": 2}
+    torch.manual_seed(0)
+    if kind == "moe":
+        model = tiny_model(eval_capacity_factor=None)
+    elif kind == "dropping":
+        model = tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1)
+    elif kind == "t5":
+        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False))
+    elif kind == "switch":
+        sparse = {"num_experts": 5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+        model = SwitchTransformersForConditionalGeneration(
+            SwitchTransformersConfig(**sizes, **sparse, num_decoder_layers=2, decoder_start_token_id=0)
+        )
+    else:
+        shape = {
+            f"{side}_{name}": n
+            for side in ("encoder", "decoder")
+            for name, n in (("layers", 2), ("attention_heads", 3), ("ffn_dim", 31))
+        }
+        model = BartForConditionalGeneration(
+            BartConfig(
+                vocab_size=131,
+                d_model=30,
+                max_position_embeddings=67,
+                **shape,
+                init_std=0.3,
+                bos_token_id=130,
+                pad_token_id=0,
+                eos_token_id=1,
+                decoder_start_token_id=1,
+                forced_bos_token_id=130,
+                forced_eos_token_id=1,
+            )
+        )
+        model.generation_config.update(num_beams=4, min_length=9, no_repeat_ngram_size=2, forced_bos_token_id=130)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if kind in ("t5", "switch") and name.startswith("lm_head"):
+                weight.normal_(std=1.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def by_teacher_forcing(system, request, text):
+    """Returns the Choice of one text for one request: sums over a forward pass without a cache."""
+    inputs = system.tokenizer(request.inputs, return_tensors="pt")
+    first, *forced = system.start
+    target = [*forced, *system.tokenizer(text, add_special_tokens=False)["input_ids"], system.tokenizer.eos_token_id]
+    extra = {"decoder_drop_tokens": False} if system.sparse else {}
+    with torch.no_grad():
+        logits = system.model(**inputs, decoder_input_ids=torch.tensor([[first, *target[:-1]]]), **extra).logits[0]
+    log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(target)[:, None]).flatten().tolist()
+    return Choice(sum(log_probs[:-1]), log_probs[-1], len(target) - 1)
+
+
+def mixed_requests(task):
+    """Requests with choices of their own: some share tokens, one is a single choice, one is empty."""
+    own = [("red", "green"), ("dark blue", "dark red", "dark"), ("sea",), ("", "leaf of the night", "red")]
+    return [r._replace(choices=own[n % 4]) for n, r in enumerate(requests_of(task))]
+
+
+@pytest.mark.parametrize("kind", ["t5", "switch", "bart", "moe"])
+@pytest.mark.parametrize("bytes_at_once", [1, 1 << 30])
+def test_choices_of_any_model_score_as_one_at_a_time(tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once):
+    monkeypatch.setattr(eval.rank, "_SLICE", bytes_at_once)
+    system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
+    requests = mixed_requests(task)
+    made = predict(system, task, requests, "rank", tmp_path / "p.jsonl").predictions
+    for request, prediction in list(zip(requests, made, strict=True))[::3]:
+        assert tuple(prediction.choices) == request.choices
+        for text in request.choices:
+            assert prediction.choices[text] == pytest.approx(by_teacher_forcing(system, request, text), abs=2e-5)
+
+
+def test_a_sparse_decoder_drops_no_token_of_a_choice(tokenizer, task, tmp_path):
+    system = load_seq2seq(make_folder("dropping", tokenizer, tmp_path))
+    requests = mixed_requests(task)
+    for request in requests[:8]:  # alone, for the encoder drops tokens by what is beside them
+        made = predict(system, task, [request], "rank", tmp_path / "p.jsonl")
+        for text in request.choices:
+            expected = by_teacher_forcing(system, request, text)
+            assert made.predictions[0].choices[text] == pytest.approx(expected, abs=2e-5)
+        assert made.router["encoder"]["fraction_dropped"] > 0
+        assert made.router["decoder"]["fraction_dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("scoring", "scores"),
+    [
+        (Scoring(True, "none"), (-2.25, -2.25, -3.0)),
+        (Scoring(False, "none"), (-1.5, -2.0, 0.0)),
+        (Scoring(True, "tokens"), (-2.25 / 2, -2.25 / 4, -3.0)),
+        (Scoring(False, "tokens"), (-1.5, -2.0 / 3, 0.0)),
+        (Scoring(True, "characters"), (-2.25 / 3, -2.25 / 9, -3.0)),
+        (Scoring(False, "characters"), (-1.5 / 3, -2.0 / 9, 0.0)),
+    ],
+)
+def test_each_scoring_is_what_it_says(scoring, scores):
+    made = Prediction("id", "", {}, CHOICES).scored(scoring)
+    assert tuple(made.scores.values()) == pytest.approx(scores)
+    assert made.output == max(CHOICES, key=dict(zip(CHOICES, scores, strict=True)).get)
+
+
+def test_another_scoring_is_read_from_the_file_without_the_model(folders, task, tmp_path):
+    system, path = load_seq2seq(folders["moe"]), tmp_path / "p.jsonl"
+    requests = mixed_requests(task)
+    whole = predict(system, task, requests, "rank", path)
+    broken = system._replace(model=None)
+    for scoring in (Scoring(False), Scoring(True, "tokens"), Scoring(False, "characters"), Scoring()):
+        fresh = predict(system, task, requests, "rank", tmp_path / "fresh.jsonl", scoring)
+        again = predict(broken, task, requests, "rank", path, scoring)
+        assert again == fresh
+        assert path.read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
+        (tmp_path / "fresh.jsonl").unlink()
+    assert again == whole
+
+
+def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_path, monkeypatch):
+    system, requests = load_seq2seq(folders["moe"]), mixed_requests(task)
+    expected = {p.id: p for p in predict(system, task, requests, "rank", tmp_path / "a.jsonl").predictions}
+    long = Request("long", "name the colour of " + "the night " * 30, ("red", "dark blue of the sea"))
+    for number, asked in enumerate((requests[::-1], requests[::2], [*requests, long])):
+        made = predict(system, task, asked, "rank", tmp_path / f"{number}.jsonl").predictions
+        assert [p.id for p in made] == [r.id for r in asked]
+        for prediction in made:
+            for text, choice in (expected[prediction.id].choices if prediction.id in expected else {}).items():
+                assert prediction.choices[text] == pytest.approx(choice, abs=2e-5)
+
+
+def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path):
+    system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
+    for name, seen in shapes.items():
+        stack = getattr(system.model, name)
+        stack.register_forward_hook(
+            lambda _, args, kwargs, output, seen=seen: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+    predict(system, task, requests_of(task), "rank", tmp_path / "p.jsonl")
+    longest = max(len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices)
+    assert [rows for rows, _ in shapes["encoder"]] == [25]
+    assert shapes["decoder"] == [(25, 1), (25 * 3, longest)]
+
+
+def test_a_task_or_a_request_without_choices_cannot_be_ranked(folders, task, tmp_path):
+    system, free = load_seq2seq(folders["t5"]), replace(task, choices=())
+    assert (modes_of(task), modes_of(free)) == (("generate", "rank"), ("generate",))
+    with pytest.raises(ConfigError, match=r"colour has no choices to rank\. Choose the mode generate"):
+        predict(system, free, [], "rank", tmp_path / "p.jsonl")
+    with pytest.raises(ConfigError, match=r"1 requests of colour have no choices to rank, the first is 'sea-0'"):
+        bare = [r._replace(choices=() if r.id == "sea-0" else r.choices) for r in requests_of(task)]
+        predict(system, task, bare, "rank", tmp_path / "p.jsonl")
+    with pytest.raises(ConfigError, match="normalize is 'bytes'; expected one of none, tokens, characters"):
+        Scoring(normalize="bytes")
+    assert not (tmp_path / "p.jsonl").exists()
