@@ -1,4 +1,4 @@
-"""python -m eval run --model DIR --tasks NAME[,NAME]; also list, compare A B, conformance FILE.json.
+"""python -m eval run --model DIR --tasks NAME[,NAME]; also compare A B, harness TASK, conformance FILE.json, list.
 
 Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
 """
@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from eval.compare import add_compare_command, run_compare
 from eval.conformance import add_conformance_command, run_conformance
+from eval.harness import add_harness_command, run_harness
 from eval.listing import tasks_table
 from eval.markdown import interval, number
 from eval.predict import MODES
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> None:
     commands.add_parser("list", help="lists the tasks")
     add_run_command(commands)
     add_compare_command(commands)
+    add_harness_command(commands)
     add_conformance_command(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "list":
@@ -37,6 +39,8 @@ def main(argv: list[str]) -> None:
         run_evaluation(arguments, argv)
     elif arguments.command == "compare":
         run_compare(arguments)
+    elif arguments.command == "harness":
+        run_harness(arguments)
     elif arguments.command == "conformance":
         run_conformance(arguments)
 

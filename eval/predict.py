@@ -36,7 +36,7 @@ from moe import (
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 128}
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
-_FEW, _ALIKE = 32, 0.8  # beyond so many rows an input has at least this share of the longest's tokens
+_FEW, _ALIKE = 8, 0.8  # beyond so many rows an input has at least this share of the longest's tokens
 _CHUNK = 1 << 24  # bytes
 _REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
 
@@ -357,7 +357,7 @@ def _rank(
     tokens = dict(zip(texts, system.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
     choices = [list(dict.fromkeys(question.request.choices)) for question in batch] or [texts]
     targets = [[[*forced, *tokens[text], eos] for text in own] for own in choices]
-    found, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
+    found, _, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
     predictions = []
     for question, own, log_probs in zip(batch, choices, found, strict=False):
         made = {text: Choice(sum(one[:-1]), one[-1], len(one) - 1) for text, one in zip(own, log_probs, strict=True)}

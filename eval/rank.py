@@ -90,8 +90,8 @@ def target_log_probs(
     targets: Sequence[Sequence[list[int]]],
     ranks: Ranks = ALONE,
     **options: Any,
-) -> tuple[list[list[list[float]]], list[RouterOutput]]:
-    """Returns the log-probability of each token of each target, and what the decoder's routers did.
+) -> tuple[list[list[list[float]]], list[list[bool]], list[RouterOutput]]:
+    """Returns the log-probability of each token of each target, whether greedy decoding says it, what routers did.
 
     The decoder runs with a cache, as it does in generation: the tokens that all targets begin with go through it once
     for each input, which also makes the keys and values of cross-attention; they are then repeated for the targets
@@ -123,7 +123,7 @@ def target_log_probs(
     width = 1 + len(shared)
     owners = [row for row, own in enumerate(targets) for _ in own]
     heads = torch.tensor([target[:width] for target in every], device=device)
-    found = _picked(output.logits, heads, torch.tensor(owners, device=device)).tolist()
+    found, greedy = _picked(output.logits, heads, torch.tensor(owners, device=device))
 
     past = output.past_key_values
     bytes_per_token = 2 * output.logits.shape[-1] * 4
@@ -145,21 +145,30 @@ def target_log_probs(
             **options,
         )
         routers += getattr(output, "decoder_router_outputs", None) or ()
-        picked = _picked(output.logits, _padded(tails, start, device), None).tolist()
-        for n, tail, values in zip(members, tails, picked, strict=False):
-            found[n] += values[: len(tail)]
-    values = iter(found)
-    return [[next(values) for _ in own] for own in targets], routers
+        log_probs, likeliest = _picked(output.logits, _padded(tails, start, device))
+        for row, n in enumerate(members):
+            found[n] += log_probs[row][: len(tails[row])]
+            greedy[n] += likeliest[row][: len(tails[row])]
+    values, flags = iter(found), iter(greedy)
+    return (
+        [[next(values) for _ in own] for own in targets],
+        [[all(next(flags)) for _ in own] for own in targets],
+        routers,
+    )
 
 
-def _picked(logits: Tensor, tokens: Tensor, rows: Tensor | None) -> Tensor:
-    """Returns <float32>[R, T]: log-probabilities of tokens <int64>[R, T] under <float>[N, T, V], by row <int64>[R]."""
+def _picked(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> tuple[list[list[float]], list[list[bool]]]:
+    """Returns what is said of tokens <int64>[R, T] under <float>[N, T, V], by row <int64>[R] or row by row.
+
+    Returns:
+        [R][T] log-probabilities, and whether no token is likelier.
+    """
     logits = logits.float()
-    normalizer = logits.logsumexp(dim=-1)
-    if rows is None:
-        return logits.gather(-1, tokens[..., None]).squeeze(-1) - normalizer
+    most, normalizer = logits.max(dim=-1).values, logits.logsumexp(dim=-1)
+    rows = torch.arange(len(tokens), device=tokens.device) if rows is None else rows
     places = torch.arange(tokens.shape[1], device=tokens.device)
-    return logits[rows[:, None], places, tokens] - normalizer[rows]
+    picked = logits[rows[:, None], places, tokens]
+    return (picked - normalizer[rows]).tolist(), (picked >= most[rows]).tolist()
 
 
 def _padded(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:

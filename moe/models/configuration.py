@@ -1,6 +1,8 @@
 """STMoEConfig: every setting of a model, checked at the door, and its parameter counts before anything is built."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -8,6 +10,7 @@ from transformers import PreTrainedConfig
 from moe.models.configuration_checks import FeedForward, Reduction, SparsePosition, check_config, refuse_unknown
 from moe.models.foreign_config import family_of, own_fields
 from moe.models.presets import PRESETS
+from moe.models.remote_code import write_config
 from moe.sparse.config import (
     BalanceScope,
     CapacityScope,
@@ -146,6 +149,7 @@ class STMoEConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills derived values and checks all of them; see the class for each field."""
         refuse_unknown(type(self), kwargs)
+        kwargs.pop("auto_map", None)  # of a config.json; the next one says it anew
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
         for name in ("router_options", "decoder_router_options"):
@@ -191,6 +195,14 @@ class STMoEConfig(PreTrainedConfig):
                 "router_options"
             ]
         return cls(**{**fields, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides})
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Writes config.json, and beside it the file by which `trust_remote_code=True` finds this library."""
+        write_config(self.to_json_string(use_diff), Path(json_file_path))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Does nothing: transformers would copy this file into every checkpoint, and ours have `auto_map` already."""
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> "STMoEConfig":
         """Returns the config itself: encoder and decoder share it."""

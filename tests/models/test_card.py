@@ -241,7 +241,12 @@ def test_a_push_brings_the_card_and_later_ones_bring_it_up_to_date(hub, tmp_path
     repo = hub.folder / "org" / "tiny"
     push(how, tiny_model(), tmp_path, card={"license": "mit"}, tags=["mine"], commit_message="First", private=True)
     assert hub.commits[0]["commit_message"] == "First"
-    assert {path.name for path in repo.iterdir()} >= {"README.md", "config.json", "model.safetensors"}
+    assert {path.name for path in repo.iterdir()} >= {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "modeling_st_moe.py",
+    }
     assert card_of(repo).data.license == "mit"
     assert card_of(repo).data.tags[-1] == "mine"
     loaded = STMoEForConditionalGeneration.from_pretrained(repo)

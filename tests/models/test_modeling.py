@@ -275,6 +275,7 @@ def test_saving_a_loaded_model_over_itself_changes_nothing(tmp_path):
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "modeling_st_moe.py",
     ]
 
 

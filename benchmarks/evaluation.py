@@ -1,0 +1,267 @@
+"""Evaluation: examples per second of `rank` and `generate` beside lm-evaluation-harness, same models and same task.
+
+Both get the models in memory and hand back an answer for every example: tokens, batches and padding are their own.
+"""
+
+import dataclasses
+import logging
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import T5Config, T5ForConditionalGeneration
+
+from benchmarks.machine import describe_machine, save_report
+from benchmarks.timing import measure, measure_in_turn, median_ratio
+from eval.harness import require_harness
+from eval.metrics import ACCURACY
+from eval.predict import Prediction, Request, Seq2Seq, load_seq2seq, predict
+from eval.rank import Scoring
+from eval.source import BuiltIn
+from eval.task import Decoding, Task
+from moe.data.tokenizer import train_tokenizer
+from moe.errors import ConfigError
+from moe.inspection.tables import format_table
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+
+Row = dict[str, Any]
+
+BARS = {"rank": 2.0, "generate": 1.0}
+"""Times as many examples per second as lm-evaluation-harness that each mode has to reach."""
+
+
+@dataclass(frozen=True)
+class EvaluationCase:
+    """Sizes: those of T5-1.1 small less two blocks, and of an 8-expert model with its backbone.
+
+    Attributes:
+        vocab_size: V.
+        d_model: D.
+        d_ff: F.
+        num_heads: H, of 64 numbers each.
+        num_layers: Blocks of the encoder and of the decoder.
+        sparse_layers: Sparse ones of them, in each.
+        num_experts: E, two for a token; none is ever full.
+        num_examples: Of the task.
+        words: Fewest and most words of an input; a word is about 2.7 tokens.
+        new_tokens: Of each generated answer.
+        batches: Batch sizes to give lm-evaluation-harness; it is measured with the fastest.
+    """
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_ff: int = 1024
+    num_heads: int = 6
+    num_layers: int = 6
+    sparse_layers: int = 3
+    num_experts: int = 8
+    num_examples: int = 32
+    words: tuple[int, int] = (8, 120)
+    new_tokens: int = 8
+    batches: tuple[int, ...] = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class EvaluationBenchmark:
+    """What to measure; the fields are the command's options.
+
+    Attributes:
+        rounds: How often everything is measured; results are medians.
+        json: File to save to; None for none.
+        case: Sizes.
+    """
+
+    rounds: int
+    json: Path | None
+    case: EvaluationCase = EvaluationCase()
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot.
+
+        Raises:
+            ConfigError: When a number is below 1.
+        """
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds is {self.rounds}; expected at least 1.")
+
+
+def run_evaluation(benchmark: EvaluationBenchmark) -> None:
+    """Measures, prints the table and saves it; what is measured is saved as it goes.
+
+    Raises:
+        ConfigError: When lm-evaluation-harness is missing.
+    """
+    require_harness()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its advice is for its command line
+    report = describe_machine(torch.device("cpu")) | {
+        "rounds": benchmark.rounds,
+        "case": dataclasses.asdict(benchmark.case),
+        "rows": [],
+    }
+    task = make_task(benchmark.case)
+    with TemporaryDirectory() as folder:
+        for name, system in build_systems(benchmark.case, Path(folder)).items():
+            for mode in BARS:
+                report["rows"] += measure_mode(benchmark, system, task, name, mode, Path(folder) / "made.jsonl")
+                save_report(report, benchmark.json)
+    print(format_report(report))
+    if benchmark.json:
+        print(f"The table is in {benchmark.json}.")
+
+
+def make_task(case: EvaluationCase) -> Task:
+    """Returns a task of made-up words: inputs of mixed lengths, two to four answers of one or two words."""
+    draw, words = random.Random(0), make_words()
+    rows: list[Mapping[str, Any]] = []
+    for number in range(case.num_examples):
+        text = " ".join(draw.choices(words, k=draw.randint(*case.words)))
+        picked = draw.sample(words, 8)
+        answers = tuple(" ".join(picked[2 * n :][: draw.randint(1, 2)]) for n in range(draw.randint(2, 4)))
+        rows.append({"id": str(number), "inputs": text, "targets": draw.choice(answers), "answers": answers})
+    return Task(
+        name="made_up",
+        version=1,
+        description="Made-up words.",
+        licence="CC0-1.0",
+        source=BuiltIn(lambda split: rows),
+        preprocess=lambda row: [dict(row)],
+        postprocess=lambda text, fields, is_target: text,
+        metrics=(ACCURACY,),
+        choices=lambda fields: fields["answers"],
+        ids=("id",),
+        decoding=Decoding(max_tokens=case.new_tokens),
+    )
+
+
+def make_words() -> list[str]:
+    """Returns different words of one to three syllables."""
+    draw = random.Random(0)
+    syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
+    return list(dict.fromkeys("".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500)))
+
+
+def build_systems(case: EvaluationCase, folder: Path) -> dict[str, Seq2Seq]:
+    """Returns a dense T5 of transformers and a sparse model of ours, random, ready to predict."""
+    sizes: dict[str, Any] = {
+        "vocab_size": case.vocab_size,
+        "d_model": case.d_model,
+        "d_ff": case.d_ff,
+        "num_layers": case.num_layers,
+        "num_decoder_layers": case.num_layers,
+        "num_heads": case.num_heads,
+        "feed_forward_proj": "gated-gelu",
+        "decoder_start_token_id": 0,
+    }
+    sparse: dict[str, Any] = {
+        "num_sparse_encoder_layers": case.sparse_layers,
+        "num_sparse_decoder_layers": case.sparse_layers,
+    }
+    torch.manual_seed(0)
+    models: dict[str, Any] = {
+        "t5": T5ForConditionalGeneration(T5Config(**sizes)),
+        "ours": STMoEForConditionalGeneration(
+            STMoEConfig(**sizes, **sparse, num_experts=case.num_experts, eval_capacity_factor=None)
+        ),
+    }
+    tokenizer = train_tokenizer(make_words(), 300, folder / "tokenizer")
+    systems = {}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        systems[name] = load_seq2seq(folder / name)
+    return systems
+
+
+def measure_mode(
+    benchmark: EvaluationBenchmark, system: Seq2Seq, task: Task, model: str, mode: str, path: Path
+) -> list[Row]:
+    """Returns a row for ours and one for lm-evaluation-harness, which has its best batch size."""
+    cpu, requests = torch.device("cpu"), make_requests(task)
+    ours = partial(answer_ours, system, task, requests, mode, path)
+    theirs = {batch: make_harness(system, task, requests, mode, batch) for batch in benchmark.case.batches}
+    best = min(theirs, key=lambda batch: measure(theirs[batch], cpu))
+    differing = sum(
+        a != b if isinstance(b, str) else abs(a - b) > 1e-3 for a, b in zip(ours(), theirs[best](), strict=True)
+    )
+    path.unlink()
+    runs: dict[str, Callable[[], object]] = {"ours": ours, "lm_eval": theirs[best]}
+    clears = {"ours": partial(path.unlink, missing_ok=True), "lm_eval": lambda: None}
+    rounds = measure_in_turn(runs, clears, benchmark.rounds, cpu)
+    times = list(tqdm(rounds, total=benchmark.rounds, desc=f"{model}, {mode}", unit="round"))
+    return [
+        {
+            "model": model,
+            "mode": mode,
+            "system": name,
+            "batch_size": best if name == "lm_eval" else "own",
+            "examples_per_second": 1000 * len(requests) / statistics.median(each[name] for each in times),
+            "over_lm_eval": 1 / median_ratio(times, name, "lm_eval"),
+            "bar": BARS[mode],
+            "differing": differing,
+        }
+        for name in runs
+    ]
+
+
+def make_requests(task: Task) -> list[Request]:
+    """Returns the questions of the task."""
+    return [Request(example.id, example.inputs, example.choices) for example in task.examples("test")]
+
+
+def answer_ours(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path) -> list[Any]:
+    """Returns log-probabilities of all choices without the end token, or texts; the predictions are written."""
+    predictions: Sequence[Prediction] = predict(
+        system, task, requests, mode, path, scoring=Scoring(include_eos=False)
+    ).predictions
+    if mode == "generate":
+        return [prediction.output for prediction in predictions]
+    return [score for prediction in predictions for score in (prediction.scores or {}).values()]
+
+
+def make_harness(
+    system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, batch: int
+) -> Callable[[], list[Any]]:
+    """Returns the same of lm-evaluation-harness."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models import huggingface
+
+    hflm: Any = huggingface.HFLM
+    model = hflm(pretrained=system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=batch)
+    kind = "generate_until" if mode == "generate" else "loglikelihood"
+    instances = []
+    for request in requests:
+        arguments: list[Any] = [(request.inputs, choice) for choice in request.choices]
+        if mode == "generate":
+            # Its own bound, max_gen_toks, grows with the input; random weights hardly ever end a text before it.
+            arguments = [(request.inputs, {"until": [], "max_length": 1 + task.decoding.max_tokens})]
+        for each in arguments:
+            metadata = (task.name, len(instances), 1)
+            instances.append(Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=metadata))
+    if mode == "generate":
+        return lambda: model.generate_until(instances, disable_tqdm=True)
+    return lambda: [score for score, _ in model.loglikelihood(instances, disable_tqdm=True)]
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Returns the report as text."""
+    machine = f"{report['device']}, {report['threads']} threads, torch {report['torch']}, {report['rounds']} rounds"
+    header = ("model", "mode", "system", "batch", "examples/s", "over lm_eval", "bar", "answers that differ")
+    cells = [
+        [
+            *(str(row[key]) for key in ("model", "mode", "system", "batch_size")),
+            f"{row['examples_per_second']:.2f}",
+            f"{row['over_lm_eval']:.2f}",
+            f"{row['bar']:.1f}" if row["system"] == "ours" else "",
+            str(row["differing"]),
+        ]
+        for row in report["rows"]
+    ]
+    return f"{machine}\n\n{format_table(header, cells)}"

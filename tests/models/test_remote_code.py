@@ -1,0 +1,123 @@
+"""transformers finds our models in a process that never imports this library; the oracle is one that did."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+
+import moe
+from moe import STMoEConfig, STMoEForConditionalGeneration, STMoEModel
+from moe.models.convert_checkpoint import convert_checkpoint
+from tests.models.foreign import their_model
+from tests.models.tiny import tiny_batch, tiny_model
+
+ELSEWHERE = """
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+folder, out = sys.argv[1:]
+assert "moe" not in sys.modules
+auto = {"config": AutoConfig, "model": AutoModel, "seq2seq": AutoModelForSeq2SeqLM}
+made = {name: one.from_pretrained(folder, trust_remote_code=True) for name, one in auto.items()}
+made["seq2seq"].save_pretrained(out)
+print(*(type(one).__name__ for one in made.values()))
+"""
+ALONE = """
+import sys
+from transformers import AutoModelForSeq2SeqLM
+sys.modules["moe"] = None  # as Python does when there is none
+AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+"""
+
+
+def run_python(program: str, *arguments: Path | str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program that asks nobody and reaches no hub, in a folder that has no `moe`."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(moe.__file__).parents[1]),
+        "HF_MODULES_CACHE": str(cache / "modules"),
+        "HF_HUB_CACHE": str(cache / "hub"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment, cwd=cache, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_auto_classes_find_the_library_that_nobody_imported(tmp_path, place):
+    name, folder, again = str(tmp_path / "model"), tmp_path / "model", tmp_path / "again"
+    if place == "hub":  # as it lies in the cache after a download
+        name, revision = "org/tiny", "a" * 40
+        folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / revision
+        (folder.parents[1] / "refs").mkdir(parents=True)
+        (folder.parents[1] / "refs" / "main").write_text(revision)
+    tiny_model().save_pretrained(folder)
+    done = run_python(ELSEWHERE, name, again, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["STMoEConfig", "STMoEModel", "STMoEForConditionalGeneration"]
+    for path in folder.iterdir():
+        if path.name != "README.md":  # which names the model that it was loaded from
+            assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    assert len(list(again.iterdir())) == len(list(folder.iterdir()))
+
+
+@pytest.mark.slow
+def test_without_the_library_the_message_says_what_to_install(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    done = run_python(ALONE, tmp_path / "model", cache=tmp_path)
+    assert done.returncode != 0
+    assert "ImportError: This model needs the library `moe`: pip install stmoe." in done.stderr
+    assert "pip install moe" not in done.stderr
+
+
+def test_whoever_imported_the_library_is_never_asked(tmp_path, monkeypatch):
+    def refuse(prompt: str = "") -> str:
+        raise AssertionError(f"asked: {prompt}")
+
+    monkeypatch.setattr("builtins.input", refuse)
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    for trust in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):
+        assert type(AutoConfig.from_pretrained(tmp_path, **trust)) is STMoEConfig
+        assert type(AutoModel.from_pretrained(tmp_path, **trust)) is STMoEModel
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, **trust)
+        assert type(loaded) is STMoEForConditionalGeneration
+        with torch.no_grad():
+            assert torch.equal(loaded(**tiny_batch()).logits, model(**tiny_batch()).logits)
+
+
+def test_every_way_of_saving_leaves_the_same_two_traces(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "saved")
+    their_model("T5 1.1").save_pretrained(tmp_path / "t5")
+    (tmp_path / "converted").mkdir()
+    convert_checkpoint(tmp_path / "t5", tmp_path / "converted")
+    STMoEConfig().save_pretrained(tmp_path / "config")
+    files = [folder / "modeling_st_moe.py" for folder in map(tmp_path.joinpath, ("saved", "converted", "config"))]
+    assert len({path.read_bytes() for path in files}) == 1
+    for path in files:
+        auto_map = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))["auto_map"]
+        assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForSeq2SeqLM"}
+        for reference in auto_map.values():
+            module, name = reference.split(".")
+            assert module == path.stem
+            assert hasattr(moe, name)
+
+
+def test_the_map_is_of_the_file_and_not_of_the_config(tmp_path):
+    config = STMoEConfig()
+    config.save_pretrained(tmp_path)
+    assert not hasattr(STMoEConfig.from_pretrained(tmp_path), "auto_map")
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "auto_map")
+
+
+def test_a_class_registered_as_custom_code_is_not_copied_into_checkpoints(tmp_path):
+    STMoEConfig.register_for_auto_class()  # as transformers does after it has found it by `auto_map`
+    STMoEConfig().save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "modeling_st_moe.py"]
