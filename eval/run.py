@@ -17,6 +17,7 @@ from eval.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes
 from eval.rank import Scoring
 from eval.ranks import ALONE, Ranks, arrange
 from eval.report import describe_model, describe_place, write_reports
+from eval.scoreboard import published_of
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
 from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
@@ -294,6 +295,11 @@ def _scored(
     outputs = [prediction.output for prediction in first]
     entry["systems"] = rows
     entry["inputs"] = input_lengths(examples, next(iter(systems.values())).tokenizer, task.inputs_length)
+    entry["published"] = [
+        {"own_metric": metric.name, **one._asdict()}
+        for metric in task.metrics
+        for one in published_of(entry, metric.name)
+    ]
     entry["by_class"] = by_class(task, examples, outputs)
     entry["worst"] = worst(task, examples, outputs)
     entry["notes"] = notes_of(entry, models)

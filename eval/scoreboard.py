@@ -56,7 +56,7 @@ def scoreboard(report: dict[str, Any]) -> Scoreboard:
         )
     )
     wanted = [(task, metric) for task in report["tasks"] for metric in _metrics(task)]
-    found = {(task["task"], metric): _published(task, metric) for task, metric in wanted}
+    found = {(task["task"], metric): published_of(task, metric) for task, metric in wanted}
     average = published("superglue", "average") if report["averages"] else []
     names = [name for name in SYSTEMS if any(one.system == name for ones in [*found.values(), average] for one in ones)]
     lines = [_average_line(report, systems, average, names)] if report["averages"] else []
@@ -102,7 +102,7 @@ def _metrics(task: dict[str, Any]) -> list[str]:
     return [score["metric"] for score in task["systems"][0]["scores"]] if task["systems"] else []
 
 
-def _published(task: dict[str, Any], metric: str) -> list[Published]:
+def published_of(task: dict[str, Any], metric: str) -> list[Published]:
     """Returns what was published of a metric of a task, or of the task that it varies."""
     return published(task["task"], metric) or published(task["variant_of"] or "", metric)
 
@@ -111,7 +111,7 @@ def _marks(task: dict[str, Any]) -> str:
     """Returns the signs of what keeps our scores of a task from being compared."""
     expected = task["num_expected"]
     partial = task["data"]["folder"] or task["limit"] is not None or expected not in (None, task["num_rows"])
-    own = task["prompt_source"] != "T5" and any(_published(task, metric) for metric in _metrics(task))
+    own = task["prompt_source"] != "T5" and any(published_of(task, metric) for metric in _metrics(task))
     return (PARTIAL if partial else "") + (OWN_PROMPT if own else "")
 
 

@@ -73,6 +73,8 @@ def test_the_report_says_what_was_run_on_what(folders, tmp_path):
     assert task["data"]["folder"] == str(FIXTURES / "boolq")
     assert (task["data"]["repository"], task["num_expected"], task["num_examples"]) == ("aps/super_glue", 3270, 3)
     assert task["limit"] == 3
+    largest = next(one for one in task["published"] if one["system"] == "ST-MoE-32B")
+    assert (largest["value"], largest["split"], largest["own_metric"]) == (92.4, "test", "accuracy")
     assert any("not from the hub" in note for note in task["notes"])
     assert report["settings"]["scoring"] == {"include_eos": False, "normalize": "tokens"}
     assert report["versions"]["torch"]
