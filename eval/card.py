@@ -40,19 +40,25 @@ def card(report: dict[str, Any]) -> str:
 
 
 def _result(task: dict[str, Any], row: dict[str, Any], score: dict[str, Any]) -> EvalResult:
-    """Returns a score as the hub's header has it; rows of a folder are not passed off as those of the hub."""
+    """Returns a score as the hub's header has it; rows of a folder are not passed off as those of the hub.
+
+    The header puts results of one repository, config and split under the name of the first of them. Tasks therefore
+    differ in one of these, but for a task and its variants, which are told apart by the prompt.
+    """
     data, limit = task["data"], task["limit"]
-    local = data["folder"] is not None
-    arguments = {"mode": row["mode"], "version": task["version"]}
+    hub = data["folder"] is None and data["repository"] is not None
+    name = task["variant_of"] or task["task"]
+    prompt = f" with the prompt of {task['prompt_source']}" if task["variant_of"] else ""
+    arguments = {"task": task["task"], "mode": row["mode"], "version": task["version"]}
     return EvalResult(
         task_type="text2text-generation",
-        dataset_type="local" if local or not data["repository"] else data["repository"],
-        dataset_name=f"{task['task']} (rows of a local folder)" if local else task["task"],
-        dataset_config=None if local else data["config"],
-        dataset_split=task["split"],
+        dataset_type=data["repository"] if hub else "local",
+        dataset_name=f"{name} (rows of a local folder)" if data["folder"] is not None else name,
+        dataset_config=data["config"] if hub else name,
+        dataset_split=data["split"] if hub else task["split"],
         dataset_args={"limit": limit} if limit is not None else None,
         metric_type=score["metric"],
-        metric_name=f"{score['metric']} by {row['mode']}",
+        metric_name=f"{score['metric']} by {row['mode']}{prompt}",
         metric_value=round(score["value"], 2),
         metric_args=arguments,
     )

@@ -70,7 +70,13 @@ def an_entry(name="colour", scores=None, **changes):
         "split": "validation",
         "limit": None,
         "digest": "0",
-        "data": {"folder": None, "repository": "owner/colours", "config": "plain", "revision": "main"},
+        "data": {
+            "folder": None,
+            "repository": "owner/colours",
+            "config": "plain",
+            "split": "validation",
+            "revision": "main",
+        },
         "num_rows": 25,
         "num_expected": 25,
         "num_available": 25,
@@ -300,6 +306,27 @@ def test_the_card_is_read_by_the_hub(tmp_path):
     index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"]
     assert index[0]["name"] == "ours"
     assert "| boolq | validation | accuracy | 80.0 | 70.0 to 90.0 | generate | 25 |" in card.text
+
+
+def test_the_cards_header_keeps_tasks_apart_that_share_a_repository_or_have_none(tmp_path):
+    hub = an_entry()["data"]
+    first = an_entry("anli_r1", data={**hub, "split": "test_r1"})
+    third = an_entry("anli_r3", data={**hub, "split": "test_r3"})
+    varied = {**third, "task": "anli_r3.flan", "variant_of": "anli_r3", "prompt_source": "FLAN"}
+    offline = {"folder": None, "repository": None, "config": None, "split": "test", "revision": None}
+    without = [an_entry(name, data=offline) for name in ("unicode_category", "docstring_summary")]
+    local = [an_entry(name, data={**hub, "folder": "here"}) for name in ("rte", "boolq")]
+    write_reports(a_report(first, third, varied, *without, *local), tmp_path)
+    index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"][0]["results"]
+    here = " (rows of a local folder)"
+    names = ["anli_r1", "anli_r3", "unicode_category", "docstring_summary", f"rte{here}", f"boolq{here}"]
+    assert [one["dataset"]["name"] for one in index] == names
+    assert [one["dataset"]["split"] for one in index[:2]] == ["test_r1", "test_r3"]
+    of_third = [(metric["name"], metric["args"]["task"]) for metric in index[1]["metrics"]]
+    assert of_third == [
+        ("accuracy by generate", "anli_r3"),
+        ("accuracy by generate with the prompt of FLAN", "anli_r3.flan"),
+    ]
 
 
 def test_models_are_compared_by_their_intervals():
