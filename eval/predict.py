@@ -160,6 +160,12 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+    files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))  # none for bytes
+    if files and not any((folder / name).is_file() for name in files):  # transformers may make one up
+        raise CheckpointError(
+            f"{folder} holds no tokenizer: none of {', '.join(files)} is there. Put that of the model beside it, with "
+            "the tokenizer's save_pretrained."
+        )
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
     special = {name: getattr(model.generation_config, name) for name in names}
     if special["eos_token_id"] is None:

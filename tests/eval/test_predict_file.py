@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,3 +206,15 @@ def test_a_checkpoints_own_habits_of_generation_are_left_out(folders, task, tmp_
         strict=True,
     ):
         assert one == other
+
+
+def test_a_folder_without_a_tokenizer_is_refused_though_transformers_would_make_one_up(folders, tmp_path):
+    for name, kind in folders.items():
+        folder = tmp_path / name
+        shutil.copytree(kind, folder)
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            load_seq2seq(folder)
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer: none of .*tokenizer\.json is there\. Put that of"):
+        load_seq2seq(tmp_path / "t5")
