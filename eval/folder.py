@@ -76,6 +76,11 @@ def read_answers(folder: Path, task: dict[str, Any], name: str, mode: str) -> An
     for line in _read_lines(path):
         fields = {"inputs": line["inputs"], "targets": line["targets"], **line["fields"]}
         examples.append(Example(**{**line, "choices": tuple(line["choices"]), "fields": fields}))
+    if len(examples) != task["num_examples"]:
+        raise DataError(
+            f"{path} holds {len(examples):,} of the {task['num_examples']:,} examples that the report is about. Run "
+            "the same `python -m eval run` again: answers that are there are kept."
+        )
     path = predictions_path(folder, task["task"], name, mode)
     made = {line["id"]: line["output"] for line in _read_lines(path) if "id" in line}
     if missing := [example.id for example in examples if example.id not in made]:

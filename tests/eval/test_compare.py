@@ -6,7 +6,7 @@ import pytest
 
 from eval.compare import compare_runs, markdown
 from eval.describe import score_row
-from eval.folder import predictions_path, write_examples, write_whole
+from eval.folder import examples_path, predictions_path, write_examples, write_whole
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from tests.eval.conftest import colour_task
@@ -38,6 +38,14 @@ def write_run(folder, outputs, *, task=None, modes=("generate",), name="model", 
     report = {"models": {name: {}}, "tasks": [{**entry, **changes}]}
     write_whole(folder / "report.json", json.dumps(report))
     return str(folder)
+
+
+def test_examples_that_were_cut_off_are_one_message(tmp_path):
+    a, b = (write_run(tmp_path / name, ["red"]) for name in "ab")
+    file = examples_path(tmp_path / "b", "colour")
+    file.write_text(file.read_text()[:-7])
+    with pytest.raises(DataError, match=r"colour\.jsonl holds 24 of the 25 examples that the report is about"):
+        compare_runs(a, b)
 
 
 def test_the_difference_the_test_and_the_examples(tmp_path):
