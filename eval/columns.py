@@ -4,6 +4,7 @@ A kind is `str` or `int`, `[kind]` for a list, or `{name: kind}` for a struct. A
 of structs: mirrors of the same dataset differ in that, and both become a struct of lists.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ HIDDEN = (-1, "")
 
 _WORDS = {str: "text", int: "whole number"}
 _SHOWN = 60
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def require_columns(names: Iterable[str], columns: Columns, where: str) -> None:
@@ -86,6 +88,11 @@ def _fit(value: Any, kind: Any, column: str, where: str) -> Any:
         if isinstance(value, list):
             return [_fit(item, kind[0], column, where) for item in value]
     elif isinstance(value, kind) and not isinstance(value, bool):
+        if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
+            raise DataError(
+                f"{where} has in {column!r} half a character: {_show(value)}. Expected text without lone surrogates, "
+                "\\ud800 to \\udfff. Write the character whole, or leave the row out."
+            )
         return value
     raise DataError(
         f"{where} has in {column!r} {_show(value)} ({type(value).__name__}). Expected {_words(kind)}, as in the hub's "

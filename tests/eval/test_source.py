@@ -181,6 +181,7 @@ def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path
         ({"label": True}, r"has in 'label' True \(bool\). Expected whole number"),
         ({"label": None}, r"has in 'label' None \(NoneType\)"),
         ({"premise": 3}, r"has in 'premise' 3 \(int\). Expected text"),
+        ({"premise": "Tea \ud83c"}, r"has in 'premise' half a character: 'Tea \\ud83c'. Expected text without"),
         ({"answers": "a"}, "Expected {text: list of text, start: list of whole number}"),
         ({"answers": {"text": ["a"]}}, "answers of line 1 of .* has no column 'start'; its columns are text"),
         ({"answers": [{"text": "a"}]}, "has no column 'start'; its columns are text"),
