@@ -77,7 +77,7 @@ def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
         report = evaluate(
             parse_models([arguments.model, *arguments.also]),
             arguments.tasks.split(","),
-            modes=arguments.modes.split(",") if arguments.modes else None,
+            modes=None if arguments.modes is None else [mode.strip() for mode in arguments.modes.split(",")],
             split=arguments.split,
             limit=arguments.limit,
             data=arguments.data,
@@ -116,13 +116,18 @@ def print_scores(report: dict[str, Any]) -> None:
 def parse_models(values: list[str]) -> dict[str, Path]:
     """Returns folders by name of `FOLDER` or `NAME=FOLDER`; without a name it is called model.
 
+    A name is part of the names of files: what is a folder, or has a slash before the first `=`, has none.
+
     Raises:
-        ConfigError: When two have one name.
+        ConfigError: When two have one name, or one an empty one.
     """
     models: dict[str, Path] = {}
     for value in values:
         name, separator, folder = value.partition("=")
-        name, folder = (name, folder) if separator else ("model", value)
+        if not separator or "/" in name or Path(value).is_dir():
+            name, folder = "model", value
+        if not name:
+            raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
             raise ConfigError(f"Two models are called {name!r}. Give them names: NAME=FOLDER.")
         models[name] = Path(folder)

@@ -76,6 +76,9 @@ def test_a_task_that_fails_is_said_at_the_end_and_the_exit_code_is_1(folders, tm
         (["--model", "nowhere", "--tasks", "unicode_categry"], "Did you mean 'unicode_category'"),
         (["--model", "nowhere", "--tasks", "unicode_category", "--modes", "guess"], "no mode 'guess'"),
         (["--model", "nowhere", "--tasks", "unicode_category", "--limit", "0"], "--limit is 0; expected at least 1"),
+        (["--model", "nowhere", "--tasks", "unicode_category", "--modes", ""], "no mode ''"),
+        (["--model", "=nowhere", "--tasks", "unicode_category"], "'=nowhere' names no model"),
+        (["--model", "runs/lr=3/model", "--tasks", "unicode_category"], "runs/lr=3/model holds no model"),
         (["--model", "a", "--also", "model=b", "--tasks", "unicode_category"], "Two models are called 'model'"),
     ],
 )
