@@ -1,6 +1,7 @@
 """An evaluation from end to end: models and tasks in, report files out."""
 
 import contextlib
+import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def evaluate(
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided so.
         CheckpointError: When a model cannot be loaded.
+        DataError: When `out` cannot be made, or another evaluation writes there.
     """
     chosen = check_tasks(tasks, modes, split)
     if limit is not None and limit < 1:
@@ -99,17 +101,18 @@ def evaluate(
         "failed": [],
     }
     draws: Draws = {}
-    for task in chosen:
-        where = split or task.split
-        with _reporting_failure(task.name, report["failed"], alone=world.size == 1):
-            entry, examples = read_task(task, where, limit, data, revision)
-            answers = _answers(systems, task, examples, modes, scoring, out)
+    with _only_writer(out, world):
+        for task in chosen:
+            where = split or task.split
+            with _reporting_failure(task.name, report["failed"], alone=world.size == 1):
+                entry, examples = read_task(task, where, limit, data, revision)
+                answers = _answers(systems, task, examples, modes, scoring, out)
+                if world.rank == 0:
+                    entry["digest"] = write_examples(out, task, examples)
+                    report["tasks"].append(_scored(entry, task, examples, answers, systems, report["models"], draws))
             if world.rank == 0:
-                entry["digest"] = write_examples(out, task, examples)
-                report["tasks"].append(_scored(entry, task, examples, answers, systems, report["models"], draws))
-        if world.rank == 0:
-            report["averages"] = _averages(report["tasks"], draws)
-            write_reports(report, out)
+                report["averages"] = _averages(report["tasks"], draws)
+                write_reports(report, out)
     return report if world.rank == 0 else None
 
 
@@ -166,6 +169,7 @@ def read_task(
             "folder": folder and str(folder / (task.variant_of or task.name)),
             "repository": getattr(task.source, "repository", None),
             "config": getattr(task.source, "config", None),
+            "split": getattr(task.source, "hub_splits", {}).get(split, split),
             "revision": revision or (None if built_in else " or ".join(getattr(task.source, "revisions", ()))),
         },
         "num_rows": len(read),
@@ -326,6 +330,34 @@ def _averages(tasks: Sequence[dict[str, Any]], draws: Draws) -> list[dict[str, A
         average = with_interval(float(np.mean(values)), spread)
         averages.append({"average": "superglue", "name": name, "mode": mode, **average._asdict()})
     return averages
+
+
+@contextlib.contextmanager
+def _only_writer(out: Path, world: World) -> Iterator[None]:
+    """Holds the folder for this evaluation; the lock goes with rank 0's process, however it ends.
+
+    Two that write at once would take each other's answers for their own.
+
+    Raises:
+        DataError: When the folder cannot be written, or another process holds it.
+    """
+    with contextlib.ExitStack() as held:
+
+        def hold() -> None:
+            if world.rank != 0:
+                return
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context((out / ".lock").open("w"))
+            except OSError as error:
+                raise DataError(f"Nothing can be written to {out}: {error.strerror}. Give another --out.") from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(f"Another evaluation writes to {out}. Wait for it, or give another --out.") from error
+
+        together(hold)
+        yield
 
 
 @contextlib.contextmanager

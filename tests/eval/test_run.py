@@ -1,5 +1,6 @@
 """Whole evaluations of a tiny model on rows of the user's own, in one process."""
 
+import fcntl
 import json
 import math
 from pathlib import Path
@@ -66,13 +67,28 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
 
 
+def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"Another evaluation writes to .*Wait for it, or give another --out"):
+            run(folders, ["boolq"], tmp_path)
+    assert run(folders, ["boolq"], tmp_path)["failed"] == []
+    assert run(folders, ["boolq"], tmp_path)["failed"] == []
+
+
+def test_reports_that_cannot_be_written_are_one_message(folders, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"Nothing can be written to .*file: File exists. Give another --out"):
+        run(folders, ["boolq"], tmp_path / "file")
+
+
 def test_the_report_says_what_was_run_on_what(folders, tmp_path):
     scoring = Scoring(include_eos=False, normalize="tokens")
     report = run(folders, ["boolq", "boolq"], tmp_path, modes=["rank"], limit=3, scoring=scoring)
     (task,) = report["tasks"]
     assert task["data"]["folder"] == str(FIXTURES / "boolq")
     assert (task["data"]["repository"], task["num_expected"], task["num_examples"]) == ("aps/super_glue", 3270, 3)
-    assert task["limit"] == 3
+    assert (task["limit"], task["data"]["split"]) == (3, "validation")
     largest = next(one for one in task["published"] if one["system"] == "ST-MoE-32B")
     assert (largest["value"], largest["split"], largest["own_metric"]) == (92.4, "test", "accuracy")
     assert any("not from the hub" in note for note in task["notes"])
@@ -118,7 +134,7 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     predictions.parent.mkdir()
     lines = [{"id": example.id, "output": output} for example, output in zip(examples, outputs, strict=True)]
     predictions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    answers = read_answers(tmp_path, {"task": name}, "model", "generate")
+    answers = read_answers(tmp_path, {"task": name, "num_examples": len(examples)}, "model", "generate")
     assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
     row, _ = score_row(task, examples, outputs, "model", "generate")
     values = {one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]}
