@@ -118,6 +118,22 @@ def test_the_length_penalty_is_gnmts_and_not_a_power_of_the_length(alpha, winner
     assert scores[0] == pytest.approx((log_prob - math.log(0.998)) / ((5 + length) / 6) ** alpha, abs=1e-5)
 
 
+def test_the_search_goes_on_while_a_beam_could_win_by_its_length():
+    """All beams have ended with -0.92 or less at length 2, and what goes on has -1.91; at length 9 it will be -0.83."""
+
+    def logits_of(row, ids):
+        wanted = {EOS: 0.0}
+        if not ids:
+            wanted = {EOS: math.log(0.24), 2: math.log(0.33), 5: math.log(0.33), 3: math.log(0.10)}
+        elif ids[0] == 3 and len(ids) < 8:
+            wanted = {4: 0.0}
+        return torch.tensor([wanted.get(token, -40.0) for token in range(V)])
+
+    answers, scores = search(logits_of, 1, num_beams=3, alpha=1.2, max_tokens=9)
+    assert answers == [(3, *(4,) * 7, EOS)]
+    assert scores[0] == pytest.approx(math.log(0.10) / (14 / 6) ** 1.2, abs=1e-5)
+
+
 def test_an_answer_that_never_ends_is_the_best_beam():
     answers, _ = search(
         lambda row, ids: torch.tensor([0.0, -90.0, 3, 0, 0, 0, 0]), 1, num_beams=2, alpha=0.6, max_tokens=4
