@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
         with tqdm(total=len(known), desc="Contexts scored", mininterval=1.0, disable=disable_tqdm) as bar:
             for batch in self._batches(known):
                 inputs = self._padded(batch)
-                memory = Memory(model.get_encoder()(**inputs).last_hidden_state, inputs["attention_mask"])
+                memory = Memory(model.get_encoder()(**inputs), inputs["attention_mask"])
                 targets = [[[*forced, *target] for target in known[context]] for context in batch]
                 log_probs, greedy, _ = target_log_probs(model, memory, first, targets)
                 for context, sums, flags in zip(batch, log_probs, greedy, strict=True):
