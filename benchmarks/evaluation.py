@@ -63,7 +63,7 @@ class EvaluationCase:
     num_layers: int = 6
     sparse_layers: int = 3
     num_experts: int = 8
-    num_examples: int = 32
+    num_examples: int = 24
     words: tuple[int, int] = (8, 120)
     new_tokens: int = 8
     batches: tuple[int, ...] = (4, 8, 16)

@@ -36,7 +36,8 @@ from moe import (
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 128}
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
-_FEW, _ALIKE = 8, 0.8  # beyond so many rows an input has at least this share of the longest's tokens
+_FEW = {"generate": 8, "rank": 4}  # rows of a batch whatever their lengths; of more, each input has at least ...
+_ALIKE = 0.8  # ... this share of the longest's tokens
 _CHUNK = 1 << 24  # bytes
 _REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
 
@@ -217,7 +218,7 @@ def predict(
     tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
     questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
     num_beams = task.decoding.num_beams if mode == "generate" else 1
-    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams)
+    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _FEW[mode])
     header = {
         "model": system.fingerprint,
         "task": task.name,
@@ -243,22 +244,24 @@ def predict(
     return Predicted([by_id[request.id] for request in requests], sum_routers(made))
 
 
-def cut_batches(questions: Sequence[Question], rows: int, tokens: int) -> list[list[Question]]:
+def cut_batches(questions: Sequence[Question], rows: int, tokens: int, few: int) -> list[list[Question]]:
     """Returns all questions in batches, the longest first, so that a batch needs little padding.
 
-    A batch of more than a few holds no input that is much shorter than its longest.
+    Padding costs what tokens cost, above all where the encoder is most of the work: a batch of more than a few holds
+    no input that is much shorter than its longest.
 
     Args:
         questions: Each with an id of its own.
         rows: Most questions of a batch.
         tokens: Most tokens of a batch, padding included; a single longer question is a batch.
+        few: Questions that may share a batch whatever their lengths. More of them decode together; fewer pad less.
     """
     ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
     batches = []
     while ordered:
         longest = len(ordered[0].tokens)
         alike = sum(len(question.tokens) >= _ALIKE * longest for question in ordered[:rows])
-        size = max(1, min(rows, tokens // longest, max(_FEW, alike)))
+        size = max(1, min(rows, tokens // longest, max(few, alike)))
         batches.append(ordered[:size])
         ordered = ordered[size:]
     return batches

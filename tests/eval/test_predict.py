@@ -25,7 +25,8 @@ def interrupt(*_):
 @pytest.fixture
 def dropping(tokenizer, tmp_path, monkeypatch):
     """A sparse model whose experts have room for few tokens, asked in batches of ROWS."""
-    monkeypatch.setattr(eval.predict, "_ROWS", dict.fromkeys(MODES, ROWS))
+    for name in ("_ROWS", "_FEW"):
+        monkeypatch.setattr(eval.predict, name, dict.fromkeys(MODES, ROWS))
     tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return load_seq2seq(tmp_path / "model")

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import eval.predict
 from eval.journal import read_predictions
-from eval.predict import MODES, fingerprint, load_seq2seq, predict
+from eval.predict import MODES, Question, Request, cut_batches, fingerprint, load_seq2seq, predict
 from eval.task import Decoding
 from moe import CheckpointError, DataError
 from tests.distributed.ranks import run_ranks
@@ -80,7 +80,8 @@ def test_a_resumed_run_has_the_routers_of_the_whole(folders, task, tmp_path, mod
     assert predict(system, task, requests, mode, path) == whole
 
 
-def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path):
+def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path, monkeypatch):
+    monkeypatch.setitem(eval.predict._FEW, "generate", 25)
     system, seen = load_seq2seq(folders["t5"]), []
     system.model.encoder.register_forward_hook(
         lambda _, args, kwargs, out: seen.append(kwargs["input_ids"]), with_kwargs=True
@@ -96,6 +97,19 @@ def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path
     assert all(((batch == 1).sum(dim=1) == 1).all() for batch in seen)
     kept = read_predictions(tmp_path / "p.jsonl")
     assert [kept[r.id] for r in requests] == made
+
+
+def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
+    lengths = [100, 99, 98, 90, 85, 80, 79, 50, 40, 39, 31, 3]
+    questions = [Question(Request(str(n), ""), [5] * length, False) for n, length in enumerate(lengths)]
+
+    def cut(few: int, rows: int = 128) -> list[list[int]]:
+        return [[len(q.tokens) for q in batch] for batch in cut_batches(questions, rows, 10_000, few)]
+
+    assert cut(few=2) == [[100, 99, 98, 90, 85, 80], [79, 50], [40, 39], [31, 3]]
+    assert cut(few=4) == [[100, 99, 98, 90, 85, 80], [79, 50, 40, 39], [31, 3]]
+    assert cut(few=12) == [lengths]
+    assert cut(few=12, rows=5) == [lengths[:5], lengths[5:10], lengths[10:]]
 
 
 def test_a_batch_has_few_rows_of_long_inputs_and_many_of_short_ones(folders, task, tmp_path, monkeypatch):

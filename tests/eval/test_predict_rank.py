@@ -13,6 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import eval.predict
 import eval.rank
 from eval.journal import Prediction
 from eval.predict import Request, load_seq2seq, modes_of, predict
@@ -156,7 +157,8 @@ def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_p
                 assert prediction.choices[text] == pytest.approx(choice, abs=2e-5)
 
 
-def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path):
+def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path, monkeypatch):
+    monkeypatch.setitem(eval.predict._FEW, "rank", 25)
     system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
     for name, seen in shapes.items():
         stack = getattr(system.model, name)
