@@ -157,6 +157,12 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded():
             check_tasks(*options)
 
 
+@pytest.mark.parametrize("name", [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden])
+def test_hidden_labels_of_no_task_are_scored(name):
+    with pytest.raises(DataError, match=f"labels of 2 of 2 examples of {name} are hidden in split 'test'"):
+        read_task(TASKS.get(name), "test", data=FIXTURES)
+
+
 def test_hidden_labels_are_not_scored(tmp_path):
     row = {"question": "is it", "passage": "it is", "idx": 0, "label": -1}
     (tmp_path / "boolq").mkdir()
