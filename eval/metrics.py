@@ -192,9 +192,6 @@ def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True
     return mean_of("recall", lambda targets, answers: np.asarray(list(map(one, targets, answers)), dtype=np.float64))
 
 
-NATURAL_QUESTIONS_RECALL = natural_questions_recall()
-
-
 def rouge(kind: str) -> Metric:
     """Returns the mean ROUGE F-measure of one kind, `rouge1`, `rouge2` or `rougeLsum`; no stemming.
 
