@@ -130,4 +130,4 @@ def parse_models(values: list[str]) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, interrupted="The same command goes on; answers that a run wrote are kept.")

@@ -43,7 +43,7 @@ def tiny_task(name: str) -> Task:
         ),
         preprocess=_preprocess(name),
         postprocess=label_index(LABELS),
-        metrics=(ACCURACY, mean_of("near", _near)) if name == "first" else (ACCURACY,),
+        metrics=(mean_of("near", _near), ACCURACY) if name == "first" else (ACCURACY,),
         choices=LABELS,
         decoding=Decoding(max_tokens=5),
         prompt_source="this library",
