@@ -14,6 +14,7 @@ from eval.folder import predictions_path, write_examples
 from eval.intervals import with_interval
 from eval.paper import SUPERGLUE
 from eval.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
+from eval.preprocess import HIDDEN
 from eval.rank import Scoring
 from eval.ranks import ALONE, arrange
 from eval.report import describe_model, describe_place, write_reports
@@ -21,9 +22,6 @@ from eval.scoreboard import published_of
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
 from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
-
-HIDDEN = "<unk>"
-"""What T5 makes of a label that the authors of a dataset keep to themselves."""
 
 Draws = dict[tuple[str, str, str], NDArray[np.float64]]
 """By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
@@ -147,7 +145,8 @@ def read_task(
     folder = None if built_in else data
     together(lambda: read.extend(task.rows(split, folder, revision)))
     every = task.examples_of(read, split)
-    if num_hidden := sum(example.targets == HIDDEN for example in every):
+    # The target of wsc is the candidate, hidden label or not.
+    if num_hidden := sum(example.targets == HIDDEN or example.fields.get("label") == -1 for example in every):
         raise DataError(
             f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
             f"answers cannot be judged. Choose another split, as {task.split}."

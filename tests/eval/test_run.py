@@ -10,7 +10,8 @@ import eval.run
 from eval.compare import compare_runs
 from eval.describe import score_row
 from eval.dev import read_tasks
-from eval.folder import read_answers, write_examples
+from eval.folder import predictions_path, read_answers, write_examples
+from eval.journal import Batch, Journal, Prediction
 from eval.paper import SUPERGLUE
 from eval.predict import load_seq2seq
 from eval.rank import Scoring
@@ -117,10 +118,9 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     examples = task.examples(task.split, FIXTURES)
     outputs = [example.targets if number % 2 else "no" for number, example in enumerate(examples)]
     write_examples(tmp_path, task, examples)
-    predictions = tmp_path / "predictions" / f"{name}.model.generate.jsonl"
-    predictions.parent.mkdir()
-    lines = [{"id": example.id, "output": output} for example, output in zip(examples, outputs, strict=True)]
-    predictions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journal = Journal(predictions_path(tmp_path, name, "model", "generate"), {}, Scoring())
+    journal.open(lambda whole: whole)
+    journal.append([Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})])
     answers = read_answers(tmp_path, {"task": name}, "model", "generate")
     assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
     row, _ = score_row(task, examples, outputs, "model", "generate")
@@ -138,6 +138,12 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded():
     ):
         with pytest.raises(ConfigError, match=text):
             check_tasks(*options)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden])
+def test_hidden_labels_of_no_task_are_scored(name):
+    with pytest.raises(DataError, match=f"labels of 2 of 2 examples of {name} are hidden in split 'test'"):
+        read_task(TASKS.get(name), "test", data=FIXTURES)
 
 
 def test_hidden_labels_are_not_scored(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -14,8 +15,10 @@ from eval.paper import SUPERGLUE, SYSTEMS, published
 from eval.report import describe_place, write_reports
 from eval.run import score, thin_out
 from eval.scoreboard import scoreboard
-from eval.task import Example
+from eval.task import TASKS, Example
 from eval.words import compare_models
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 class Page(HTMLParser):
@@ -142,12 +145,22 @@ def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
     assert [row["id"] for row in only] == [examples[-1].id]
 
 
-def test_unparsable_answers_of_free_text_are_not_counted(task):
-    from dataclasses import replace
-
-    examples = task.examples("validation")
-    assert count_unparsable(replace(task, choices=()), examples, ["x"] * 25) is None
-    assert count_unparsable(task, examples, ["x"] * 25) == 25
+@pytest.mark.parametrize(
+    ("name", "outputs", "expected"),
+    [
+        ("boolq", ["True", "true", "", "False"], 2),
+        ("multirc", ["True", "no", "False", "False", "?"], 2),
+        ("arc_easy", ["A", "B", "the sun"], 1),
+        ("wsc", ["the", "a heron", "", "she"], 2),
+        ("squad", ["", "?", "-1", "heron"], None),
+        ("record", ["", "?", "-1"], None),
+    ],
+)
+def test_answers_without_a_value_are_counted_where_values_are_numbers(name, outputs, expected):
+    task = TASKS.get(name)
+    examples = task.examples(task.split, FIXTURES)
+    outputs += [examples[-1].targets] * (len(examples) - len(outputs))
+    assert count_unparsable(*task.values(examples, outputs)) == expected
 
 
 def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):

@@ -148,7 +148,7 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
         eval.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
     )
     tune(inputs, tmp_path / "run", "--resume")
-    assert len(made) == len(set(made)) + 0 == 2 * per_seed, "no answer was generated twice"
+    assert len(made) == len(set(made)) == 2 * per_seed, "no answer was generated twice"
     for folder in ("seed-3", "seed-5"):
         assert losses(tmp_path / "run" / folder) == losses(straight / folder)
         assert eval_lines(tmp_path / "run" / folder) == eval_lines(straight / folder)
