@@ -60,8 +60,8 @@ def read_cases(file: Path) -> list[Any]:
         DataError: When it cannot be read, or holds no cases.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error).replace("\n", " ")
         raise DataError(f"{file} cannot be read: {reason}. Give a JSON file of cases.") from error
     cases = content.get("cases") if isinstance(content, dict) else content
@@ -190,7 +190,7 @@ def _on_text(make: Callable[[Input], postprocess.Postprocess]) -> Function:
     """Returns what calls the postprocessor that `make` returns for an input."""
 
     def call(given: Input) -> Any:
-        function, fields = make(given), given.get("example") or {}
+        function, fields = make(given), given.get("example") or given
         is_target = bool(given.get("is_target", False))
         if "values" in given:
             return [function(value, fields, is_target) for value in given["values"]]
@@ -275,8 +275,12 @@ def _members(given: Input) -> list[list[int]]:
 
 
 def _inner(given: Input, numbers: Sequence[int]) -> dict[str, float]:
-    """Returns the scores of some examples by the metric in brackets, as in `mean_group_metric(squad)`."""
-    name = re.sub(r"^\w+\((.*)\)$", r"\1", given["metric"])
+    """Returns the scores of some examples by the metric in brackets, as in `mean_group_metric(squad)`.
+
+    Without brackets it is the metric that T5 has there: SQuAD's of ReCoRD, else whether all of a question is right.
+    """
+    named = re.search(r"\((?:\w+\.)*([^()]*)\)", given["metric"])
+    name = named[1] if named else "squad" if given["metric"].startswith("deduplicate") else "all_match"
     values = {key: [given[key][number]["value"] for number in numbers] for key in ("targets", "predictions")}
     return function_of("metric", "", {"metric": name})({"metric": name, **values})
 

@@ -74,7 +74,8 @@ def _with_blank(row: Row) -> str:
             f"span2_index {index} of WSC row {row['idx']} does not point at the pronoun {row['span2_text']!r} in "
             f"{row['text']!r}. Expected the number of a word that is not the first; use the data of wsc.fixed."
         )
-    return " ".join([*words[:index], "X", *words[index + 1 :]])
+    before, after = " ".join(words[:index]), " ".join(words[index + 1 :])
+    return f"{before} X {after}"  # with nothing after it, it still has the space that T5 gives it
 
 
 def _mark(text: str, span: str, index: int, mark: str) -> str:

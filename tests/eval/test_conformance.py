@@ -92,6 +92,7 @@ def test_what_is_no_mapping_is_called_by_its_number(run):
     [
         (None, "cannot be read: [Errno 2] No such file or directory"),
         ("{", "cannot be read: Expecting property name"),
+        ("[" * 10**5, "cannot be read: maximum recursion depth"),
         ("3", "has no cases"),
         ({"cases": []}, "has no cases"),
         ({"case": [1]}, "has no cases"),
@@ -109,6 +110,17 @@ def test_a_file_that_is_no_text_is_one_line(run, tmp_path):
     code, lines = run(None, "image.json")
     assert (code, len(lines)) == (1, 1)
     assert "cannot be read" in lines[0]
+
+
+def test_a_byte_order_mark_in_front_of_the_cases_does_not_matter(run):
+    assert run("\ufeff" + json.dumps([accuracy_case()]))[0] == 0
+
+
+def test_deduplicated_values_without_a_named_metric_are_scored_as_squads():
+    targets = [{"group": [0, 3], "value": ["Ada"]}, {"group": [0, 3], "value": ["Ada"]}]
+    given = {"metric": "deduplicate_metric", "targets": targets, "predictions": [{"value": "ada"}, {"value": "no"}]}
+    case = {"kind": "metric", "task": "t", "input": given, "expected": {"em": 100.0, "f1": 100.0}}
+    assert check(case)[0] is None
 
 
 def test_a_missing_file_does_not_keep_others_from_being_run(tmp_path, capsys):
@@ -208,6 +220,8 @@ def test_metrics_go_by_the_names_of_the_source(name, given, expected):
     ("name", "expected"),
     [
         ("mean_group_metric(all_match)", {"exact_match": 50.0}),
+        ("mean_group_metric", {"exact_match": 50.0}),
+        ("mean_group_metric(metrics.all_match) of questions", {"exact_match": 50.0}),
         ("mean_group_metric(accuracy)", {"accuracy": 75.0}),
         ("deduplicate_metric(accuracy)", {"accuracy": 100.0}),
         ("multirc_exact_match", {"exact_match": 50.0}),
@@ -250,6 +264,7 @@ ROW |= {"label": 0, "idx": 7}
         ("postprocess", "super_glue/wsc.fixed", {"is_target": True, "example": {"label": 1}}, 1),
         ("postprocess", "generic", {"fn": "lower_text", "value": "AB"}, "ab"),
         ("postprocess", "closed-book", {"fn": "qa", "answer": "x", "example": {"answers": ["y"]}}, "x"),
+        ("postprocess", "closed-book", {"fn": "qa", "answer": "x", "is_target": True, "answers": ["y"]}, ["y"]),
         ("postprocess", "generic", {"fn": "remove_sentinel", "values": ["<extra_id_0> a", "b"]}, ["a", "b"]),
         ("preprocess", "mixture_rate", {"num_examples": 1000, "maximum": None, "temperature": 1.0, "scale": 1.0}, 1000),
     ],

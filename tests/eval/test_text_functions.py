@@ -134,6 +134,11 @@ def test_words_are_parted_by_single_spaces():
     assert wsc_simple(row)[0]["inputs"] == "wsc: Ada  told Bo that *she* won"
 
 
+def test_a_pronoun_that_is_the_last_word_is_marked_too():
+    row = {**SCHEMA, "text": "Ada told Bo that she", "span2_index": 4, "label": 1}
+    assert wsc_simple(row)[0]["inputs"] == "wsc: Ada told Bo that *she* "  # T5 joins what follows, here nothing
+
+
 @pytest.mark.parametrize("index", [0, 3, 99])
 def test_an_index_that_is_not_the_pronouns_is_refused(index):
     with pytest.raises(DataError, match=rf"span2_index {index} of WSC row 7 does not point at the pronoun 'she'"):
