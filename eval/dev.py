@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.describe import task_score
-from eval.predict import load_seq2seq, predict
-from eval.ranks import Ranks
+from eval.answers.predict import load_seq2seq, predict
+from eval.answers.ranks import Ranks
+from eval.reports.describe import task_score
 from eval.run import requests_of, score, thin_out
 from eval.task import TASKS, Example
 from moe import ConfigError, DataError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.journal import read_predictions
+from eval.answers.journal import read_predictions
 from eval.task import Example, Task
 from moe import DataError
 

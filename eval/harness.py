@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.predict import load_seq2seq
+from eval.answers.predict import load_seq2seq
 from moe import ConfigError, DataError, did_you_mean
 from moe.inspection.tables import format_table
 

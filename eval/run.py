@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
+from eval.answers.rank import Scoring
+from eval.answers.ranks import ALONE, arrange
 from eval.baselines import baseline_outputs, has_baselines
-from eval.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
 from eval.folder import predictions_path, write_examples
-from eval.intervals import with_interval
-from eval.paper import SUPERGLUE
-from eval.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
-from eval.preprocess import HIDDEN
-from eval.rank import Scoring
-from eval.ranks import ALONE, arrange
-from eval.report import describe_model, describe_place, write_reports
-from eval.scoreboard import published_of
+from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
+from eval.reports.paper import SUPERGLUE
+from eval.reports.report import describe_model, describe_place, write_reports
+from eval.reports.scoreboard import published_of
+from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
+from eval.text.preprocess import HIDDEN
 from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
 
 Draws = dict[tuple[str, str, str], NDArray[np.float64]]

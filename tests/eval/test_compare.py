@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.rank import Scoring
 from eval.compare import compare_runs, markdown
-from eval.describe import score_row
 from eval.folder import predictions_path, write_examples, write_whole
-from eval.journal import Batch, Journal, Prediction
-from eval.rank import Scoring
+from eval.reports.describe import score_row
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from tests.eval.conftest import colour_task

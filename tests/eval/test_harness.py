@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 import moe
 from eval.__main__ import main
+from eval.answers.predict import Request, load_seq2seq, predict
+from eval.answers.rank import Scoring
 from eval.harness import evaluate_on_harness
 from eval.harness_model import HarnessModel
-from eval.metrics import ACCURACY
-from eval.predict import Request, load_seq2seq, predict
-from eval.rank import Scoring
+from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Task
 from moe import ConfigError, DataError

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import metrics
-from eval.metrics import Metric
+from eval.scores import metrics
+from eval.scores.metrics import Metric
 from moe import ConfigError, DataError
 
 words = st.text(st.sampled_from("ab .'’-Tthe"), max_size=9)

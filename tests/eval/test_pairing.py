@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.additive import mean_f1
-from eval.intervals import judge, rows_by_group
-from eval.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric
-from eval.pairing import compare_answers, permutation_test
+from eval.scores.additive import mean_f1
+from eval.scores.intervals import judge, rows_by_group
+from eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric
+from eval.scores.pairing import compare_answers, permutation_test
 
 
 def f1(targets, answers):

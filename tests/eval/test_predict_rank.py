@@ -13,11 +13,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import eval.predict
-import eval.rank
-from eval.journal import Prediction
-from eval.predict import Request, load_seq2seq, modes_of, predict
-from eval.rank import Choice, Scoring
+import eval.answers.predict
+import eval.answers.rank
+from eval.answers.journal import Prediction
+from eval.answers.predict import Request, load_seq2seq, modes_of, predict
+from eval.answers.rank import Choice, Scoring
 from moe import ConfigError
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
@@ -92,7 +92,7 @@ def mixed_requests(task):
 @pytest.mark.parametrize("kind", ["t5", "switch", "bart", "moe"])
 @pytest.mark.parametrize("bytes_at_once", [1, 1 << 30])
 def test_choices_of_any_model_score_as_one_at_a_time(tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once):
-    monkeypatch.setattr(eval.rank, "_SLICE", bytes_at_once)
+    monkeypatch.setattr(eval.answers.rank, "_SLICE", bytes_at_once)
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     requests = mixed_requests(task)
     made = predict(system, task, requests, "rank", tmp_path / "p.jsonl").predictions
@@ -159,7 +159,7 @@ def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_p
 
 
 def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path, monkeypatch):
-    monkeypatch.setitem(eval.predict._FEW, "rank", 25)
+    monkeypatch.setitem(eval.answers.predict._FEW, "rank", 25)
     system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
     for name, seen in shapes.items():
         stack = getattr(system.model, name)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 import eval.run
+from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.predict import load_seq2seq
+from eval.answers.rank import Scoring
+from eval.answers.ranks import ALONE
 from eval.compare import compare_runs
-from eval.describe import score_row
 from eval.dev import read_tasks
 from eval.folder import predictions_path, read_answers, write_examples
-from eval.journal import Batch, Journal, Prediction
-from eval.paper import SUPERGLUE
-from eval.predict import load_seq2seq
-from eval.rank import Scoring
-from eval.ranks import ALONE
+from eval.reports.describe import score_row
+from eval.reports.paper import SUPERGLUE
 from eval.run import check_tasks, evaluate, read_task, score
 from eval.task import TASKS
 from moe import ConfigError, DataError

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from eval.baselines import baseline_outputs
-from eval.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
-from eval.paper import SUPERGLUE, SYSTEMS, published
-from eval.report import describe_place, write_reports
+from eval.reports.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
+from eval.reports.paper import SUPERGLUE, SYSTEMS, published
+from eval.reports.report import describe_place, write_reports
+from eval.reports.scoreboard import scoreboard
+from eval.reports.words import compare_models
 from eval.run import score, thin_out
-from eval.scoreboard import scoreboard
 from eval.task import TASKS, Example
-from eval.words import compare_models
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -10,9 +10,9 @@ import statistics
 import pytest
 import yaml
 
-import eval.predict
+import eval.answers.predict
+from eval.answers.ranks import ALONE
 from eval.dev import read_tasks
-from eval.ranks import ALONE
 from moe import CheckpointError, ConfigError, DataError
 from moe.data.pipeline import PairSource
 from moe.training.peak import best_and_last, score_model
@@ -132,7 +132,7 @@ class Killed(BaseException):
 def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
     inputs, straight, tmp_path, monkeypatch, seed, call
 ):
-    made, original = [], eval.predict._generate
+    made, original = [], eval.answers.predict._generate
 
     def generate(system, task, *more):
         if len(made) == per_seed * [3, 5].index(seed) + call:
@@ -142,10 +142,10 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
 
     per_seed = 2 * len(STEPS)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(eval.predict, "_generate", generate)
+        patched.setattr(eval.answers.predict, "_generate", generate)
         tune(inputs, tmp_path / "run")
     monkeypatch.setattr(
-        eval.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
+        eval.answers.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
     )
     tune(inputs, tmp_path / "run", "--resume")
     assert len(made) == len(set(made)) == 2 * per_seed, "no answer was generated twice"
@@ -161,7 +161,7 @@ def test_steps_that_are_taken_again_read_the_scores_that_are_there(inputs, strai
     run = tmp_path / "run"
     shutil.copytree(straight, run, ignore=lambda folder, _: {"model"} if folder.endswith("seed-3") else set())
     shutil.rmtree(run / "seed-3" / "checkpoints" / f"step_{STEPS[-1]:08d}")
-    monkeypatch.setattr(eval.predict, "_generate", None)  # an answer would be an error
+    monkeypatch.setattr(eval.answers.predict, "_generate", None)  # an answer would be an error
     tune(inputs, run, "--resume")
     assert losses(run / "seed-3") == losses(straight / "seed-3")
     assert eval_lines(run / "seed-3") == eval_lines(straight / "seed-3")

@@ -12,10 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from eval.beam import generate_beams, generate_greedily
-from eval.journal import Batch, Journal, Prediction
-from eval.rank import Choice, Memory, Scoring, target_log_probs
-from eval.ranks import ALONE, Ranks
+from eval.answers.beam import generate_beams, generate_greedily
+from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.rank import Choice, Memory, Scoring, target_log_probs
+from eval.answers.ranks import ALONE, Ranks
 from eval.task import Task
 from moe import (
     CheckpointError,
@@ -206,7 +206,7 @@ def predict(
         task: Gives the most tokens of an input and how answers are generated.
         requests: What to ask; every id once.
         mode: `generate`, as `task.decoding` says, or `rank` (log-probability of each choice).
-        path: JSONL file; see `eval.journal`.
+        path: JSONL file; see `eval.answers.journal`.
         scoring: What decides between choices.
 
     Raises:

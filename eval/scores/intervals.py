@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from eval.additive import mean_of_sums, mean_parts
-from eval.metrics import Metric, Values, bare_values, exact_matches
+from eval.scores.additive import mean_of_sums, mean_parts
+from eval.scores.metrics import Metric, Values, bare_values, exact_matches
 
 RESAMPLES = 1000
 

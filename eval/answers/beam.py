@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.rank import Memory
-from eval.ranks import ALONE, Ranks
+from eval.answers.rank import Memory
+from eval.answers.ranks import ALONE, Ranks
 from moe import RouterOutput
 
 _NEVER = -1e7

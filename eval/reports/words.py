@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eval.predict import MODES
+from eval.answers.predict import MODES
 
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
 

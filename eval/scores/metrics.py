@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.additive import Additive, matthews, mean_f1
-from eval.paper import SUPERGLUE
+from eval.reports.paper import SUPERGLUE
+from eval.scores.additive import Additive, matthews, mean_f1
 from moe import ConfigError, DataError
 
 Values = Sequence[Any]

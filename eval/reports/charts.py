@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from eval.markdown import interval, number
-from eval.scoreboard import DIFFERS, Line, Scoreboard
+from eval.reports.markdown import interval, number
+from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
 
 _WIDTH, _LEFT, _RIGHT = 900, 250, 60
 _BAR, _GAP, _HEAD = 14, 12, 18
