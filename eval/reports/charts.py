@@ -75,7 +75,7 @@ def histogram(bins: Sequence[dict[str, Any]], limit: int) -> str:
             (
                 f"{one['from']}",
                 one["count"],
-                "theirs" if one["from"] >= limit else "ours",
+                "theirs" if one["from"] > limit else "ours",
                 f"{one['from']} to {one['to']} tokens: {one['count']:,} inputs",
             )
             for one in bins

@@ -194,6 +194,8 @@ def test_what_was_published_has_a_known_system_and_the_average_of_its_parts():
     for name in SUPERGLUE:
         assert published(name, "accuracy") or published(name, "f1") or published(name, "em"), name
     assert {one.system for one in published("superglue", "average")} == set(SYSTEMS)
+    shown = {one.system: one for one in published("superglue", "average")}["ST-MoE-32B"]
+    assert (shown.value, shown.split) == (93.2, "validation")
     by_system = {one.system: one for one in published("boolq", "accuracy")}
     assert (by_system["ST-MoE-32B"].value, by_system["ST-MoE-32B"].split) == (92.4, "test")
     assert (by_system["ST-MoE-L"].value, by_system["ST-MoE-L"].split) == (88.6, "validation")
@@ -318,7 +320,7 @@ def test_the_card_is_read_by_the_hub(tmp_path):
 def test_models_are_compared_by_their_intervals():
     first, second = an_entry()["systems"]
     far = {**second, "scores": [a_score("accuracy", 20.0, 10.0, 30.0)]}
-    assert "overlap: no difference is shown" in compare_models([first, second])[0]
+    assert "overlap; `python -m eval compare` tests them" in compare_models([first, second])[0]
     assert "+60.0 points from `other`; their 95 % intervals do not overlap" in compare_models([first, far])[0]
 
 

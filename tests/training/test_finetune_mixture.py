@@ -192,6 +192,12 @@ def test_the_first_model_of_the_highest_mean_is_the_best(tmp_path):
         assert not (tmp_path / "dev" / "model").exists()
 
 
+def test_a_mean_that_is_no_number_does_not_stay_the_best(tmp_path):
+    for step, mean in enumerate([float("nan"), 2.0, float("nan"), 1.0]):
+        score_model(tmp_path, step, export_of(step), lambda *_, mean=mean: {"mean": mean})
+    assert best_model(tmp_path) == "1"
+
+
 def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, monkeypatch):
     import moe.training.peak as peak
 
