@@ -20,10 +20,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from benchmarks.machine import describe_machine, save_report
 from benchmarks.timing import measure, measure_in_turn, median_ratio
+from eval.answers.predict import Prediction, Request, Seq2Seq, load_seq2seq, predict
+from eval.answers.rank import Scoring
 from eval.harness import require_harness
-from eval.metrics import ACCURACY
-from eval.predict import Prediction, Request, Seq2Seq, load_seq2seq, predict
-from eval.rank import Scoring
+from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Decoding, Task
 from moe.data.tokenizer import train_tokenizer
@@ -63,7 +63,7 @@ class EvaluationCase:
     num_layers: int = 6
     sparse_layers: int = 3
     num_experts: int = 8
-    num_examples: int = 32
+    num_examples: int = 24
     words: tuple[int, int] = (8, 120)
     new_tokens: int = 8
     batches: tuple[int, ...] = (4, 8, 16)

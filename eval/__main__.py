@@ -11,13 +11,13 @@ from typing import Any, get_args
 
 from transformers.utils import logging
 
+from eval.answers.predict import MODES
+from eval.answers.rank import Normalization, Scoring
 from eval.compare import add_compare_command, run_compare
 from eval.conformance import add_conformance_command, run_conformance
 from eval.harness import add_harness_command, run_harness
 from eval.listing import tasks_table
-from eval.markdown import interval, number
-from eval.predict import MODES
-from eval.rank import Normalization, Scoring
+from eval.reports.markdown import interval, number
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
@@ -135,4 +135,4 @@ def parse_models(values: list[str]) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, interrupted="The same command goes on; answers that a run wrote are kept.")

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from eval.describe import is_classification
+from eval.reports.describe import is_classification
 from eval.task import Example, Task
 
 MOST_CHARACTERS = 10_000_000

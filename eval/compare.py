@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.answers.predict import MODES
 from eval.folder import Answers, read_answers, read_report, write_whole
-from eval.intervals import judge, seed_of
-from eval.markdown import cell, number, shorten, table
-from eval.pairing import compare_answers
-from eval.predict import MODES
+from eval.reports.markdown import cell, number, shorten, table
+from eval.scores.intervals import judge, seed_of
+from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
 from moe import ConfigError, DataError, did_you_mean
 

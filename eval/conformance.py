@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval import metrics, postprocess, preprocess, questions, wsc
 from eval.data_conformance import DATA, Deviation
-from eval.metrics import Metric
+from eval.scores import metrics
+from eval.scores.metrics import Metric
 from eval.task import Row
+from eval.text import postprocess, preprocess, questions, wsc
 from moe import DataError, did_you_mean
 
 _TOLERANCE = 1e-6

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.predict import Request, load_seq2seq, predict
-from eval.ranks import Ranks
+from eval.answers.predict import load_seq2seq, predict
+from eval.answers.ranks import Ranks
+from eval.reports.describe import task_score
+from eval.run import requests_of, score, thin_out
 from eval.task import TASKS, Example
 from moe import ConfigError, DataError
 
@@ -33,11 +35,12 @@ class TaskData(NamedTuple):
     def scores(self, limit: int | None, ranks: Ranks) -> DevScores | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
-        Answers are generated as each task says, by beams for summaries. `mean` is the mean over the tasks of the mean
-        of each task's metrics, as in SuperGLUE's average. Every rank must call it, and each gets the scores.
+        Answers are generated as each task says, by beams for summaries. `mean` is the mean of tasks: of each its first
+        metric, in cb, multirc and record the mean of two, so that it is the leaderboard's for the tasks of SuperGLUE.
+        Every rank must call it, and each gets the scores.
 
         Args:
-            limit: Most examples of a task, evenly taken; None for all.
+            limit: Most examples of a task; whole groups are taken, evenly. None for all.
             ranks: Who predicts.
 
         Raises:
@@ -47,7 +50,7 @@ class TaskData(NamedTuple):
             return None
         if not self.dev:
             raise ConfigError(f"mixture.dev_examples is {limit}, and no task has a dev split. Set it to 0.")
-        taken = {name: evenly(examples, limit) for name, examples in self.dev.items()}
+        taken = {name: thin_out(examples, limit) for name, examples in self.dev.items()}
 
         def scores(model: Path, folder: Path) -> dict[str, float]:
             system = load_seq2seq(model, ranks)
@@ -55,12 +58,10 @@ class TaskData(NamedTuple):
             by_task: list[float] = []
             for name, examples in taken.items():
                 task = TASKS.get(name)
-                requests = [Request(example.id, example.inputs, example.choices) for example in examples]
-                made = predict(system, task, requests, "generate", folder / f"{name}.jsonl").predictions
-                targets, answers = task.values(examples, [prediction.output for prediction in made])
-                found = {f"{name}/{metric.name}": metric.score(targets, answers) for metric in task.metrics}
-                by_metric.update(found)
-                by_task.append(sum(found.values()) / len(found))
+                made = predict(system, task, requests_of(examples), "generate", folder / f"{name}.jsonl").predictions
+                found = score(task, examples, [prediction.output for prediction in made])
+                by_metric |= {f"{name}/{metric}": value for metric, value in found.items()}
+                by_task.append(task_score(name, list(found.values())))
             return {**by_metric, "mean": sum(by_task) / len(by_task)}
 
         return scores
@@ -88,10 +89,3 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
         if "validation" in task.source.splits:
             data.dev[task.name] = task.examples("validation", rows)
     return data
-
-
-def evenly(examples: Sequence[Example], limit: int | None) -> list[Example]:
-    """Returns at most `limit` examples, evenly taken, so that all classes of a sorted split stay."""
-    if limit is None or limit >= len(examples):
-        return list(examples)
-    return [examples[i * len(examples) // limit] for i in range(limit)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.answers.journal import read_predictions
 from eval.task import Example, Task
 from moe import DataError
 
@@ -71,18 +72,18 @@ def read_answers(folder: Path, task: dict[str, Any], name: str, mode: str) -> An
     Raises:
         DataError: When examples or answers are missing.
     """
-    path = examples_path(folder, task["task"])
     examples = []
-    for line in _read_lines(path):
+    for text in _existing(examples_path(folder, task["task"])).read_text(encoding="utf-8").split("\n")[:-1]:
+        line = json.loads(text)
         fields = {"inputs": line["inputs"], "targets": line["targets"], **line["fields"]}
         examples.append(Example(**{**line, "choices": tuple(line["choices"]), "fields": fields}))
     if len(examples) != task["num_examples"]:
         raise DataError(
-            f"{path} holds {len(examples):,} of the {task['num_examples']:,} examples that the report is about. Run "
-            "the same `python -m eval run` again: answers that are there are kept."
+            f"{examples_path(folder, task['task'])} holds {len(examples):,} of the {task['num_examples']:,} examples "
+            "that the report is about. Run the same `python -m eval run` again: answers that are there are kept."
         )
-    path = predictions_path(folder, task["task"], name, mode)
-    made = {line["id"]: line["output"] for line in _read_lines(path) if "id" in line}
+    path = _existing(predictions_path(folder, task["task"], name, mode))
+    made = {id: prediction.output for id, prediction in read_predictions(path).items()}
     if missing := [example.id for example in examples if example.id not in made]:
         raise DataError(
             f"{path} answers {len(examples) - len(missing):,} of {len(examples):,} examples; the first without an "
@@ -102,17 +103,11 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file, without a torn end."""
+def _existing(path: Path) -> Path:
+    """Returns the path of a file that is there."""
     if not path.is_file():
         raise DataError(f"There is no {path}. Run `python -m eval run` again: what is there is kept.")
-    lines = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+    return path
 
 
 def _plain(value: Any) -> Any:

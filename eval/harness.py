@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.predict import load_seq2seq
+from eval.answers.predict import load_seq2seq
 from moe import ConfigError, DataError, did_you_mean
+from moe.inspection.tables import format_table
 
 BATCH_SIZE = 32
 ROLLING = (
@@ -135,10 +136,18 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
 
 
 def format_results(results: dict[str, Any]) -> str:
-    """Returns lm-evaluation-harness's own tables, of tasks and of groups."""
-    from lm_eval.utils import make_table
-
-    return "\n".join(make_table(results, part) for part in ("results", "groups") if results.get(part))
+    """Returns a table of every score of tasks and groups, with its standard error where there is one."""
+    header, rows = ("task", "version", "shots", "filter", "metric", "value", "standard error"), []
+    for name, scores in {**results["results"], **results.get("groups", {})}.items():
+        for key, value in scores.items():
+            metric, separator, kind = key.partition(",")
+            if not separator or metric.endswith("_stderr"):
+                continue
+            cells = (results["versions"].get(name, ""), results["n-shot"].get(name, ""), kind, metric)
+            numbers = [value, scores.get(f"{metric}_stderr,{kind}", "")]
+            numbers = [f"{number:.4f}" if isinstance(number, float) else str(number) for number in numbers]
+            rows.append([name, *map(str, cells), *numbers])
+    return format_table(header, rows)
 
 
 def save_results(results: dict[str, Any], folder: Path) -> None:

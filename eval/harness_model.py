@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
+from eval.answers.predict import Seq2Seq
+from eval.answers.rank import Memory, target_log_probs
 from eval.harness import ROLLING
-from eval.predict import Seq2Seq
-from eval.rank import Memory, target_log_probs
 from moe import ConfigError, DataError
 
 T = TypeVar("T")

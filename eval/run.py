@@ -9,22 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
+from eval.answers.rank import Scoring
+from eval.answers.ranks import ALONE, arrange
 from eval.baselines import baseline_outputs, has_baselines
-from eval.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
 from eval.folder import predictions_path, write_examples
-from eval.intervals import with_interval
-from eval.paper import SUPERGLUE
-from eval.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
-from eval.rank import Scoring
-from eval.ranks import ALONE, Ranks, arrange
-from eval.report import describe_model, describe_place, write_reports
-from eval.scoreboard import published_of
+from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
+from eval.reports.paper import SUPERGLUE
+from eval.reports.report import describe_model, describe_place, write_reports
+from eval.reports.scoreboard import published_of
+from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
+from eval.text.preprocess import HIDDEN
 from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
-
-HIDDEN = "<unk>"
-"""What T5 makes of a label that the authors of a dataset keep to themselves."""
 
 Draws = dict[tuple[str, str, str], NDArray[np.float64]]
 """By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
@@ -150,7 +148,8 @@ def read_task(
     folder = None if built_in else data
     together(lambda: read.extend(task.rows(split, folder, revision)))
     every = task.examples_of(read, split)
-    if num_hidden := sum(example.targets == HIDDEN for example in every):
+    # The target of wsc is the candidate, hidden label or not.
+    if num_hidden := sum(example.targets == HIDDEN or example.fields.get("label") == -1 for example in every):
         raise DataError(
             f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
             f"answers cannot be judged. Choose another split, as {task.split}."
@@ -203,58 +202,7 @@ def score(task: Task, examples: Sequence[Example], outputs: Sequence[str]) -> di
     return {metric.name: metric.score(targets, answers) for metric in task.metrics}
 
 
-def dev_scores(
-    model: Any,
-    tokenizer: Any,
-    tasks: Sequence[str],
-    folder: Path | None,
-    limit: int | None,
-    path: Path,
-    ranks: Ranks = ALONE,
-) -> dict[str, float]:
-    """Returns the scores of a model in memory, as generated on the development split of each task.
-
-    Args:
-        model: Any sequence-to-sequence model; it is left in the mode that it was in.
-        tokenizer: Its own.
-        tasks: Names of tasks.
-        folder: Holds a folder TASK of files in place of the hub's; None for the hub.
-        limit: Most examples of a task; None for all.
-        path: Folder that receives the answers; those of an earlier call are replaced.
-        ranks: Who predicts.
-
-    Returns:
-        By `TASK/METRIC` its score, and by `mean` the mean of tasks: of each its first metric, in cb, multirc and record
-        the mean of two. For the eight tasks of SuperGLUE it is the average of the leaderboard.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        return system_scores(Seq2Seq(model, tokenizer, "", ranks), tasks, folder, limit, path)
-    finally:
-        model.train(was_training)
-
-
-def system_scores(
-    system: Seq2Seq, tasks: Sequence[str], folder: Path | None, limit: int | None, path: Path
-) -> dict[str, float]:
-    """Returns what `dev_scores` does for a checkpoint that was loaded; interrupted, it goes on where it stopped."""
-    scores: dict[str, float] = {}
-    parts = []
-    for task in check_tasks(tasks, ["generate"], None):
-        split = "validation" if "validation" in task.source.splits else task.split
-        examples = read_task(task, split, limit, folder)[1]
-        answers = predictions_path(path, task.name, "model", "generate")
-        if system.ranks.world.rank == 0 and not system.fingerprint:
-            answers.unlink(missing_ok=True)  # the file does not tell a model in memory from what it was before
-        made = predict(system, task, _requests(examples), "generate", answers)
-        found = score(task, examples, [prediction.output for prediction in made.predictions])
-        scores |= {f"{task.name}/{metric}": value for metric, value in found.items()}
-        parts.append(task_score(task.name, list(found.values())))
-    return {**scores, "mean": float(np.mean(parts))}
-
-
-def _requests(examples: Sequence[Example]) -> list[Request]:
+def requests_of(examples: Sequence[Example]) -> list[Request]:
     """Returns what a model is asked."""
     return [Request(example.id, example.inputs, example.choices) for example in examples]
 
@@ -272,7 +220,7 @@ def _answers(
     for name, system in systems.items():
         for mode in (mode for mode in modes_of(task) if modes is None or mode in modes):
             path = predictions_path(out, task.name, name, mode)
-            answers[name, mode] = predict(system, task, _requests(examples), mode, path, scoring)
+            answers[name, mode] = predict(system, task, requests_of(examples), mode, path, scoring)
     return answers
 
 

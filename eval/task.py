@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import eval.tasks
-from eval.metrics import Metric
+from eval.scores.metrics import Metric
 from moe import DataError, Registry
 
 SPLITS = ("train", "validation", "test")

@@ -32,7 +32,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
-def run_main(main: Callable[[list[str]], None]) -> None:
+_RESUME = "The same command with --resume goes on from the last checkpoint."
+
+
+def run_main(main: Callable[[list[str]], None], *, interrupted: str = _RESUME) -> None:
     """Runs a command and turns its failure into one message and an exit code.
 
     A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback, Ctrl-C with 130.
@@ -40,13 +43,14 @@ def run_main(main: Callable[[list[str]], None]) -> None:
 
     Args:
         main: The command; receives the arguments without the program name and without `--debug`.
+        interrupted: How it goes on after Ctrl-C.
     """
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         main(arguments)
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command with --resume goes on from the last checkpoint.", file=sys.stderr)
+        print(f"\nInterrupted. {interrupted}", file=sys.stderr)
         sys.exit(130)
     except (MoEError, OSError) as error:
         if debug:

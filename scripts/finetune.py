@@ -9,8 +9,8 @@ Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object 
 from dataclasses import asdict
 from pathlib import Path
 
+from eval.answers.ranks import Ranks
 from eval.dev import TaskData, read_tasks
-from eval.ranks import Ranks
 from moe.data.documents import read_pairs
 from moe.data.mixture import build_source
 from moe.data.pipeline import PairSource

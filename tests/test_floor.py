@@ -64,6 +64,16 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
     assert "--resume" in capsys.readouterr().err
 
 
+def test_ctrl_c_does_not_tell_an_evaluation_to_resume(monkeypatch, capsys):
+    def interrupt(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["python -m eval", "list"])
+    with pytest.raises(SystemExit):
+        run_main(interrupt, interrupted="The same command goes on.")
+    assert capsys.readouterr().err == "\nInterrupted. The same command goes on.\n"
+
+
 def test_a_bug_is_not_dressed_up_as_a_user_error(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run(monkeypatch, ZeroDivisionError())

@@ -7,11 +7,11 @@ Labels are in the order of MNLI, and not in that of CB.
 from dataclasses import replace
 from typing import Any
 
-from eval.metrics import ACCURACY
-from eval.postprocess import label_index
-from eval.preprocess import THREE_WAY, Preprocess, glue
+from eval.scores.metrics import ACCURACY
 from eval.source import HubData
 from eval.task import TASKS, Row, Task
+from eval.text.postprocess import label_index
+from eval.text.preprocess import THREE_WAY, Preprocess, glue
 
 YES_OR_NO = ("Yes", "It's impossible to say", "No")
 TRUE_OR_FALSE = ("True", "Neither", "False")

@@ -7,10 +7,10 @@ the variant is that of UnifiedQA, the model whose ARC scores the paper compares 
 from dataclasses import replace
 from typing import Any
 
-from eval.metrics import ACCURACY
-from eval.postprocess import label_index, lower_text
+from eval.scores.metrics import ACCURACY
 from eval.source import HubData
 from eval.task import TASKS, Row, Task
+from eval.text.postprocess import label_index, lower_text
 from moe import DataError
 
 LETTERS = "ABCDE"

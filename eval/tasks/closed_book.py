@@ -7,12 +7,12 @@ cannot be taken on it.
 
 from typing import Any
 
-from eval.metrics import SQUAD_EM, SQUAD_F1, TRIVIA_EM, TRIVIA_F1, Metric
-from eval.postprocess import qa
-from eval.preprocess import Preprocess
-from eval.questions import natural_questions_open, trivia_qa_open, web_questions
+from eval.scores.metrics import SQUAD_EM, SQUAD_F1, TRIVIA_EM, TRIVIA_F1, Metric
 from eval.source import HubData
 from eval.task import TASKS, Task
+from eval.text.postprocess import qa
+from eval.text.preprocess import Preprocess
+from eval.text.questions import natural_questions_open, trivia_qa_open, web_questions
 
 
 def _add(

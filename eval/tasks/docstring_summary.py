@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from eval.metrics import ROUGE1, ROUGE2, ROUGELSUM
-from eval.postprocess import unchanged
-from eval.preprocess import summarize
+from eval.scores.metrics import ROUGE1, ROUGE2, ROUGELSUM
 from eval.source import BuiltIn
 from eval.task import TASKS, Decoding, Row, Task
+from eval.text.postprocess import unchanged
+from eval.text.preprocess import summarize
 from moe.data.docstrings import docstrings, package_folder, python_files
 from moe.data.prose import prose_paragraphs
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.metrics import SQUAD_EM, SQUAD_F1, Metric, Values, mean_of, normalize_squad
-from eval.postprocess import Postprocess, qa
-from eval.preprocess import Preprocess
-from eval.questions import squad
+from eval.scores.metrics import SQUAD_EM, SQUAD_F1, Metric, Values, mean_of, normalize_squad
 from eval.source import HubData
 from eval.task import TASKS, Row, Task
+from eval.text.postprocess import Postprocess, qa
+from eval.text.preprocess import Preprocess
+from eval.text.questions import squad
 
 UNANSWERABLE = "unanswerable"
 _COLUMNS = {"id": str, "context": str, "question": str, "answers": {"text": [str]}}

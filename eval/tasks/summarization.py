@@ -7,11 +7,11 @@ newline. The headline is ROUGE-2, which the paper prints.
 from collections.abc import Mapping
 from typing import Any
 
-from eval.metrics import ROUGE1, ROUGE2, ROUGELSUM
-from eval.postprocess import unchanged
-from eval.preprocess import summarize
+from eval.scores.metrics import ROUGE1, ROUGE2, ROUGELSUM
 from eval.source import EXPORT, MAIN, HubData
 from eval.task import TASKS, Decoding, Task
+from eval.text.postprocess import unchanged
+from eval.text.preprocess import summarize
 
 
 def _add(name: str, description: str, licence: str, source: HubData, text: str, summary: str, **fields: Any) -> None:

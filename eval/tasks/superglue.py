@@ -7,7 +7,7 @@ as in the paper's Table 10; a submission to the leaderboard is made of the predi
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.metrics import (
+from eval.scores.metrics import (
     ACCURACY,
     GENDER_PARITY,
     MACRO_F1,
@@ -18,13 +18,13 @@ from eval.metrics import (
     RECORD_F1,
     Metric,
 )
-from eval.postprocess import label_index, multirc, record, unchanged, wsc_simple
-from eval.preprocess import LABELS, glue_task
-from eval.preprocess import record as preprocess_record
 from eval.source import HubData
 from eval.task import TASKS, Row, Task
-from eval.wsc import definite_pronoun_resolution_simple
-from eval.wsc import wsc_simple as preprocess_wsc
+from eval.text.postprocess import label_index, multirc, record, unchanged, wsc_simple
+from eval.text.preprocess import LABELS, glue_task
+from eval.text.preprocess import record as preprocess_record
+from eval.text.wsc import definite_pronoun_resolution_simple
+from eval.text.wsc import wsc_simple as preprocess_wsc
 
 REPOSITORY = "aps/super_glue"
 _MIXED = "mixed: see the card of SuperGLUE"

@@ -6,10 +6,10 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
-from eval.metrics import ACCURACY
-from eval.postprocess import label_index
+from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import TASKS, Decoding, Row, Task
+from eval.text.postprocess import label_index
 
 CATEGORIES = {
     "Cf": "format control",

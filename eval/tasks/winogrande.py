@@ -8,11 +8,11 @@ compares what it writes.
 from dataclasses import replace
 from typing import Any
 
-from eval.metrics import ACCURACY
-from eval.postprocess import Postprocess, label_index, lower_text, unchanged
-from eval.preprocess import HIDDEN, Preprocess, glue
+from eval.scores.metrics import ACCURACY
 from eval.source import HubData
 from eval.task import TASKS, Row, Task
+from eval.text.postprocess import Postprocess, label_index, lower_text, unchanged
+from eval.text.preprocess import HIDDEN, Preprocess, glue
 
 OPTIONS = ("option1", "option2")
 _TRAIN_COUNTS = {"xs": 160, "s": 640, "m": 2558, "l": 10234, "xl": 40398, "debiased": 9248}

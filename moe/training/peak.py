@@ -5,6 +5,7 @@ kept as the best or removed. Scores are kept by step: a run that was killed and 
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def best_and_last(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _is_best(folder: Path, scores: dict[str, Any]) -> bool:
     """Returns whether no model before has so high a mean."""
     best = _read(folder / BEST_FOLDER / SCORES_FILE)
-    return best is None or scores["mean"] > best["mean"]
+    return best is None or scores["mean"] > best["mean"] or math.isnan(best["mean"])
 
 
 def _promote(folder: Path, scores: dict[str, Any]) -> None:

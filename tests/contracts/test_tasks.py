@@ -5,9 +5,9 @@ Tasks of the hub are asked with their fixtures; those that come with Python prom
 
 import pytest
 
-from eval.preprocess import HIDDEN
 from eval.source import HubData
 from eval.task import SPLITS, TASKS
+from eval.text.preprocess import HIDDEN
 from moe import DataError
 from tests.eval.rows import OFFLINE, ON_THE_HUB, examples_of, folder_of
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from eval.answers.ranks import ALONE
 from eval.dev import read_tasks
-from eval.ranks import ALONE
 from moe.distributed.launch import World
 from moe.training.loop import train
 from moe.training.peak import best_and_last

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.metrics import ACCURACY
-from eval.postprocess import label_index
+from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Decoding, Task
+from eval.text.postprocess import label_index
 from moe.data.tokenizer import train_tokenizer
 from tests.models.tiny import tiny_model
 

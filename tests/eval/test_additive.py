@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
-from eval.additive import matthews, mean_f1, mean_of_sums, mean_parts
-from eval.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
+from eval.scores.additive import matthews, mean_f1, mean_of_sums, mean_parts
+from eval.scores.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
 
 
 def both(additive, targets, answers):

@@ -6,7 +6,7 @@ import pytest
 
 from eval import baselines
 from eval.baselines import baseline_outputs, has_baselines
-from eval.metrics import ACCURACY, ROUGE1
+from eval.scores.metrics import ACCURACY, ROUGE1
 from eval.task import TASKS, Example
 
 

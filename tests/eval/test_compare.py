@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.rank import Scoring
 from eval.compare import compare_runs, markdown
-from eval.describe import score_row
 from eval.folder import examples_path, predictions_path, write_examples, write_whole
+from eval.reports.describe import score_row
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from tests.eval.conftest import colour_task
@@ -27,11 +29,10 @@ def write_run(folder, outputs, *, task=None, modes=("generate",), name="model", 
     answers = [*outputs, *(example.targets for example in examples[len(outputs) :])]
     rows = []
     for mode in modes:
-        lines = [{"model": "0", "mode": mode}]
-        lines += [{"id": e.id, "output": answer} for e, answer in zip(examples, answers, strict=True)][::-1]
-        lines.append({"batch": 1, "routers": {}})
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_whole(predictions_path(folder, task.name, name, mode), text)
+        journal = Journal(predictions_path(folder, task.name, name, mode), {"mode": mode}, Scoring())
+        journal.open(lambda whole: whole)
+        made = [Prediction(e.id, answer, None) for e, answer in zip(examples, answers, strict=True)][::-1]
+        journal.append([Batch([one], {}) for one in made])
         rows.append(score_row(task, examples, answers, name, mode)[0])
     entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
     entry |= {"num_examples": len(examples), "digest": write_examples(folder, task, examples), "systems": rows}
@@ -137,7 +138,7 @@ def test_answers_that_were_not_finished_are_said(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", ["pink"])
     path = predictions_path(tmp_path / "b", "colour", "model", "generate")
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:8]) + lines[8][:5])
+    path.write_text("".join(lines[:15]) + lines[15][:5])  # the first, and two lines for each batch of one
     with pytest.raises(DataError, match=r"answers 7 of 25 examples; .* 'fire-0'.* goes on where it stopped"):
         compare_runs(a, b)
     path.unlink()

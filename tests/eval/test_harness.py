@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 import moe
 from eval.__main__ import main
+from eval.answers.predict import Request, load_seq2seq, predict
+from eval.answers.rank import Scoring
 from eval.harness import evaluate_on_harness
 from eval.harness_model import HarnessModel
-from eval.metrics import ACCURACY
-from eval.predict import Request, load_seq2seq, predict
-from eval.rank import Scoring
+from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Task
 from moe import ConfigError, DataError
@@ -248,8 +248,12 @@ def test_the_command_prints_a_table_and_leaves_its_results(folders, tasks, tmp_p
     given = [str(part) for option in options.items() for part in option]
     main(["harness", f"{CHOICE},{TEXT}", "--model", str(folders["moe"]), *given])
     printed = capsys.readouterr().out
-    assert f"|{CHOICE}" in printed
-    assert "acc_norm" in printed
+    lines = [line.split() for line in printed.splitlines()]
+    assert lines[0] == ["task", "version", "shots", "filter", "metric", "value", "standard", "error"]
+    assert [(line[0], line[4]) for line in lines[1:5]] == [
+        *((CHOICE, metric) for metric in ("acc", "acc_norm", "acc_mutual_info")),
+        (TEXT, "exact_match"),
+    ]
     report = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     assert set(report["results"]) == {CHOICE, TEXT}
     assert report["n-samples"][CHOICE]["effective"] == 3

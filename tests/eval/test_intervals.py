@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.additive import mean_f1
-from eval.intervals import RESAMPLES, draw_groups, judge, rows_by_group, score_metrics, seed_of, statistic_of
-from eval.metrics import ACCURACY, Metric, mean_of
+from eval.scores.additive import mean_f1
+from eval.scores.intervals import RESAMPLES, draw_groups, judge, rows_by_group, score_metrics, seed_of, statistic_of
+from eval.scores.metrics import ACCURACY, Metric, mean_of
 
 
 def f1(targets, answers):

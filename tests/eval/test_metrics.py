@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval import metrics
-from eval.metrics import Metric
+from eval.scores import metrics
+from eval.scores.metrics import Metric
 from moe import ConfigError, DataError
 
 words = st.text(st.sampled_from("ab .'’-Tthe"), max_size=9)
@@ -44,7 +44,7 @@ MEANS: list[tuple[Metric, st.SearchStrategy]] = [
     (metrics.SQUAD_F1, answers),
     (metrics.TRIVIA_EM, answers),
     (metrics.TRIVIA_F1, answers),
-    (metrics.NATURAL_QUESTIONS_RECALL, sets),
+    (metrics.natural_questions_recall(), sets),
     (metrics.GENDER_PARITY, labels),
     (metrics.ROUGE1, texts),
     (metrics.ROUGE2, texts),
@@ -217,10 +217,10 @@ def test_recall_counts_questions_that_two_annotators_answered_and_whole_sets_onl
         [("no", "not really"), ("no",), ()],
     ]
     outputs = [[("yes",)], [("Bo", "Ann")], [("Cy", "Di")], [("no", "Not  really")], [("not really",)]]
-    assert metrics.NATURAL_QUESTIONS_RECALL.score(targets, outputs) == 75
+    assert metrics.natural_questions_recall().score(targets, outputs) == 75
     assert metrics.natural_questions_recall(1).score(targets, outputs) == 80
     assert metrics.natural_questions_recall(1, normalize=False).score(targets, outputs) == 60
-    assert math.isnan(metrics.NATURAL_QUESTIONS_RECALL.score(targets[2:3], outputs[2:3]))
+    assert math.isnan(metrics.natural_questions_recall().score(targets[2:3], outputs[2:3]))
 
 
 def test_summaries_are_split_at_newlines_and_at_full_stops_between_spaces():

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.additive import mean_f1
-from eval.intervals import judge, rows_by_group
-from eval.metrics import ACCURACY, Metric
-from eval.pairing import compare_answers, permutation_test
+from eval.scores.additive import mean_f1
+from eval.scores.intervals import judge, rows_by_group
+from eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric
+from eval.scores.pairing import compare_answers, permutation_test
 
 
 def f1(targets, answers):
@@ -44,6 +44,20 @@ def test_answers_of_one_group_are_one_toss():
     groups = [str(number // 4) for number in range(12)]
     pair = compared(ACCURACY, [1] * 12, [1] * 12, [0] * 8 + [1] * 4, groups)
     assert pair.p_value == pytest.approx(2 / 2**2)
+
+
+def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
+    """A has every answer right, B one of question 0 and none of question 1, of two answers each."""
+    questions = [0, 0, 1, 1]
+    targets = [{"value": value, "group": group} for value, group in zip([1, 0, 1, 0], questions, strict=True)]
+    a, b = ([{"value": value} for value in values] for values in ([1, 0, 1, 0], [1, 1, 0, -1]))
+    found = {}
+    for metric in (MULTIRC_F1A, MULTIRC_EM):
+        pair = compared(metric, targets, a, b, [str(question) for question in questions])
+        found[metric.name] = (pair.wins, pair.losses, pair.ties)
+    assert found == {"f1": (3, 0, 1), "exact_match": (2, 0, 0)}
+    both = judge([MULTIRC_F1A, MULTIRC_EM], targets, b)
+    assert both.examples.tolist() == [100, 0, 0, 0]  # by answer, as the headline counts
 
 
 def test_the_same_answers_differ_by_nothing():

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-import eval.predict
-from eval.predict import MODES, Request, load_seq2seq, predict
+import eval.answers.predict
+from eval.answers.predict import MODES, Request, load_seq2seq, predict
 from moe import CheckpointError, ConfigError
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from tests.models.tiny import tiny_model
@@ -25,7 +25,8 @@ def interrupt(*_):
 @pytest.fixture
 def dropping(tokenizer, tmp_path, monkeypatch):
     """A sparse model whose experts have room for few tokens, asked in batches of ROWS."""
-    monkeypatch.setattr(eval.predict, "_ROWS", dict.fromkeys(MODES, ROWS))
+    for name in ("_ROWS", "_FEW"):
+        monkeypatch.setattr(eval.answers.predict, name, dict.fromkeys(MODES, ROWS))
     tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return load_seq2seq(tmp_path / "model")
@@ -34,13 +35,13 @@ def dropping(tokenizer, tmp_path, monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """Collects the ids of the requests that a model really answers."""
-    collected, answer = [], eval.predict._answer
+    collected, answer = [], eval.answers.predict._answer
 
     def answer_and_tell(system, task, batch, *rest):
         collected.extend(question.request.id for question in batch)
         return answer(system, task, batch, *rest)
 
-    monkeypatch.setattr(eval.predict, "_answer", answer_and_tell)
+    monkeypatch.setattr(eval.answers.predict, "_answer", answer_and_tell)
     return collected
 
 
@@ -86,11 +87,11 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(drop
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ctrl_c_between_batches_changes_no_byte(dropping, task, tmp_path, mode, monkeypatch):
-    requests, path, answer = requests_of(task), tmp_path / "stopped.jsonl", eval.predict._answer
+    requests, path, answer = requests_of(task), tmp_path / "stopped.jsonl", eval.answers.predict._answer
     predict(dropping, task, requests, mode, tmp_path / "whole.jsonl")
     calls = iter([answer, answer])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(eval.predict, "_answer", lambda *args: next(calls, interrupt)(*args))
+        patch.setattr(eval.answers.predict, "_answer", lambda *args: next(calls, interrupt)(*args))
         predict(dropping, task, requests, mode, path)
     assert len(path.read_bytes().splitlines()) == 1 + 2 * (ROWS + 1)
     predict(dropping, task, requests, mode, path)

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from eval.beam import beam_search
-from eval.predict import load_seq2seq, predict
+from eval.answers.beam import beam_search
+from eval.answers.predict import load_seq2seq, predict
 from eval.task import Decoding
 from tests.eval.test_predict import requests_of
 from tests.eval.test_predict_rank import make_folder

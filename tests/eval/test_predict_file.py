@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-import eval.predict
-from eval.journal import read_predictions
-from eval.predict import MODES, fingerprint, load_seq2seq, predict
+import eval.answers.predict
+from eval.answers.journal import read_predictions
+from eval.answers.predict import MODES, Question, Request, cut_batches, fingerprint, load_seq2seq, predict
 from eval.task import Decoding
 from moe import CheckpointError, DataError
 from tests.distributed.ranks import run_ranks
@@ -48,9 +48,9 @@ def test_the_decoders_routers_see_the_tokens_before_the_end(folders, task, tmp_p
     system, requests, found = load_seq2seq(folders["moe"]), requests_of(task), []
     monkeypatch.setattr(system.model.generation_config, "eos_token_id", list(range(40)))  # so that answers end early
     name = "generate_beams" if decoding is BEAMS else "generate_greedily"
-    generate = getattr(eval.predict, name)
+    generate = getattr(eval.answers.predict, name)
     monkeypatch.setattr(
-        eval.predict, name, lambda *args, **kwargs: found.append(generate(*args, **kwargs)) or found[-1]
+        eval.answers.predict, name, lambda *args, **kwargs: found.append(generate(*args, **kwargs)) or found[-1]
     )
     for request in requests:
         made = predict(system, replace(task, decoding=decoding), [request], "generate", tmp_path / "p.jsonl")
@@ -72,7 +72,7 @@ def test_the_routers_of_a_ranking_see_the_start_once_and_each_choice_once(folder
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_has_the_routers_of_the_whole(folders, task, tmp_path, mode, monkeypatch):
-    monkeypatch.setattr(eval.predict, "_ROWS", dict.fromkeys(MODES, ROWS))
+    monkeypatch.setattr(eval.answers.predict, "_ROWS", dict.fromkeys(MODES, ROWS))
     system, requests, path = load_seq2seq(folders["moe"]), requests_of(task), tmp_path / "p.jsonl"
     whole = predict(system, task, requests, mode, path)
     assert whole.router is not None
@@ -81,7 +81,8 @@ def test_a_resumed_run_has_the_routers_of_the_whole(folders, task, tmp_path, mod
     assert predict(system, task, requests, mode, path) == whole
 
 
-def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path):
+def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path, monkeypatch):
+    monkeypatch.setitem(eval.answers.predict._FEW, "generate", 25)
     system, seen = load_seq2seq(folders["t5"]), []
     system.model.encoder.register_forward_hook(
         lambda _, args, kwargs, out: seen.append(kwargs["input_ids"]), with_kwargs=True
@@ -99,8 +100,21 @@ def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path
     assert [kept[r.id] for r in requests] == made
 
 
+def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
+    lengths = [100, 99, 98, 90, 85, 80, 79, 50, 40, 39, 31, 3]
+    questions = [Question(Request(str(n), ""), [5] * length, False) for n, length in enumerate(lengths)]
+
+    def cut(few: int, rows: int = 128) -> list[list[int]]:
+        return [[len(q.tokens) for q in batch] for batch in cut_batches(questions, rows, 10_000, few)]
+
+    assert cut(few=2) == [[100, 99, 98, 90, 85, 80], [79, 50], [40, 39], [31, 3]]
+    assert cut(few=4) == [[100, 99, 98, 90, 85, 80], [79, 50, 40, 39], [31, 3]]
+    assert cut(few=12) == [lengths]
+    assert cut(few=12, rows=5) == [lengths[:5], lengths[5:10], lengths[10:]]
+
+
 def test_a_batch_has_few_rows_of_long_inputs_and_many_of_short_ones(folders, task, tmp_path, monkeypatch):
-    monkeypatch.setattr(eval.predict, "_TOKENS", 97)
+    monkeypatch.setattr(eval.answers.predict, "_TOKENS", 97)
     system, seen = load_seq2seq(folders["t5"]), []
     system.model.encoder.register_forward_hook(
         lambda _, args, kwargs, out: seen.append(kwargs["input_ids"].shape), with_kwargs=True
@@ -131,7 +145,7 @@ def test_no_requests_are_no_predictions(folders, task, tmp_path, mode):
 
 def fill_the_disk(rank, num_ranks, folder, out):
     """Returns what a run says that may write half of its file, and how many predictions stand in it then."""
-    eval.predict._ROWS = dict.fromkeys(MODES, ROWS)
+    eval.answers.predict._ROWS = dict.fromkeys(MODES, ROWS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the limit would count the progress bar too
     system, task, path = load_seq2seq(Path(folder)), colour_task(), Path(out) / "p.jsonl"
     whole = predict(system, task, requests_of(task), "rank", Path(out) / "whole.jsonl")

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import eval.predict
-from eval.journal import read_predictions
-from eval.predict import load_seq2seq, predict
-from eval.ranks import arrange
+import eval.answers.predict
+from eval.answers.journal import read_predictions
+from eval.answers.predict import load_seq2seq, predict
+from eval.answers.ranks import arrange
 from eval.task import Decoding
 from moe import CheckpointError, ConfigError, MeshConfig, World
 from tests.distributed.ranks import run_ranks
@@ -91,9 +91,12 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
 def ask(system, mode, path):
     """Returns what is predicted of the colours, and writes it to `path`; beams are few rows at once as well."""
     task = replace(colour_task(), decoding=ASKED[mode])
-    rows, eval.predict._ROWS = eval.predict._ROWS, {"generate": ROWS * task.decoding.num_beams, "rank": ROWS}
+    rows, eval.answers.predict._ROWS = (
+        eval.answers.predict._ROWS,
+        {"generate": ROWS * task.decoding.num_beams, "rank": ROWS},
+    )
     made = predict(system, task, requests_of(task), mode.replace("beams", "generate"), path)
-    eval.predict._ROWS = rows
+    eval.answers.predict._ROWS = rows
     return made
 
 

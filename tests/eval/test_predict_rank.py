@@ -13,10 +13,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import eval.rank
-from eval.journal import Prediction
-from eval.predict import Request, load_seq2seq, modes_of, predict
-from eval.rank import Choice, Scoring
+import eval.answers.predict
+import eval.answers.rank
+from eval.answers.journal import Prediction
+from eval.answers.predict import Request, load_seq2seq, modes_of, predict
+from eval.answers.rank import Choice, Scoring
 from moe import ConfigError
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
@@ -91,14 +92,15 @@ def mixed_requests(task):
 @pytest.mark.parametrize("kind", ["t5", "switch", "bart", "moe"])
 @pytest.mark.parametrize("bytes_at_once", [1, 1 << 30])
 def test_choices_of_any_model_score_as_one_at_a_time(tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once):
-    monkeypatch.setattr(eval.rank, "_SLICE", bytes_at_once)
+    monkeypatch.setattr(eval.answers.rank, "_SLICE", bytes_at_once)
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     requests = mixed_requests(task)
     made = predict(system, task, requests, "rank", tmp_path / "p.jsonl").predictions
     for request, prediction in list(zip(requests, made, strict=True))[::3]:
         assert tuple(prediction.choices) == request.choices
         for text in request.choices:
-            assert prediction.choices[text] == pytest.approx(by_teacher_forcing(system, request, text), abs=2e-5)
+            expected = by_teacher_forcing(system, request, text)
+            assert tuple(prediction.choices[text]) == pytest.approx(tuple(expected), rel=1e-6, abs=2e-5)
 
 
 def test_a_sparse_decoder_drops_no_token_of_a_choice(tokenizer, task, tmp_path):
@@ -156,7 +158,8 @@ def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_p
                 assert prediction.choices[text] == pytest.approx(choice, abs=2e-5)
 
 
-def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path):
+def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path, monkeypatch):
+    monkeypatch.setitem(eval.answers.predict._FEW, "rank", 25)
     system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
     for name, seen in shapes.items():
         stack = getattr(system.model, name)
@@ -165,8 +168,9 @@ def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, t
         )
     predict(system, task, requests_of(task), "rank", tmp_path / "p.jsonl")
     longest = max(len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices)
-    assert [rows for rows, _ in shapes["encoder"]] == [25]
-    assert shapes["decoder"] == [(25, 1), (25 * 3, longest)]
+    passes = [rows for rows, _ in shapes["encoder"]]  # a batch of inputs of similar lengths each
+    assert sum(passes) == 25
+    assert shapes["decoder"] == [shape for rows in passes for shape in ((rows, 1), (rows * 3, longest))]
 
 
 def test_a_task_or_a_request_without_choices_cannot_be_ranked(folders, task, tmp_path):

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 import eval.run
+from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.predict import load_seq2seq
+from eval.answers.rank import Scoring
+from eval.answers.ranks import ALONE
 from eval.compare import compare_runs
-from eval.describe import score_row
-from eval.folder import read_answers, write_examples
-from eval.paper import SUPERGLUE
-from eval.predict import load_seq2seq
-from eval.rank import Scoring
-from eval.run import check_tasks, dev_scores, evaluate, read_task, score, system_scores
+from eval.dev import read_tasks
+from eval.folder import predictions_path, read_answers, write_examples
+from eval.reports.describe import score_row
+from eval.reports.paper import SUPERGLUE
+from eval.run import check_tasks, evaluate, read_task, score
 from eval.task import TASKS
 from moe import ConfigError, DataError
 
@@ -41,8 +44,9 @@ def test_the_superglue_average_is_that_of_its_eight_tasks(folders, tmp_path):
     assert average["low"] <= average["value"] <= average["high"]
     assert {row["mode"] for row in report["tasks"][0]["systems"]} == {"generate", "rank"}
     assert "superglue" in (tmp_path / "report.html").read_text()
-    scores = system_scores(load_seq2seq(folders["moe"]), SUPERGLUE, FIXTURES, None, tmp_path / "dev")
-    assert scores["mean"] == pytest.approx(average["value"])
+    scores = read_tasks(SUPERGLUE, str(FIXTURES)).scores(None, ALONE)
+    assert scores is not None
+    assert scores(folders["moe"], tmp_path / "dev")["mean"] == pytest.approx(average["value"])
 
 
 def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatch):
@@ -130,35 +134,14 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     examples = task.examples(task.split, FIXTURES)
     outputs = [example.targets if number % 2 else "no" for number, example in enumerate(examples)]
     write_examples(tmp_path, task, examples)
-    predictions = tmp_path / "predictions" / f"{name}.model.generate.jsonl"
-    predictions.parent.mkdir()
-    lines = [{"id": example.id, "output": output} for example, output in zip(examples, outputs, strict=True)]
-    predictions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journal = Journal(predictions_path(tmp_path, name, "model", "generate"), {}, Scoring())
+    journal.open(lambda whole: whole)
+    journal.append([Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})])
     answers = read_answers(tmp_path, {"task": name, "num_examples": len(examples)}, "model", "generate")
     assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
     row, _ = score_row(task, examples, outputs, "model", "generate")
     values = {one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]}
     assert values == pytest.approx(score(task, examples, outputs), nan_ok=True)
-
-
-def test_dev_scores_of_a_model_in_memory_leave_it_as_it_was(folders, tokenizer, tmp_path):
-    model = load_seq2seq(folders["moe"]).model.train()
-    scores = dev_scores(model, tokenizer, ["boolq", "cb"], FIXTURES, None, tmp_path)
-    assert set(scores) == {"boolq/accuracy", "cb/accuracy", "cb/mean_3class_f1", "mean"}
-    cb = (scores["cb/accuracy"] + scores["cb/mean_3class_f1"]) / 2
-    assert scores["mean"] == pytest.approx((scores["boolq/accuracy"] + cb) / 2)
-    assert model.training
-
-
-def test_a_model_in_memory_that_changed_is_asked_again(folders, tokenizer, tmp_path):
-    system = load_seq2seq(folders["moe"])
-    answers = tmp_path / "predictions/boolq.model.generate.jsonl"
-    outputs = []
-    for _ in range(2):
-        dev_scores(system.model, tokenizer, ["boolq"], FIXTURES, 3, tmp_path)
-        outputs.append(answers.read_text())
-        system.model.get_input_embeddings().weight.data.mul_(-3)
-    assert outputs[0] != outputs[1]
 
 
 def test_what_cannot_be_run_is_said_before_anything_is_loaded():
@@ -171,6 +154,12 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded():
     ):
         with pytest.raises(ConfigError, match=text):
             check_tasks(*options)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden])
+def test_hidden_labels_of_no_task_are_scored(name):
+    with pytest.raises(DataError, match=f"labels of 2 of 2 examples of {name} are hidden in split 'test'"):
+        read_task(TASKS.get(name), "test", data=FIXTURES)
 
 
 def test_hidden_labels_are_not_scored(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -9,13 +10,15 @@ import pytest
 import yaml
 
 from eval.baselines import baseline_outputs
-from eval.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
-from eval.paper import SUPERGLUE, SYSTEMS, published
-from eval.report import describe_place, write_reports
+from eval.reports.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
+from eval.reports.paper import SUPERGLUE, SYSTEMS, published
+from eval.reports.report import describe_place, write_reports
+from eval.reports.scoreboard import scoreboard
+from eval.reports.words import compare_models
 from eval.run import score, thin_out
-from eval.scoreboard import scoreboard
-from eval.task import Example
-from eval.words import compare_models
+from eval.task import TASKS, Example
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 class Page(HTMLParser):
@@ -148,12 +151,22 @@ def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
     assert [row["id"] for row in only] == [examples[-1].id]
 
 
-def test_unparsable_answers_of_free_text_are_not_counted(task):
-    from dataclasses import replace
-
-    examples = task.examples("validation")
-    assert count_unparsable(replace(task, choices=()), examples, ["x"] * 25) is None
-    assert count_unparsable(task, examples, ["x"] * 25) == 25
+@pytest.mark.parametrize(
+    ("name", "outputs", "expected"),
+    [
+        ("boolq", ["True", "true", "", "False"], 2),
+        ("multirc", ["True", "no", "False", "False", "?"], 2),
+        ("arc_easy", ["A", "B", "the sun"], 1),
+        ("wsc", ["the", "a heron", "", "she"], 2),
+        ("squad", ["", "?", "-1", "heron"], None),
+        ("record", ["", "?", "-1"], None),
+    ],
+)
+def test_answers_without_a_value_are_counted_where_values_are_numbers(name, outputs, expected):
+    task = TASKS.get(name)
+    examples = task.examples(task.split, FIXTURES)
+    outputs += [examples[-1].targets] * (len(examples) - len(outputs))
+    assert count_unparsable(*task.values(examples, outputs)) == expected
 
 
 def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):
@@ -187,6 +200,8 @@ def test_what_was_published_has_a_known_system_and_the_average_of_its_parts():
     for name in SUPERGLUE:
         assert published(name, "accuracy") or published(name, "f1") or published(name, "em"), name
     assert {one.system for one in published("superglue", "average")} == set(SYSTEMS)
+    shown = {one.system: one for one in published("superglue", "average")}["ST-MoE-32B"]
+    assert (shown.value, shown.split) == (93.2, "validation")
     by_system = {one.system: one for one in published("boolq", "accuracy")}
     assert (by_system["ST-MoE-32B"].value, by_system["ST-MoE-32B"].split) == (92.4, "test")
     assert (by_system["ST-MoE-L"].value, by_system["ST-MoE-L"].split) == (88.6, "validation")
@@ -332,7 +347,7 @@ def test_the_cards_header_keeps_tasks_apart_that_share_a_repository_or_have_none
 def test_models_are_compared_by_their_intervals():
     first, second = an_entry()["systems"]
     far = {**second, "scores": [a_score("accuracy", 20.0, 10.0, 30.0)]}
-    assert "overlap: no difference is shown" in compare_models([first, second])[0]
+    assert "overlap; `python -m eval compare` tests them" in compare_models([first, second])[0]
     assert "+60.0 points from `other`; their 95 % intervals do not overlap" in compare_models([first, far])[0]
 
 

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from eval.metrics import ACCURACY
-from eval.postprocess import label_index
+from eval.scores.metrics import ACCURACY
 from eval.source import EXPORT, MAIN, BuiltIn, HubData
 from eval.task import Task
+from eval.text.postprocess import label_index
 from moe import DataError
 
 COLUMNS = {"premise": str, "idx": int, "label": int, "answers": {"text": [str], "start": [int]}}

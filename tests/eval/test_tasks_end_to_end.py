@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.metrics import GENDER_PARITY
-from eval.predict import Request, load_seq2seq, predict
+from eval.answers.predict import Request, load_seq2seq, predict
+from eval.scores.metrics import GENDER_PARITY
 from eval.source import EXPORT, HubData
 from eval.task import TASKS, Example, Task
 from moe.data.tokenizer import train_tokenizer

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from eval import postprocess
-from eval.preprocess import (
+from eval.text import postprocess
+from eval.text.preprocess import (
     LABELS,
     glue,
     glue_task,
@@ -16,7 +16,7 @@ from eval.preprocess import (
     summarize,
     translate,
 )
-from eval.questions import (
+from eval.text.questions import (
     natural_questions_nocontext,
     natural_questions_open,
     pad_punctuation,
@@ -25,7 +25,7 @@ from eval.questions import (
     trivia_qa_open,
     web_questions,
 )
-from eval.wsc import definite_pronoun_resolution_simple, wsc, wsc_simple
+from eval.text.wsc import definite_pronoun_resolution_simple, wsc, wsc_simple
 from moe import ConfigError, DataError
 
 # --- GLUE and SuperGLUE ---

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
-from eval.predict import load_seq2seq
+from eval.answers.predict import load_seq2seq
 from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.placement import PlacedModel

@@ -10,9 +10,9 @@ import statistics
 import pytest
 import yaml
 
-import eval.predict
+import eval.answers.predict
+from eval.answers.ranks import ALONE
 from eval.dev import read_tasks
-from eval.ranks import ALONE
 from moe import CheckpointError, ConfigError, DataError
 from moe.data.pipeline import PairSource
 from moe.training.peak import best_and_last, score_model
@@ -77,8 +77,8 @@ def test_every_evaluation_writes_scores_by_task_and_their_mean(straight):
     for line in lines:
         names = {"eval/first/accuracy", "eval/first/near", "eval/last/accuracy", "eval/mean"}  # rare has no dev split
         assert line.keys() == {"step", *names}
-        of_first = (line["eval/first/accuracy"] + line["eval/first/near"]) / 2
-        assert line["eval/mean"] == pytest.approx((of_first + line["eval/last/accuracy"]) / 2)
+        headlines = (line["eval/first/near"] + line["eval/last/accuracy"]) / 2
+        assert line["eval/mean"] == pytest.approx(headlines)
     assert len({line["eval/mean"] for line in lines}) > 1, "the model learns"
 
 
@@ -132,7 +132,7 @@ class Killed(BaseException):
 def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
     inputs, straight, tmp_path, monkeypatch, seed, call
 ):
-    made, original = [], eval.predict._generate
+    made, original = [], eval.answers.predict._generate
 
     def generate(system, task, *more):
         if len(made) == per_seed * [3, 5].index(seed) + call:
@@ -142,13 +142,13 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
 
     per_seed = 2 * len(STEPS)
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(eval.predict, "_generate", generate)
+        patched.setattr(eval.answers.predict, "_generate", generate)
         tune(inputs, tmp_path / "run")
     monkeypatch.setattr(
-        eval.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
+        eval.answers.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
     )
     tune(inputs, tmp_path / "run", "--resume")
-    assert len(made) == len(set(made)) + 0 == 2 * per_seed, "no answer was generated twice"
+    assert len(made) == len(set(made)) == 2 * per_seed, "no answer was generated twice"
     for folder in ("seed-3", "seed-5"):
         assert losses(tmp_path / "run" / folder) == losses(straight / folder)
         assert eval_lines(tmp_path / "run" / folder) == eval_lines(straight / folder)
@@ -161,7 +161,7 @@ def test_steps_that_are_taken_again_read_the_scores_that_are_there(inputs, strai
     run = tmp_path / "run"
     shutil.copytree(straight, run, ignore=lambda folder, _: {"model"} if folder.endswith("seed-3") else set())
     shutil.rmtree(run / "seed-3" / "checkpoints" / f"step_{STEPS[-1]:08d}")
-    monkeypatch.setattr(eval.predict, "_generate", None)  # an answer would be an error
+    monkeypatch.setattr(eval.answers.predict, "_generate", None)  # an answer would be an error
     tune(inputs, run, "--resume")
     assert losses(run / "seed-3") == losses(straight / "seed-3")
     assert eval_lines(run / "seed-3") == eval_lines(straight / "seed-3")
@@ -190,6 +190,12 @@ def test_the_first_model_of_the_highest_mean_is_the_best(tmp_path):
         assert found == {"mean": mean}
         assert best_model(tmp_path) == str(best)
         assert not (tmp_path / "dev" / "model").exists()
+
+
+def test_a_mean_that_is_no_number_does_not_stay_the_best(tmp_path):
+    for step, mean in enumerate([float("nan"), 2.0, float("nan"), 1.0]):
+        score_model(tmp_path, step, export_of(step), lambda *_, mean=mean: {"mean": mean})
+    assert best_model(tmp_path) == "1"
 
 
 def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, monkeypatch):

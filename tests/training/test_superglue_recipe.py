@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eval.dev import read_tasks
-from eval.metrics import MULTIRC_F1A
+from eval.scores.metrics import MULTIRC_F1A
 from scripts import finetune
 from tests.training.test_finetune_command import losses
 from tests.training.test_finetune_mixture import eval_lines, files_of, inputs  # noqa: F401  a fixture

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from eval.metrics import ACCURACY, mean_of
-from eval.postprocess import label_index
+from eval.scores.metrics import ACCURACY, mean_of
 from eval.source import BuiltIn
 from eval.task import TASKS, Decoding, Row, Task
+from eval.text.postprocess import label_index
 
 LABELS = ("ba", "ko", "mi")
 SIZES = {"first": 101, "last": 37, "rare": 5}
@@ -43,7 +43,7 @@ def tiny_task(name: str) -> Task:
         ),
         preprocess=_preprocess(name),
         postprocess=label_index(LABELS),
-        metrics=(ACCURACY, mean_of("near", _near)) if name == "first" else (ACCURACY,),
+        metrics=(mean_of("near", _near), ACCURACY) if name == "first" else (ACCURACY,),
         choices=LABELS,
         decoding=Decoding(max_tokens=5),
         prompt_source="this library",

@@ -4,8 +4,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.markdown import interval, number, table
-from eval.predict import MODES
+from eval.answers.predict import MODES
+from eval.reports.markdown import interval, number, table
 
 
 def card(report: dict[str, Any]) -> str:

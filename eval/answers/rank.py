@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from eval.ranks import ALONE, Ranks
+from eval.answers.ranks import ALONE, Ranks
 from moe import ConfigError, RouterOutput
 
 Normalization = Literal["none", "tokens", "characters"]

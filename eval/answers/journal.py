@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.rank import Choice, Scoring
+from eval.answers.rank import Choice, Scoring
 from moe import DataError
 
 

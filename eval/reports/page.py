@@ -5,10 +5,17 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from eval.charts import bar_chart, histogram, load_bars
-from eval.markdown import interval, number, shorten
-from eval.scoreboard import DIFFERS, Line, Scoreboard
-from eval.words import ROUTER_HEADER, compare_models, describe_checkpoint, describe_data, router_rows, score_notes
+from eval.reports.charts import bar_chart, histogram, load_bars
+from eval.reports.markdown import interval, number, shorten
+from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
+from eval.reports.words import (
+    ROUTER_HEADER,
+    compare_models,
+    describe_checkpoint,
+    describe_data,
+    router_rows,
+    score_notes,
+)
 
 _SHOWN_CHARACTERS = 600
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eval.predict import MODES
+from eval.answers.predict import MODES
 
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
 
@@ -43,7 +43,7 @@ def compare_models(rows: list[dict[str, Any]]) -> list[str]:
             if ours["low"] is None or theirs["low"] is None:
                 continue
             overlap = ours["low"] <= theirs["high"] and theirs["low"] <= ours["high"]
-            relation = "overlap: no difference is shown" if overlap else "do not overlap"
+            relation = "overlap; `python -m eval compare` tests them in pairs" if overlap else "do not overlap"
             sentences.append(
                 f"{mode}: `{first['name']}` is {ours['value'] - theirs['value']:+.1f} points from `{other['name']}`; "
                 f"their 95 % intervals {relation}."

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from eval.markdown import interval, number
-from eval.scoreboard import DIFFERS, Line, Scoreboard
+from eval.reports.markdown import interval, number
+from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
 
 _WIDTH, _LEFT, _RIGHT = 900, 250, 60
 _BAR, _GAP, _HEAD = 14, 12, 18
@@ -75,7 +75,7 @@ def histogram(bins: Sequence[dict[str, Any]], limit: int) -> str:
             (
                 f"{one['from']}",
                 one["count"],
-                "theirs" if one["from"] >= limit else "ours",
+                "theirs" if one["from"] > limit else "ours",
                 f"{one['from']} to {one['to']} tokens: {one['count']:,} inputs",
             )
             for one in bins

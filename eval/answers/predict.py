@@ -12,10 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from eval.beam import generate_beams, generate_greedily
-from eval.journal import Batch, Journal, Prediction
-from eval.rank import Choice, Memory, Scoring, target_log_probs
-from eval.ranks import ALONE, Ranks
+from eval.answers.beam import generate_beams, generate_greedily
+from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.rank import Choice, Memory, Scoring, target_log_probs
+from eval.answers.ranks import ALONE, Ranks
 from eval.task import Task
 from moe import (
     CheckpointError,
@@ -36,7 +36,8 @@ from moe import (
 MODES = ("generate", "rank")
 _ROWS = {"generate": 128, "rank": 128}
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
-_FEW, _ALIKE = 8, 0.8  # beyond so many rows an input has at least this share of the longest's tokens
+_FEW = {"generate": 8, "rank": 4}  # rows of a batch whatever their lengths; of more, each input has at least ...
+_ALIKE = 0.8  # ... this share of the longest's tokens
 _CHUNK = 1 << 24  # bytes
 _REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
 
@@ -211,7 +212,7 @@ def predict(
         task: Gives the most tokens of an input and how answers are generated.
         requests: What to ask; every id once.
         mode: `generate`, as `task.decoding` says, or `rank` (log-probability of each choice).
-        path: JSONL file; see `eval.journal`.
+        path: JSONL file; see `eval.answers.journal`.
         scoring: What decides between choices.
 
     Raises:
@@ -223,7 +224,7 @@ def predict(
     tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
     questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
     num_beams = task.decoding.num_beams if mode == "generate" else 1
-    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams)
+    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _FEW[mode])
     header = {
         "model": system.fingerprint,
         "task": task.name,
@@ -249,22 +250,24 @@ def predict(
     return Predicted([by_id[request.id] for request in requests], sum_routers(made))
 
 
-def cut_batches(questions: Sequence[Question], rows: int, tokens: int) -> list[list[Question]]:
+def cut_batches(questions: Sequence[Question], rows: int, tokens: int, few: int) -> list[list[Question]]:
     """Returns all questions in batches, the longest first, so that a batch needs little padding.
 
-    A batch of more than a few holds no input that is much shorter than its longest.
+    Padding costs what tokens cost, above all where the encoder is most of the work: a batch of more than a few holds
+    no input that is much shorter than its longest.
 
     Args:
         questions: Each with an id of its own.
         rows: Most questions of a batch.
         tokens: Most tokens of a batch, padding included; a single longer question is a batch.
+        few: Questions that may share a batch whatever their lengths. More of them decode together; fewer pad less.
     """
     ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
     batches = []
     while ordered:
         longest = len(ordered[0].tokens)
         alike = sum(len(question.tokens) >= _ALIKE * longest for question in ordered[:rows])
-        size = max(1, min(rows, tokens // longest, max(_FEW, alike)))
+        size = max(1, min(rows, tokens // longest, max(few, alike)))
         batches.append(ordered[:size])
         ordered = ordered[size:]
     return batches

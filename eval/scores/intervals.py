@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from eval.additive import mean_of_sums, mean_parts
-from eval.metrics import Metric, Values
+from eval.scores.additive import mean_of_sums, mean_parts
+from eval.scores.metrics import Metric, Values, bare_values, exact_matches
 
 RESAMPLES = 1000
 
@@ -65,11 +65,11 @@ class Judged(NamedTuple):
 
     @property
     def examples(self) -> NDArray[np.float64]:
-        """<float64>[N] how well each example was answered: by the first metric that is a mean, else right or wrong."""
-        if self.each:
-            return next(iter(self.each.values()))
-        pairs = zip(self.targets, self.answers, strict=True)
-        return np.asarray([100.0 * (target == answer) for target, answer in pairs])
+        """<float64>[N] how well each example was answered: by the first metric if it is a mean, else right or wrong."""
+        headline = self.metrics[0].name
+        if headline in self.each:
+            return self.each[headline]
+        return exact_matches(bare_values(self.targets), bare_values(self.answers))
 
     def only(self, metric: Metric) -> "Judged":
         """Returns the same for one of the metrics."""

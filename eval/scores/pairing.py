@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.intervals import (
+from eval.scores.intervals import (
     Judged,
     OfSums,
     Score,
@@ -18,7 +18,7 @@ from eval.intervals import (
     statistic_of,
     with_interval,
 )
-from eval.metrics import Metric
+from eval.scores.metrics import Metric
 
 PERMUTATIONS = 9999
 RECOMPUTED_PERMUTATIONS = 999

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.rank import Memory
-from eval.ranks import ALONE, Ranks
+from eval.answers.rank import Memory
+from eval.answers.ranks import ALONE, Ranks
 from moe import RouterOutput
 
 _NEVER = -1e7
@@ -50,7 +50,8 @@ def beam_search(
 
     Source:
         GNMT (arXiv:1609.08144) eq. 14; Mesh-TensorFlow beam_search.py at 0529176. Differs: the most tokens are a
-        setting, whereas its Bitransformer derives them from the longest input of the batch.
+        setting, whereas its Bitransformer derives them from the longest input of the batch; all tokens compete, whereas
+        on a TPU mesh it keeps, by `num_prefilter`, the two likeliest of each beam and part of the vocabulary.
     """
     num_inputs, vocab_size, device = len(logits), logits.shape[-1], logits.device
     shape = (num_inputs, num_beams)

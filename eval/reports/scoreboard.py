@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from eval.paper import SUPERGLUE, SYSTEMS, Published, published
-from eval.predict import MODES
+from eval.answers.predict import MODES
+from eval.reports.paper import SUPERGLUE, SYSTEMS, Published, published
 
 DIFFERS, OWN_PROMPT, PARTIAL = "†", "‡", "§"
 

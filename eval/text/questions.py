@@ -9,8 +9,8 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from eval.preprocess import HIDDEN
 from eval.task import Row
+from eval.text.preprocess import HIDDEN
 
 _PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
 _SPACES = re.compile(r"[\t\n\f\r ]+")  # RE2's \s

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.intervals import judge, score_metrics, seed_of
-from eval.markdown import shorten
-from eval.paper import published
+from eval.reports.markdown import shorten
+from eval.reports.paper import published
+from eval.scores.intervals import judge, score_metrics, seed_of
+from eval.scores.metrics import Values, bare_values
 from eval.task import Example, Task
 
 _SHOWN = 10
@@ -44,18 +45,18 @@ def score_row(
         "mode": mode,
         "scores": [{"metric": metric, **score._asdict()} for metric, score in scores.items()],
         "num_examples": len(examples),
-        "num_unparsable": count_unparsable(task, examples, outputs),
+        "num_unparsable": count_unparsable(judged.targets, judged.answers),
         "num_empty": sum(not output.strip() for output in outputs),
         "router": router,
     }
     return row, draws
 
 
-def count_unparsable(task: Task, examples: Sequence[Example], outputs: Sequence[str]) -> int | None:
-    """Returns how many answers are none of the choices; None for a task of free text."""
-    if not is_classification(task):
+def count_unparsable(targets: Values, answers: Values) -> int | None:
+    """Returns how many post-processed answers are -1, no valid one; None where targets are no numbers but texts."""
+    if not all(isinstance(target, int) for target in bare_values(targets)):
         return None
-    return sum(output not in example.choices for example, output in zip(examples, outputs, strict=True))
+    return sum(answer == -1 for answer in bare_values(answers))
 
 
 def is_classification(task: Task) -> bool:

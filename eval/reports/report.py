@@ -9,13 +9,20 @@ from typing import Any
 
 import torch
 
-from eval.card import card
+from eval.answers.predict import Seq2Seq
 from eval.folder import REPORT, write_whole
-from eval.markdown import cell, interval, number, table
-from eval.page import page
-from eval.predict import Seq2Seq
-from eval.scoreboard import DIFFERS, Scoreboard, scoreboard
-from eval.words import ROUTER_HEADER, compare_models, describe_checkpoint, describe_data, router_rows, score_notes
+from eval.reports.card import card
+from eval.reports.markdown import cell, interval, number, table
+from eval.reports.page import page
+from eval.reports.scoreboard import DIFFERS, Scoreboard, scoreboard
+from eval.reports.words import (
+    ROUTER_HEADER,
+    compare_models,
+    describe_checkpoint,
+    describe_data,
+    router_rows,
+    score_notes,
+)
 from moe import STMoEConfig
 
 _LIBRARIES = ("stmoe", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn", "rouge-score")

@@ -16,16 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.additive import Additive, matthews, mean_f1
+from eval.reports.paper import SUPERGLUE
+from eval.scores.additive import Additive, matthews, mean_f1
 from moe import ConfigError, DataError
 
 Values = Sequence[Any]
 """Post-processed targets or answers, one for each example, in the order of the examples."""
 
 Each = Callable[[Values, Values], NDArray[np.float64]]
-
-SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
-"""The tasks in the average; the two diagnostics are not."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,11 @@ def mean_of(name: str, each: Each) -> Metric:
         return float(counted.mean()) if counted.size else float("nan")
 
     return Metric(name, score, each)
+
+
+def bare_values(values: Values) -> list[Any]:
+    """Returns the `value` of each that is a mapping, and others as they are."""
+    return [value["value"] if isinstance(value, Mapping) else value for value in values]
 
 
 def exact_matches(targets: Values, answers: Values) -> NDArray[np.float64]:
@@ -96,9 +99,11 @@ F1_WITH_INVALID = Metric(
 )
 MULTIRC_F1A = Metric(
     "f1",
-    lambda targets, answers: f1_score_with_invalid(_values(targets), _values(answers)),
+    lambda targets, answers: f1_score_with_invalid(bare_values(targets), bare_values(answers)),
     additive=_F1._replace(
-        parts=lambda targets, answers: _F1.parts(_values(targets), _without_invalid(_values(targets), _values(answers)))
+        parts=lambda targets, answers: _F1.parts(
+            bare_values(targets), _without_invalid(bare_values(targets), bare_values(answers))
+        )
     ),
 )
 
@@ -106,7 +111,7 @@ MULTIRC_F1A = Metric(
 def _multirc_questions(targets: Values, answers: Values) -> NDArray[np.float64]:
     """Returns <float64>[N] 100 at the first answer of a question that is all right, 0 of others, NaN elsewhere."""
     right: dict[Any, bool] = {}
-    matches = exact_matches(_values(targets), _values(answers)) == 100
+    matches = exact_matches(bare_values(targets), bare_values(answers)) == 100
     for group, match in zip(_groups(targets), matches, strict=True):
         right[group] = right.get(group, True) and bool(match)
     return np.where(_first_of_group(targets), [100.0 * right[group] for group in _groups(targets)], np.nan)
@@ -142,7 +147,7 @@ def first_of_each_group(each: Each) -> Each:
     """Returns `each` for targets and answers that are mappings; all but the first of a group are NaN."""
 
     def deduplicated(targets: Values, answers: Values) -> NDArray[np.float64]:
-        return np.where(_first_of_group(targets), each(_values(targets), _values(answers)), np.nan)
+        return np.where(_first_of_group(targets), each(bare_values(targets), bare_values(answers)), np.nan)
 
     return deduplicated
 
@@ -185,9 +190,6 @@ def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True
         return 100.0 * (as_set(answer[0]) in wanted) if len(wanted) >= non_null_threshold else float("nan")
 
     return mean_of("recall", lambda targets, answers: np.asarray(list(map(one, targets, answers)), dtype=np.float64))
-
-
-NATURAL_QUESTIONS_RECALL = natural_questions_recall()
 
 
 def rouge(kind: str) -> Metric:
@@ -352,11 +354,6 @@ def _f1(targets: Any, answers: Any, **options: Any) -> float:
 
     options["zero_division"] = 0  # without a warning
     return float(f1_score(targets, answers, **options))
-
-
-def _values(mappings: Values) -> list[Any]:
-    """Returns the `value` of each mapping."""
-    return [mapping["value"] for mapping in mappings]
 
 
 def _groups(targets: Values) -> list[Any]:

@@ -6,8 +6,8 @@ Source: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-tra
 import re
 from typing import Any
 
-from eval.preprocess import FALSE_TRUE, label_text
 from eval.task import Row
+from eval.text.preprocess import FALSE_TRUE, label_text
 from moe import DataError
 
 # Rows of SuperGLUE whose index does not point at the pronoun, and what T5 makes of them; X is the pronoun.

@@ -1,0 +1,1 @@
+"""What an evaluation says: Markdown, a page, a card, beside published results."""
