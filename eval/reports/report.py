@@ -51,6 +51,7 @@ def describe_model(folder: Path, system: Seq2Seq) -> dict[str, Any]:
         "parameters": config.num_parameters() if known else system.model.num_parameters(),
         "active_parameters": config.num_active_parameters() if known else system.model.num_parameters(),
         "chosen_by": _chosen_by(folder),
+        "last_of_run": folder.name == "model" and (folder.absolute().parent / "recipe.yaml").is_file(),
     }
 
 

@@ -13,6 +13,8 @@ def describe_checkpoint(model: dict[str, Any]) -> str:
     if model["active_parameters"] != model["parameters"]:
         size += f", of which a token uses {model['active_parameters']:,}"
     chosen, rule = model["chosen_by"], "how it was chosen among its run's checkpoints is not known"
+    if model["last_of_run"]:
+        rule = "the last of its run"
     if chosen:
         rule = f"chosen by the {chosen['rule']} of {', '.join(chosen['tasks'])} (step {chosen.get('step', '?')})"
     return f"{model['folder']} ({model['class']}, {size}; fingerprint {model['fingerprint']}; {rule})"

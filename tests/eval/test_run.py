@@ -114,6 +114,16 @@ def test_the_best_checkpoint_of_a_run_is_named_where_it_was_chosen(folders, tmp_
     assert "step 7" in (tmp_path / "out/report.md").read_text()
 
 
+def test_the_last_checkpoint_of_a_run_is_said_to_be_that(folders, tmp_path):
+    (tmp_path / "model").symlink_to(folders["moe"])
+    options = {"modes": ["rank"], "data": FIXTURES, "command": ""}
+    evaluate({"ours": tmp_path / "model"}, ["rte"], out=tmp_path / "a", **options)
+    assert "checkpoints is not known" in (tmp_path / "a/report.md").read_text()
+    (tmp_path / "recipe.yaml").touch()
+    evaluate({"ours": tmp_path / "model"}, ["rte"], out=tmp_path / "b", **options)
+    assert "the last of its run" in (tmp_path / "b/report.md").read_text()
+
+
 def test_two_runs_of_the_same_rows_are_compared_and_of_a_part_are_not(folders, tmp_path):
     run(folders, ["multirc", "record"], tmp_path / "a")
     evaluate({"t5": folders["t5"]}, ["multirc", "record"], data=FIXTURES, out=tmp_path / "b", command="")

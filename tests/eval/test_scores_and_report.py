@@ -109,6 +109,7 @@ def a_report(*tasks, **changes):
         "parameters": 5,
         "active_parameters": 3,
         "chosen_by": None,
+        "last_of_run": False,
     }
     report = {"command": "python -m eval run", "settings": {}, **describe_place()}
     return {**report, "models": {"ours": model}, "tasks": list(tasks), "averages": [], "failed": [], **changes}
