@@ -87,7 +87,7 @@ arguments = Seq2SeqTrainingArguments(
     logging_steps=30,
     save_strategy="no",
     predict_with_generate=True,
-    generation_max_length=TASK.max_target_tokens,
+    generation_max_length=TASK.decoding.max_tokens,
     generation_num_beams=1,
     report_to=[],
     disable_tqdm=True,
@@ -145,7 +145,7 @@ print((out / "README.md").read_text(encoding="utf-8").split("## How")[0])
 model = load_complete(STMoEForConditionalGeneration, out, eval_capacity_factor=None)
 shown = validation[:: len(validation) // 5]
 batch = tokenizer([example.inputs for example in shown], padding=True, return_tensors="pt")
-tokens = model.generate(**batch, max_new_tokens=TASK.max_target_tokens, do_sample=False)
+tokens = model.generate(**batch, max_new_tokens=TASK.decoding.max_tokens, do_sample=False)
 answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
 rows = [[example.inputs, example.targets, answer] for example, answer in zip(shown, answers, strict=True)]
 print(format_table(["asked", "expected", "generated"], rows))

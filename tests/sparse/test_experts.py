@@ -396,6 +396,7 @@ def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
 
 def test_ctrl_c_leaves_no_piece_running(threads):
     threads(2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     begun, ended, sent = [], [], []
 
     def run(piece):
@@ -405,8 +406,11 @@ def test_ctrl_c_leaves_no_piece_running(threads):
         time.sleep(0.1)
         ended.append(piece)
 
-    with pytest.raises(KeyboardInterrupt):
-        parallel.run_pieces(run, parallel.cut_rows([5] * 131, most=1))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            parallel.run_pieces(run, parallel.cut_rows([5] * 131, most=1))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(begun) == len(ended) < 100
 
 
