@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from eval.answers.journal import read_predictions
 from eval.task import Example, Task
-from moe import DataError
+from moe import DataError, whole_file
 
 REPORT = "report.json"
 
@@ -93,14 +93,9 @@ def read_answers(folder: Path, task: dict[str, Any], name: str, mode: str) -> An
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes `text` aside and renames it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    """Writes `text` to `path`, whole or not at all."""
+    with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _existing(path: Path) -> Path:

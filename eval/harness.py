@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.answers.predict import load_seq2seq
+from eval.folder import write_whole
 from moe import ConfigError, DataError, did_you_mean
 from moe.inspection.tables import format_table
 
@@ -154,10 +155,9 @@ def save_results(results: dict[str, Any], folder: Path) -> None:
     """Writes results.json, and every example to samples.TASK.jsonl."""
     from lm_eval.utils import handle_non_serializable
 
-    folder.mkdir(parents=True, exist_ok=True)
     whole = {name: value for name, value in results.items() if name != "samples"}
     text = json.dumps(whole, indent=1, default=handle_non_serializable)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / "results.json", text + "\n")
     for name, samples in results["samples"].items():
         lines = (json.dumps(sample, default=handle_non_serializable) + "\n" for sample in samples)
-        (folder / f"samples.{name.replace('/', '_')}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_whole(folder / f"samples.{name.replace('/', '_')}.jsonl", "".join(lines))

@@ -1,7 +1,6 @@
 """An evaluation from end to end: models and tasks in, report files out."""
 
 import contextlib
-import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
 from eval.text.preprocess import HIDDEN
-from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
+from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, locked_folder, together
 
 Draws = dict[tuple[str, str, str], NDArray[np.float64]]
 """By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
@@ -294,15 +293,11 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
         def hold() -> None:
             if world.rank != 0:
                 return
+            taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
             try:
-                out.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context((out / ".lock").open("w"))
+                held.enter_context(locked_folder(out, taken))
             except OSError as error:
                 raise DataError(f"Nothing can be written to {out}: {error.strerror}. Give another --out.") from error
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DataError(f"Another evaluation writes to {out}. Wait for it, or give another --out.") from error
 
         together(hold)
         yield

@@ -5,6 +5,7 @@ Importing the package registers its models with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
+from moe.data.storage import locked_folder, whole_file
 from moe.distributed.agreement import together
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
@@ -75,6 +76,7 @@ __all__ = [
     "load_complete",
     "load_model_on_mesh",
     "load_routers",
+    "locked_folder",
     "lora_config",
     "mesh_limits",
     "model_card",
@@ -86,6 +88,7 @@ __all__ = [
     "summarize",
     "together",
     "total_stats",
+    "whole_file",
 ]
 
 AutoConfig.register("st_moe", STMoEConfig)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.answers.rank import Choice, Scoring
-from moe import DataError
+from moe import DataError, whole_file
 
 
 class Prediction(NamedTuple):
@@ -84,10 +84,8 @@ class Journal:
             wanted = _lines([{**self.header, "scoring": vars(self.scoring)}])
             wanted += "".join(_batch_lines(batch) for batch in batches)
             if wanted != text:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                partial = self.path.with_name(f".{self.path.name}.partial")
-                partial.write_text(wanted, encoding="utf-8")
-                partial.replace(self.path)
+                with whole_file(self.path) as partial:
+                    partial.write_text(wanted, encoding="utf-8")
         except OSError as error:
             raise self._failure(error) from error
         return batches

@@ -62,6 +62,24 @@ def check_replaceable(target: Path, *, marker: str) -> None:
 
 
 @contextmanager
+def locked_folder(folder: Path, taken: str) -> Iterator[None]:
+    """Makes the folder, and holds it inside the block; the lock goes with the process, however it ends.
+
+    Raises:
+        DataError: With the text `taken`, when another process holds it.
+    """
+    import fcntl  # Unix alone has it, and `import moe` reads this file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(taken) from error
+        yield
+
+
+@contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """Gives a sibling path to write to; when the block ends well, that file becomes `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)

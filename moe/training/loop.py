@@ -1,7 +1,6 @@
 """The training loop: one for pre-training and fine-tuning, interrupted and resumed at will."""
 
 import dataclasses
-import fcntl
 import math
 import signal
 import threading
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.pipeline import ALL_ROWS, BatchSource
+from moe.data.storage import locked_folder
 from moe.distributed.exchange import from_first_rank, is_first_rank
 from moe.distributed.mesh import MeshConfig
 from moe.errors import CheckpointError, DataError
@@ -260,12 +260,8 @@ def _only_writer(folder: Path, resume: bool) -> Iterator[None]:
 
         def hold() -> None:
             refuse_to_overwrite(folder, resume)
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((folder / ".lock").open("w"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DataError(f"Another process trains in {folder}. Wait for it, or choose another --out.") from error
+            taken = f"Another process trains in {folder}. Wait for it, or choose another --out."
+            held.enter_context(locked_folder(folder, taken))
 
         from_first_rank(hold)
         yield
