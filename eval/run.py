@@ -233,17 +233,17 @@ def _scored(
     draws: Draws,
 ) -> dict[str, Any]:
     """Returns the entry of a task with all scores; classes and worst answers are those of the first model and mode."""
-    rows = []
+    rows, judged = [], []
     for (name, mode), made in answers.items():
         outputs = [prediction.output for prediction in made.predictions]
-        row, drawn = score_row(task, examples, outputs, name, mode, made.router)
+        row, drawn, each = score_row(task, examples, outputs, name, mode, made.router)
         rows.append(row)
+        judged.append((outputs, each))
         draws[name, mode, task.name] = task_score(task.name, list(drawn.values()))
     if isinstance(task.source, BuiltIn) and has_baselines(task):
         for name, outputs in baseline_outputs(task, task.examples("train"), examples).items():
             rows.append(score_row(task, examples, outputs, name, "baseline")[0])
-    first = next(iter(answers.values())).predictions
-    outputs = [prediction.output for prediction in first]
+    outputs, each = judged[0]
     entry["systems"] = rows
     entry["inputs"] = input_lengths(examples, next(iter(systems.values())).tokenizer, task.inputs_length)
     entry["published"] = [
@@ -252,7 +252,7 @@ def _scored(
         for one in published_of(entry, metric.name)
     ]
     entry["by_class"] = by_class(task, examples, outputs)
-    entry["worst"] = worst(task, examples, outputs)
+    entry["worst"] = worst(examples, outputs, each)
     entry["notes"] = notes_of(entry, models)
     return entry
 

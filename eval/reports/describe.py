@@ -26,8 +26,8 @@ def score_row(
     name: str,
     mode: str,
     router: dict[str, Any] | None = None,
-) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]]]:
-    """Returns one line of the report, a system's scores with their intervals, and the draws of each metric.
+) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
+    """Returns one line of the report, the draws of each metric, and <float64>[N] how well each example was answered.
 
     Args:
         task: Gives metrics and choices.
@@ -49,7 +49,7 @@ def score_row(
         "num_empty": sum(not output.strip() for output in outputs),
         "router": router,
     }
-    return row, draws
+    return row, draws, judged.examples
 
 
 def count_unparsable(targets: Values, answers: Values) -> int | None:
@@ -78,9 +78,14 @@ def by_class(task: Task, examples: Sequence[Example], outputs: Sequence[str]) ->
     ]
 
 
-def worst(task: Task, examples: Sequence[Example], outputs: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the examples of the lowest score below full marks; where many have the lowest, some evenly among them."""
-    each = judge(task.metrics, *task.values(examples, outputs)).examples
+def worst(examples: Sequence[Example], outputs: Sequence[str], each: NDArray[np.float64]) -> list[dict[str, Any]]:
+    """Returns the examples of the lowest score below full marks; where many have the lowest, some evenly among them.
+
+    Args:
+        examples: That were asked.
+        outputs: An answer to each.
+        each: <float64>[N] how well, as `score_row` says.
+    """
     order = [int(row) for row in np.argsort(each, kind="stable") if each[row] < 100.0 - 1e-9]
     lowest = [row for row in order if each[row] <= each[order[0]]]
     if len(lowest) > _SHOWN:

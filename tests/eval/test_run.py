@@ -149,7 +149,7 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     journal.append([Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})])
     answers = read_answers(tmp_path, {"task": name, "num_examples": len(examples)}, "model", "generate")
     assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
-    row, _ = score_row(task, examples, outputs, "model", "generate")
+    row, *_ = score_row(task, examples, outputs, "model", "generate")
     values = {one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]}
     assert values == pytest.approx(score(task, examples, outputs), nan_ok=True)
 

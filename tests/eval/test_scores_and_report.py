@@ -119,7 +119,7 @@ def test_a_row_holds_every_metric_with_its_interval_and_counts_what_cannot_be_re
     examples = task.examples("validation")
     outputs = [example.targets for example in examples]
     outputs[:3] = ["", "pink", "green"]
-    row, draws = score_row(task, examples, outputs, "ours", "generate", {"encoder": {}})
+    row, draws, _ = score_row(task, examples, outputs, "ours", "generate", {"encoder": {}})
     assert [one["metric"] for one in row["scores"]] == [metric.name for metric in task.metrics]
     assert row["scores"][0]["value"] == pytest.approx(score(task, examples, outputs)["accuracy"])
     assert row["scores"][0]["low"] < row["scores"][0]["value"]
@@ -144,11 +144,15 @@ def test_classes_count_right_answers_examples_and_answers(task):
 
 def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
     examples = task.examples("validation")
-    assert worst(task, examples, [example.targets for example in examples]) == []
-    found = worst(task, examples, ["nonsense"] * 25)
+
+    def worst_of(outputs):
+        return worst(examples, outputs, score_row(task, examples, outputs, "ours", "generate")[2])
+
+    assert worst_of([example.targets for example in examples]) == []
+    found = worst_of(["nonsense"] * 25)
     assert len(found) == 10
     assert [row["id"] for row in found][::9] == [examples[0].id, examples[22].id]
-    only = worst(task, examples, [example.targets for example in examples[:-1]] + ["x"])
+    only = worst_of([example.targets for example in examples[:-1]] + ["x"])
     assert [row["id"] for row in only] == [examples[-1].id]
 
 
