@@ -111,7 +111,8 @@ def _most_like(sentences: Sequence[str], summary: str) -> int:
 def _most_typical(summaries: Sequence[str]) -> str:
     """Returns the most frequent summary; of several, out of evenly taken ones, that which is most like the others."""
     counts = Counter(summaries)
-    frequent = [summary for summary, count in counts.items() if count == max(counts.values())]
+    most = max(counts.values())
+    frequent = [summary for summary, count in counts.items() if count == most]
     candidates, others = _thin_out(frequent), _thin_out(summaries)
     vectorizer = CountVectorizer(binary=True, token_pattern=r"[A-Za-z0-9]+").fit([*candidates, *others])
     ours, theirs = (vectorizer.transform(texts).toarray().astype(np.float32) for texts in (candidates, others))

@@ -162,11 +162,7 @@ def generate_beams(
     """
     device = memory.mask.device
     begun = torch.tensor([list(start)] * len(memory.mask), device=device)
-    output = model(
-        **memory.inputs,
-        decoder_input_ids=begun,
-        use_cache=True,
-    )
+    output = model(**memory.inputs, decoder_input_ids=begun, use_cache=True)
     cache = output.past_key_values
     cache.batch_repeat_interleave(num_beams)
     inputs = memory.repeated(torch.arange(len(begun), device=device).repeat_interleave(num_beams))

@@ -7,17 +7,20 @@ import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
+OfSums = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""<float64>[..., P] sums to <float64>[...] scores; NaN where a score is not defined."""
+
 
 class Additive(NamedTuple):
     """A score that is taken of sums.
 
     Attributes:
         parts: (N targets, N answers) to <float64>[N, P] what each example adds.
-        of_sums: <float64>[..., P] sums to <float64>[...] scores; NaN where the score is not defined.
+        of_sums: The score of the sums.
     """
 
     parts: Callable[[Sequence[Any], Sequence[Any]], NDArray[np.float64]]
-    of_sums: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+    of_sums: OfSums
 
 
 def mean_f1(labels: Sequence[int]) -> Additive:

@@ -10,17 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from eval.scores.additive import mean_of_sums, mean_parts
+from eval.scores.additive import OfSums, mean_of_sums, mean_parts
 from eval.scores.metrics import Metric, Values, bare_values, exact_matches
 
 RESAMPLES = 1000
 
 Statistic = Callable[[NDArray[np.int64]], float]
 """A number of drawn groups, <int64>[D], of which some may stand several times; NaN where it is not defined."""
-
-
-OfSums = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""<float64>[..., P] sums to <float64>[...] scores."""
 
 
 class Score(NamedTuple):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.scores.additive import OfSums
 from eval.scores.intervals import (
     Judged,
-    OfSums,
     Score,
     draw_groups,
     group_sums,
