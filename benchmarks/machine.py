@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe.data.storage import whole_file
+from moe.files import whole_file
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

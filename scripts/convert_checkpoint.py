@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from moe.data.storage import whole_folder
 from moe.errors import ConfigError, run_main
+from moe.files import whole_folder
 from moe.models.convert_checkpoint import conversion_report, convert_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
         return
     if options.to.exists():
         raise ConfigError(f"--to {options.to} exists already. Give the name of a new folder, or remove it.")
-    with whole_folder(options.to, marker="config.json") as folder:
+    with whole_folder(options.to, kind="model") as folder:
         report = convert_checkpoint(
             options.source,
             folder,

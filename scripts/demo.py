@@ -14,8 +14,8 @@ from types import ModuleType
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
-from moe.data.storage import whole_folder
 from moe.errors import run_main
+from moe.files import whole_folder
 from moe.training.metrics import METRICS_FILE
 from moe.training.stages import keep_settings, merge_metrics
 from scripts import build_corpus, finetune, inspect_router, pretrain, train_tokenizer
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
     settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model", "--task", TASK, *resume]
     run("4 Fine-tune", finetune, *settings, "--out", out / "finetune")
     run("  and the same from scratch", finetune, *settings, "--init", "scratch", "--out", out / "scratch")
-    with whole_folder(model, marker="config.json") as partial:
+    with whole_folder(model, kind="model") as partial:
         shutil.copytree(out / "finetune/model", partial, dirs_exist_ok=True)
     merge_metrics(out, STAGES)
     models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={out / 'scratch/model'}"]

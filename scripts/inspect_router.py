@@ -10,7 +10,6 @@ from pathlib import Path
 
 from moe.data.corpus import corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
-from moe.data.storage import read_json_lines
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, run_main
@@ -19,6 +18,7 @@ from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
 from moe.models.loading import load_complete
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import read_json_lines
 
 
 def main(argv: list[str]) -> None:
@@ -42,7 +42,8 @@ def main(argv: list[str]) -> None:
     source = SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings)
     trace = trace_tokens(model, (source.batch(index) for index in range(options.batches)))
     stages = {
-        name: read_json_lines(Path(file)) for name, _, file in (value.partition("=") for value in options.metrics)
+        name: [line for _, line in read_json_lines(Path(file), torn_end=True, nan=True)]
+        for name, _, file in (value.partition("=") for value in options.metrics)
     }
     evaluation = json.loads(options.evaluation.read_text(encoding="utf-8")) if options.evaluation else None
     write_report(

@@ -12,13 +12,13 @@ FORBIDDEN = {"utils.py", "helpers.py", "common.py", "misc.py"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_one_concept(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
     assert path.name not in FORBIDDEN
 
 
 def test_scripts_are_thin():
     for path in (ROOT / "scripts").glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, path.name
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 200, path.name
 
 
 def test_package_faces_hold_a_docstring_and_nothing_else():

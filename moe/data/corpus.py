@@ -14,8 +14,8 @@ from typing import NamedTuple
 import datasets
 
 from moe.data.documents import Document
-from moe.data.storage import whole_folder
 from moe.errors import ConfigError, DataError
+from moe.files import whole_folder
 
 FACTS_FILE = "corpus.json"
 SPLITS = ("train", "held_out")
@@ -113,7 +113,7 @@ def save_corpus(corpus: Corpus, folder: Path | str) -> None:
     Raises:
         DataError: When the folder holds something that is not a corpus.
     """
-    with whole_folder(Path(folder), marker=FACTS_FILE) as partial, _no_progress_bars():
+    with whole_folder(Path(folder), kind="corpus") as partial, _no_progress_bars():
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
         (partial / FACTS_FILE).write_text(json.dumps({"num_repeated": corpus.num_repeated}) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from moe.data.docstrings import docstrings, language_topics, package_folder, python_files
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
+from moe.parsing import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -122,30 +123,13 @@ def _files_below(folder: Path) -> list[Path]:
 
 def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
-    text = read_utf8(path)
+    text = read_text(path)
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip() and (content := _tidy(_text_of_line(line, path, number))):
                 yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
     elif content := _tidy(text):
         yield Document(content, source, package, OWN_LICENCE)
-
-
-def read_utf8(path: Path) -> str:
-    """Returns the text of a UTF-8 file; a byte order mark is dropped.
-
-    Raises:
-        DataError: When the file is not UTF-8; says at which byte and line.
-    """
-    content = path.read_bytes()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} (line {line}). "
-            f"Convert it, e.g. `iconv -f latin1 -t utf-8 {path.name}`, then run again."
-        ) from error
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
@@ -155,7 +139,7 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
         DataError: When a line is something else.
     """
     pairs = []
-    for number, line in enumerate(read_utf8(path).split("\n"), start=1):  # a text may hold other line separators
+    for number, line in enumerate(read_text(path).split("\n"), start=1):  # a text may hold other line separators
         if not line.strip():
             continue
         try:

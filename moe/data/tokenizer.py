@@ -18,8 +18,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.storage import check_replaceable, whole_folder
 from moe.errors import ConfigError, DataError
+from moe.files import check_replaceable, whole_folder
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 NUM_SENTINELS = 100
@@ -103,10 +103,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: Path | str) 
     Source:
         T5 (arXiv:1910.10683) section 2.2.1. Differs: scores are rounded to 1/64, so that both libraries agree.
     """
-    check_replaceable(Path(out_dir), marker=TOKENIZER_FILE)  # before the work, not after
+    check_replaceable(Path(out_dir), kind="tokenizer")  # before the work, not after
     model = _round_scores(_train_sentencepiece(texts, vocab_size))
     tokenizer = to_transformers(model)
-    with whole_folder(Path(out_dir), marker=TOKENIZER_FILE) as partial:
+    with whole_folder(Path(out_dir), kind="tokenizer") as partial:
         tokenizer.save_pretrained(str(partial))
         (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
     return load_tokenizer(out_dir)

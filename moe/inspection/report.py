@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.storage import whole_file
 from moe.data.tokenizer import SpecialIds
+from moe.files import whole_file
 from moe.inspection import plots
 from moe.inspection.tables import (
     HEALTH_HEADER,

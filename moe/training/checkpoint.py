@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from moe.data.storage import whole_folder
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
+from moe.files import whole_folder
 from moe.models.loading import describe_misfits
 from moe.training.snapshot import OPTIMIZER, fresh_state, optimizer_state, put_numbers, weights_of
 
@@ -109,7 +109,7 @@ class CheckpointWriter:
         self.wait()
         target = self._folder / f"step_{state.step:08d}"
         opened = ExitStack()
-        partial = from_first_rank(lambda: opened.enter_context(whole_folder(target, marker=STATE_FILE)))
+        partial = from_first_rank(lambda: opened.enter_context(whole_folder(target, kind="checkpoint")))
         with ExitStack() as after_failure, closing(DefaultStager(StagingOptions(False, False, False, False))) as stager:
             after_failure.push(opened)
             future = async_save(

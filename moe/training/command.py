@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
+from moe.parsing import read_yaml
 from moe.sparse.router import router_options_by_name
 from moe.training.recipe import Recipe
 
@@ -98,7 +99,7 @@ class RecipeCommand(Generic[R]):
     def _refuse_unknown_keys(self, file: str) -> None:
         """Raises a ConfigError for the first key of a YAML file that is no setting."""
         sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
-        for key in _dotted_keys(_read_mapping(file), self._mappings):
+        for key in _dotted_keys(read_yaml(Path(file)), self._mappings):
             if key not in self._settings.keys() | self._own | sections:
                 raise ConfigError(
                     f"{file}: there is no setting {key!r} in a {self.kind.__name__}."
@@ -166,24 +167,6 @@ def _config_files(argv: list[str]) -> list[str]:
     """Returns the files that the arguments name with --config."""
     following = [value for option, value in itertools.pairwise(argv) if option == "--config"]
     return following + [argument.partition("=")[2] for argument in argv if argument.startswith("--config=")]
-
-
-def _read_mapping(file: str) -> dict[str, Any]:
-    """Returns the content of a YAML file that holds settings.
-
-    Raises:
-        ConfigError: When there is no such file, or it is no YAML mapping in UTF-8.
-    """
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}. Give the path of a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not YAML in UTF-8: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
-        raise ConfigError(f"{file} holds {found}; expected settings as `key: value` lines.")
-    return content
 
 
 def _is_mapping(kind: Any) -> bool:

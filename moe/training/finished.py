@@ -6,10 +6,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.storage import whole_folder
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout
+from moe.files import whole_folder
 from moe.models.export import write_model
 from moe.models.modeling import STMoEForConditionalGeneration
 
@@ -30,7 +30,7 @@ def export_model(
         OSError: When the disk is full or fails on any rank.
     """
     with ExitStack() as opened:
-        partial = from_first_rank(lambda: opened.enter_context(whole_folder(folder, marker=MODEL_MARKER)))
+        partial = from_first_rank(lambda: opened.enter_context(whole_folder(folder, kind="model")))
         write_model(model, layouts, partial, mesh)
 
         def finish() -> None:

@@ -15,10 +15,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.pipeline import ALL_ROWS, BatchSource
-from moe.data.storage import locked_folder
 from moe.distributed.exchange import from_first_rank, is_first_rank
 from moe.distributed.mesh import MeshConfig
 from moe.errors import CheckpointError, DataError
+from moe.files import locked_folder
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.checkpoint import (

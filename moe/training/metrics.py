@@ -7,8 +7,10 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
-from moe.data.storage import read_json_lines, whole_file
+from moe.checks import is_kind
 from moe.errors import DataError
+from moe.files import whole_file
+from moe.parsing import read_json_lines
 from moe.sparse.stats import router_values
 from moe.training.step import StepMetrics
 
@@ -32,11 +34,13 @@ def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, flo
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl that were measured after at most `step` updates."""
-    lines = read_json_lines(path)
-    for number, line in enumerate(lines, start=1):
-        if not isinstance(line.get("step"), int):
+    kept = []
+    for number, line in read_json_lines(path, torn_end=True, nan=True):
+        if not is_kind(line.get("step"), int):
             raise DataError(f"{path}, line {number} has no step. Restore the file, or remove that line.")
-    return [line for line in lines if line["step"] <= step]
+        if line["step"] <= step:
+            kept.append(line)
+    return kept
 
 
 class MetricsWriter:

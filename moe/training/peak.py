@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe.data.storage import whole_file, whole_folder
 from moe.distributed.exchange import from_first_rank
+from moe.files import whole_file, whole_folder
 
 DEV_FOLDER, BEST_FOLDER, SCORES_FILE = "dev", "best", "scores.json"
 
@@ -70,7 +70,7 @@ def _is_best(folder: Path, scores: dict[str, Any]) -> bool:
 
 def _promote(folder: Path, scores: dict[str, Any]) -> None:
     """Makes the candidate the best model."""
-    with whole_folder(folder / BEST_FOLDER, marker=SCORES_FILE) as partial:
+    with whole_folder(folder / BEST_FOLDER, kind="best model") as partial:
         (folder / DEV_FOLDER / "model").rename(partial / "model")
         _write(partial / SCORES_FILE, scores)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe.data.storage import whole_file
 from moe.errors import ConfigError
+from moe.files import whole_file
 from moe.training.peak import BEST_FOLDER, best_and_last
 from moe.training.recipe import Recipe
 

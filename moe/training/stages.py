@@ -4,8 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe.data.storage import read_json_lines, whole_file
 from moe.errors import DataError
+from moe.files import whole_file
+from moe.parsing import read_json_lines
 from moe.training.metrics import METRICS_FILE
 
 
@@ -33,5 +34,5 @@ def merge_metrics(folder: Path, stages: Sequence[str]) -> None:
     """Writes the metrics of the runs in the folders `stages` to one metrics.jsonl, each line with its stage."""
     with whole_file(folder / METRICS_FILE) as partial, partial.open("w", encoding="utf-8") as file:
         for stage in stages:
-            for line in read_json_lines(folder / stage / METRICS_FILE):
+            for _, line in read_json_lines(folder / stage / METRICS_FILE, torn_end=True, nan=True):
                 file.write(json.dumps({"stage": stage, **line}) + "\n")

@@ -12,8 +12,8 @@ import pytest
 from eval.task import TASKS
 from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
 from moe.data.documents import Document
-from moe.data.storage import whole_file, whole_folder
 from moe.errors import ConfigError, DataError
+from moe.files import whole_file, whole_folder
 from scripts import build_corpus as build_corpus_command
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -157,21 +157,21 @@ def test_somebody_elses_folder_is_never_replaced(tmp_path):
 
 def test_a_failure_half_way_leaves_the_earlier_folder_and_no_rest(tmp_path):
     target = tmp_path / "folder"
-    with whole_folder(target, marker="mark") as partial:
-        (partial / "mark").write_text("first", encoding="utf-8")
-    with pytest.raises(OSError, match="disk"), whole_folder(target, marker="mark") as partial:
-        (partial / "mark").write_text("torn", encoding="utf-8")
+    with whole_folder(target, kind="corpus") as partial:
+        (partial / "corpus.json").write_text("first", encoding="utf-8")
+    with pytest.raises(OSError, match="disk"), whole_folder(target, kind="corpus") as partial:
+        (partial / "corpus.json").write_text("torn", encoding="utf-8")
         raise OSError("disk")
-    assert (target / "mark").read_text(encoding="utf-8") == "first"
+    assert (target / "corpus.json").read_text(encoding="utf-8") == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from moe.data.storage import whole_folder
-with whole_folder(Path(sys.argv[1]), marker="mark") as partial:
-    (partial / "mark").write_text("torn")
+from moe.files import whole_folder
+with whole_folder(Path(sys.argv[1]), kind="corpus") as partial:
+    (partial / "corpus.json").write_text("torn")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -183,8 +183,8 @@ def test_a_killed_run_leaves_nothing_half_done_and_the_next_one_clears_up(tmp_pa
     )
     assert killed.returncode == -signal.SIGKILL
     assert not target.exists()
-    with whole_folder(target, marker="mark") as partial:
-        (partial / "mark").write_text("second", encoding="utf-8")
+    with whole_folder(target, kind="corpus") as partial:
+        (partial / "corpus.json").write_text("second", encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe import DataError
-from moe.data.storage import read_json_lines
 from moe.inspection.tables import format_table, health_rows, load_shares, routing_entropy, special_tokens, top_tokens
 from moe.inspection.trace import trace_tokens
+from moe.parsing import read_json_lines
 from tests.models.tiny import tiny_batch, tiny_model
 
 
@@ -71,9 +71,9 @@ def test_shares_add_up_and_a_table_has_a_row_for_each_layer():
 
 
 def test_a_missing_and_a_broken_metrics_file_are_named(tmp_path):
-    with pytest.raises(DataError, match="There is no "):
-        read_json_lines(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        list(read_json_lines(tmp_path / "none.jsonl"))
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n{"torn')
     with pytest.raises(DataError, match="line 2: 'nonsense'"):
-        read_json_lines(path)
+        list(read_json_lines(path, torn_end=True))

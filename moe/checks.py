@@ -1,0 +1,184 @@
+"""The check of every setting: one message with the name, the value, what was expected, and why."""
+
+import math
+import numbers
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from moe.errors import ConfigError
+
+_SHOWN_CHARACTERS = 80
+
+
+def check(holds: bool, name: str, value: object, expected: str) -> None:
+    """Raises unless a setting holds.
+
+    Args:
+        holds: Whether it does.
+        name: Of the setting, as the user writes it.
+        value: What the user gave.
+        expected: What was expected instead, e.g. `an integer of at least 1`.
+
+    Raises:
+        ConfigError: `NAME is VALUE; expected EXPECTED.`
+    """
+    if not holds:
+        raise ConfigError(f"{name} is {shown(value)}; expected {expected}.")
+
+
+def check_integer(
+    name: str,
+    value: object,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    reason: str = "",
+    optional: str = "",
+) -> None:
+    """Raises unless a setting is an integer, and no bool, within its bounds.
+
+    Args:
+        name: Of the setting.
+        value: What the user gave.
+        least: Smallest value that is accepted.
+        most: Largest value that is accepted; give the reason too.
+        reason: Why there is an upper bound, e.g. `a batch is drawn at once`.
+        optional: What None stands for, e.g. `null for all`; empty where None is refused.
+
+    Raises:
+        ConfigError: When it is something else.
+    """
+    if value is None and optional:
+        return
+
+    holds = is_kind(value, int)
+    holds = holds and (least is None or value >= least)  # type: ignore[operator]
+    holds = holds and (most is None or value <= most)  # type: ignore[operator]
+    check(holds, name, value, _expected("an integer", _range(least, most), reason, optional))
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    reason: str = "",
+    optional: str = "",
+) -> None:
+    """Raises unless a setting is a finite real number, and no bool, within its bounds.
+
+    Args:
+        name: Of the setting.
+        value: What the user gave.
+        least: Smallest value that is accepted.
+        above: Largest value that is too small; in the place of `least`.
+        most: Largest value that is accepted.
+        below: Smallest value that is too large; in the place of `most`.
+        reason: Why the bound is there, where the name does not say it.
+        optional: What None stands for; empty where None is refused.
+
+    Raises:
+        ConfigError: When it is something else.
+    """
+    if value is None and optional:
+        return
+
+    holds = is_kind(value, float)
+    holds = holds and (least is None or value >= least)  # type: ignore[operator]
+    holds = holds and (above is None or value > above)  # type: ignore[operator]
+    holds = holds and (most is None or value <= most)  # type: ignore[operator]
+    holds = holds and (below is None or value < below)  # type: ignore[operator]
+    check(holds, name, value, _expected("a finite number", _range(least, most, above, below), reason, optional))
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raises a ConfigError unless a setting is one of a few texts."""
+    known = tuple(choices)
+    check(isinstance(value, str) and value in known, name, value, f"one of {', '.join(known)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises a ConfigError unless a setting is True or False: the text "no" is as true as "yes"."""
+    check(isinstance(value, bool), name, value, "true or false")
+
+
+def check_field_types(settings: object, *, prefix: str = "") -> None:
+    """Checks the fields of a dataclass that are a choice of texts or a flag, by their annotations.
+
+    Args:
+        settings: A dataclass.
+        prefix: Put before the names in messages, e.g. `training.`.
+
+    Raises:
+        ConfigError: When a `Literal` field holds another value, or a `bool` field no bool.
+    """
+    assert is_dataclass(settings), f"{settings!r} is no dataclass"
+    hints = get_type_hints(type(settings))
+    for item in fields(settings):
+        kind = hints[item.name]
+        value = getattr(settings, item.name)
+        if get_origin(kind) is Literal:
+            check_choice(prefix + item.name, value, get_args(kind))
+        elif kind is bool:
+            check_flag(prefix + item.name, value)
+
+
+def is_kind(value: object, kind: type) -> bool:
+    """Returns whether `value` is a bool, an integer or a finite number, as `kind` (bool, int or float) says."""
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, numbers.Integral)
+    return isinstance(value, numbers.Real) and _is_finite(value)
+
+
+def shown(value: object) -> str:
+    """Returns a value as it stands in a message: its repr, shortened where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of more than 4,300 digits
+        return "an integer of thousands of digits"
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns whether a real number is finite as a float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
+
+
+def _range(
+    least: float | None = None, most: float | None = None, above: float | None = None, below: float | None = None
+) -> str:
+    """Returns the bounds of a number in words."""
+    if least is not None and most is not None:
+        return f"from {least:,} to {most:,}"
+
+    bounds = []
+    if least is not None:
+        bounds.append(f"of at least {least:,}")
+    if above is not None:
+        bounds.append(f"above {above:,}")
+    if most is not None:
+        bounds.append(f"of at most {most:,}")
+    if below is not None:
+        bounds.append(f"below {below:,}")
+    return " and ".join(bounds)
+
+
+def _expected(kind: str, bounds: str, reason: str, optional: str) -> str:
+    """Returns what was expected of a number."""
+    expected = f"{kind} {bounds}".rstrip()
+    if optional:
+        expected += f", or {optional}"
+    if reason:
+        expected += f" ({reason})"
+    return expected

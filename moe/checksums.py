@@ -1,0 +1,88 @@
+"""What a folder was written with: the SHA-256 of each of its files, by which damage is noticed.
+
+`SHA256SUMS` is in the format of coreutils: `sha256sum --check SHA256SUMS` does what `find_damage` does.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+SUMS_FILE = "SHA256SUMS"
+
+
+class Damage(NamedTuple):
+    """A file that is not what was written.
+
+    Attributes:
+        name: Of the file in its folder.
+        reason: What is wrong, e.g. `is missing` or `has another SHA-256 than it was written with`.
+    """
+
+    name: str
+    reason: str
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Writes the checksums of a folder's files.
+
+    Args:
+        folder: Complete but for this file.
+        digests: SHA-256 by the file's name relative to the folder; None for those of all files.
+    """
+    if digests is None:
+        digests = {name: sha256_of(folder / name) for name in _files_below(folder)}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
+    (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def read_sums(folder: Path) -> dict[str, str] | None:
+    """Returns the SHA-256 of each file of a folder by name; None when the folder was written without.
+
+    A line that is damaged itself counts as an empty checksum of the name that can be read, which no file has.
+    """
+    try:
+        text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+    digests = {}
+    for line in text.splitlines():
+        digest, _, name = line.partition("  ")
+        digests[name] = digest if re.fullmatch("[0-9a-f]{64}", digest) else ""
+    return digests
+
+
+def find_damage(folder: Path, names: Iterable[str] | None = None) -> list[Damage]:
+    """Returns the files of a folder that are not what was written; nothing when it has no checksums.
+
+    Args:
+        folder: With a file of checksums, or without.
+        names: Files to look at, of those that have a checksum; None for all.
+    """
+    digests = read_sums(folder) or {}
+    wanted = digests.keys() if names is None else digests.keys() & set(names)
+
+    damaged = []
+    for name in sorted(wanted):
+        try:
+            if sha256_of(folder / name) != digests[name]:
+                damaged.append(Damage(name, "has another SHA-256 than it was written with"))
+        except FileNotFoundError:
+            damaged.append(Damage(name, "is missing"))
+        except (OSError, ValueError) as error:
+            damaged.append(Damage(name, f"cannot be read ({error})"))
+    return damaged
+
+
+def _files_below(folder: Path) -> list[str]:
+    """Returns the names of all files below a folder."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [name for name in names if name != SUMS_FILE]

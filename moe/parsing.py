@@ -1,0 +1,205 @@
+"""From the text of a file to values: JSON, JSON lines and YAML, refused with one message, and typed records of them.
+
+Nothing that is read here runs code, and nothing in it is trusted: bytes that are no UTF-8, halves of characters,
+numbers of thousands of digits, nesting without end and other types than expected all end in an error of this library.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+
+from moe.checks import shown
+from moe.errors import ConfigError, DataError, MoEError
+
+T = TypeVar("T")
+
+
+def read_text(path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError) -> str:
+    """Returns the text of a UTF-8 file; a byte order mark is dropped.
+
+    Args:
+        path: The file.
+        advice: What the user can do when it is missing or cannot be read.
+        error: Class of the error.
+
+    Raises:
+        MoEError: When the file is missing or is not UTF-8; says at which byte and line.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as failure:
+        raise error(f"{path} cannot be read: {failure.strerror or failure}. {advice}") from failure
+
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as failure:
+        line = content.count(b"\n", 0, failure.start) + 1
+        raise error(
+            f"{path} is not UTF-8: byte 0x{content[failure.start]:02x} at offset {failure.start} (line {line}). "
+            f"Convert it, e.g. `iconv -f latin1 -t utf-8 {path.name}`, then run again."
+        ) from failure
+
+
+def parse_json(
+    text: str, *, where: str, advice: str = "Restore the file.", error: type[MoEError] = DataError, nan: bool = False
+) -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+        text: The JSON.
+        where: File and line, for the message.
+        advice: What the user can do.
+        error: Class of the error.
+        nan: Whether NaN and Infinity, which JSON does not have, are numbers, as Python writes them.
+
+    Raises:
+        MoEError: When the text is no JSON, or nests deeper or has longer numbers than anything of use.
+    """
+    try:
+        return from_json(text.encode(), allow_inf_nan=nan)
+    except ValueError as failure:  # half a character is a ValueError too
+        raise error(f"{where}: {shown(text[:60])} is not JSON ({failure}). {advice}") from failure
+
+
+def read_json(
+    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError, nan: bool = False
+) -> Any:
+    """Returns the value of a JSON file; see `read_text` and `parse_json`."""
+    text = read_text(path, advice=advice, error=error)
+    return parse_json(text, where=str(path), advice=advice, error=error, nan=nan)
+
+
+def read_json_lines(
+    path: Path, *, advice: str = "Restore the file.", torn_end: bool = False, nan: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number, from 1, and the object of each line of a JSONL file; empty lines are passed over.
+
+    Args:
+        path: The file.
+        advice: What the user can do.
+        torn_end: Whether a last line that is no object is left out: that of a file that is written as a run goes on.
+        nan: Whether NaN and Infinity are numbers.
+
+    Raises:
+        DataError: When the file cannot be read, or a line is no JSON object; names the line.
+    """
+    lines = read_text(path, advice=advice).split("\n")  # a text may hold other line separators
+    last = max((number for number, line in enumerate(lines, start=1) if line.strip()), default=0)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+
+        where = f"{path}, line {number}"
+        try:
+            value = parse_json(line, where=where, advice=advice, nan=nan)
+            if not isinstance(value, dict):
+                raise DataError(f"{where}: {shown(line[:60])} is no JSON object. {advice}")
+        except DataError:
+            if torn_end and number == last:
+                return
+            raise
+        yield number, value
+
+
+def to_record(
+    kind: type[T], value: Any, *, where: str, advice: str = "Restore the file.", error: type[MoEError] = DataError
+) -> T:
+    """Returns a typed record of plain values.
+
+    Args:
+        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; bounds stand in its annotations as
+            `Annotated[int, Field(ge=0)]`.
+        value: What was read.
+        where: File and line, for the message.
+        advice: What the user can do.
+        error: Class of the error.
+
+    Raises:
+        MoEError: When fields are missing, unknown or of another type; names the first with its value.
+    """
+    if hasattr(kind, "_fields") and not isinstance(value, dict):  # pydantic would take a list for a NamedTuple
+        raise error(f"{where}: its content is {shown(value)}; expected an object with fields. {advice}")
+
+    try:
+        return _reader(kind).validate_python(value, strict=True)
+    except ValidationError as failure:
+        first = failure.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or "its content"
+        if first["type"].startswith("missing"):
+            raise error(f"{where}: {name} is missing. {advice}") from failure
+        raise error(f"{where}: {name} is {shown(first['input'])}: {first['msg']}. {advice}") from failure
+    except RecursionError as failure:
+        raise error(f"{where}: nests too deeply. {advice}") from failure
+
+
+def read_record(
+    path: Path, kind: type[T], *, advice: str = "Restore the file.", error: type[MoEError] = DataError
+) -> T:
+    """Returns a typed record of a JSON file; see `read_json` and `to_record`."""
+    return to_record(kind, read_json(path, advice=advice, error=error), where=str(path), advice=advice, error=error)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Returns the settings in a YAML file.
+
+    Raises:
+        ConfigError: When there is no such file, it is no YAML mapping in UTF-8, gives a key twice, or holds itself.
+    """
+    advice = "Give the path of a YAML file of `key: value` lines."
+    text = read_text(path, advice=advice, error=ConfigError)
+    try:
+        content = yaml.load(text, Loader=_StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:
+        reason = " ".join(str(failure).split()) or type(failure).__name__
+        raise ConfigError(f"{path} is not YAML that can be used: {reason}. {advice}") from failure
+
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ConfigError(f"{path} holds {found}; expected settings as `key: value` lines.")
+    return content
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without keys that are given twice, and without aliases, by which a value could hold itself."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Reads one node.
+
+        Raises:
+            ComposerError: When it stands for another by `*name`.
+        """
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise ComposerError(None, None, f"*{event.anchor} repeats a value", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Returns the mapping of a node.
+
+        Raises:
+            ConstructorError: When a key is given twice.
+        """
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise ConstructorError(
+                    None, None, f"the key {shown(key)} is no text; write it in quotes", key_node.start_mark
+                )
+            if key in seen:
+                raise ConstructorError(None, None, f"the key {shown(key)} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    """Returns what reads records of a type; making one takes longer than using it."""
+    return TypeAdapter(kind)

@@ -1,0 +1,151 @@
+"""Folders that are whole or as they were, whatever moment a run is killed at."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from moe import ConfigError, DataError
+from moe.checksums import SUMS_FILE, find_damage, write_sums
+from moe.files import (
+    FOLDER_KINDS,
+    check_replaceable,
+    claim_folder,
+    kind_of,
+    output_path,
+    remove_folder,
+    remove_leftovers,
+    whole_folder,
+    write_text,
+)
+
+
+def fill(target, text):
+    with whole_folder(target, kind="corpus") as partial:
+        (partial / "corpus.json").write_text(text)
+
+
+def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path):
+    target = tmp_path / "thing"
+    fill(target, "first")
+    target.rename(tmp_path / ".thing.replaced")
+    (tmp_path / ".thing.partial").mkdir()
+    with pytest.raises(RuntimeError), whole_folder(target, kind="corpus"):
+        raise RuntimeError
+    assert (target / "corpus.json").read_text() == "first"
+    fill(target, "second")
+    assert (target / "corpus.json").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+
+
+def test_a_rename_that_fails_gives_the_earlier_folder_back(tmp_path, monkeypatch):
+    target = tmp_path / "thing"
+    fill(target, "first")
+    rename = Path.rename
+
+    def refuse_the_last(path, to):
+        if path.name.endswith(".partial"):
+            raise OSError("no more names")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_last)
+    with pytest.raises(OSError, match="no more names"):
+        fill(target, "second")
+    assert (target / "corpus.json").read_text() == "first"
+
+
+def test_a_folder_of_another_kind_is_never_replaced(tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters/love.txt").write_text("dear")
+    with pytest.raises(DataError, match="holds something else"):
+        fill(tmp_path / "letters", "x")
+    assert (tmp_path / "letters/love.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("kind", FOLDER_KINDS)
+def test_each_kind_of_folder_refuses_every_other(tmp_path, kind):
+    with claim_folder(tmp_path / "mine", kind, taken="taken"):
+        assert kind_of(tmp_path / "mine") == kind
+    for other in set(FOLDER_KINDS) - {kind}:
+        with pytest.raises(DataError, match=f"holds a {kind}, and a {other} would be mixed with it"):
+            check_replaceable(tmp_path / "mine", kind=other)
+        refused = pytest.raises(DataError, match="would be mixed")
+        with refused, claim_folder(tmp_path / "mine", other, taken="taken"):
+            pass
+
+
+def test_a_tokenizer_does_not_replace_the_model_that_holds_one(tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match="holds a model"):
+        check_replaceable(tmp_path, kind="tokenizer")
+
+
+def test_what_a_user_put_into_a_folder_of_ours_is_not_replaced(tmp_path):
+    target = tmp_path / "thing"
+    with whole_folder(target, kind="corpus") as partial:
+        (partial / "corpus.json").write_text("first")
+        write_sums(partial)
+    (target / "notes.txt").write_text("dear")
+    with pytest.raises(DataError, match=r"'notes\.txt' is no part of a corpus"):
+        fill(target, "second")
+    assert (target / "notes.txt").read_text() == "dear"
+
+
+def test_of_two_that_make_one_folder_the_second_is_refused_and_the_first_is_whole(tmp_path):
+    target = tmp_path / "thing"
+    with whole_folder(target, kind="corpus") as partial:
+        (partial / "corpus.json").write_text("first")
+        with pytest.raises(DataError, match="Another process is writing"):
+            fill(target, "second")
+    assert (target / "corpus.json").read_text() == "first"
+
+
+def test_many_writers_of_one_file_leave_one_of_their_texts(tmp_path):
+    target = tmp_path / "file"
+    texts = [f"{number}" * 10_000 for number in range(10)]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(lambda text: write_text(target, text), texts))
+    assert target.read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_being_removed_is_gone_under_its_name_at_once(tmp_path, monkeypatch):
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "state.json").write_text("{}")
+
+    def killed(path, **_):
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        remove_folder(tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()
+    remove_leftovers(tmp_path, "step_*")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_bit_a_missing_file_and_a_damaged_sum_are_found(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).write_bytes(b"1234567")
+    write_sums(tmp_path)
+    assert find_damage(tmp_path) == []
+    (tmp_path / "a").write_bytes(b"1234566")
+    (tmp_path / "b").unlink()
+    sums = (tmp_path / SUMS_FILE).read_text().replace("  c", "  C")
+    (tmp_path / SUMS_FILE).write_text(sums)
+    assert [(damage.name, damage.reason.split()[1]) for damage in find_damage(tmp_path)] == [
+        ("C", "missing"),
+        ("a", "another"),
+        ("b", "missing"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "is empty"), ("a\0b", "NUL"), ("model.safetensors", r"ends in \.html")]
+)
+def test_an_output_that_is_no_place_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        output_path(text, suffix=".html")

@@ -1,0 +1,114 @@
+"""Text of files to values: whatever cannot be used is one error that names the place."""
+
+from typing import Annotated, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from moe import CheckpointError, ConfigError, DataError
+from moe.parsing import parse_json, read_json, read_json_lines, read_text, read_yaml, to_record
+
+
+class State(NamedTuple):
+    step: Annotated[int, Field(ge=0)]
+    name: str
+    sizes: dict[str, int] | None = None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '"\\ud800"',
+        "1" * 5_000,
+        "[" * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+        "NaN",
+        "-Infinity",
+        "\ud800",
+        "{'a': 1}",
+    ],
+)
+def test_what_is_no_json_is_one_error(text):
+    with pytest.raises(DataError, match=r"^here, line 7: .* is not JSON .*Do this\.$"):
+        parse_json(text, where="here, line 7", advice="Do this.")
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_value_or_one_error(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("any") / "x.json"
+    path.write_bytes(content)
+    for read in (read_json, read_yaml, lambda path: list(read_json_lines(path))):
+        try:
+            read(path)
+        except (DataError, ConfigError) as error:
+            assert str(path) in str(error)
+
+
+def test_a_missing_file_says_what_to_do(tmp_path):
+    with pytest.raises(CheckpointError, match=r"none\.json cannot be read: No such file.*Copy it again\."):
+        read_json(tmp_path / "none.json", advice="Copy it again.", error=CheckpointError)
+    with pytest.raises(DataError, match="Is a directory"):
+        read_text(tmp_path)
+
+
+def test_json_lines_lose_only_a_torn_end_and_only_where_that_may_be(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n\n{"b": ')
+    assert list(read_json_lines(path, torn_end=True)) == [(1, {"a": 1})]
+    with pytest.raises(DataError, match="line 3"):
+        list(read_json_lines(path))
+    path.write_text('{"a": 1}\n[]\n{"b": 2}\n')
+    with pytest.raises(DataError, match=r"line 2: '\[\]' is no JSON object"):
+        list(read_json_lines(path, torn_end=True))
+
+
+def test_a_text_may_hold_other_line_separators(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "x\u2028y"}\r\n{"a": "z"}\n', encoding="utf-8")
+    assert [value["a"] for _, value in read_json_lines(path)] == ["x\u2028y", "z"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"step": "3", "name": "x"}, "step is '3'"),
+        ({"step": True, "name": "x"}, "step is True"),
+        ({"step": -1, "name": "x"}, "step is -1: Input should be greater than or equal to 0"),
+        ({"step": 1}, "name is missing"),
+        ({"step": 1, "name": "x", "sizes": {"a": "b"}}, "sizes.*a is 'b'"),
+        ({"step": 1, "name": "x", "nmae": "y"}, "nmae is 'y'"),
+        ([], r"its content is \[\]"),
+        ({"step": 1, "name": "x" * 500, "sizes": 3}, "sizes is 3"),
+    ],
+)
+def test_a_record_of_another_shape_names_the_field(value, message):
+    with pytest.raises(DataError, match=f"^state.json: {message}"):
+        to_record(State, value, where="state.json")
+
+
+def test_a_record_is_typed():
+    assert to_record(State, {"step": 3, "name": "x", "sizes": {"a": 1}}, where="") == State(3, "x", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2", "'a' is given twice"),
+        ("a: {b: 1, b: 2}", "'b' is given twice"),
+        ("a: &x [*x]", "repeats a value"),
+        ("1: 2", "is no text"),
+        ("[" * 5_000, "is not YAML"),
+        ("a: " + "1" * 5_000, "is not YAML"),
+        ("- a", "holds a list"),
+        ("", "holds nothing"),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_yaml(tmp_path / "a.yaml")
