@@ -176,8 +176,9 @@ def held_out_batches(
     tokens = tokenize_corpus(corpus.held_out, tokenizer)
     reason = "the held-out text has so many tokens"
     check_integer("--inputs-length", inputs_length, least=4, most=tokens.size, reason=reason)
-    settings = {"inputs_length": inputs_length, "batch_size": _BATCH_SIZE, "seed": _SEED}
-    return SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings), tokens.size
+    ids = SpecialIds.of(tokenizer)
+    source = SpanCorruptionSource(tokens, ids, inputs_length=inputs_length, batch_size=_BATCH_SIZE, seed=_SEED)
+    return source, tokens.size
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
     """
     with_losses = any(name in line for line in lines for name in LOSSES)
     with_routers = any("router/" in name for line in lines for name in line)
-    rows = [["loss", "loss"]] * with_losses + [["entropy", "dropped"]] * with_routers
+    rows: list[Any] = [["loss", "loss"]] * with_losses + [["entropy", "dropped"]] * with_routers
     with rc_context(_STYLE):
         heights = [3.4] * with_losses + [2.4] * with_routers
         figure = Figure(figsize=(7.8, sum(heights)), layout="constrained")

@@ -30,7 +30,7 @@ from moe.inspection.sources import (
 )
 from moe.inspection.tables import (
     HEALTH_HEADER,
-    PREFERRED_LIFT,
+    LEAST_SEEN,
     TokenCount,
     health_rows,
     layer_name,
@@ -295,8 +295,8 @@ def _experts(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> str:
             "First choices. Beside a token: in how many of its occurrences this expert was its first choice, which is "
             "also how far its box is filled. Lift (x) is that share over the expert's share of all tokens, smoothed as "
             "if the token had been seen 20 times more, routed as all are: 1 x is no preference, a rare token needs "
-            f"more evidence, and {PREFERRED_LIFT:g} x is the least that is listed. A word begins with ▁; <start> is "
-            "what the decoder begins with."
+            f"more evidence, and one seen less than {LEAST_SEEN} times is not listed there. A word begins with ▁; "
+            "<start> is what the decoder begins with."
         )
     ]
     for layer in trace:

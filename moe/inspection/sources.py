@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from moe.checks import is_kind, shown
+from moe.checks import shown
 from moe.errors import ConfigError, DataError
 from moe.parsing import read_json_lines, read_record, read_yaml, to_record
 
@@ -127,9 +127,9 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
     stages = []
     for argument in arguments:
         name, separator, file = argument.partition("=")
-        if not separator or not name.strip() or not file.strip():
+        if not separator or not name.strip() or not file.strip() or "\0" in file:
             raise ConfigError(
-                f"--metrics {shown(argument)} has no name or no file. Write NAME=FILE, e.g. mine=runs/metrics.jsonl."
+                f"--metrics {shown(argument)} has no name, or no file that can be. Write NAME=FILE, e.g. mine=runs/metrics.jsonl."
             )
         if not name.isprintable():
             raise ConfigError(
@@ -157,7 +157,7 @@ def _read_lines(path: Path) -> list[Line]:
             )
 
         step = values.get("step")
-        if not is_kind(step, int) or not 0 <= step <= _MOST_STEPS:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MOST_STEPS:
             raise DataError(f"{where}: step is {shown(step)}; expected a number of updates. {advice}")
         if lines and step < lines[-1]["step"]:
             raise DataError(f"{where}: step {step} comes after step {lines[-1]['step']:.0f}. {advice}")

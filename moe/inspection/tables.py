@@ -15,8 +15,8 @@ _SMOOTHING = 20
 """Occurrences, routed as all tokens are, that lift adds to those of a token: a rare token then needs more evidence."""
 
 
-PREFERRED_LIFT = 1.5
-"""Least lift of a token that an expert is said to prefer."""
+LEAST_SEEN = 10
+"""Occurrences of a token below which no expert is said to prefer it, as in OLMoE (arXiv:2409.02060)."""
 
 
 class TokenCount(NamedTuple):
@@ -45,12 +45,13 @@ def top_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCo
         number: Most tokens to return.
     """
     received = counts[:, expert]
-    return _tokens_by(received.double(), counts, expert, number=number, above=0)
+    return _tokens_by(received.double(), received > 0, counts, expert, number)
 
 
 def special_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
     """Returns the tokens that an expert prefers, by falling lift; arguments as in `top_tokens`."""
-    return _tokens_by(smoothed_lift(counts, expert), counts, expert, number=number, above=PREFERRED_LIFT)
+    lift = smoothed_lift(counts, expert)
+    return _tokens_by(lift, (lift > 1) & (counts.sum(dim=1) >= LEAST_SEEN), counts, expert, number)
 
 
 def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
@@ -70,15 +71,15 @@ def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
     return (k / q.clamp(min=1e-12) + _SMOOTHING) / (n + _SMOOTHING)
 
 
-def _tokens_by(key: Tensor, counts: Tensor, expert: int, *, number: int, above: float) -> list[TokenCount]:
-    """Returns the first tokens by a key <float64>[V], as long as it is above a bound."""
+def _tokens_by(key: Tensor, listed: Tensor, counts: Tensor, expert: int, number: int) -> list[TokenCount]:
+    """Returns the first tokens by falling key <float64>[V], of those that are to be listed <bool>[V]."""
     lift = smoothed_lift(counts, expert)
     seen = counts.sum(dim=1)
-    order = key.argsort(descending=True, stable=True)[:number].tolist()
+    order = key.masked_fill(~listed, -math.inf).argsort(descending=True, stable=True)[:number].tolist()
     return [
         TokenCount(token, int(counts[token, expert]), int(seen[token]), float(lift[token]))
         for token in order
-        if key[token] > above
+        if listed[token]
     ]
 
 
