@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -89,20 +89,22 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
         figure = Figure(figsize=(7.8, 1.3 + 0.62 * len(names)), layout="constrained")
         axes = figure.subplots()
         over_even = [[share * len(row) for share in row] for row in shares]
-        image = axes.imshow(over_even, cmap="RdBu_r", vmin=0.5, vmax=1.5, aspect="auto")
-        axes.set_yticks(range(len(names)), names)
+        steps_of_colour = colormaps["RdBu_r"].resampled(21)  # few enough to be drawn, where more would be an image
+        image = axes.pcolormesh(over_even, cmap=steps_of_colour, vmin=0.5, vmax=1.5)
+        axes.invert_yaxis()
+        axes.set_yticks([row + 0.5 for row in range(len(names))], names)
         axes.set_xlabel("expert")
 
         if num_experts <= _LABELLED_EXPERTS:
-            axes.set_xticks(range(num_experts), [str(expert + 1) for expert in range(num_experts)])
+            ticks = range(num_experts)
             for row, values in enumerate(over_even):
                 for column, ratio in enumerate(values):
                     colour = "white" if abs(ratio - 1) > 0.38 else "black"
                     label = f"{ratio:.2f} x\n{100 * shares[row][column]:.1f} %"
-                    axes.text(column, row, label, ha="center", va="center", color=colour, fontsize=9)
+                    axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", color=colour, fontsize=9)
         else:
             ticks = range(0, num_experts, -(-num_experts // _LABELLED_EXPERTS))
-            axes.set_xticks(ticks, [str(expert + 1) for expert in ticks])
+        axes.set_xticks([expert + 0.5 for expert in ticks], [str(expert + 1) for expert in ticks])
 
         bar = figure.colorbar(image, ax=axes, orientation="horizontal", extend="both", aspect=60, pad=0.02)
         bar.set_label(f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)")

@@ -129,7 +129,8 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
         name, separator, file = argument.partition("=")
         if not separator or not name.strip() or not file.strip() or "\0" in file:
             raise ConfigError(
-                f"--metrics {shown(argument)} has no name, or no file that can be. Write NAME=FILE, e.g. mine=runs/metrics.jsonl."
+                f"--metrics {shown(argument)} has no name, or no file that can be. Write NAME=FILE, "
+                "e.g. mine=runs/mine/metrics.jsonl."
             )
         if not name.isprintable():
             raise ConfigError(
