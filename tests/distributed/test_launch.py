@@ -102,7 +102,9 @@ def test_a_port_in_use_is_named(torchrun, busy_port):
 def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank, reason):
     torchrun(rank, 2, free_port)
     start = time.monotonic()
-    message = rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds.*--timeout.*{reason}"
+    message = (
+        rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds.*--timeout.*{reason}"
+    )
     with pytest.raises(DistributedError, match=message), launch(timeout=2):
         pass
     assert time.monotonic() - start < 4
@@ -141,7 +143,7 @@ def test_torchruns_variables_are_numbers_in_their_range(torchrun, monkeypatch, n
 def test_a_name_that_no_host_can_have_is_a_message(torchrun, monkeypatch):
     torchrun(1, 2, 29500)
     monkeypatch.setenv("MASTER_ADDR", "x" * 100)
-    with pytest.raises(DistributedError, match="did not meet the others at x{100}:29500"), launch(timeout=0.2):
+    with pytest.raises(DistributedError, match=r"did not meet the others at x{100}:29500"), launch(timeout=0.2):
         pass
 
 
