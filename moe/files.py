@@ -25,6 +25,8 @@ _MARKERS = {
     "checkpoint": ("state.json", ".metadata"),
     "job": ("settings.json",),
     "evaluation": ("report.json", "predictions"),
+    "comparison": ("compare.json",),
+    "harness evaluation": (),
     "training run": ("recipe.yaml", "checkpoints", "metrics.jsonl"),
     "model": ("config.json", "model.safetensors", "model.safetensors.index.json"),
     "tokenizer": ("tokenizer.json", "spiece.model"),
@@ -64,13 +66,13 @@ def check_kind(folder: Path, kind: str) -> None:
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
-            f"{folder} is a file and holds something else; expected a folder for a {kind}. Choose another --out."
+            f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. Choose another --out."
         )
 
     found = kind_of(folder)
     if found not in (None, kind):
         raise DataError(
-            f"{folder} holds a {found}, and a {kind} would be mixed with it. Choose another --out, or move it away."
+            f"{folder} holds {_a(found)}, and {_a(kind)} would be mixed with it. Choose another --out, or move it away."
         )
 
 
@@ -177,7 +179,7 @@ def check_replaceable(target: Path, *, kind: str) -> None:
         strange = sorted(entries - {name.split("/")[0] for name in written}) if written else []
     if strange:
         raise DataError(
-            f"{target} exists and holds something else ({strange[0]!r} is no part of a {kind}), so it is not "
+            f"{target} exists and holds something else ({strange[0]!r} is no part of {_a(kind)}), so it is not "
             "overwritten. Choose another folder, or move that away."
         )
 
@@ -263,6 +265,11 @@ def output_path(text: str | Path, *, suffix: str = "") -> Path:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inside
+
+
+def _a(kind: str) -> str:
+    """Returns a kind of folder with its article."""
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def _absolute(path: Path) -> Path:

@@ -65,7 +65,10 @@ def parse_json(
     try:
         return from_json(text.encode(), allow_inf_nan=nan)
     except ValueError as failure:  # half a character is a ValueError too
-        raise error(f"{where}: {shown(text[:60])} is not JSON ({failure}). {advice}") from failure
+        reason = str(failure)
+        if "hex escape" in reason or "surrogate" in reason:
+            reason += r"; half a character, \ud800 to \udfff, stands for nothing"
+        raise error(f"{where}: {shown(text[:60])} is not JSON ({reason}). {advice}") from failure
 
 
 def read_json(
