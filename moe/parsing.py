@@ -36,6 +36,8 @@ def read_text(path: Path, *, advice: str = "Restore the file.", error: type[MoEE
         content = path.read_bytes()
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror or failure}. {advice}") from failure
+    except ValueError as failure:  # NUL in the path
+        raise error(f"{str(path)!r} is no path: {failure}. {advice}") from failure
 
     try:
         return content.decode("utf-8-sig")
