@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from moe.errors import DataError
+
 SUMS_FILE = "SHA256SUMS"
 
 
@@ -80,6 +82,35 @@ def find_damage(folder: Path, names: Iterable[str] | None = None) -> list[Damage
         except (OSError, ValueError) as error:
             damaged.append(Damage(name, f"cannot be read ({error})"))
     return damaged
+
+
+def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
+    """Raises for the first file that is not what was written, of a folder that was written with checksums.
+
+    Args:
+        folder: With a file of checksums, or without.
+        names: Files that are read from it, each of which should have a checksum.
+        advice: What the user can do.
+
+    Returns:
+        Whether there are checksums.
+
+    Raises:
+        DataError: Names the file.
+    """
+    digests = read_sums(folder)
+    if digests is None:
+        return False
+
+    wanted = set(names)
+    damaged = find_damage(folder, wanted)
+    damaged += [Damage(name, f"is missing in {SUMS_FILE}") for name in sorted(wanted - digests.keys())]
+    if damaged:
+        raise DataError(
+            f"{folder / damaged[0].name} is damaged: it {damaged[0].reason}. {advice} If it was changed on purpose, "
+            f"remove {SUMS_FILE}."
+        )
+    return True
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe.errors import DataError
 from moe.files import whole_file
-from moe.parsing import read_json_lines
+from moe.parsing import read_json, read_json_lines
 from moe.training.metrics import METRICS_FILE
 
 
@@ -25,7 +25,7 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
     if not path.exists():
         with whole_file(path) as partial:
             partial.write_text(json.dumps(settings), encoding="utf-8")
-    elif not resume or json.loads(path.read_text(encoding="utf-8")) != settings:
+    elif not resume or read_json(path) != settings:
         why = "with other settings" if resume else "already"
         raise DataError(f"{folder} holds a run {why}. Give --resume and the same settings, or another --out.")
 
