@@ -31,6 +31,25 @@ _MARKERS = {
 }
 FOLDER_KINDS = tuple(_MARKERS)
 
+# What a folder of a kind is written with and has no checksums of, since users may edit it.
+_WITHOUT_SUMS = {
+    "model": frozenset(
+        {
+            "config.json",
+            "generation_config.json",
+            "README.md",
+            "modeling_st_moe.py",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "chat_template.jinja",
+            "spiece.model",
+            "tokenizer.model",
+        }
+    )
+}
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a folder is
@@ -174,7 +193,8 @@ def check_replaceable(target: Path, *, kind: str) -> None:
         strange = sorted(entries)
     else:
         written = read_sums(target)
-        strange = sorted(entries - {name.split("/")[0] for name in written}) if written else []
+        known = {name.split("/")[0] for name in written or ()} | _WITHOUT_SUMS.get(kind, frozenset())
+        strange = sorted(entries - known) if written else []
     if strange:
         raise DataError(
             f"{target} exists and holds something else ({strange[0]!r} is no part of a {kind}), so it is not "

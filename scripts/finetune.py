@@ -18,6 +18,7 @@ from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.launch import World, launch
 from moe.errors import run_main
+from moe.files import check_kind
 from moe.training import finetuning as kit
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout import HeldOut
@@ -25,6 +26,7 @@ from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, trai
 from moe.training.placement import check_placement
 from moe.training.recipe import FinetuneRecipe
 from moe.training.seeds import seed_runs, write_summary
+from moe.training.stages import JOB, claim_job
 
 
 def build_run(recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Path, world: World) -> Run:
@@ -65,12 +67,16 @@ def main(argv: list[str]) -> None:
         recipe = kit.choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
         runs = seed_runs(recipe, arguments.seeds, arguments.out)
         from_first_rank(lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs])
+        if arguments.seeds is not None:
+            from_first_rank(lambda: check_kind(arguments.out, JOB))
         kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
         data = read_tasks(recipe.mixture.tasks, recipe.mixture.folder)
         if not data.train:
             data.train["pairs"] = read_pairs(arguments.train)
         for of_seed, folder in runs:
             run = build_run(of_seed, arguments.pretrained, data, folder, world)
+            if arguments.seeds is not None:
+                from_first_rank(lambda: claim_job(arguments.out))
             world.say(f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}.")
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
             world.say(write_summary(arguments.out, runs))

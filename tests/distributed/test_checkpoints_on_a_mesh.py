@@ -19,7 +19,8 @@ from moe import CheckpointError
 from moe.distributed.agreement import together
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.sharding import model_layouts
-from moe.training.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
+from moe.training.checkpoint import CheckpointWriter, load_checkpoint
+from moe.training.integrity import latest_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import OPTIMIZERS, Stage, adafactor, build, differing
 

@@ -15,16 +15,11 @@ from moe.models.sharding import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.parsing import read_json_lines
-from moe.training.checkpoint import (
-    CheckpointWriter,
-    RunState,
-    check_same_run,
-    latest_checkpoint,
-    load_checkpoint,
-    load_state,
-)
+from moe.training.checkpoint import CheckpointWriter, load_checkpoint
 from moe.training.heldout import HeldOut, evaluate_held_out, unigram_entropy
+from moe.training.integrity import latest_checkpoint
 from moe.training.metrics import MetricsWriter
+from moe.training.run_state import RunState, check_same_run, load_state
 from tests.models.tiny import tiny_batch, tiny_model
 
 
@@ -252,7 +247,7 @@ def test_other_settings_and_other_data_are_refused_by_name(tmp_path):
     check_same_run(tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset({"optim.lr"}))
     with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.1 and is 0\.2"):
         check_same_run(tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset())
-    with pytest.raises(CheckpointError, match=r"other data .fingerprint abc, now xyz"):
+    with pytest.raises(CheckpointError, match=r"other data .fingerprint 'abc', now 'xyz'"):
         check_same_run(tmp_path, state(1), state(1, fingerprint="xyz"), frozenset())
 
 
