@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from moe.checks import shown
+
 SUMS_FILE = "SHA256SUMS"
+_SHOWN_CHARACTERS = 200
 
 
 class Damage(NamedTuple):
@@ -22,6 +25,11 @@ class Damage(NamedTuple):
 
     name: str
     reason: str
+
+    def __str__(self) -> str:
+        """Returns both in a sentence's middle: `NAME is missing`."""
+        name = self.name if self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS else shown(self.name)
+        return f"{name} {self.reason}"
 
 
 def sha256_of(path: Path) -> str:

@@ -28,10 +28,14 @@ def sha256_together(folder: Path, names: Iterable[str]) -> dict[str, str]:
         names: The same on every rank.
     """
     rank, num_ranks = _rank_and_size()
-    share = sorted(names)[rank::num_ranks]
+    every = sorted(names)
+    own = every[rank::num_ranks]
+    shares = together(lambda: [bytes.fromhex(sha256_of(folder / name)) for name in own])
+
     digests: dict[str, str] = {}
-    for digests_of_rank in together(lambda: {name: sha256_of(folder / name) for name in share}):
-        digests.update(digests_of_rank)
+    for number, share in enumerate(shares):
+        for name, digest in zip(every[number::num_ranks], share, strict=True):
+            digests[name] = digest.hex()
     return digests
 
 

@@ -105,8 +105,7 @@ def _other_sums(folder: Path) -> dict[str, str]:
 def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
     """Raises a CheckpointError when there is damage."""
     if damaged:
-        name, reason = damaged[0]
         raise CheckpointError(
-            f"The model in {folder} is damaged: {name} {reason}. Copy the whole folder again from where it was saved; "
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from where it was saved; "
             f"if another tool rewrote the weights on purpose, remove {folder / SUMS_FILE}."
         )

@@ -41,7 +41,7 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 _DAMAGE = (
     *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, LookupError, TypeError, ValueError),
-    *(OverflowError, MemoryError, RecursionError, NotImplementedError),
+    *(RuntimeError, OverflowError, MemoryError),
 )
 """What unpickling raises for a file that is torn or holds something else."""
 

@@ -24,7 +24,7 @@ def damage_of_model(folder: Path) -> str | None:
     if (missing := from_first_rank(lambda: _missing_part(folder))) is not None:
         return missing
     damaged = find_damage_together(folder)
-    return f"{damaged[0].name} {damaged[0].reason}" if damaged else None
+    return str(damaged[0]) if damaged else None
 
 
 def _missing_part(folder: Path) -> str | None:

@@ -108,7 +108,7 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
         damaged[path] = damage
 
     if damaged:
-        every = "; ".join(f"{path.name}: {damage.name} {damage.reason}" for path, damage in damaged.items())
+        every = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
         raise CheckpointError(f"Every checkpoint in {folder} is damaged ({every}). Nothing was changed. {advice}")
     return None, {}
 
@@ -125,8 +125,7 @@ def _say_passed_over(damaged: Mapping[Path, Damage], chosen: Path) -> None:
         return
     for path, damage in damaged.items():
         print(  # noqa: T201  a warning that belongs to the command's messages
-            f"warning: the checkpoint {path} is damaged: {damage.name} {damage.reason}. Going on from the newest whole "
-            f"one, {chosen.name}.",
+            f"warning: the checkpoint {path} is damaged: {damage}. Going on from the newest whole one, {chosen.name}.",
             file=sys.stderr,
             flush=True,
         )

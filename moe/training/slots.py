@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch import nn
+from typing_extensions import TypedDict
 
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
