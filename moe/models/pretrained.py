@@ -146,7 +146,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
         folder = Path(save_directory)
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
         writes = self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only
-        earlier = weight_stamps(folder)
+        earlier = weight_stamps(folder) if writes else {}
         if writes:  # killed from here on, the folder holds no checksums rather than wrong ones
             forget_weight_sums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -19,7 +19,7 @@ from moe.data.pipeline import ALL_ROWS, BatchSource
 from moe.distributed.exchange import from_first_rank, is_first_rank
 from moe.distributed.mesh import MeshConfig
 from moe.errors import CheckpointError, DataError
-from moe.files import check_kind, claim_folder
+from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.checkpoint import CheckpointWriter, load_checkpoint
@@ -215,6 +215,7 @@ def _where_to_start(run: Run) -> _Start | None:
         from_first_rank(lambda: _check_same_run(latest_checkpoint(folder), run))
         return None
 
+    from_first_rank(lambda: remove_leftovers(folder, "step_*"))  # puts back what a killed run was replacing
     anew = f"Restore the files from a copy, or remove {folder}: --resume then starts at the first step."
     checkpoint, damaged = newest_whole_checkpoint(folder, advice=anew)
     from_first_rank(lambda: _check_same_run(checkpoint, run))
