@@ -17,7 +17,7 @@ from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import write_sums
 from moe.training.integrity import checkpoint_folders, first_damage
 from moe.training.stages import keep_settings
-from scripts import pretrain
+from scripts import demo, pretrain
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
@@ -211,6 +211,7 @@ def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_los
     ("damage", "message"),
     [
         (lambda model: flip_a_bit(model / "model.safetensors"), "model.safetensors has another SHA-256"),
+        (lambda model: flip_a_bit(model / "SHA256SUMS"), "model.safetensors"),
         (lambda model: (model / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda model: (model / "tokenizer.json").unlink(), "the tokenizer is missing"),
         (lambda model: (model / "config.json").unlink(), "config.json is missing"),
@@ -221,7 +222,9 @@ def test_a_model_that_is_not_whole_is_written_again(inputs, unstopped, tmp_path,
     shutil.copytree(unstopped, out)
     damage(out / "model")
     here(inputs, out, "--resume")
-    assert f"{out / 'model'} is not whole: {message}. It is written again." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{out / 'model'} is not whole: {message}" in said
+    assert ". It is written again.\n" in said
     assert content_of(out / "model") == content_of(unstopped / "model")
     assert losses(out) == losses(unstopped)
 
@@ -266,8 +269,10 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_job_is_not_mixed_with_a_run(unstopped, resume):
     before = content_of(unstopped)
-    with pytest.raises(DataError, match="run holds a training run, and a job would be mixed with it"):
-        keep_settings(unstopped, {"out": "x"}, resume)
+    options = ["--out", str(unstopped), *(["--resume"] if resume else [])]
+    for begin in (lambda: keep_settings(unstopped, {"out": "x"}, resume), lambda: demo.main(options)):
+        with pytest.raises(DataError, match="run holds a training run, and a job would be mixed with it"):
+            begin()
     assert content_of(unstopped) == before
 
 
