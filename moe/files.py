@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +33,27 @@ _MARKERS = {
     "tokenizer": ("tokenizer.json", "spiece.model"),
 }
 FOLDER_KINDS = tuple(_MARKERS)
+
+# Patterns of what a folder of a kind is written with, whatever its checksums say: files that have none since users may
+# edit them, and all of those whose checksums may be damaged.
+_PARTS = {
+    "checkpoint": ("__*.distcp", ".metadata", "state.json"),
+    "model": (
+        "model*.safetensors",
+        "model.safetensors.index*.json",
+        "config.json",
+        "generation_config.json",
+        "README.md",
+        "modeling_st_moe.py",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "spiece.model",
+        "tokenizer.model",
+    ),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,6 +207,7 @@ def check_replaceable(target: Path, *, kind: str) -> None:
     else:
         written = read_sums(target)
         strange = sorted(entries - {name.split("/")[0] for name in written}) if written else []
+        strange = [name for name in strange if not any(fnmatch(name, part) for part in _PARTS.get(kind, ()))]
     if strange:
         raise DataError(
             f"{target} exists and holds something else ({strange[0]!r} is no part of {_a(kind)}), so it is not "

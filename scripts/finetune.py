@@ -31,6 +31,7 @@ from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, trai
 from moe.training.placement import check_placement
 from moe.training.recipe import FinetuneRecipe
 from moe.training.seeds import seed_runs, write_summary
+from moe.training.stages import JOB, claim_job
 
 
 def build_run(recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Path, world: World) -> Run:
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> None:
         recipe, arguments = command.parse(argv)
         recipe = kit.choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
         out = output_path(arguments.out, inputs=[arguments.pretrained, arguments.train])
-        check_kind(out, "training run")
+        check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
         from_first_rank(lambda: [_refuse_folder(folder, arguments.resume) for _, folder in runs])
         kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
@@ -87,6 +88,8 @@ def main(argv: list[str]) -> None:
             data.train["pairs"] = read_pairs(arguments.train)
         for of_seed, folder in runs:
             run = build_run(of_seed, arguments.pretrained, data, folder, world)
+            if arguments.seeds is not None:
+                from_first_rank(lambda: claim_job(out))
             world.say(f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}.")
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
             world.say(write_summary(out, runs))

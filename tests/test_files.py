@@ -93,6 +93,18 @@ def test_what_a_user_put_into_a_folder_of_ours_is_not_replaced(tmp_path):
     assert (target / "notes.txt").read_text() == "dear"
 
 
+@pytest.mark.parametrize("sums", ["0" * 64 + "  model.safetensors\n", "damaged", ""])
+def test_a_model_whose_settings_have_no_checksums_is_replaced_and_one_with_notes_is_not(tmp_path, sums):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "SHA256SUMS").write_text(sums)
+    check_replaceable(tmp_path, kind="model")
+    if sums:
+        (tmp_path / "notes.txt").write_text("dear")
+        with pytest.raises(DataError, match=r"'notes\.txt' is no part of a model"):
+            check_replaceable(tmp_path, kind="model")
+
+
 def test_of_two_that_make_one_folder_the_second_is_refused_and_the_first_is_whole(tmp_path):
     target = tmp_path / "thing"
     with whole_folder(target, kind="corpus") as partial:

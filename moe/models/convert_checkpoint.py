@@ -23,6 +23,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, load_generation_config
 from moe.models.t5x import is_t5x, open_t5x
 from moe.models.weight_files import LazyTensor, find_weight_files, open_weights
+from moe.models.weight_sums import write_weight_sums
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
@@ -119,6 +120,7 @@ def convert_checkpoint(
         if form == "switch" and not config.tie_word_embeddings:  # its class then has a table for each stack
             weights |= {f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")}
     write_weights(folder, {name: _cast(weight, dtype) for name, weight in weights.items()}, max_shard_size)
+    write_weight_sums(folder)
     generation.save_pretrained(folder)
     for name in () if is_t5x(source) else _TOKENIZER_FILES:
         if path := cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download):

@@ -272,6 +272,7 @@ def test_saving_a_loaded_model_over_itself_changes_nothing(tmp_path):
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "README.md",
+        "SHA256SUMS",
         "config.json",
         "generation_config.json",
         "model.safetensors",
