@@ -33,6 +33,7 @@ from moe.training.integrity import (
     INDEX_FILE,
     checkpoint_folder,
     checkpoint_folders,
+    first_damage,
     holds_only_checkpoint_files,
     step_of,
     visible_damage,
@@ -223,7 +224,12 @@ class _Writer(FileSystemWriter):
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Mapping[str, Layout],
+    *,
+    verified: bool = False,
 ) -> None:
     """Puts weights and the optimizer's state of a checkpoint into `model` and `optimizer`, wherever it was made.
 
@@ -235,10 +241,14 @@ def load_checkpoint(
         model: On the mesh that training goes on with.
         optimizer: Of its parameters, before the first step or after.
         layouts: Where each parameter lies.
+        verified: Whether `newest_whole_checkpoint` has just read every file of it.
 
     Raises:
-        CheckpointError: When something is missing, unexpected or of another shape; lists it, and changes nothing.
+        CheckpointError: When a file is not what was written, or something is missing, unexpected or of another shape;
+            names or lists it, and changes nothing.
     """
+    if not verified and (damage := first_damage(path)) is not None:
+        raise CheckpointError(f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy.")
     saved = read_shapes(path)
     saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
     weights = weights_of(model, layouts)
