@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.checks import shown
+from moe.errors import DataError
 
 SUMS_FILE = "SHA256SUMS"
 _SHOWN_CHARACTERS = 200
@@ -97,6 +98,35 @@ def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int =
         except (OSError, ValueError) as error:
             damaged.append(Damage(name, f"cannot be read ({error})"))
     return damaged
+
+
+def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
+    """Raises for the first file that is not what was written, of a folder that was written with checksums.
+
+    Args:
+        folder: With a file of checksums, or without.
+        names: Files that are read from it, each of which should have a checksum.
+        advice: What the user can do.
+
+    Returns:
+        Whether there are checksums.
+
+    Raises:
+        DataError: Names the file.
+    """
+    digests = read_sums(folder)
+    if digests is None:
+        return False
+
+    wanted = set(names)
+    damaged = find_damage(folder, wanted)
+    damaged += [Damage(name, f"is missing in {SUMS_FILE}") for name in sorted(wanted - digests.keys())]
+    if damaged:
+        raise DataError(
+            f"{folder / damaged[0].name} is damaged: it {damaged[0].reason}. {advice} If it was changed on purpose, "
+            f"remove {SUMS_FILE}."
+        )
+    return True
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -68,7 +68,7 @@ def test_each_kind_of_folder_refuses_every_other(tmp_path, kind):
     with claim_folder(tmp_path / "mine", kind, taken="taken"):
         assert kind_of(tmp_path / "mine") == kind
     for other in set(FOLDER_KINDS) - {kind}:
-        with pytest.raises(DataError, match=f"holds a {kind}, and a {other} would be mixed with it"):
+        with pytest.raises(DataError, match=f"holds an? {kind}, and an? {other} would be mixed with it"):
             check_replaceable(tmp_path / "mine", kind=other)
         refused = pytest.raises(DataError, match="would be mixed")
         with refused, claim_folder(tmp_path / "mine", other, taken="taken"):

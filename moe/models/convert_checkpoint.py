@@ -58,7 +58,15 @@ def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
     if is_t5x(source):
         return open_t5x(source, **settings)
     download = {name: settings.pop(name) for name in DOWNLOAD if name in settings}
-    config = STMoEConfig.from_pretrained(source, **download)
+    try:
+        config = STMoEConfig.from_pretrained(source, **download)
+    except OSError as error:
+        if error.errno is not None or Path(source).exists():
+            raise
+        raise CheckpointError(
+            f"{str(source)!r} is no folder here, and the hub gives no such model: {' '.join(str(error).split())} "
+            "Correct the name, or give a folder."
+        ) from error
     config = STMoEConfig(**{**config.to_dict(), **settings})  # anew, so that all is checked
     if family_of(PreTrainedConfig.get_config_dict(source, **download)[0]):
         return open_transformers(source, config, **download)

@@ -22,7 +22,7 @@ class StackCounts(NamedTuple):
     Attributes:
         tokens: <int64>[] real tokens.
         load_balance: <int64>[] what sums of the balance loss are divided by: groups that hold a real token, or
-            tokens when the scope is wider than a group.
+            tokens when the scope is wider than a group; with `balance_over` `all_positions` all groups or positions.
         router_z: <int64>[] tokens that the z-loss is the mean over.
     """
 
@@ -98,7 +98,8 @@ def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
     tokens, positions = mask.sum(), torch.full_like(mask.sum(), mask.numel())
     balance = tokens if config.balance_over == "real_tokens" else positions
     if config.balance_scope == "group":
-        balance = _count_groups(mask, tokens_per_group(config))
+        counted = mask if config.balance_over == "real_tokens" else torch.ones_like(mask, dtype=torch.bool)
+        balance = _count_groups(counted, tokens_per_group(config))
     return StackCounts(tokens, balance, tokens if config.router_z_loss_over == "real_tokens" else positions)
 
 
@@ -193,7 +194,7 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
 def _cross_entropy_sums(logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
     targets = labels != -100
-    index = labels.clamp(min=0)[..., None]
+    index = labels.masked_fill(~targets, 0)[..., None].long()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)
     normalizer = logits.gather(-1, index).squeeze(-1) - log_prob

@@ -349,7 +349,7 @@ def test_wrong_inputs_are_refused_with_a_way_out():
     model, ids = tiny_model(), tiny_batch()["input_ids"]
     with pytest.raises(DataError, match="neither were given"):
         model(ids)
-    with pytest.raises(DataError, match=r"mask is \[4, 11\], but the keys are 13"):
+    with pytest.raises(DataError, match=r"attention_mask is a tensor <float32>\[4, 11\]; expected a mask \[4, 13\]"):
         model(ids, attention_mask=torch.ones(4, 11), decoder_input_ids=ids)
     checkpointed(model)
     with pytest.raises(ConfigError, match="cache cannot be used with activation checkpointing"):
