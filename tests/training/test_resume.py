@@ -16,8 +16,8 @@ import moe.training.step
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import write_sums
 from moe.training.integrity import checkpoint_folders, first_damage
-from moe.training.stages import keep_settings
-from scripts import demo, pretrain
+from moe.training.stages import claim_job
+from scripts import demo, pretrain, transfer
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
@@ -119,7 +119,7 @@ def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(in
 
 KILLED_WHILE_REMOVING = """
 import os, shutil, signal
-from moe.errors import run_main
+from moe.cli import run_main
 from scripts import pretrain
 
 remove = shutil.rmtree
@@ -257,7 +257,7 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model
 def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_path, kind, resume):
     folder = tmp_path / kind
     if kind == "job":
-        keep_settings(folder, {"out": "x"}, resume=False)
+        claim_job(folder)
     else:
         shutil.copytree({**inputs, "model": unstopped / "model"}[kind], folder)
     before = content_of(folder)
@@ -270,7 +270,7 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
 def test_a_job_is_not_mixed_with_a_run(unstopped, resume):
     before = content_of(unstopped)
     options = ["--out", str(unstopped), *(["--resume"] if resume else [])]
-    for begin in (lambda: keep_settings(unstopped, {"out": "x"}, resume), lambda: demo.main(options)):
+    for begin in (lambda: claim_job(unstopped), lambda: demo.main(options), lambda: transfer.main(options)):
         with pytest.raises(DataError, match="run holds a training run, and a job would be mixed with it"):
             begin()
     assert content_of(unstopped) == before
