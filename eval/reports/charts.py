@@ -33,7 +33,8 @@ def bar_chart(board: Scoreboard) -> str:
         f'<text class="soft" x="{_x(value):.1f}" y="{top - 2}" text-anchor="middle">{value}</text>'
         for value in range(0, 101, 20)
     )
-    return _svg(top + 4, "Scores beside the published ones", grid + "".join(parts))
+    title = "Scores beside the published ones" if board.published else "Scores"
+    return _svg(top + 4, title, grid + "".join(parts))
 
 
 def _bars(board: Scoreboard, line: Line) -> list[tuple[str, str, float, float | None, float | None]]:
