@@ -54,7 +54,7 @@ def test_sizes_are_those_that_hugging_face_reads(text):
 @pytest.mark.parametrize("kind", [path, word])
 @pytest.mark.parametrize("text", ["", "  ", "a\0b"])
 def test_a_text_that_is_empty_or_no_path_is_refused(kind, text):
-    with pytest.raises(argparse.ArgumentTypeError, match="^is '"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^is '"):
         kind(text)
 
 
@@ -116,9 +116,9 @@ def test_no_command_writes_where_something_would_be_lost_or_mixed(command, corpu
 
 
 def test_what_is_read_and_what_is_finished_take_no_output(corpus, tmp_path):
-    with pytest.raises(ConfigError, match="lies in .*corpus, which is read"):
+    with pytest.raises(ConfigError, match=r"lies in .*corpus, which is read"):
         output_path(corpus / "x", inputs=[corpus])
-    with pytest.raises(ConfigError, match="lies in .*corpus, a corpus"):
+    with pytest.raises(ConfigError, match=r"lies in .*corpus, a corpus"):
         output_path(corpus / "deep/x")
     with pytest.raises(ConfigError, match="the root of all files"):
         output_path("/")
@@ -177,10 +177,11 @@ def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
 
 @pytest.mark.parametrize("command", ["scripts.train_tokenizer", "scripts.pretrain", "eval"])
 def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
-    process = subprocess.Popen([sys.executable, "-m", command, "--help"], stderr=subprocess.PIPE, env=ENVIRONMENT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    starting = [sys.executable, "-m", command, "--help"]
+    with subprocess.Popen(starting, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors == b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
 
@@ -189,13 +190,13 @@ def test_a_reader_that_goes_away_and_letters_that_a_terminal_lacks_are_no_failur
     lines = "def main(argv):\n    print('漢\\udcff')\n    for _ in range(100_000): print('line')\n"
     code = f"from moe.cli import run_main\n{lines}\nrun_main(main)"
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
-    assert process.stdout.readline() == b"\\u6f22\\udcff\n"
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() == 141
+    ) as process:
+        assert process.stdout.readline() == b"\\u6f22\\udcff\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def test_debug_shows_the_traceback_of_arguments_too(monkeypatch):
