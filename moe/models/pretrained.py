@@ -20,6 +20,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
+from moe.models.quantized import warn_of_plain_experts
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
 
@@ -70,6 +71,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
         else:
             result = super().from_pretrained(source, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
+        warn_of_plain_experts(model)
         model.origin = None if source is None else origin(source)
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
