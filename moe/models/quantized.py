@@ -36,4 +36,4 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
 
 def _is_plain(weight: Tensor) -> bool:
     """Returns whether a weight is as wide as it was: floating point numbers, and no stand-in for them."""
-    return weight.is_floating_point() and type(weight.data).__module__.partition(".")[0] == "torch"
+    return weight.is_floating_point() and not hasattr(weight, "qdata")

@@ -125,7 +125,7 @@ class Experts(nn.Module):
 
 def _dequantized(weight: Tensor) -> Tensor:
     """Returns the numbers that a weight of torchao stands for, and any other weight as it is."""
-    return weight.dequantize() if type(weight).__module__.partition(".")[0] == "torchao" else weight
+    return weight.dequantize() if hasattr(weight, "qdata") else weight
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
