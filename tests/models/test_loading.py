@@ -77,7 +77,7 @@ def test_many_weights_are_counted_and_the_first_named(folder):
 def test_torn_weights_are_one_message(folder, door):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"The model in .* cannot be loaded: "):
+    with pytest.raises(CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "):
         door(folder)
 
 
