@@ -325,6 +325,11 @@ def _check_numbers(config: "STMoEConfig") -> None:
         check_number(name, getattr(config, name), least=0, below=1)
     check_number("expert_dropout_rate", config.expert_dropout_rate, least=0, below=1, optional="None for dropout_rate")
 
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        check_number(name, getattr(config, name), above=0, optional="None to drop no token")
+    std = config.router_initializer_std
+    check_number("router_initializer_std", std, least=0, optional="None to draw the gate like the experts")
+
     largest = {"most": 1e30, "reason": "its product with a loss is a float32"}
     for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
         check_number(name, getattr(config, name), least=0, **largest)
