@@ -117,7 +117,8 @@ def _call(door: Door, changes: dict[str, Any], place: Place) -> Any:
     """Calls a function of knocks.py."""
     arguments = {**(door.get("arguments") or {}), **changes}
     filled = {name: _filled(value, place) for name, value in arguments.items() if value != "$absent"}
-    knock: Callable[..., Any] = getattr(knocks, door["door"].replace(".", "_").split(" ")[0])
+    name = door["door"].split(" ")[0].replace(".", "_")
+    knock: Callable[..., Any] = getattr(knocks, f"{name}_", None) or getattr(knocks, name)
     return knock(**filled)
 
 

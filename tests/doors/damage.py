@@ -1,6 +1,7 @@
 """What can be wrong with a file: each function makes one of a valid file, and stands under its name in DAMAGE."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 MARKER = "code-of-a-data-file-ran"
@@ -180,6 +182,34 @@ def python_tag(path: Path) -> None:
     path.write_text(f"seed: !!python/object/apply:builtins.open ['{MARKER}', 'w']\n", encoding="utf-8")
 
 
+def torch_list(path: Path) -> None:
+    torch.save([torch.zeros(2)], path)
+
+
+def torch_number(path: Path) -> None:
+    torch.save(7, path)
+
+
+def torch_texts(path: Path) -> None:
+    torch.save({"shared.weight": "text"}, path)
+
+
+def torch_nested(path: Path) -> None:
+    torch.save({"model": torch.load(path)}, path)
+
+
+def torch_integers(path: Path) -> None:
+    torch.save({name: value.long() for name, value in torch.load(path).items()}, path)
+
+
+def torch_nan(path: Path) -> None:
+    torch.save({name: value * math.nan for name, value in torch.load(path).items()}, path)
+
+
+def torch_code(path: Path) -> None:
+    torch.save({"shared.weight": _Code()}, path)
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
@@ -213,6 +243,13 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
         holds_itself,
         many_aliases,
         python_tag,
+        torch_list,
+        torch_number,
+        torch_texts,
+        torch_nested,
+        torch_integers,
+        torch_nan,
+        torch_code,
     )
 }
 
@@ -232,7 +269,7 @@ def edit(path: Path, key: str, value: Any) -> None:
     else:
         content = [json.loads(line) for line in text.splitlines()] if lines else json.loads(text)
 
-    *outer, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+    *outer, last = [int(part) if part.lstrip("-").isdigit() else part for part in key.split(".")]
     place = content
     for part in outer:
         place = place.setdefault(part, {}) if isinstance(place, dict) else place[part]

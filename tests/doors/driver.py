@@ -42,7 +42,7 @@ class Case(NamedTuple):
         knock: Calls the door; gets the function that turns names of the workspace into paths.
         spoil: Damages the copies; gets the same function.
         copied: Names of the workspace of which the case has a copy of its own.
-        may_change: Of these, those that the door may change.
+        may_change: Of these, those that the door may change when it accepts.
         expect: `refused`, `accepted`, or `either`.
         names: Texts of which a refusal must hold one.
     """
@@ -104,7 +104,7 @@ def try_case(case: Case, workspace: Path) -> Outcome:
         kind, text = _knock(case, place)
         seconds = time.monotonic() - start
         changed = _changed(before, _snapshot(workspace) | _snapshot(place.own))
-        allowed = tuple(str(place.own / name) for name in case.may_change)
+        allowed = tuple(str(place.own / name) for name in case.may_change) if kind == "accepted" else ()
         lost = [path for path in changed if not (allowed and path.startswith(allowed))]
         if any(path.startswith(str(workspace)) for path in lost):
             restore(workspace)
@@ -166,7 +166,7 @@ def _knock(case: Case, place: Place) -> tuple[str, str]:
         return "hang", f"after {SECONDS} seconds"
     except Exception as error:
         return "traceback", f"{_where(error)}: {type(error).__name__}: {error}"
-    return "accepted", out.getvalue()[-300:] or repr(result)[:300]
+    return "accepted", out.getvalue()[-300:] or type(result).__name__
 
 
 def _judge(case: Case, kind: str, text: str) -> tuple[str, str]:
