@@ -4,7 +4,7 @@ A door is a command with `argv`, or a function of knocks.py with `arguments`. Ar
 `refused`, `accepted` and `either`: by option or argument the values that take its place, or under `calls` whole command
 lines. `damage` says by file what is wrong with it (names of damage.py) and must be refused, `harmless` what may be
 wrong, `unsure` where either will do; `edits` and `harmless_edits` give keys in files other values. `changes` names what
-the door may change of its copies.
+the door may change of its copies. `drawn`, `drawn_bytes` and `drawn_arguments` say how many cases hypothesis draws.
 """
 
 import importlib
@@ -18,13 +18,18 @@ import yaml
 
 from tests.doors import knocks
 from tests.doors.damage import VALUES, value_of
+from tests.doors.drawn import drawn_bytes, drawn_edits, drawn_values, shortened
 from tests.doors.driver import Case, Place, command, spoiler
 
 FOLDER = Path(__file__).parent / "cases"
 _EXPECTED = ("refused", "accepted", "either")
 _DAMAGE = {"damage": "refused", "harmless": "accepted", "unsure": "either"}
 _EDITS = {"edits": "refused", "harmless_edits": "accepted", "unsure_edits": "either"}
-_KEYS = {"door", "argv", "arguments", "module", "calls", "changes", "says", *_EXPECTED, *_DAMAGE, *_EDITS}
+_DRAWN = {"drawn": drawn_edits, "drawn_bytes": drawn_bytes}
+_KEYS = {
+    *("door", "argv", "arguments", "module", "calls", "changes", "says", "drawn_arguments"),
+    *(*_EXPECTED, *_DAMAGE, *_EDITS, *_DRAWN),
+}
 
 Door = dict[str, Any]
 
@@ -46,16 +51,17 @@ def door_names() -> list[str]:
     return list(dict.fromkeys(door["door"] for door in read_doors()))
 
 
-def cases_of(name: str) -> list[Case]:
-    """Returns the cases of a door."""
-    return [case for door in read_doors() if door["door"] == name for case in _cases(door)]
+def cases_of(name: str, workspace: Path) -> list[Case]:
+    """Returns the cases of a door, those that are listed and those that are drawn."""
+    return [case for door in read_doors() if door["door"] == name for case in _cases(door, workspace)]
 
 
-def _cases(door: Door) -> Iterator[Case]:
+def _cases(door: Door, workspace: Path) -> Iterator[Case]:
     """Yields the cases of one entry."""
     yield from _value_cases(door)
     yield from _call_cases(door)
     yield from _file_cases(door)
+    yield from _drawn_cases(door, workspace)
 
 
 def _value_cases(door: Door) -> Iterator[Case]:
@@ -92,6 +98,17 @@ def _file_cases(door: Door) -> Iterator[Case]:
                     spoil = spoiler(file, (), key, value)
                     names = (*_parts(file), key.split(".")[-1])
                     yield _case(door, label, {}, expect=expect, names=names, spoil=spoil, file=file)
+
+
+def _drawn_cases(door: Door, workspace: Path) -> Iterator[Case]:
+    """Yields the cases of an entry that hypothesis draws; what is refused must be so in clear words."""
+    for section, draw in _DRAWN.items():
+        for file, number in (door.get(section) or {}).items():
+            for label, spoil in draw(workspace / file, file, number):
+                yield _case(door, label, {}, expect="either", spoil=spoil, file=file)
+    for name, number in (door.get("drawn_arguments") or {}).items():
+        for value in drawn_values(number):
+            yield _case(door, f"{name}={shortened(value)}", {name: value}, expect="either")
 
 
 def _case(
