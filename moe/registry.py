@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -11,17 +12,28 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Named values of one kind; asking for an unknown name says which one was probably meant."""
 
-    def __init__(self, kind: str) -> None:
-        """Makes an empty table of things called `kind` in error messages, e.g. "router"."""
+    def __init__(self, kind: str, *, base: type | None = None) -> None:
+        """Makes an empty table.
+
+        Args:
+            kind: What its values are called in error messages, e.g. "router".
+            base: Class that they must be subclasses of; None where they are no classes.
+        """
         self.kind = kind
+        self._base = base
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, value: T) -> T:
         """Stores `value` under `name` and returns it.
 
         Raises:
-            ConfigError: When the name is taken.
+            ConfigError: When the name is taken, or the value is no class of this kind.
         """
+        if self._base is not None and not (isinstance(value, type) and issubclass(value, self._base)):
+            raise ConfigError(
+                f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of {self._base.__module__}."
+                f"{self._base.__name__}."
+            )
         if name in self._entries:
             raise ConfigError(f"There is already a {self.kind} called {name!r}. Choose another name.")
         self._entries[name] = value
@@ -37,10 +49,10 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: When there is none; the message names the closest and lists all.
         """
-        if name not in self._entries:
+        if not isinstance(name, str) or name not in self._entries:
             known = ", ".join(self.names()) or "none"
             raise ConfigError(
-                f"There is no {self.kind} called {name!r}.{did_you_mean(name, self._entries)} Known: {known}."
+                f"There is no {self.kind} called {shown(name)}.{did_you_mean(name, self._entries)} Known: {known}."
             )
         return self._entries[name]
 

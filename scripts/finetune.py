@@ -55,13 +55,15 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     command.add_argument("--out", type=Path, required=True, help="folder of the run")
     command.add_argument("--seeds", type=int, nargs="+", help="a run in out/seed-N for each, instead of seed")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_timeout()
     return command
 
 
 def main(argv: list[str]) -> None:
     """Reads the recipe, fine-tunes, and says where the models are and what they score."""
-    with launch() as world:
-        recipe, arguments = finetune_command().parse(argv)
+    command = finetune_command()
+    with launch(command.timeout(argv)) as world:
+        recipe, arguments = command.parse(argv)
         recipe = kit.choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
         runs = seed_runs(recipe, arguments.seeds, arguments.out)
         from_first_rank(lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs])

@@ -5,58 +5,180 @@ python -m scripts.inspect_router --model runs/demo/pretrain/model --corpus runs/
 """
 
 import argparse
-import json
+import platform
+import shlex
 from pathlib import Path
 
-from moe.data.corpus import corpus_table, load_corpus
+from transformers import PreTrainedTokenizerFast
+
+from eval.answers.predict import fingerprint
+from moe.checks import check_integer, shown
+from moe.data.corpus import Corpus, corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
+from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.errors import ConfigError, run_main
-from moe.inspection.report import write_report
+from moe.errors import ConfigError, DataError, run_main
+from moe.files import kind_of, output_path
+from moe.inspection.page import GENERATOR
+from moe.inspection.report import printable, write_report
+from moe.inspection.sources import TracedModel, TracedText, find_recipe, read_evaluation, read_stages
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
 from moe.models.loading import load_complete
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.parsing import read_json_lines
+
+_BATCH_SIZE = 64
+_SEED = 0
+_MOST_BATCHES = 100_000
+# What a page of an earlier version says instead of GENERATOR.
+_EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns what reads the command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_router", description="Explains the routers.")
+    parser.add_argument("--model", required=True, help="folder of a model with its tokenizer")
+    parser.add_argument("--corpus", required=True, help="folder made by scripts.build_corpus")
+    parser.add_argument("--out", required=True, help="the .html file to write")
+    parser.add_argument("--metrics", nargs="+", default=[], help="NAME=FILE for the metrics.jsonl of each run to show")
+    parser.add_argument("--evaluation", help="report.json of python -m eval run")
+    parser.add_argument("--batches", type=int, default=16, help=f"batches of {_BATCH_SIZE} examples to trace (16)")
+    parser.add_argument("--inputs-length", type=int, default=64, help="encoder tokens of an example (64)")
+    return parser
 
 
 def main(argv: list[str]) -> None:
     """Traces held-out text and writes the report."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_router", description="Explains the routers.")
-    parser.add_argument("--model", type=Path, required=True, help="folder of a model with its tokenizer")
-    parser.add_argument("--corpus", type=Path, required=True, help="folder made by scripts.build_corpus")
-    parser.add_argument("--out", type=Path, required=True, help="the .html file to write")
-    parser.add_argument("--metrics", nargs="+", default=[], help="NAME=FILE: pre-training first, then fine-tunings")
-    parser.add_argument("--evaluation", type=Path, help="report.json of python -m eval run")
-    parser.add_argument("--batches", type=int, default=16, help="batches of 64 examples to trace (16)")
-    parser.add_argument("--inputs-length", type=int, default=64, help="encoder tokens of an example (64)")
-    options = parser.parse_args(argv)
-    if unnamed := [value for value in options.metrics if "=" not in value]:
-        raise ConfigError(f"--metrics {unnamed[0]!r} has no name. Write NAME=FILE, e.g. pretrain={unnamed[0]}.")
+    options = build_parser().parse_args(argv)
 
-    model, tokenizer = load_complete(STMoEForConditionalGeneration, options.model), load_tokenizer(options.model)
-    corpus = load_corpus(options.corpus)
-    tokens = tokenize_corpus(corpus.held_out, tokenizer)
-    settings = {"inputs_length": options.inputs_length, "batch_size": 64, "seed": 0}
-    source = SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings)
+    # What can be refused before a model is loaded.
+    reason = "more change nothing that is seen"
+    check_integer("--batches", options.batches, least=1, most=_MOST_BATCHES, reason=reason)
+    check_integer("--inputs-length", options.inputs_length, least=4)
+    out = page_path(options.out)
+    model_folder = input_path("--model", options.model)
+    corpus_folder = input_path("--corpus", options.corpus)
+    stages = read_stages(options.metrics)
+    evaluation = None
+    if options.evaluation is not None:
+        evaluation = read_evaluation(input_path("--evaluation", options.evaluation))
+
+    # What is traced, and on what.
+    model, tokenizer = load_with_tokenizer(model_folder)
+    corpus = load_corpus(corpus_folder)
+    source, num_tokens = held_out_batches(corpus, tokenizer, options.inputs_length)
+
     trace = trace_tokens(model, (source.batch(index) for index in range(options.batches)))
-    stages = {
-        name: [line for _, line in read_json_lines(Path(file), torn_end=True, nan=True)]
-        for name, _, file in (value.partition("=") for value in options.metrics)
-    }
-    evaluation = json.loads(options.evaluation.read_text(encoding="utf-8")) if options.evaluation else None
+    noise = Noise()
     write_report(
-        options.out,
+        out,
         config=model.config,
         tokenizer=tokenizer,
         trace=trace,
+        model=TracedModel(
+            folder=model_folder,
+            fingerprint=fingerprint(model_folder),
+            device=f"{model.device.type} ({platform.machine()})",
+            recipe=find_recipe(model_folder),
+        ),
+        text=TracedText(
+            corpus=corpus_folder,
+            table=corpus_table(corpus),
+            num_documents=len(corpus.held_out),
+            num_tokens=num_tokens,
+            num_chunks=source.num_examples,
+            num_batches=options.batches,
+            batch_size=_BATCH_SIZE,
+            inputs_length=source.lengths[0],
+            targets_length=source.lengths[1],
+            noise_density=noise.density,
+            mean_span_length=noise.mean_span_length,
+            seed=_SEED,
+        ),
+        command=shlex.join(["python", "-m", "scripts.inspect_router", *argv]),
         stages=stages,
         evaluation=evaluation,
-        corpus_table=corpus_table(corpus),
     )
     print(format_table(HEALTH_HEADER, health_rows(trace)))
-    print(f"The report is {options.out.resolve()}.")
+    print(f"The report is {printable(out.resolve())}.")
+
+
+def input_path(option: str, text: str) -> Path:
+    """Returns the path of an input.
+
+    Raises:
+        ConfigError: When it is empty, or no possible path.
+    """
+    if not text.strip() or "\0" in text:
+        raise ConfigError(f"{option} is {shown(text)}; expected a path.")
+    return Path(text)
+
+
+def page_path(text: str) -> Path:
+    """Returns where the page goes.
+
+    Raises:
+        ConfigError: When it is no path of an .html file.
+        DataError: When something else than a page of this command lies there, or it would be mixed with a model.
+    """
+    path = output_path(text, suffix=".html")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise DataError(f"--out {path} would lie below {parent}, which is a file. Choose another place.")
+
+    kind = kind_of(path.parent)
+    if kind in ("corpus", "tokenizer", "model", "best model", "checkpoint"):
+        raise DataError(
+            f"--out {path} would put the page into a {kind}, which holds nothing else. Choose another place."
+        )
+
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(1000)
+        if head and GENERATOR not in head and _EARLIER_TITLE not in head:
+            raise DataError(
+                f"--out {path} exists and is no page of this command, so it is not overwritten. Choose another name, "
+                "or move it away."
+            )
+    return path
+
+
+def load_with_tokenizer(folder: Path) -> tuple[STMoEForConditionalGeneration, PreTrainedTokenizerFast]:
+    """Returns a model with routers, and its tokenizer.
+
+    Raises:
+        CheckpointError: When the model is missing or damaged.
+        DataError: When it has no router, or the tokenizer is missing or of another model.
+    """
+    model = load_complete(STMoEForConditionalGeneration, folder)
+    config = model.config
+    if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
+        raise DataError(f"The model in {folder} has no sparse layer, so there is no router to explain. Give another.")
+
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise DataError(
+            f"The tokenizer in {folder} has {len(tokenizer):,} tokens, its model {config.vocab_size:,}: it is that of "
+            "another model. Put the right tokenizer.json beside the model."
+        )
+    return model, tokenizer
+
+
+def held_out_batches(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, inputs_length: int
+) -> tuple[SpanCorruptionSource, int]:
+    """Returns batches of a corpus' held-out text, and how many tokens it has.
+
+    Raises:
+        ConfigError: When an example would be longer than the text.
+    """
+    tokens = tokenize_corpus(corpus.held_out, tokenizer)
+    reason = "the held-out text has so many tokens"
+    check_integer("--inputs-length", inputs_length, least=4, most=tokens.size, reason=reason)
+    ids = SpecialIds.of(tokenizer)
+    source = SpanCorruptionSource(tokens, ids, inputs_length=inputs_length, batch_size=_BATCH_SIZE, seed=_SEED)
+    return source, tokens.size
 
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ def main(argv: list[str]) -> None:
     command.add_argument("--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer")
     command.add_argument("--out", type=Path, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_timeout()
 
-    with launch() as world:
+    with launch(command.timeout(argv)) as world:
         recipe, arguments = command.parse(argv)
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, arguments.out, world)
         config = run.placed.model.config

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from moe.checks import check_integer, check_number
 from moe.data.packing import Example, pack_rows
 from moe.data.pipeline import (
     ALL_ROWS,
@@ -60,11 +61,9 @@ def mixing_rate(
         seqio `mixing_rate_num_examples` at b898b9f: scale, then cap, then power. Differs: no. ST-MoE
         (arXiv:2202.08906) §6.1 caps at 65,536.
     """
-    if num_examples < 0:
-        raise ConfigError(f"num_examples is {num_examples}; expected 0 or more.")
+    check_integer("num_examples", num_examples, least=0)
     check_rates(maximum, temperature)
-    if not scale > 0:
-        raise ConfigError(f"scale is {scale}; expected above 0.")
+    check_number("scale", scale, above=0)
     rate = num_examples * scale
     if maximum is not None:
         rate = min(rate, maximum)
@@ -76,10 +75,8 @@ def mixing_rate(
 
 def check_rates(maximum: int | None, temperature: float) -> None:
     """Raises a ConfigError when no rates follow from these numbers; see `mixing_rate`."""
-    if maximum is not None and maximum < 1:
-        raise ConfigError(f"mixture.maximum is {maximum}; expected at least 1 example, or null for no cap.")
-    if not temperature > 0:
-        raise ConfigError(f"mixture.temperature is {temperature}; expected above 0; 1 leaves the rates alone.")
+    check_integer("mixture.maximum", maximum, least=1, optional="null for no cap")
+    check_number("mixture.temperature", temperature, above=0, reason="1 leaves the rates alone")
 
 
 class MixtureSource:

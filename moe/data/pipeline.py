@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.packing import Example, Tokens, fill_row, pack_rows
+from moe.checks import check_integer
+from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, fill_row, pack_rows
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
@@ -26,6 +27,11 @@ Sentinels = Literal["none", "one"]
 """Which sentinels stand in pairs of texts: none, or one at the end of the input and the front of the target."""
 
 ALL_ROWS = slice(None)
+
+LARGEST_BATCH = 2**20
+"""Most rows of a batch."""
+
+WHY_LARGEST_BATCH = "a batch is drawn at once"
 
 _NOT_A_TARGET = -100
 _ROUND_UP_TO = 8
@@ -266,13 +272,18 @@ def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = ()
     return [*start, *ids[:room], *end]
 
 
-def check_source_numbers(seed: int, **positive: int) -> None:
-    """Raises when the seed is negative or another number is not positive."""
-    for name, value in positive.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; expected at least 1.")
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; expected 0 or more.")
+def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
+    """Raises a ConfigError when a number of a source is out of range.
+
+    Args:
+        seed: Of all draws.
+        batch_size: Rows of a batch.
+        lengths: Tokens of a row, by the name of the setting.
+    """
+    check_integer("seed", seed, least=0)
+    check_integer("batch_size", batch_size, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH)
+    for name, length in lengths.items():
+        check_integer(name, length, least=1, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
 
 
 def _check_text(tokens: NDArray[np.int32], ids: SpecialIds) -> None:

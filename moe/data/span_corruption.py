@@ -6,10 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe.checks import check_integer, check_number
+from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError
 
 Tokens = NDArray[np.integer]
+
+_DENSEST = 0.99
 
 
 class Noise(NamedTuple):
@@ -25,6 +29,18 @@ class Noise(NamedTuple):
 
     density: float = 0.15
     mean_span_length: float = 3.0
+
+
+def check_noise(noise: Noise, *, prefix: str = "") -> None:
+    """Raises a ConfigError when nothing can be masked like this.
+
+    Args:
+        noise: How much is masked.
+        prefix: Put before the names in messages, e.g. `data.`.
+    """
+    reason = "with more, hundreds of tokens are hidden for each one that is seen"
+    check_number(f"{prefix}noise_density", noise.density, above=0, most=_DENSEST, reason=reason)
+    check_number(f"{prefix}mean_noise_span_length", noise.mean_span_length, least=1)
 
 
 def count_noise(length: int, noise: Noise) -> tuple[int, int]:
@@ -53,20 +69,27 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
     """Returns the most tokens whose corrupted inputs fit into `inputs_length`: 568 for 512.
 
     Raises:
-        ConfigError: When the noise is out of range, or `inputs_length` is too short for any span or needs more spans
-            than there are sentinels.
+        ConfigError: When the noise or the length is out of range, or `inputs_length` is too short for any span or
+            needs more spans than there are sentinels.
 
     Source:
         T5 preprocessors.py `random_spans_helper` at e081111. Differs: no.
     """
-    if not 0 < noise.density < 1 or noise.mean_span_length < 1:
-        raise ConfigError(
-            f"The noise has density {noise.density} and spans of {noise.mean_span_length} tokens; expected a density "
-            "between 0 and 1, e.g. 0.15, and spans of at least 1 token, e.g. 3.0."
-        )
+    check_noise(noise)
+    check_integer("inputs_length", inputs_length, least=1, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
+
+    # Inputs never get shorter as there are more tokens, so that halving an interval finds the last that fits.
     length = max(2, inputs_length // 2)
-    while corrupted_lengths(length + 1, noise)[0] <= inputs_length:
-        length += 1
+    too_long = 2 * length
+    while corrupted_lengths(too_long, noise)[0] <= inputs_length:
+        too_long *= 2
+    while too_long - length > 1:
+        middle = (length + too_long) // 2
+        if corrupted_lengths(middle, noise)[0] <= inputs_length:
+            length = middle
+        else:
+            too_long = middle
+
     inputs, targets = corrupted_lengths(length, noise)
     if inputs > inputs_length:
         raise ConfigError(f"inputs_length is {inputs_length}; expected at least {inputs} tokens for one masked span.")

@@ -3,10 +3,14 @@
 import contextlib
 import os
 import re
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +18,18 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from moe.checks import check, check_number
 from moe.errors import ConfigError, DistributedError, MoEError
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at the start and in every exchange."""
 
+_LONGEST_TIMEOUT = 1_000_000  # seconds
 _PARTING = 5.0  # seconds
+_RETRY = 0.1  # seconds
+_ROUNDING = 2.0  # seconds by which torch's timeouts may be late
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOST = re.compile(r"gloo[/:]|NCCL|c10d|Connection (closed|reset) by peer|Broken pipe")
 
@@ -60,12 +70,11 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
         The world.
 
     Raises:
-        ConfigError: When the timeout is not above 0, torchrun's variables are incomplete, or there are more ranks on
-            this machine than GPUs.
+        ConfigError: When the timeout is not above 0, torchrun's variables are incomplete or no numbers, or there are
+            more ranks on this machine than GPUs.
         DistributedError: When the ranks do not find each other, or one is lost on the way.
     """
-    if not timeout > 0:
-        raise ConfigError(f"timeout is {timeout}; expected a number of seconds above 0.")
+    check_timeout(timeout)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         yield World(0, 1, 0, device_type)
@@ -88,10 +97,16 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
                 f"Rank {world.rank} of {world.size} lost another rank during an exchange: it ended, or did not come "
                 f"within {timeout:g} seconds. The message of the rank that ended first says why; one without a "
                 "message was killed, perhaps for the memory that it used. If all ranks live and one is only slow, "
-                f"raise the timeout. (torch: {_first_line(error)})"
+                f"raise the timeout (--timeout SECONDS). (torch: {_first_line(error)})"
             ) from error
         finally:
             _part(world, timeout, failed=failed)
+
+
+def check_timeout(timeout: float) -> None:
+    """Raises a ConfigError unless ranks can wait for each other for so many seconds."""
+    reason = "seconds; torch counts milliseconds in 32 bits"
+    check_number("timeout", timeout, above=0, most=_LONGEST_TIMEOUT, reason=reason)
 
 
 def _read_environment(device_type: str) -> World:
@@ -101,13 +116,26 @@ def _read_environment(device_type: str) -> World:
             f"RANK or WORLD_SIZE is set in the environment, but not {', '.join(missing)}. Start ranks with torchrun, "
             "which sets all of them, or unset both for one process."
         )
-    rank, size, local_rank = (int(os.environ[name]) for name in _TORCHRUN[:3])
+
+    size = _read_number("WORLD_SIZE", least=1, most=2**31 - 1)
+    rank = _read_number("RANK", least=0, most=size - 1)
+    local_rank = _read_number("LOCAL_RANK", least=0, most=size - 1)
+    _read_number("MASTER_PORT", least=0, most=2**16 - 1)
     if device_type == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"Rank {rank} is number {local_rank} on its machine, which has {torch.cuda.device_count()} GPUs. Start at "
             "most as many ranks on a machine as it has GPUs, or hide those with CUDA_VISIBLE_DEVICES= to use the CPU."
         )
     return World(rank, size, local_rank, device_type)
+
+
+def _read_number(name: str, *, least: int, most: int) -> int:
+    """Returns the integer in a variable of torchrun's."""
+    text = os.environ[name]
+    expected = f"an integer from {least} to {most}; torchrun sets it, unset RANK and WORLD_SIZE for one process"
+    check(bool(re.fullmatch(r"\d{1,10}", text)), name, text, expected)
+    check(least <= int(text) <= most, name, text, expected)
+    return int(text)
 
 
 @contextlib.contextmanager
@@ -134,15 +162,13 @@ def _meet(world: World, timeout: float) -> None:
     if world.device_type == "cuda":
         torch.cuda.set_device(world.local_rank)
         backend = "cpu:gloo,cuda:nccl"
+
+    deadline = time.monotonic() + timeout
     try:
-        limit = timedelta(seconds=timeout)
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        # torchrun keeps its store when it starts ranks again, and with it the addresses of those that are gone
-        store = PrefixStore(f"moe/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        if store.add("moe/connected", 1) == size:  # who fails now must not take away what another connects to
-            store.set("moe/all_connected", "1")
-        store.wait(["moe/all_connected"], limit)
+        if world.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else this rank listens itself
+            _await_listener(deadline)
+        remaining = max(_RETRY, deadline - time.monotonic())
+        _in_time(partial(_join, backend, timedelta(seconds=remaining), timedelta(seconds=timeout)), remaining)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if "EADDRINUSE" in str(error):
@@ -154,8 +180,62 @@ def _meet(world: World, timeout: float) -> None:
         raise DistributedError(
             f"Rank {world.rank} of {world.size} did not meet the others at {address} within {timeout:g} seconds. The "
             "message of a rank that ended says why; if none did, start the ranks of all nodes with the same address "
-            f"and port, and the same number of nodes and ranks. (torch: {_first_line(error)})"
+            "and port, at which nothing else listens, and the same number of nodes and ranks; if they need longer to "
+            f"start, raise the timeout (--timeout SECONDS). (Reason: {_first_line(error)})"
         ) from error
+
+
+def _await_listener(deadline: float) -> None:
+    """Waits until somebody listens where ranks meet; torch's own retries go on for up to twice its timeout.
+
+    Raises:
+        RuntimeError: When nobody does by then.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    while True:
+        try:
+            with socket.create_connection(address, timeout=max(_RETRY, deadline - time.monotonic())):
+                return
+        except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+            if time.monotonic() + _RETRY > deadline:
+                raise RuntimeError(f"nobody listens there: {error}") from error
+        time.sleep(_RETRY)
+
+
+def _join(backend: str, remaining: timedelta, timeout: timedelta) -> None:
+    """Makes the group of all ranks, whose exchanges wait for `timeout`."""
+    store, rank, size = next(rendezvous("env://", timeout=remaining))
+
+    # torchrun keeps its store when it starts ranks again, and with it the addresses of those that are gone
+    store = PrefixStore(f"moe/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+    if store.add("moe/connected", 1) == size:  # who fails now must not take away what another connects to
+        store.set("moe/all_connected", "1")
+    store.wait(["moe/all_connected"], remaining)
+
+
+def _in_time(function: Callable[[], T], timeout: float) -> T:
+    """Returns what a function returns, or leaves it behind in a thread of its own when that takes longer.
+
+    It is for what torch has no timeout for: a listener that takes the connection and never answers.
+
+    Raises:
+        RuntimeError: When it does not return within about `timeout` seconds.
+    """
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        return result.result(timeout + _ROUNDING)
+    except TimeoutError as error:
+        raise RuntimeError("who listens there gives no answer") from error
 
 
 def _was_said(error: Exception) -> bool:

@@ -9,10 +9,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from moe.checks import check, check_integer
 from moe.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
+
+MOST_RANKS = 1_000_000
+"""Most ranks of a mesh."""
+
+WHY_MOST_RANKS = "no cluster has more devices"
 
 _SHOWN = 3
 
@@ -44,8 +50,8 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"mesh.{name} is {value!r}; expected an integer of at least 1.")
+            check_integer(f"mesh.{name}", value, least=1, most=MOST_RANKS, reason=WHY_MOST_RANKS)
+        check(self.num_ranks <= MOST_RANKS, "mesh", self, f"at most {MOST_RANKS:,} ranks in all ({WHY_MOST_RANKS})")
         if self.ep % self.ep_nodes:
             raise ConfigError(
                 f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. Every node must hold "
@@ -104,19 +110,38 @@ def fitting_meshes(limits: MeshLimits, *, near: MeshConfig | None = None) -> lis
     """
     near = near or MeshConfig()
     num_ranks = limits.num_ranks
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    check_integer("The number of ranks", num_ranks, least=1, most=MOST_RANKS, reason=WHY_MOST_RANKS)
+
+    # What does not fit by itself is left out before it is combined with anything.
+    ep_sizes = [ep for ep in divisors(num_ranks) if _can_spread_experts(limits, ep)]
+    tp_sizes = [tp for tp in divisors(num_ranks) if limits.num_heads % tp == 0 and limits.d_ff % tp == 0]
     found = []
-    for replicate, shard, ep in itertools.product(sizes, repeat=3):
-        if num_ranks % (replicate * shard * ep) == 0:
-            nodes = math.gcd(ep, near.ep_nodes)
-            config = MeshConfig(replicate, shard, ep, num_ranks // (replicate * shard * ep), nodes)
+    for ep, tp in itertools.product(ep_sizes, tp_sizes):
+        if num_ranks % (ep * tp):
+            continue
+        for replicate in divisors(num_ranks // (ep * tp)):
+            shard = num_ranks // (ep * tp * replicate)
+            config = MeshConfig(replicate, shard, ep, tp, math.gcd(ep, near.ep_nodes))
             if not _misfits(config, limits):
                 found.append(config)
+    found.sort(key=lambda config: (config.dp_replicate, config.dp_shard, config.ep))  # of equally near ones the smaller
 
     def distance(config: MeshConfig) -> float:
         return sum(abs(math.log(getattr(config, axis) / getattr(near, axis))) for axis in AXES)
 
     return sorted(found, key=distance)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a positive integer, smallest first."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    large = [number // size for size in reversed(small) if size * size != number]
+    return small + large
+
+
+def _can_spread_experts(limits: MeshLimits, ep: int) -> bool:
+    """Returns whether each rank of an `ep` axis gets as many experts as the others."""
+    return ep == 1 or (limits.num_experts > 0 and limits.num_experts % ep == 0)
 
 
 def _misfits(config: MeshConfig, limits: MeshLimits) -> list[str]:
@@ -125,7 +150,7 @@ def _misfits(config: MeshConfig, limits: MeshLimits) -> list[str]:
     wrong = []
     if config.num_ranks != limits.num_ranks:
         wrong.append(f"it has {config.num_ranks} ranks, but there are {limits.num_ranks}")
-    if limits.num_experts % ep or (ep > 1 and not limits.num_experts):
+    if not _can_spread_experts(limits, ep):
         wrong.append(f"{limits.num_experts} experts cannot be spread evenly over ep {ep}")
     for name, number in (("attention heads", limits.num_heads), ("hidden units (d_ff)", limits.d_ff)):
         if number % tp:

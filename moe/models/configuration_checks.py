@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from transformers import GenerationConfig
 
+from moe.checks import is_kind
 from moe.errors import ConfigError, did_you_mean
-from moe.sparse.config import is_kind
 from moe.sparse.router import check_causal, load_routers, router_options_by_name
 
 if TYPE_CHECKING:

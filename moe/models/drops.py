@@ -51,11 +51,10 @@ def warn_of_drops(model: nn.Module, config: STMoEConfig, stack: str, routers: Se
     share = max(dropped / max(1, tokens) for dropped, tokens in counts.tolist())
     if share > _TOLERATED:
         limit = config.eval_limit or ""
+        without = "eval_capacity_factor=None" + (", expert_capacity=None" if limit == "expert_capacity" else "")
         text = (
-            f"A sparse layer of the {stack} dropped {100 * share:.1f} % of the tokens in evaluation: with {limit} "
-            f"{getattr(config, limit)} an expert had {routers[0].plan.capacity} slots in a group of sequences. Dropped "
-            "tokens pass the layer unchanged, and which ones depends on padding and on the other sequences of the "
-            "batch. To drop none, load the model with from_pretrained(..., eval_capacity_factor=None, "
-            "expert_capacity=None); a model that is already built keeps what it was built with."
+            f"A sparse layer of the {stack} dropped {100 * share:.1f} % of the tokens in evaluation ({limit} "
+            f"{getattr(config, limit)}: {routers[0].plan.capacity} slots an expert); "
+            f"from_pretrained(..., {without}) drops none."
         )
         warning_once(_LOGGER, _Drops(weakref.ref(model), text))

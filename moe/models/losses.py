@@ -22,7 +22,7 @@ class StackCounts(NamedTuple):
     Attributes:
         tokens: <int64>[] real tokens.
         load_balance: <int64>[] what sums of the balance loss are divided by: groups that hold a real token, or
-            tokens when the scope is wider than a group.
+            tokens when the scope is wider than a group; with `balance_over` `all_positions` all groups or positions.
         router_z: <int64>[] tokens that the z-loss is the mean over.
     """
 
@@ -98,7 +98,8 @@ def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
     tokens, positions = mask.sum(), torch.full_like(mask.sum(), mask.numel())
     balance = tokens if config.balance_over == "real_tokens" else positions
     if config.balance_scope == "group":
-        balance = _count_groups(mask, tokens_per_group(config))
+        counted = mask if config.balance_over == "real_tokens" else torch.ones_like(mask, dtype=torch.bool)
+        balance = _count_groups(counted, tokens_per_group(config))
     return StackCounts(tokens, balance, tokens if config.router_z_loss_over == "real_tokens" else positions)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe.distributed.mesh import AXES as MESH_AXES
-from moe.distributed.mesh import MeshConfig, fitting_meshes
+from moe.distributed.mesh import MeshConfig, divisors, fitting_meshes
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -144,7 +144,8 @@ def _cuts(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> Iterator
     if workload.batch_size % mesh.num_data_ranks:
         return
     rows = workload.rows_of_rank(mesh)
-    for micro in [workload.micro_batch_size] if workload.micro_batch_size else range(rows, 0, -1):
+    micro_batches = [workload.micro_batch_size] if workload.micro_batch_size else reversed(divisors(rows))
+    for micro in micro_batches:
         cut = replace(workload, micro_batch_size=micro)
         if rows % micro == 0 and groups_alike(config, cut, mesh):
             yield cut

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from moe.errors import ConfigError
+from moe.checks import check
 from moe.planning.plan import Plan, seconds_of
 from moe.planning.traffic import group_size
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_MOST_BYTES = 10**6 * 2**40
 
 
 def parse_bytes(text: str) -> int:
@@ -17,9 +18,11 @@ def parse_bytes(text: str) -> int:
         ConfigError: When it means none.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, flags=re.IGNORECASE)
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise ConfigError(f"A size of memory is {text!r}; expected a number above 0 and a unit, e.g. 80GiB.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    known = match is not None and match[2].upper() in _UNITS
+    num_bytes = float(match[1]) * _UNITS[match[2].upper()] if match is not None and known else 0.0
+    expected = "a number above 0 and a unit, e.g. 80GiB, of at most 1,000,000 TiB (no device has more)"
+    check(0 < num_bytes <= _MOST_BYTES, "A size of memory", text, expected)
+    return int(num_bytes)
 
 
 def show_bytes(number: float) -> str:

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moe.checks import check_field_types, check_integer
 from moe.distributed.mesh import MeshConfig
-from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.groups import sequences_per_group, tokens_per_group
+
+_LARGEST = 2**31 - 1
+_WHY_LARGEST = "an update of more fits on no cluster"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Workload:
             attention. Those of span corruption fill their rows and need none.
 
     Raises:
-        ConfigError: When a number is below 1.
+        ConfigError: When a number is out of range.
     """
 
     batch_size: int
@@ -40,10 +43,10 @@ class Workload:
     masked: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "inputs_length", "targets_length", "micro_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; expected at least 1.")
+        check_field_types(self)
+        for name in ("batch_size", "inputs_length", "targets_length"):
+            check_integer(name, getattr(self, name), least=1, most=_LARGEST, reason=_WHY_LARGEST)
+        check_integer("micro_batch_size", self.micro_batch_size, least=1, optional="None for all")
 
     @property
     def lengths(self) -> tuple[int, int]:

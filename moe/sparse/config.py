@@ -1,11 +1,10 @@
 """What can be set on a sparse layer. Read first; the token's journey starts in groups.py."""
 
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
+from moe.checks import check, check_field_types, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
 
 Activation = Literal["gelu", "relu"]
@@ -17,6 +16,15 @@ Positions = Literal["real_tokens", "all_positions"]
 BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
 Dispatch = Literal["ragged", "static"]
 CapacityScope = Literal["group", "sequence"]
+
+_LARGEST_SIZE = 2**24
+_NO_MACHINE = "the weights of a larger layer fit on no machine"
+_MOST_TOKENS = 2**63 - 1
+_INT64 = "tokens are counted in 64 bits"
+_LARGEST_FACTOR = 1e6
+_LARGEST_SCALE = 1e6
+_OVERFLOW = "products of larger weights overflow"
+_MOST_LEAST_SLOTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class SparseConfig:
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is 1 at perfect
             balance) or `all` K (then K).
         balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding changes nothing, or
-            `all_positions` of the group (Mesh-TensorFlow).
+            `all_positions` of the group (Mesh-TensorFlow). The loss is a mean over groups: over those that hold a real
+            token, or with `all_positions` over all, so that a group of nothing but padding lowers it.
         balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch` (one call), a set
             of `ranks` or the `global` batch; for the last two see `balance_totals`.
         router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions` (Flaxformer).
@@ -101,41 +110,51 @@ class SparseConfig:
         Raises:
             ConfigError: When a value is out of range or contradicts another.
         """
-        for name in ("d_model", "d_ff", "num_experts", "num_selected_experts", "group_size"):
-            value = getattr(self, name)
-            _require(is_kind(value, int) and value >= 1, name, value, "an integer of at least 1")
-        least = self.min_expert_capacity
-        _require(is_kind(least, int) and least >= 0, "min_expert_capacity", least, "0 or more")
+        check_field_types(self)
+        for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
+            check_integer(name, getattr(self, name), least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE)
+        check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS, reason=_INT64)
+        self._check_capacity()
+
+        check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
+        scale, std = self.initializer_scale, self.router_initializer_std
+        check_number("initializer_scale", scale, above=0, most=_LARGEST_SCALE, reason=_OVERFLOW)
+        drawn = "None to draw it like the experts"
+        check_number("router_initializer_std", std, least=0, most=_LARGEST_SCALE, reason=_OVERFLOW, optional=drawn)
+        if self.num_selected_experts > self.num_experts:
+            raise ConfigError(
+                f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
+                f"experts. Set num_selected_experts to at most {self.num_experts}, or raise num_experts."
+            )
+
+        options = self.router_options
+        check(isinstance(options, Mapping), "router_options", options, "a mapping of the router's option names")
+        object.__setattr__(self, "router_options", dict(options))  # a copy: the caller's may change later
+        from moe.sparse.router import check_router  # routers are made of a SparseConfig
+
+        check_router(self)
+
+    def _check_capacity(self) -> None:
+        """Checks what says how many slots an expert has."""
+        check_integer(
+            "min_expert_capacity",
+            self.min_expert_capacity,
+            least=0,
+            most=_MOST_LEAST_SLOTS,
+            reason="every expert of every group has so many",
+        )
         for name in ("capacity_factor", "eval_capacity_factor"):
-            value = getattr(self, name)
-            holds = value is None or (is_kind(value, float) and value > 0)
-            _require(holds, name, value, "a number above 0, or None to drop no token")
-        slots = self.expert_capacity
-        holds = slots is None or (is_kind(slots, int) and slots >= 1)
-        _require(holds, "expert_capacity", slots, "an integer of at least 1, or None to follow the capacity factors")
+            value, optional = getattr(self, name), "None to drop no token"
+            check_number(name, value, above=0, most=_LARGEST_FACTOR, optional=optional)
+        slots, optional = self.expert_capacity, "None to follow the capacity factors"
+        check_integer("expert_capacity", slots, least=1, most=_MOST_TOKENS, reason=_INT64, optional=optional)
+
         if slots is not None and None in (self.capacity_factor, self.eval_capacity_factor):
             raise ConfigError(
                 f"expert_capacity is {slots}, and a capacity factor is None, which is to drop no token. Set "
                 "expert_capacity to None to follow the capacity factors, or give both factors a number: they are "
                 "then not used."
             )
-        check_choices(self)
-        rate, scale, std = self.expert_dropout_rate, self.initializer_scale, self.router_initializer_std
-        _require(is_kind(rate, float) and 0 <= rate < 1, "expert_dropout_rate", rate, "0 <= rate < 1")
-        _require(is_kind(scale, float) and scale > 0, "initializer_scale", scale, "a number above 0")
-        holds = std is None or (is_kind(std, float) and std >= 0)
-        _require(holds, "router_initializer_std", std, "0 or more, or None")
-        if self.num_selected_experts > self.num_experts:
-            raise ConfigError(
-                f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
-                f"experts. Set num_selected_experts to at most {self.num_experts}, or raise num_experts."
-            )
-        options = self.router_options
-        _require(isinstance(options, Mapping), "router_options", options, "a mapping of the router's option names")
-        object.__setattr__(self, "router_options", dict(options))  # a copy: the caller's may change later
-        from moe.sparse.router import check_router  # routers are made of a SparseConfig
-
-        check_router(self)
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "SparseConfig":
@@ -151,7 +170,8 @@ class SparseConfig:
         return cls(**{**reference_fields(reference, overrides.get("router", cls.router)), **overrides})
 
 
-# In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token mask for that.
+# In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token mask for that. In
+# Mesh-TensorFlow padding is not routed, but its groups count: the balance loss is `reduce_mean` over all of them.
 REFERENCES: Mapping[str, Mapping[str, Any]] = {
     "mesh_tensorflow": {
         "router_options": {
@@ -194,9 +214,9 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
     Source:
         mesh_tensorflow/transformer/moe.py at a32810e; google/flaxformer at 399ea3a8, `architectures/moe/routing.py`.
     """
-    if reference not in REFERENCES:
+    if not isinstance(reference, str) or reference not in REFERENCES:
         raise ConfigError(
-            f"There is no reference implementation called {reference!r}.{did_you_mean(reference, REFERENCES)} "
+            f"There is no reference implementation called {shown(reference)}.{did_you_mean(reference, REFERENCES)} "
             f"Known: {', '.join(sorted(REFERENCES))}."
         )
     from moe.sparse.router import load_routers  # routers are made of a SparseConfig
@@ -204,30 +224,3 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
     known = {item.name for item in fields(load_routers().get(router).Options)}
     options = REFERENCES[reference]["router_options"]
     return {**REFERENCES[reference], "router_options": {name: options[name] for name in options if name in known}}
-
-
-def check_choices(settings: object) -> None:
-    """Checks every field of a dataclass whose type is a Literal.
-
-    Raises:
-        ConfigError: When a value is none of those that its type names.
-    """
-    for name, kind in get_type_hints(type(settings)).items():
-        if get_origin(kind) is Literal:
-            value, choices = getattr(settings, name), get_args(kind)
-            _require(value in choices, name, value, f"one of {', '.join(choices)}")
-
-
-def is_kind(value: object, kind: type) -> bool:
-    """Returns whether `value` is a bool, an integer or a finite number, as `kind` (bool, int or float) says."""
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, numbers.Integral)
-    return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-def _require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raises a ConfigError that names the field, its value and what was expected, unless `holds`."""
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}; expected {expected}.")

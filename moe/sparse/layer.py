@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.exchange import enter_shards, leave_shards
 from moe.distributed.mesh import ExpertAxis
-from moe.errors import DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import combine_slots, dispatch_slots, fill_slots, sort_rows
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
+from moe.sparse.inputs import check_inputs, to_bool_mask
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.router import RouterInputs, build_router
@@ -91,8 +91,9 @@ class SparseFeedForward(nn.Module):
 
         Args:
             x: <any float>[B, L, D] tokens.
-            token_mask: <bool>[B, L] real tokens; None means that all are.
-            token_ids: <int64>[B, L] vocabulary ids, for router `hash`.
+            token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype; None means that all are. Additive masks are
+                refused, see `to_bool_mask`.
+            token_ids: <any integer>[B, L] vocabulary ids, for router `hash`.
             word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other than `hidden`.
             drop_tokens: False ignores the capacity factor, so that no token is lost (incremental decoding).
             report: False spares losses and statistics, and None stands for what the router did.
@@ -101,17 +102,17 @@ class SparseFeedForward(nn.Module):
             <dtype of x>[B, L, D], and the RouterOutput.
 
         Raises:
-            DataError: When a shape does not fit, an input that the router needs is missing, or the router's logits
-                are not finite.
+            DataError: When a shape or dtype does not fit, an input that the router needs is missing, or the router's
+                logits are not finite.
         """
-        self._check(x, token_mask, token_ids, word_embeddings)
+        check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
+        token_mask = None if token_mask is None else to_bool_mask(token_mask)
         sequences = sequences_per_group(x.shape[0], x.shape[1], tokens_per_group(self.config))
         tokens, mask, ids, words = (
             None if value is None else to_groups(value, sequences)
             for value in (x, token_mask, token_ids, word_embeddings)
         )
         assert tokens is not None, "x is given"
-        mask = None if mask is None else mask.bool()
         real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
 
         scores = self.router(RouterInputs(tokens, mask, ids, words))
@@ -147,18 +148,3 @@ class SparseFeedForward(nn.Module):
             return self.experts(flat, sort_rows(plan, self.config.num_experts))
         slots = fill_slots(plan, self.config.num_experts)
         return combine_slots(self.experts(dispatch_slots(flat, slots)), slots, flat.shape[0])
-
-    def _check(self, x: Tensor, *beside: Tensor | None) -> None:
-        """Raises a DataError when x is not [B, L, D], or what comes beside it has other tokens."""
-        if x.dim() != 3 or x.shape[-1] != self.config.d_model:
-            raise DataError(
-                f"The sparse layer got x of shape {list(x.shape)}; expected [B, L, {self.config.d_model}] (batch, "
-                "length, d_model). Reshape the input, or build the layer with its width."
-            )
-        for name, value in zip(("token_mask", "token_ids", "word_embeddings"), beside, strict=True):
-            embeddings = name == "word_embeddings"
-            if value is not None and value.shape != (x.shape if embeddings else x.shape[:2]):
-                raise DataError(
-                    f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
-                    f"Give one {f'embedding of {x.shape[2]} numbers' if embeddings else 'value'} for each token."
-                )

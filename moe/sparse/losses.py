@@ -19,7 +19,8 @@ class RouterLosses(NamedTuple):
 
     Attributes:
         load_balance_sum: <float32>[] sum over groups; for wider scopes the loss times its count.
-        load_balance_count: <float32>[] groups that hold a real token; for wider scopes the tokens.
+        load_balance_count: <float32>[] groups that hold a real token, and for wider scopes the tokens; with
+            `balance_over` `all_positions` all groups or positions.
         router_z_sum: <float32>[] sum over tokens.
         router_z_count: <float32>[] tokens.
         choices: <float32>[E] choices of each expert that the balance loss counts, in this call.
@@ -82,7 +83,8 @@ def router_losses(
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix A and eq. 5; Mesh-TensorFlow transformer/moe.py at a32810e. Differs: the
-        shares are of a group's real tokens by default (there: of all positions), so that padding changes nothing.
+        shares are of a group's real tokens by default, and the mean is over groups that hold one (there: of all
+        positions, over all groups, which `balance_over` `all_positions` follows), so that padding changes nothing.
     """
     probs, mask = scores.probs, plan.token_mask.to(scores.probs.dtype)
     real = mask.sum(dim=-1)
@@ -103,7 +105,7 @@ def router_losses(
     prob_sums = (probs * mask[..., None]).sum(dim=1)  # not a product of matrices, which autocast would round
     overlap = (choices * prob_sums).sum(dim=-1) / positions.clamp(min=1).square()
     balance, group_balance = probs.shape[-1] * overlap.sum(), probs.shape[-1] * overlap
-    count = (real > 0).to(probs.dtype).sum()
+    count = (positions > 0).to(probs.dtype).sum()
     choices, prob_sums, positions = choices.sum(dim=0), prob_sums.sum(dim=0), positions.sum()
     losses = RouterLosses(balance, count, z_sum, z_count, choices, prob_sums, positions, group_balance, group_z)
     return losses if config.balance_scope == "group" else balance_within(losses, BalanceTotals(choices, positions))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
+from moe.checks import check_choice, check_number
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -70,7 +71,7 @@ def collect_routers(module: nn.Module, token_mask: Tensor | None = None) -> Iter
 
     Args:
         module: A Transformer, or a part of it.
-        token_mask: <bool or int64>[B, L] real tokens, 0 for padding, of every call inside; None means that all are.
+        token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype, of every call inside; None means that all are.
 
     Raises:
         ConfigError: When `module` has no sparse layer, one mask is given to encoder and decoder, the layers run under
@@ -114,14 +115,16 @@ def router_loss(
         reduction: Whether layers are summed or averaged.
 
     Raises:
-        ConfigError: When there is no such reduction.
+        ConfigError: When there is no such reduction, or a weight is no finite number of at least 0.
         DataError: When there are no routers.
 
     Source:
         ST-MoE (arXiv:2202.08906) eq. 6 and its weights; Mesh-TensorFlow sums over layers. Differs: no.
     """
-    if reduction not in ("sum", "mean"):
-        raise ConfigError(f"reduction is {reduction!r}; expected 'sum' or 'mean'.")
+    check_choice("reduction", reduction, ("sum", "mean"))
+    if not torch.compiler.is_compiling():
+        check_number("load_balance_weight", load_balance_weight, least=0)
+        check_number("router_z_weight", router_z_weight, least=0)
     _refuse_empty(routers)
     losses = [
         load_balance_weight * router.losses.load_balance_loss + router_z_weight * router.losses.router_z_loss

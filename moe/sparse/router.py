@@ -18,10 +18,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 import moe.sparse.routers
+from moe.checks import check, check_field_types, is_kind
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.registry import Registry
 from moe.sparse.capacity import slots_of_expert
-from moe.sparse.config import SparseConfig, check_choices, is_kind
+from moe.sparse.config import SparseConfig
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.losses import RouterLosses, router_losses
 from moe.sparse.plan import DispatchPlan
@@ -156,7 +157,7 @@ class Router(nn.Module):
         return slots_of_expert(self.config, num_tokens, training=self.training)
 
 
-ROUTERS: Registry[type[Router]] = Registry("router")
+ROUTERS: Registry[type[Router]] = Registry("router", base=Router)
 
 
 @functools.cache
@@ -188,10 +189,10 @@ def check_router(config: SparseConfig) -> None:
             )
         kind = typing.get_type_hints(router.Options)[name]
         value = config.router_options[name]
-        if kind in _KINDS and not is_kind(value, kind):
-            raise ConfigError(f"{name} of router {config.router!r} is {value!r}; expected {_KINDS[kind]}.")
+        if kind in _KINDS:
+            check(is_kind(value, kind), f"{name} of router {config.router!r}", value, _KINDS[kind])
     options = router.Options(**config.router_options)
-    check_choices(options)
+    check_field_types(options)
     if hasattr(options, "check"):
         options.check(config)
     if config.decoder:

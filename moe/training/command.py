@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import re
+import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,27 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from moe.errors import ConfigError, did_you_mean
+from moe.checks import check, check_flag, shown
+from moe.distributed.launch import DEFAULT_TIMEOUT
+from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.models.configuration import STMoEConfig
 from moe.parsing import read_yaml
 from moe.sparse.router import router_options_by_name
 from moe.training.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
+
+_LONGEST_INTEGER = 1000  # bits
+_LONGEST_VALUE = 80  # characters
+_LONGEST_TEXT = 400
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    dict: "a mapping",
+    type(None): "null",
+}
 
 
 class Setting(NamedTuple):
@@ -46,7 +61,7 @@ class RecipeCommand(Generic[R]):
         self.kind = kind
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
         self._mappings = {name for name, setting in self._settings.items() if _is_mapping(setting.type)}
-        self._own: set[str] = set()
+        self._own_arguments: dict[str, dict[str, Any]] = {}
         options = {f"{name}.{option}" for name in self._mappings for option in router_options_by_name()}
         self._suggested = options | self._settings.keys()
         self._parser = ArgumentParser(description=description, exit_on_error=False)
@@ -58,8 +73,23 @@ class RecipeCommand(Generic[R]):
 
     def add_argument(self, name: str, **options: Any) -> None:
         """Adds an argument that is no setting of the recipe, as `argparse` has it."""
-        self._own.add(name.removeprefix("--"))
+        self._own_arguments[name.removeprefix("--")] = options
         self._parser.add_argument(name, **options)
+
+    def add_timeout(self) -> None:
+        """Adds `--timeout`, for `timeout`."""
+        explanation = f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})"
+        self.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help=explanation)
+
+    def timeout(self, argv: list[str]) -> float:
+        """Returns the seconds that ranks wait for each other, for `launch`, before they have met.
+
+        Of arguments that are wrong the default: `parse` says among the ranks, and once, what is wrong with them.
+        """
+        try:
+            return self.parse(argv)[1].timeout
+        except MoEError:
+            return DEFAULT_TIMEOUT
 
     def parse(self, argv: list[str]) -> tuple[R, argparse.Namespace]:
         """Returns the recipe and the command's own arguments.
@@ -69,19 +99,22 @@ class RecipeCommand(Generic[R]):
         """
         self._refuse_unknown_options(argv)
         for file in _config_files(argv):
-            self._refuse_unknown_keys(file)
+            self._check_file(Path(file))
+        _refuse_long_numbers(argv)
+
         try:
             parsed = self._parser.parse_args(argv)
         except argparse.ArgumentError as error:
-            raise ConfigError(" ".join(str(error).split())) from error
+            raise ConfigError(self._in_our_words(error)) from error
         self._refuse_nulls(parsed)
+
         values = parsed.as_dict()
-        own = {name: values[name] for name in self._own}
+        own = {name: values[name] for name in self._own_arguments}
         return build_recipe(self.kind, values), argparse.Namespace(**own)
 
     def _refuse_unknown_options(self, argv: list[str]) -> None:
         """Raises a ConfigError for the first `--name` that the command does not have."""
-        known = self._settings.keys() | self._own | {"config", "print_config", "help"}
+        known = self._settings.keys() | self._own_arguments.keys() | {"config", "print_config", "help"}
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
             if argument.startswith("--") and name not in known and name.rpartition(".")[0] not in self._mappings:
@@ -96,15 +129,33 @@ class RecipeCommand(Generic[R]):
                 kind = getattr(setting.type, "__name__", setting.type)
                 raise ConfigError(f"{setting.name} is null; expected {kind}. Give a value, or leave the key out.")
 
-    def _refuse_unknown_keys(self, file: str) -> None:
-        """Raises a ConfigError for the first key of a YAML file that is no setting."""
+    def _check_file(self, file: Path) -> None:
+        """Raises a ConfigError for the first key of a YAML file that is no setting, or whose value cannot be one."""
+        if file.is_fifo():
+            raise ConfigError(f"{file} is a pipe, which can be read only once. Save the settings in a file.")
+
         sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
-        for key in _dotted_keys(read_yaml(Path(file)), self._mappings):
-            if key not in self._settings.keys() | self._own | sections:
+        known = self._settings.keys() | self._own_arguments.keys() | sections
+        for key, value in _leaves(read_yaml(file), self._mappings):
+            if key not in known:
                 raise ConfigError(
-                    f"{file}: there is no setting {key!r} in a {self.kind.__name__}."
+                    f"{file}: there is no setting {shown(key)} in a {self.kind.__name__}."
                     f"{did_you_mean(key, self._suggested)} Remove it or correct its name."
                 )
+            if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
+                raise ConfigError(f"{file}: {key} is {shown(value)}; expected a number of at most 300 digits.")
+            if key in self._own_arguments:
+                _check_own(f"{file}: {key}", value, self._own_arguments[key])
+
+    def _in_our_words(self, error: argparse.ArgumentError) -> str:
+        """Returns jsonargparse's message about a value of the wrong type: the setting, the value, what is expected."""
+        text = " ".join(str(error).split())
+        key = re.search(r'[Pp]arser key "([^"]+)"', text)
+        value = re.search(r"(?:Got|Given) value: (.*)$", text)
+        if key is None or value is None or key[1] not in self._settings:
+            return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+        given = value[1] if len(value[1]) <= _LONGEST_VALUE else f"{value[1][:_LONGEST_VALUE]}..."
+        return f"{key[1]} is {given}; expected {_in_words(self._settings[key[1]].type)}."
 
 
 def typed_settings(argv: list[str]) -> set[str]:
@@ -174,8 +225,8 @@ def _is_mapping(kind: Any) -> bool:
     return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
 
 
-def _dotted_keys(mapping: dict[str, Any], leaves: set[str], prefix: str = "") -> Iterator[str]:
-    """Yields the names of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for an empty one.
+def _leaves(mapping: dict[str, Any], leaves: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for an empty one.
 
     Args:
         mapping: Read from YAML.
@@ -183,9 +234,42 @@ def _dotted_keys(mapping: dict[str, Any], leaves: set[str], prefix: str = "") ->
         prefix: Of the names in `mapping`.
     """
     if prefix and not mapping:
-        yield prefix
+        yield prefix, None
     for key, value in mapping.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in leaves:
-            yield from _dotted_keys(value, leaves, f"{prefix}{key}.")
+            yield from _leaves(value, leaves, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
+
+
+def _check_own(name: str, value: object, options: dict[str, Any]) -> None:
+    """Raises a ConfigError when a value in a file is not of the kind that the command's own argument has."""
+    if options.get("action") == "store_true":
+        check_flag(name, value)
+    elif options.get("required"):
+        check(value is not None, name, value, "a value; leave the key out to give it on the command line")
+    if options.get("nargs") == "+" and value is not None:
+        check(isinstance(value, list), name, value, "a list, e.g. [0, 1]")
+    if options.get("type") is Path and value is not None:
+        path = isinstance(value, str) and value.strip() and "\0" not in value
+        check(bool(path), name, value, "a path")
+
+
+def _refuse_long_numbers(argv: list[str]) -> None:
+    """Raises a ConfigError for a number that no setting can have and that Python takes ages to read."""
+    for before, argument in itertools.pairwise(["", *argv]):
+        name, _, value = argument.rpartition("=")
+        if re.fullmatch(r"[+-]?[\d_]{300,}|0x[0-9a-fA-F_]{250,}", value):
+            raise ConfigError(f"{name or before} is {shown(value)}; expected a number of at most 300 digits.")
+
+
+def _in_words(kind: Any) -> str:
+    """Returns what a setting of this type is."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_in_words(part) for part in parts)
+    if origin is list:
+        return f"a list, each {_in_words(parts[0])}"
+    return _WORDS.get(origin or kind, getattr(kind, "__name__", str(kind)))

@@ -1,13 +1,15 @@
 """What a run is: frozen records, checked when they are made. Read from YAML and the command line by command.py."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
+from moe.checks import check, check_choice, check_field_types, check_integer, check_number
 from moe.data.mixture import check_rates
-from moe.data.pipeline import Sentinels
+from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
+from moe.data.pipeline import LARGEST_BATCH, WHY_LARGEST_BATCH, Sentinels
+from moe.data.span_corruption import Noise, check_noise
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
@@ -16,6 +18,7 @@ from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
 
 Precision = Literal["float32", "bfloat16"]
+Init = Literal["pretrained", "scratch"]
 Slots = Literal["reset", "keep"]
 
 _NOT_SETTINGS = {"use_cache", "is_encoder_decoder", "output_router_logits"}
@@ -25,11 +28,13 @@ _ARCHITECTURE = {
     if item.name in STMoEConfig.__annotations__ and item.name not in _NOT_SETTINGS
 }
 
-
-def _expect(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raises a ConfigError that names the setting, its value and what was expected, unless `holds`."""
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}; expected {expected}.")
+_MOST_STEPS = 99_999_999
+_WHY_MOST_STEPS = "checkpoints are numbered with eight digits"
+_HIGHEST_RATE = 1e6
+_WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of itself"
+_LARGEST_DECAY = 100
+_WHY_LARGEST_DECAY = "weights shrink by lr times this share in a step"
+_MOST_HELD_OUT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,12 @@ class OptimRecipe:
     def __post_init__(self) -> None:
         OPTIMIZERS.get(self.optimizer)
         SCHEDULES.get(self.schedule)
-        _expect(0 < self.lr < math.inf, "optim.lr", self.lr, "a finite number above 0")
-        _expect(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "0 or more")
-        _expect(self.cooldown_steps >= 0, "optim.cooldown_steps", self.cooldown_steps, "0 or more")
-        _expect(self.clipping_threshold > 0, "optim.clipping_threshold", self.clipping_threshold, "above 0")
-        _expect(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, "a finite number from 0")
-        norm = self.max_grad_norm
-        _expect(norm is None or norm > 0, "optim.max_grad_norm", norm, "a number above 0, or null")
+        check_number("optim.lr", self.lr, above=0, most=_HIGHEST_RATE, reason=_WHY_HIGHEST_RATE)
+        for name in ("warmup_steps", "cooldown_steps"):
+            check_integer(f"optim.{name}", getattr(self, name), least=0, most=_MOST_STEPS, reason=_WHY_MOST_STEPS)
+        check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
+        check_number("optim.weight_decay", self.weight_decay, least=0, most=_LARGEST_DECAY, reason=_WHY_LARGEST_DECAY)
+        check_number("optim.max_grad_norm", self.max_grad_norm, above=0, optional="null to leave gradients as they are")
 
 
 @dataclass(frozen=True)
@@ -100,19 +104,18 @@ class TrainingRecipe:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        at_least_one = ("steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints")
-        for name in at_least_one:
-            _expect(getattr(self, name) >= 1, f"training.{name}", getattr(self, name), "at least 1")
-        _expect(self.held_out_batches >= 0, "training.held_out_batches", self.held_out_batches, "0 or more")
-        choices = ("float32", "bfloat16")
-        _expect(self.precision in choices, "training.precision", self.precision, f"one of {', '.join(choices)}")
-        micro = self.micro_batch_size
-        _expect(
-            micro is None or (micro >= 1 and self.batch_size % micro == 0),
-            "training.micro_batch_size",
-            micro,
-            f"a divisor of training.batch_size, {self.batch_size}, or null",
-        )
+        check_field_types(self, prefix="training.")
+        for name in ("steps", "log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints"):
+            check_integer(f"training.{name}", getattr(self, name), least=1, most=_MOST_STEPS, reason=_WHY_MOST_STEPS)
+        held_out = self.held_out_batches
+        reason = "every evaluation goes through all of them"
+        check_integer("training.held_out_batches", held_out, least=0, most=_MOST_HELD_OUT, reason=reason)
+
+        rows, micro = self.batch_size, self.micro_batch_size
+        check_integer("training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH)
+        check_integer("training.micro_batch_size", micro, least=1, optional="null for all rows at once")
+        divides = micro is None or rows % micro == 0
+        check(divides, "training.micro_batch_size", micro, f"a divisor of training.batch_size, {rows}, or null")
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,9 @@ class SpanCorruptionRecipe:
     mean_noise_span_length: float = 3.0
 
     def __post_init__(self) -> None:
-        _expect(self.inputs_length >= 4, "data.inputs_length", self.inputs_length, "at least 4")
-        _expect(0 < self.noise_density < 1, "data.noise_density", self.noise_density, "between 0 and 1")
-        span = self.mean_noise_span_length
-        _expect(span >= 1, "data.mean_noise_span_length", span, "at least 1")
+        length = self.inputs_length
+        check_integer("data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
+        check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,9 @@ class PairsRecipe:
     sentinels: Sentinels = "none"
 
     def __post_init__(self) -> None:
-        _expect(self.sentinels in ("none", "one"), "data.sentinels", self.sentinels, "one of none, one")
-        _expect(self.inputs_length >= 2, "data.inputs_length", self.inputs_length, "at least 2")
-        _expect(self.targets_length >= 2, "data.targets_length", self.targets_length, "at least 2")
+        check_field_types(self, prefix="data.")
+        for name in ("inputs_length", "targets_length"):
+            check_integer(f"data.{name}", getattr(self, name), least=2, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
 
 
 @dataclass(frozen=True)
@@ -189,11 +191,16 @@ class MixtureRecipe:
     dev_examples: int | None = 0
 
     def __post_init__(self) -> None:
+        tasks, folder = self.tasks, self.folder
+        names = isinstance(tasks, list) and all(isinstance(name, str) and name for name in tasks)
+        check(names, "mixture.tasks", tasks, "a list of names of tasks")
+        repeated = sorted({name for name in tasks if tasks.count(name) > 1})
+        check(not repeated, "mixture.tasks", tasks, f"every task once; {', '.join(repeated)} is repeated")
+
+        path = folder is None or (isinstance(folder, str) and folder.strip() and "\0" not in folder)
+        check(bool(path), "mixture.folder", folder, "the path of a folder, or null for the tasks' own sources")
         check_rates(self.maximum, self.temperature)
-        repeated = sorted({name for name in self.tasks if self.tasks.count(name) > 1})
-        _expect(not repeated, "mixture.tasks", self.tasks, f"every task once; {', '.join(repeated)} is repeated")
-        limit = self.dev_examples
-        _expect(limit is None or limit >= 0, "mixture.dev_examples", limit, "0 or more, or null for all")
+        check_integer("mixture.dev_examples", self.dev_examples, least=0, optional="null for all")
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,8 @@ class Recipe:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
-        _expect(0 <= self.seed < 2**32, "seed", self.seed, f"0 to {2**32 - 1}")
+        check_integer("seed", self.seed, least=0, most=2**32 - 1, reason="it has 32 bits")
+        check(isinstance(self.model, Mapping), "model", self.model, "a mapping of settings of the model")
         for name in self.model:
             if name not in self.model_fields:
                 raise ConfigError(
@@ -322,7 +330,7 @@ class FinetuneRecipe(Recipe):
         }
     )
 
-    init: Literal["pretrained", "scratch"] = "pretrained"
+    init: Init = "pretrained"
     parameters: str = "all"
     optimizer_slots: Slots = "reset"
     optim: OptimRecipe = field(default_factory=lambda: _FINETUNE_OPTIM)
@@ -331,8 +339,9 @@ class FinetuneRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect(self.init in ("pretrained", "scratch"), "init", self.init, "one of pretrained, scratch")
+        check_choice("init", self.init, get_args(Init))
+        check_choice("optimizer_slots", self.optimizer_slots, get_args(Slots))
+        check(isinstance(self.parameters, str), "parameters", self.parameters, "the name of a subset")
         check_subset(self.parameters)
         slots = self.optimizer_slots
-        _expect(slots in ("reset", "keep"), "optimizer_slots", slots, "one of reset, keep")
-        _expect(slots == "reset" or self.init == "pretrained", "optimizer_slots", slots, "reset, since init is scratch")
+        check(slots == "reset" or self.init == "pretrained", "optimizer_slots", slots, "reset, since init is scratch")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe.data.pipeline import Batch
 from moe.distributed.exchange import sum_together
-from moe.distributed.mesh import Mesh
+from moe.distributed.mesh import Mesh, divisors
 from moe.distributed.sharding import clip_gradient, sum_gradients_now
 from moe.errors import ConfigError
 from moe.models.losses import LossCounts, sum_counts
@@ -77,7 +77,7 @@ def train_step(
     parts = list(cut_batch(batch, training.micro_batch_size, group_size, data_ranks))
 
     def run_parts(counts: LossCounts) -> Iterator[STMoEOutput]:
-        torch.manual_seed((recipe.seed * 1_000_003 + step) * data_ranks + data_rank)
+        torch.manual_seed(((recipe.seed * 1_000_003 + step) * data_ranks + data_rank) % 2**63)
         for number, part in enumerate(parts, start=1):
             sum_gradients_now(model, number == len(parts))
             with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
@@ -169,7 +169,12 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
 
     if not groups_alike(group_size):
         whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
-        fitting = next(size for size in range(min(group_size, rows * max(lengths)), 0, -1) if groups_alike(size))
+        # Groups change where one more sequence fits: just below such a size lies the largest with the same groups.
+        most = min(group_size, rows * max(lengths))
+        sizes = {1, most}
+        for length in lengths:
+            sizes.update(count * length - 1 for count in (*divisors(batch_size), *divisors(rows)))
+        fitting = max(size for size in sizes if 1 <= size <= most and groups_alike(size))
         raise ConfigError(
             f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} "
             f"and {whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "

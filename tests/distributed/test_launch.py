@@ -61,9 +61,13 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch):
         assert not dist.is_initialized()
 
 
-def test_a_timeout_of_nothing_and_half_of_torchruns_variables_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"timeout is 0; expected a number of seconds above 0"), launch(timeout=0):
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e300, None, "60", True])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
+    with pytest.raises(ConfigError, match=r"^timeout is .*; expected a finite number above 0 and"), launch(timeout):
         pass
+
+
+def test_half_of_torchruns_variables_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match="but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"), launch():
         pass
@@ -94,14 +98,53 @@ def test_a_port_in_use_is_named(torchrun, busy_port):
         pass
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank):
+@pytest.mark.parametrize(("rank", "reason"), [(0, "1/2 clients joined"), (1, "nobody listens there: .*refused")])
+def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank, reason):
     torchrun(rank, 2, free_port)
     start = time.monotonic()
-    message = rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds"
+    message = (
+        rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds.*--timeout.*{reason}"
+    )
     with pytest.raises(DistributedError, match=message), launch(timeout=2):
         pass
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 4
+
+
+def test_a_listener_that_never_answers_is_given_up_in_time(torchrun, busy_port):
+    torchrun(1, 2, busy_port)
+    start = time.monotonic()
+    message = rf"127\.0\.0\.1:{busy_port} within 1 seconds.*at which nothing else listens.*gives no answer"
+    with pytest.raises(DistributedError, match=message), launch(timeout=1):
+        pass
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "first"),
+        ("RANK", "2"),
+        ("RANK", "-1"),
+        ("RANK", "\N{SUPERSCRIPT TWO}"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "9" * 5000),
+        ("LOCAL_RANK", "1.0"),
+        ("MASTER_PORT", "65536"),
+        ("MASTER_PORT", "http"),
+    ],
+)
+def test_torchruns_variables_are_numbers_in_their_range(torchrun, monkeypatch, name, value):
+    torchrun(0, 2, 29500)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"^{name} is '.*; expected an integer from . to .*unset RANK"), launch():
+        pass
+
+
+def test_a_name_that_no_host_can_have_is_a_message(torchrun, monkeypatch):
+    torchrun(1, 2, 29500)
+    monkeypatch.setenv("MASTER_ADDR", "x" * 100)
+    with pytest.raises(DistributedError, match=r"did not meet the others at x{100}:29500"), launch(timeout=0.2):
+        pass
 
 
 @pytest.mark.slow

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from moe import DataError
-from moe.inspection.tables import format_table, health_rows, load_shares, routing_entropy, special_tokens, top_tokens
+from moe.data.tokenizer import train_tokenizer
+from moe.inspection.tables import (
+    format_table,
+    health_rows,
+    load_shares,
+    routing_entropy,
+    special_tokens,
+    token_names,
+    top_tokens,
+)
 from moe.inspection.trace import trace_tokens
 from moe.parsing import read_json_lines
 from tests.models.tiny import tiny_batch, tiny_model
@@ -45,13 +54,30 @@ def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
 def test_top_tokens_and_lift_by_hand():
     counts = torch.tensor([[30, 10], [0, 40], [10, 10], [1, 0]])
     most = top_tokens(counts, 0)
-    assert [(entry.token, entry.occurrences) for entry in most] == [(0, 30), (2, 10), (3, 1)]
-    special = special_tokens(counts, 1)
-    share = 60 / 101
-    assert [entry.token for entry in special] == [1, 2, 0]
-    assert special[0].lift == pytest.approx(1 / share)
-    assert special[1].lift == pytest.approx(0.5 / share)
-    assert all(entry.token != 3 for entry in special_tokens(counts, 0))
+    assert [(entry.token, entry.occurrences, entry.seen) for entry in most] == [(0, 30, 40), (2, 10, 20), (3, 1, 1)]
+
+    # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by nobody.
+    special = special_tokens(counts, 0)
+    assert [entry.token for entry in special] == [0, 2]
+    assert special[0].lift == pytest.approx((30 + 20 * 41 / 101) / (40 + 20) / (41 / 101))
+    assert special[1].lift == pytest.approx((10 + 20 * 41 / 101) / (20 + 20) / (41 / 101))
+    assert [entry.token for entry in special_tokens(counts, 1)] == [1]
+
+
+def test_lift_ranks_tokens_that_never_go_elsewhere_by_evidence():
+    counts = torch.tensor([[1000, 0, 0, 0], [10, 0, 0, 0], [0, 1010, 1010, 1010]])
+    special = special_tokens(counts, 0)
+    assert [(entry.token, entry.occurrences, entry.seen) for entry in special] == [(0, 1000, 1000), (1, 10, 10)]
+    assert 3.9 < special[0].lift < 4  # 4 is the most that the expert's quarter of all tokens allows
+    assert special[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
+
+
+def test_the_token_that_a_decoder_starts_with_is_no_padding(tmp_path):
+    tokenizer = train_tokenizer(["some words to learn, and some more words"] * 9, 118, tmp_path / "tokenizer")
+    encoder, decoder = trace_tokens(tiny_model(), [tiny_batch()])
+    assert token_names(tokenizer, decoder, [0, 1]) == ["<start>", "</s>"]
+    assert int(decoder.first_choice[0].sum()) == 4  # once in each row
+    assert int(encoder.first_choice[0].sum()) == 0
 
 
 def test_entropy_of_even_routing_is_ln_e_and_of_one_expert_zero():

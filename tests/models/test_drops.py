@@ -25,8 +25,10 @@ def test_it_names_stack_share_factor_and_way_out_once_for_each_model(said):
     assert 0.01 < dropped / tokens < 1
     assert len(said()) == 1  # the decoder drops too
     assert said()[0].startswith(f"A sparse layer of the encoder dropped {100 * dropped / tokens:.1f} % of the tokens")
-    assert "with eval_capacity_factor 0.05 an expert had 1 slots" in said()[0]
-    assert "from_pretrained(..., eval_capacity_factor=None, expert_capacity=None)" in said()[0]
+    assert "(eval_capacity_factor 0.05: 1 slots an expert)" in said()[0]
+    assert said()[0].endswith("; from_pretrained(..., eval_capacity_factor=None) drops none.")
+    assert len(said()[0]) < 200
+    assert "\n" not in said()[0]
     model(**tiny_batch(seed=1))
     model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=2)
     assert len(said()) == 1
@@ -116,4 +118,5 @@ def test_an_absolute_capacity_is_named_and_generation_says_it_too(said):
     model.generate(tiny_batch()["input_ids"], max_new_tokens=2)
     assert len(said()) == 1
     assert "encoder" in said()[0]
-    assert "with expert_capacity 1 an expert had 1 slots" in said()[0]
+    assert "(expert_capacity 1: 1 slots an expert)" in said()[0]
+    assert said()[0].endswith("; from_pretrained(..., eval_capacity_factor=None, expert_capacity=None) drops none.")

@@ -28,12 +28,12 @@ def balance(chosen, prob_sum, count):
 
 
 def load_balance(probs, mask, routing, choices, over):
-    """Returns the balance loss of each group, mean over the groups that hold a real token."""
+    """Returns the balance loss, mean over the groups that hold a real token; over all positions, over all groups."""
     losses = []
     for g in range(len(mask)):
-        if any(mask[g]):
+        if any(mask[g]) or over == "all_positions":
             losses.append(balance(*tally(probs, mask, routing, choices, over, g)))
-    return sum(losses) / len(losses) if losses else 0 * probs.sum()
+    return sum(losses) / len(losses) + 0 * probs.sum() if losses else 0 * probs.sum()
 
 
 def load_balance_of_scope(probs, mask, routing, choices, over):
@@ -65,6 +65,7 @@ def load_balance_of_config(probs, mask, routing, config):
     choices = config.balance_choices if config.num_selected_experts > 1 else "first"
     over = config.balance_over
     if config.balance_scope == "group":
-        return load_balance(probs, mask, routing, choices, over), sum(any(group) for group in mask)
+        groups = len(mask) if over == "all_positions" else sum(any(group) for group in mask)
+        return load_balance(probs, mask, routing, choices, over), groups
     positions = sum(len(group) if over == "all_positions" else sum(group) for group in mask)
     return load_balance_of_scope(probs, mask, routing, choices, over), positions

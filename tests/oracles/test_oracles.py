@@ -159,7 +159,7 @@ def test_perfect_balance_costs_1_by_first_choices_and_k_by_all():
     ("loss", "over", "expected"),
     [
         (load_balance, "real_tokens", 1.4),  # f = (1, 0), P = (1.4, 0.6) / 2: 2 * 0.7; group 1 mirrors it
-        (load_balance, "all_positions", 5.6 / 9),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3
+        (load_balance, "all_positions", 11.2 / 27),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3, of 3 groups
         (load_balance_of_scope, "real_tokens", 1.0),  # f = (2, 2) / 4, P = (2, 2) / 4: 2 * (1/4 + 1/4)
         (load_balance_of_scope, "all_positions", 16 / 81),  # the same sums over 9 positions: 2 * 2 * (2/9)²
     ],

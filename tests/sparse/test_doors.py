@@ -33,28 +33,66 @@ def options(router, **router_options):
 # ---- settings ----
 
 
-@pytest.mark.parametrize("name", ["d_model", "d_ff", "num_experts", "num_selected_experts", "group_size"])
-@pytest.mark.parametrize("value", [0, -3])
-def test_sizes_are_at_least_one(name, value):
-    with refused(ConfigError, f"{name} is {value}; expected an integer of at least 1."):
+@pytest.mark.parametrize("name", ["d_model", "d_ff", "num_experts", "num_selected_experts"])
+@pytest.mark.parametrize("value", [0, -3, 2**24 + 1, 5.0, True, "5", None, [5]])
+def test_sizes_are_at_least_one_and_fit_somewhere(name, value):
+    expected = "an integer from 1 to 16,777,216 (the weights of a larger layer fit on no machine)"
+    with refused(ConfigError, f"{name} is {value!r}; expected {expected}."):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 2**63, 1.5, math.inf, "all"])
+def test_a_group_size_is_a_number_of_tokens(value):
+    with pytest.raises(ConfigError, match=rf"^group_size is {re.escape(repr(value))}; expected an integer from 1 to "):
+        config(group_size=value)
+
+
+@pytest.mark.parametrize("name", ["gated", "decoder"])
+@pytest.mark.parametrize("value", ["no", "yes", 0, 1, None, 0.0, torch.tensor(True)])
+def test_a_flag_is_true_or_false_and_no_word(name, value):
+    with refused(ConfigError, f"{name} is {value!r}; expected true or false."):
         config(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["capacity_factor", "eval_capacity_factor"])
-@pytest.mark.parametrize("value", [0, -1.25, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0, -1.25, float("nan"), float("inf"), 1e308, 10**400, "1.25", True])
 def test_a_capacity_factor_is_a_finite_number_above_zero(name, value):
-    with refused(ConfigError, f"{name} is {value}; expected a number above 0, or None to drop no token."):
+    expected = "expected a finite number above 0 and of at most 1,000,000.0, or None to drop no token."
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; {re.escape(expected)}$"):
         config(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"min_expert_capacity": -1}, "min_expert_capacity is -1; expected 0 or more."),
-        ({"expert_dropout_rate": 1.0}, "expert_dropout_rate is 1.0; expected 0 <= rate < 1."),
-        ({"expert_dropout_rate": -0.1}, "expert_dropout_rate is -0.1; expected 0 <= rate < 1."),
-        ({"initializer_scale": 0.0}, "initializer_scale is 0.0; expected a number above 0."),
-        ({"router_initializer_std": -1.0}, "router_initializer_std is -1.0; expected 0 or more, or None."),
+        (
+            {"min_expert_capacity": -1},
+            "min_expert_capacity is -1; expected an integer from 0 to 1,048,576 (every expert of every group has so "
+            "many).",
+        ),
+        (
+            {"expert_capacity": 0},
+            "expert_capacity is 0; expected an integer from 1 to 9,223,372,036,854,775,807, or None to follow the "
+            "capacity factors (tokens are counted in 64 bits).",
+        ),
+        (
+            {"expert_dropout_rate": 1.0},
+            "expert_dropout_rate is 1.0; expected a finite number of at least 0 and below 1.",
+        ),
+        (
+            {"expert_dropout_rate": -0.1},
+            "expert_dropout_rate is -0.1; expected a finite number of at least 0 and below 1.",
+        ),
+        (
+            {"initializer_scale": 0.0},
+            "initializer_scale is 0.0; expected a finite number above 0 and of at most 1,000,000.0 (products of larger "
+            "weights overflow).",
+        ),
+        (
+            {"router_initializer_std": -1.0},
+            "router_initializer_std is -1.0; expected a finite number from 0 to 1,000,000.0, or None to draw it like "
+            "the experts (products of larger weights overflow).",
+        ),
     ],
 )
 def test_rates_and_scales_have_a_range(fields, expected):
@@ -77,8 +115,9 @@ def test_rates_and_scales_have_a_range(fields, expected):
     ],
 )
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(name, choices):
-    with refused(ConfigError, f"{name} is 'sometimes'; expected one of {choices}."):
-        config(**{name: "sometimes"})
+    for value in ("sometimes", None, 1, [choices]):
+        with refused(ConfigError, f"{name} is {value!r}; expected one of {choices}."):
+            config(**{name: value})
 
 
 def test_there_are_no_more_places_than_experts():
@@ -106,6 +145,19 @@ def test_an_unknown_router_is_answered_with_the_closest():
     text = f"There is no router called 'token_choise'. Did you mean 'token_choice'? {KNOWN_ROUTERS}"
     with refused(ConfigError, text):
         config(router="token_choise")
+
+
+@pytest.mark.parametrize("value", [None, 5, [1], {}])
+def test_a_router_is_a_name(value):
+    with refused(ConfigError, f"There is no router called {value!r}. {KNOWN_ROUTERS}"):
+        config(router=value)
+
+
+@pytest.mark.parametrize("value", [torch.nn.Linear, lambda config: None, "switch", None])
+def test_what_is_no_router_is_not_registered_as_one(value):
+    with refused(ConfigError, f"The router 'mine' is {value!r}; expected a subclass of moe.sparse.router.Router."):
+        ROUTERS.add("mine", value)
+    assert "mine" not in ROUTERS.names()
 
 
 def test_an_unknown_router_that_resembles_none_is_answered_with_all():
@@ -173,7 +225,8 @@ def test_token_choice_knows_four_policies(router, name):
 @pytest.mark.parametrize("router", ["token_choice", "batch_prioritized"])
 @pytest.mark.parametrize("name", ["second_expert_threshold", "eval_second_expert_threshold"])
 def test_token_choice_wants_thresholds_above_zero(router, name):
-    with refused(ConfigError, f"{name} is 0.0; expected a number above 0; use policy 'all' to always use every place."):
+    text = f"{name} is 0.0; expected a finite number above 0 (policy 'all' always uses every place)."
+    with refused(ConfigError, text):
         options(router, **{name: 0.0})
 
 
@@ -181,17 +234,34 @@ def test_token_choice_wants_thresholds_above_zero(router, name):
     ("router", "given", "text"),
     [
         ("switch", {"policy": "x"}, "policy is 'x'; expected one of argmax, input_jitter, input_dropout, sample."),
-        ("switch", {"jitter": 1.0}, "jitter is 1.0; expected 0 <= jitter < 1."),
-        ("switch", {"input_dropout_rate": -0.5}, "input_dropout_rate is -0.5; expected 0 <= input_dropout_rate < 1."),
-        ("switch", {"temperature": 0.0}, "temperature is 0.0; expected a number above 0; 'argmax' is its limit."),
+        ("switch", {"jitter": 1.0}, "jitter is 1.0; expected a finite number of at least 0 and below 1."),
+        (
+            "switch",
+            {"input_dropout_rate": -0.5},
+            "input_dropout_rate is -0.5; expected a finite number of at least 0 and below 1.",
+        ),
+        (
+            "switch",
+            {"temperature": 0.0},
+            "temperature is 0.0; expected a finite number of at least 1e-06 ('argmax' is its limit).",
+        ),
         ("expert_choice", {"softmax_over": "x"}, "softmax_over is 'x'; expected one of experts, tokens."),
         (
             "bias_balanced",
             {"update_rate": 0.0},
-            "update_rate is 0.0; expected a number above 0; without it use 'token_choice'.",
+            "update_rate is 0.0; expected a finite number above 0 and of at most 1 (a probability is at most 1; "
+            "without a bias use 'token_choice').",
         ),
-        ("no_token_left_behind", {"num_candidates": 7}, "num_candidates is 7; expected 1 to num_experts, 5."),
-        ("no_token_left_behind", {"num_candidates": 0}, "num_candidates is 0; expected 1 to num_experts, 5."),
+        (
+            "no_token_left_behind",
+            {"num_candidates": 7},
+            "num_candidates is 7; expected an integer from 1 to 5 (num_experts is 5).",
+        ),
+        (
+            "no_token_left_behind",
+            {"num_candidates": 0},
+            "num_candidates is 0; expected an integer from 1 to 5 (num_experts is 5).",
+        ),
     ],
 )
 def test_options_have_a_range(router, given, text):
@@ -223,6 +293,85 @@ def test_a_mask_has_one_value_for_each_token(shape):
     text = f"token_mask has shape {list(shape)}, but x has 2 sequences of 13 tokens. Give one value for each token."
     with refused(DataError, text):
         build_layer()(torch.zeros(2, 13, 7, dtype=torch.float64), torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_mask_of_zeros_and_ones_of_any_dtype_is_that_of_bools(dtype):
+    layer, x, mask = build_layer(), torch.randn(2, 13, 7, dtype=torch.float64), torch.arange(26).reshape(2, 13) % 3 != 1
+    expected, given = layer(x, mask), layer(x, mask.to(dtype))
+    assert torch.equal(given[0], expected[0])
+    assert given[1].plan.token_mask.equal(expected[1].plan.token_mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown"),
+    [
+        (torch.tensor([0.0, -math.inf]), "-inf"),
+        (torch.tensor([0.0, -1e9]), "-1000000000.0"),
+        (torch.tensor([0.0, torch.finfo(torch.float32).min]), "-3.4028234663852886e+38"),
+        (torch.tensor([1.0, math.nan]), "nan"),
+        (torch.tensor([1, -1]), "-1"),
+        (torch.tensor([1, 2]), "2"),
+        (torch.tensor([1.0, 0.5]), "0.5"),
+    ],
+)
+def test_additive_masks_and_other_numbers_are_no_mask(mask, shown):
+    text = (
+        f"token_mask holds {shown}; expected 0 for padding and 1 for real tokens. Give a bool mask, True for real "
+        "tokens and False for padding; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
+    )
+    with refused(DataError, text):
+        build_layer()(torch.zeros(1, 2, 7, dtype=torch.float64), mask[None])
+
+
+def test_a_mask_of_nothing_but_zeros_could_be_additive_where_it_is_not_of_integers():
+    layer, x = build_layer(), torch.zeros(1, 2, 7, dtype=torch.float64)
+    text = (
+        "token_mask is 0 everywhere, in torch.float32: nothing but padding, or an additive mask that hides nothing. "
+        "Give a bool mask, True for real tokens and False for padding."
+    )
+    with refused(DataError, text):
+        layer(x, torch.zeros(1, 2))
+    assert layer(x, torch.zeros(1, 2, dtype=torch.int64))[1].plan.token_mask.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("x", None), ("x", [[1.0]]), ("token_mask", [[1]]), ("token_ids", 5), ("word_embeddings", "a")]
+)
+def test_an_input_is_a_tensor(name, value):
+    inputs = {"x": torch.zeros(1, 1, 7, dtype=torch.float64), name: value}
+    with refused(DataError, f"{name} is {value!r}; expected a tensor."):
+        build_layer()(**inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("name", ["x", "word_embeddings"])
+def test_tokens_and_embeddings_are_floating_point(name, dtype):
+    inputs = {"x": torch.zeros(1, 2, 7, dtype=torch.float64), name: torch.zeros(1, 2, 7, dtype=dtype)}
+    text = (
+        f"{name} has dtype {dtype}; expected floating-point numbers. Give hidden states or embeddings, not token ids, "
+        "and convert whole numbers with .float()."
+    )
+    with refused(DataError, text):
+        build_layer(router_input="add")(**inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_token_ids_are_integers(dtype):
+    layer, x = build_layer("hash"), torch.zeros(1, 2, 7, dtype=torch.float64)
+    with refused(DataError, f"token_ids have dtype {dtype}; expected integers, the ids of a vocabulary."):
+        layer(x, token_ids=torch.ones(1, 2, dtype=dtype))
+
+
+def test_hash_routing_refuses_the_negative_id_of_a_real_token():
+    layer, x, ids = build_layer("hash"), torch.zeros(1, 3, 7, dtype=torch.float64), torch.tensor([[5, -100, 0]])
+    text = (
+        "token_ids hold -100; expected ids of a vocabulary, 0 or more. Give the ids of the tokens, not labels, and "
+        "mark padding in token_mask."
+    )
+    with refused(DataError, text):
+        layer(x, token_ids=ids)
+    layer(x, torch.tensor([[True, False, True]]), token_ids=ids)
 
 
 def test_token_ids_are_one_for_each_token():

@@ -39,17 +39,27 @@ def test_one_expert_for_all_costs_as_much_as_there_are_experts():
     ("over", "scope", "expected"),
     [
         ("real_tokens", "group", 1.4),  # f = (1, 0), P = (1.4, 0.6) / 2: 2 * 0.7; the second group mirrors it
-        ("all_positions", "group", 5.6 / 9),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3
+        ("all_positions", "group", 11.2 / 27),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3, of 3 groups
         ("real_tokens", "micro_batch", 1.0),  # f = P = (1/2, 1/2)
         ("all_positions", "micro_batch", 16 / 81),  # f = P = (2/9, 2/9), as the group of padding counts too
     ],
 )
-def test_balance_is_a_mean_over_groups_that_hold_tokens_or_one_product_of_the_scope(over, scope, expected):
+def test_balance_is_a_mean_over_groups_or_one_product_of_the_scope(over, scope, expected):
     padding, mask = [0.5, 0.5], [[True, True, False], [True, True, False], [False] * 3]
     groups = ([0.6, 0.4], [0.8, 0.2], padding), ([0.2, 0.8], [0.4, 0.6], padding), (padding,) * 3
     x = torch.cat([logits_of(*group) for group in groups])
     losses = losses_of(x, mask, balance_over=over, balance_scope=scope, group_size=3)
     assert losses.load_balance_loss.item() == pytest.approx(expected)
+
+
+def test_after_mesh_tensorflow_a_group_of_padding_lowers_the_mean_and_after_flaxformer_it_changes_nothing():
+    # reduce_mean over groups and experts of density * proxy, times E²: the second group has neither.
+    x = torch.cat([logits_of([0.9, 0.1], [0.8, 0.2]), logits_of([0.5, 0.5], [0.5, 0.5])])
+    mask = [[True, True], [False, False]]
+    for reference, share in (("mesh_tensorflow", 1 / 2), ("flaxformer", 1)):
+        fields = {**reference_fields(reference), "group_size": 2}
+        alone, beside = losses_of(x[:1], **fields), losses_of(x, mask, **fields)
+        assert beside.load_balance_loss.item() == pytest.approx(share * alone.load_balance_loss.item())
 
 
 def test_dropped_places_count_for_balance_as_they_were_chosen():

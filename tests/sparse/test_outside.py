@@ -6,6 +6,7 @@ that the README shows.
 """
 
 import copy
+import math
 
 import pytest
 import torch
@@ -182,8 +183,12 @@ def test_router_loss_is_the_weighted_sum_of_the_papers_equation_6():
     assert float(router_loss(routers)) == pytest.approx(0.01 * balance + 0.001 * z)
     weights = {"load_balance_weight": 0.3, "router_z_weight": 0.7}
     assert float(router_loss(routers, **weights, reduction="mean")) == pytest.approx((0.3 * balance + 0.7 * z) / LAYERS)
-    with pytest.raises(ConfigError, match="reduction is 'max'; expected 'sum' or 'mean'"):
+    with pytest.raises(ConfigError, match="reduction is 'max'; expected one of sum, mean"):
         router_loss(routers, reduction="max")
+    for name in weights:
+        for value in (math.nan, math.inf, -0.1, None, "0.01"):
+            with pytest.raises(ConfigError, match=rf"^{name} is .*; expected a finite number of at least 0\.$"):
+                router_loss(routers, **{name: value})
 
 
 def step_of(model, ids, mask, labels):

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from moe.errors import ConfigError
+from moe.checks import check_number
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router
@@ -29,11 +29,9 @@ class BiasBalancedOptions:
     normalize_gates: bool = True
 
     def check(self, config: SparseConfig) -> None:
-        """Raises a ConfigError when the rate is not above 0."""
-        if not self.update_rate > 0:
-            raise ConfigError(
-                f"update_rate is {self.update_rate!r}; expected a number above 0; without it use 'token_choice'."
-            )
+        """Raises a ConfigError when the rate is out of range."""
+        reason = "a probability is at most 1; without a bias use 'token_choice'"
+        check_number("update_rate", self.update_rate, above=0, most=1, reason=reason)
 
 
 @ROUTERS.register("bias_balanced")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
+from moe.sparse.inputs import can_look_at
 from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router, RouterInputs
 from moe.sparse.scores import RouterScores, router_scores
@@ -54,13 +55,14 @@ class HashRouter(Router):
         """Returns scores that leave one expert possible for each token.
 
         Raises:
-            DataError: When there are no token ids.
+            DataError: When there are no token ids, or one of a real token is negative.
         """
         if inputs.token_ids is None:
             raise DataError(
                 "Router 'hash' needs the ids of the tokens, but the layer got none. Pass token_ids [B, L] beside the "
                 "tokens; a model does so when it is given input_ids, not inputs_embeds."
             )
+        _refuse_negative(inputs.token_ids, inputs.token_mask)
         expert = hash_expert(inputs.token_ids, self.config.num_experts, self.options.seed)
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
         shape = (*expert.shape, self.config.num_experts)
@@ -74,6 +76,19 @@ class HashRouter(Router):
         wanted = token_mask[..., None]
         slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
         return DispatchPlan(expert_index, slot, accepted, accepted.to(scores.probs.dtype), wanted, token_mask, capacity)
+
+
+def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
+    """Raises a DataError when the id <any integer>[G, S] of a real token is negative, where that can be looked at."""
+    if not can_look_at(token_ids):
+        return
+
+    ids = token_ids if token_mask is None else token_ids[token_mask]
+    if ids.numel() and ids.min() < 0:
+        raise DataError(
+            f"token_ids hold {ids.min().item()}; expected ids of a vocabulary, 0 or more. Give the ids of the tokens, "
+            "not labels, and mark padding in token_mask."
+        )
 
 
 def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe.errors import ConfigError
+from moe.checks import check_integer
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, queue_position
 from moe.sparse.router import ROUTERS, Router
@@ -26,10 +26,8 @@ class NoTokenLeftBehindOptions:
 
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when there are fewer experts than candidates."""
-        if not 1 <= self.num_candidates <= config.num_experts:
-            raise ConfigError(
-                f"num_candidates is {self.num_candidates}; expected 1 to num_experts, {config.num_experts}."
-            )
+        reason = f"num_experts is {config.num_experts}"
+        check_integer("num_candidates", self.num_candidates, least=1, most=config.num_experts, reason=reason)
 
 
 @ROUTERS.register("no_token_left_behind")

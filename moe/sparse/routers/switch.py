@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.errors import ConfigError
+from moe.checks import check_number
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router
@@ -26,7 +26,7 @@ class SwitchOptions:
             its input; `sample` draws the expert from the probabilities.
         jitter: Half-width of the factor U(1 - jitter, 1 + jitter) of each number.
         input_dropout_rate: Share of the numbers that `input_dropout` sets to zero.
-        temperature: Of `sample`: above 1 explores more, towards 0 it is the best expert.
+        temperature: Of `sample`: above 1 explores more, towards 0 it is the best expert; at least 1e-6.
     """
 
     policy: Policy = "input_jitter"
@@ -37,10 +37,8 @@ class SwitchOptions:
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when a value is out of range."""
         for name in ("jitter", "input_dropout_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected 0 <= {name} < 1.")
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature is {self.temperature!r}; expected a number above 0; 'argmax' is its limit.")
+            check_number(name, getattr(self, name), least=0, below=1)
+        check_number("temperature", self.temperature, least=1e-6, reason="'argmax' is its limit")
 
 
 @ROUTERS.register("switch")

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from moe.errors import ConfigError
+from moe.checks import check_number
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router
@@ -39,11 +39,7 @@ class TokenChoiceOptions:
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when a value is out of range."""
         for name in ("second_expert_threshold", "eval_second_expert_threshold"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; expected a number above 0; use policy 'all' to always use "
-                    "every place."
-                )
+            check_number(name, getattr(self, name), above=0, reason="policy 'all' always uses every place")
 
 
 @ROUTERS.register("token_choice")

@@ -1,0 +1,107 @@
+"""What a sparse layer is given: shapes, dtypes and masks, checked at the door. Comes before groups.py.
+
+Shapes and dtypes are checked always. Values are looked at on a CPU and outside of compiled graphs only: elsewhere that
+would wait for the device, or break the graph.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.checks import shown
+from moe.errors import DataError
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
+
+
+def check_inputs(
+    x: Tensor, token_mask: Tensor | None, token_ids: Tensor | None, word_embeddings: Tensor | None, *, d_model: int
+) -> None:
+    """Raises unless the inputs of a layer fit each other; None stands for what was not given.
+
+    Args:
+        x: <any float>[B, L, D] hidden states.
+        token_mask: <bool>[B, L], or 0 and 1 of any dtype.
+        token_ids: <any integer>[B, L] vocabulary ids.
+        word_embeddings: <any float>[B, L, D] embeddings of those ids.
+        d_model: Width of the layer, D.
+
+    Raises:
+        DataError: When one is no tensor, or has another shape or dtype.
+    """
+    _check_tensor("x", x)
+    if x.dim() != 3 or x.shape[-1] != d_model:
+        raise DataError(
+            f"The sparse layer got x of shape {list(x.shape)}; expected [B, L, {d_model}] (batch, length, d_model). "
+            "Reshape the input, or build the layer with its width."
+        )
+    _check_floating("x", x)
+
+    beside = {"token_mask": token_mask, "token_ids": token_ids, "word_embeddings": word_embeddings}
+    for name, value in beside.items():
+        if value is None:
+            continue
+        _check_tensor(name, value)
+        embeddings = name == "word_embeddings"
+        if value.shape != (x.shape if embeddings else x.shape[:2]):
+            raise DataError(
+                f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
+                f"Give one {f'embedding of {x.shape[2]} numbers' if embeddings else 'value'} for each token."
+            )
+
+    if token_ids is not None and token_ids.dtype not in _INTEGERS:
+        raise DataError(f"token_ids have dtype {token_ids.dtype}; expected integers, the ids of a vocabulary.")
+    if word_embeddings is not None:
+        _check_floating("word_embeddings", word_embeddings)
+
+
+def to_bool_mask(token_mask: Tensor) -> Tensor:
+    """Returns a mask as <bool>[...], True for real tokens.
+
+    Args:
+        token_mask: <bool>[...], or 0 for padding and 1 for real tokens in any dtype.
+
+    Raises:
+        DataError: When it holds something else, as additive masks of 0 and -inf do, or when it could be additive: all
+            0 in a floating dtype. Only on a CPU outside compiled graphs; elsewhere what is not above 0 is padding.
+    """
+    if token_mask.dtype == torch.bool:
+        return token_mask
+    if token_mask.is_complex():
+        raise DataError(f"token_mask has dtype {token_mask.dtype}. {_MASK_ADVICE}.")
+
+    if can_look_at(token_mask):
+        odd = token_mask[(token_mask != 0) & (token_mask != 1)]
+        if odd.numel():
+            raise DataError(
+                f"token_mask holds {shown(odd[0].item())}; expected 0 for padding and 1 for real tokens. "
+                f"{_MASK_ADVICE}; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
+            )
+        if token_mask.is_floating_point() and token_mask.numel() and not token_mask.any():
+            raise DataError(
+                f"token_mask is 0 everywhere, in {token_mask.dtype}: nothing but padding, or an additive mask that "
+                f"hides nothing. {_MASK_ADVICE}."
+            )
+    return token_mask > 0
+
+
+def can_look_at(x: Tensor) -> bool:
+    """Returns whether the values of a tensor can be looked at without waiting for a device or breaking a graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    """Raises a DataError unless a value is a tensor."""
+    if not isinstance(value, Tensor):
+        raise DataError(f"{name} is {shown(value)}; expected a tensor.")
+
+
+def _check_floating(name: str, value: Tensor) -> None:
+    """Raises a DataError unless a tensor holds floating-point numbers."""
+    if not value.is_floating_point():
+        raise DataError(
+            f"{name} has dtype {value.dtype}; expected floating-point numbers. Give hidden states or embeddings, not "
+            "token ids, and convert whole numbers with .float()."
+        )
