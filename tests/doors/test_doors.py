@@ -1,18 +1,10 @@
 """No malformed input ends in a traceback, a hang, a silent acceptance or damage, whichever door it comes to."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.doors.cases import door_names
 from tests.doors.driver import BAD
 from tests.doors.trials import outcomes_of
-from tests.doors.workspace import build_workspace
-
-
-@pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_workspace(tmp_path_factory.getbasetemp().resolve() / "doors" / "workspace")
 
 
 @pytest.mark.slow
