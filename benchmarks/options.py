@@ -1,23 +1,23 @@
 """The options of scripts.benchmark."""
 
 import argparse
-from pathlib import Path
 
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer import VARIANTS
 from benchmarks.model import PARTS
+from moe.cli import Parser
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Returns the parser of the command and its benchmarks."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmark", description="Measures.")
+    parser = Parser(prog="python -m scripts.benchmark", description="Measures.")
     parsers = parser.add_subparsers(dest="benchmark", required=True)
     layer = parsers.add_parser("layer", help="one sparse layer")
     exchange = parsers.add_parser("exchange", help="a layer and a training step on several ranks")
     model = parsers.add_parser("model", help="training step and decoding beside transformers' Switch and T5, on a CPU")
     evaluation = parsers.add_parser("eval", help="ranking and generating beside lm-evaluation-harness, on a CPU")
     for one in (layer, exchange, model, evaluation):
-        one.add_argument("--json", type=Path, help="file to save the table to")
+        one.add_argument("--json", help="file to save the table to")
         one.add_argument("--rounds", type=int, default=7, help="results are medians over them (7)")
     for one in (layer, exchange):
         one.add_argument("--cases", type=int, nargs="+", choices=CASES, help="sizes (layer: all; exchange: 0 and 1)")

@@ -3,6 +3,11 @@
 Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 import argparse
 import shlex
 import sys
@@ -17,10 +22,16 @@ from eval.compare import add_compare_command, run_compare
 from eval.conformance import add_conformance_command, run_conformance
 from eval.harness import add_harness_command, run_harness
 from eval.listing import tasks_table
+from eval.names import split_names
 from eval.reports.markdown import interval, number
+from eval.reports.words import describe_earlier
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
+from moe.checks import check, check_integer, check_number
+from moe.files import output_path
+
+MOST_SECONDS = 30 * 24 * 3600
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +65,7 @@ def add_run_command(commands: Any) -> None:
     run.add_argument("--modes", help=f"of {', '.join(MODES)} (default: all that a task can be answered in)")
     run.add_argument("--split", choices=SPLITS, help="default: each task's own")
     run.add_argument("--limit", type=int, help="most examples of a task")
-    run.add_argument("--data", type=Path, help="folder with a folder TASK of .jsonl or .parquet instead of the hub")
+    run.add_argument("--data", help="folder with a folder TASK of .jsonl or .parquet instead of the hub")
     run.add_argument("--revision", help="branch or commit of the data on the hub (default: each task's own)")
     run.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
     run.add_argument(
@@ -63,7 +74,7 @@ def add_run_command(commands: Any) -> None:
         default="none",
         help="length that a choice's score is divided by (default: none)",
     )
-    run.add_argument("--out", type=Path, default=Path("runs/eval"), help="folder of the reports (default: runs/eval)")
+    run.add_argument("--out", default="runs/eval", help="folder of the reports (default: runs/eval)")
     run.add_argument("--ep", type=int, default=1, help="ranks that the experts of a layer are spread over (default: 1)")
     run.add_argument("--tp", type=int, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
     run.add_argument("--timeout", type=float, default=600.0, help="seconds that ranks wait for others (default: 600)")
@@ -71,19 +82,25 @@ def add_run_command(commands: Any) -> None:
 
 def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
     """Evaluates, prints the scores and says where the reports are; exits with 1 when a task failed."""
+    out = output_path(arguments.out)
+    for option in ("data", "revision"):
+        check(getattr(arguments, option) != "", f"--{option}", "", "a name, or leave the option out")
+    check_integer("--ep", arguments.ep, least=1)
+    check_integer("--tp", arguments.tp, least=1)
+    check_number("--timeout", arguments.timeout, above=0, most=MOST_SECONDS, reason="30 days")
     logging.disable_progress_bar()
     with launch(arguments.timeout) as world:
         starter = ["python"] if world.size == 1 else ["torchrun", "--nproc-per-node", str(world.size)]
         report = evaluate(
             parse_models([arguments.model, *arguments.also]),
-            arguments.tasks.split(","),
-            modes=None if arguments.modes is None else [mode.strip() for mode in arguments.modes.split(",")],
+            split_names("--tasks", arguments.tasks),
+            modes=None if arguments.modes is None else split_names("--modes", arguments.modes),
             split=arguments.split,
             limit=arguments.limit,
-            data=arguments.data,
+            data=None if arguments.data is None else Path(arguments.data),
             revision=arguments.revision,
             scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
-            out=arguments.out,
+            out=out,
             command=shlex.join([*starter, "-m", "eval", *argv]),
             world=world,
             ep=arguments.ep,
@@ -92,7 +109,9 @@ def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
     if report is None:  # rank 0 speaks
         return
     print_scores(report)
-    print(f"The reports are {', '.join(str(arguments.out / f'report.{kind}') for kind in ('html', 'md', 'json'))}.")
+    print(f"The reports are {', '.join(str(out / f'report.{kind}') for kind in ('html', 'md', 'json'))}.")
+    if report["earlier"]:
+        print(describe_earlier(str(out / report["earlier"])))
     for failure in report["failed"]:
         print(f"error: {failure['task']} failed: {failure['message']}", file=sys.stderr)
     if report["failed"]:

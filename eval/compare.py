@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.answers.predict import MODES
-from eval.folder import Answers, read_answers, read_report, write_whole
+from eval.folder import Answers, Entry, Report, read_answers, read_report, write_whole
+from eval.names import split_names
 from eval.reports.markdown import cell, number, shorten, table
 from eval.scores.intervals import judge, seed_of
 from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
 from moe import ConfigError, DataError, did_you_mean
+from moe.files import check_kind, claim_folder, output_path
 
 _SHOWN = 10
 _WRITTEN_CHARACTERS = 500
@@ -23,13 +25,21 @@ class Side(NamedTuple):
 
     Attributes:
         name: Of the model in the run.
-        folder: Of the run.
-        tasks: Entries of its report by task.
+        report: Of the run.
     """
 
     name: str
-    folder: Path
-    tasks: dict[str, dict[str, Any]]
+    report: Report
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.report.folder
+
+    @property
+    def tasks(self) -> dict[str, Entry]:
+        """Entries of the report by task."""
+        return self.report.tasks
 
 
 def add_compare_command(commands: Any) -> None:
@@ -44,18 +54,23 @@ def add_compare_command(commands: Any) -> None:
     parser.add_argument("b", metavar="B", help=side)
     parser.add_argument("--tasks", help="names, separated by commas (default: all that both have)")
     parser.add_argument("--mode", choices=MODES, help="default: all that both have")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of the reports (runs/compare)")
+    parser.add_argument("--out", default="runs/compare", help="folder of the reports (default: runs/compare)")
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
     """Compares, writes compare.json and compare.md, and prints the latter."""
-    tasks = arguments.tasks.split(",") if arguments.tasks else None
+    out = output_path(arguments.out)
+    check_kind(out, "comparison")
+    tasks = None if arguments.tasks is None else split_names("--tasks", arguments.tasks)
     result = compare_runs(arguments.a, arguments.b, tasks=tasks, mode=arguments.mode)
     text = markdown(result)
-    write_whole(arguments.out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    write_whole(arguments.out / "compare.md", text)
+    with claim_folder(
+        out, "comparison", taken=f"Another comparison writes to {out}. Wait for it, or give another --out."
+    ):
+        write_whole(out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        write_whole(out / "compare.md", text)
     print(text)
-    print(f"The comparison is {arguments.out / 'compare.json'} and {arguments.out / 'compare.md'}.")
+    print(f"The comparison is {out / 'compare.json'} and {out / 'compare.md'}.")
 
 
 def compare_runs(a: str, b: str, *, tasks: Sequence[str] | None = None, mode: str | None = None) -> dict[str, Any]:
@@ -142,13 +157,12 @@ def _side(value: str) -> Side:
     name, separator, folder = value.partition("=") if not Path(value).exists() else ("", "", value)
     name, folder = (name, Path(folder)) if separator else ("", Path(value))
     report = read_report(folder)
-    folder = folder if folder.is_dir() else folder.parent
-    names = list(report["models"])
+    names = list(report.fingerprints)
     if name and name not in names:
         raise ConfigError(
             f"There is no model {name!r} in {folder}.{did_you_mean(name, names)} It has {', '.join(names)}."
         )
-    return Side(name or names[0], folder, {task["task"]: task for task in report["tasks"]})
+    return Side(name or names[0], report)
 
 
 def _common(a: Side, b: Side, tasks: Sequence[str] | None, mode: str | None) -> tuple[list[tuple[str, str]], list[str]]:
@@ -180,14 +194,14 @@ def _common(a: Side, b: Side, tasks: Sequence[str] | None, mode: str | None) -> 
 
 def _modes(side: Side, task: str) -> list[str]:
     """Returns how a side's model answered a task."""
-    rows = side.tasks[task]["systems"] if task in side.tasks else []
-    return [row["mode"] for row in rows if row["name"] == side.name and row["mode"] in MODES]
+    rows = side.tasks[task].systems if task in side.tasks else []
+    return [row.mode for row in rows if row.name == side.name and row.mode in MODES]
 
 
 def _compare_task(a: Side, b: Side, name: str, mode: str) -> dict[str, Any]:
     """Returns how two sides differ on one task."""
     task = _same_examples(a, b, name)
-    answers = [read_answers(side.folder, side.tasks[name], side.name, mode) for side in (a, b)]
+    answers = [read_answers(side.report, name, side.name, mode) for side in (a, b)]
     examples, groups = answers[0].examples, [example.group for example in answers[0].examples]
     first, second = (judge(task.metrics, *task.values(examples, side.outputs)) for side in answers)
     metrics = []
@@ -204,7 +218,7 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> dict[str, Any]:
         "task": name,
         "mode": mode,
         "version": task.version,
-        "split": answers[0].task["split"],
+        "split": a.tasks[name].split,
         "num_examples": len(examples),
         "num_groups": len(set(groups)),
         "metrics": metrics,
@@ -230,22 +244,23 @@ def _difference(answers: Sequence[Answers], scores: Sequence[Any], row: int) -> 
 
 def _same_examples(a: Side, b: Side, name: str) -> Task:
     """Returns the task, after checking that both sides answered the same examples of it."""
-    task, entries = TASKS.get(name), (a.tasks[name], b.tasks[name])
+    task = TASKS.get(name)
+    first, second = a.tasks[name], b.tasks[name]
     reasons = [
-        f"{what} {entries[0][what]} in A and {entries[1][what]} in B"
+        f"{what} {getattr(first, what)} in A and {getattr(second, what)} in B"
         for what in ("version", "split", "limit", "num_examples")
-        if entries[0][what] != entries[1][what]
+        if getattr(first, what) != getattr(second, what)
     ]
-    if not reasons and entries[0]["digest"] != entries[1]["digest"]:
+    if not reasons and first.digest != second.digest:
         reasons = ["other data, of the same number"]
     if reasons:
         raise DataError(
             f"The runs did not answer the same examples of {name}: {'; '.join(reasons)}. Run both in the same way, "
             "or leave the task out with --tasks."
         )
-    if entries[0]["version"] != task.version:
+    if first.version != task.version:
         raise DataError(
-            f"The runs answered version {entries[0]['version']} of {name}; the library now has version "
-            f"{task.version}, which scores otherwise. Run both again."
+            f"The runs answered version {first.version} of {name}; the library now has version {task.version}, which "
+            "scores otherwise. Run both again."
         )
     return task

@@ -6,7 +6,6 @@ called for it stands in three tables; data_conformance.py has those of the train
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.data_conformance import DATA, Deviation
+from eval.data_conformance import DATA, MOST_TOKENS, REASON, Deviation
 from eval.scores import metrics
 from eval.scores.metrics import Metric
 from eval.task import Row
 from eval.text import postprocess, preprocess, questions, wsc
 from moe import DataError, did_you_mean
+from moe.checks import check_integer, is_kind
+from moe.parsing import read_json
 
 _TOLERANCE = 1e-6
+_MOST_WORDS = 20  # of the name of a function
+_SIZES = ("length", "inputs_length", "max_length", "num_sentinels", "extra_ids", "base_pieces", "num_classes")
 
 Input = dict[str, Any]
 Function = Callable[[Input], Any]
@@ -60,11 +63,7 @@ def read_cases(file: Path) -> list[Any]:
     Raises:
         DataError: When it cannot be read, or holds no cases.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = str(error).replace("\n", " ")
-        raise DataError(f"{file} cannot be read: {reason}. Give a JSON file of cases.") from error
+    content = read_json(file, advice="Give a JSON file of cases.", nan=True)
     cases = content.get("cases") if isinstance(content, dict) else content
     if not isinstance(cases, list) or not cases:
         raise DataError(f'{file} has no cases; expected {{"cases": [...]}} with at least one case.')
@@ -78,6 +77,7 @@ def check(case: Any, number: int = 0) -> tuple[str | None, str | None]:
     if lacking or not isinstance(case["input"], dict):
         return f"{name}: no case; expected a mapping with kind, task, input (a mapping) and expected.", None
     try:
+        _check_sizes(case["input"])
         got = function_of(case["kind"], case["task"], case["input"])(case["input"])
     except Exception as error:  # whatever it is, the other cases are run
         reason = str(error).replace("\n", " ")
@@ -88,6 +88,22 @@ def check(case: Any, number: int = 0) -> tuple[str | None, str | None]:
     if agrees(case["expected"], got, subset=case["kind"] == "metric"):
         return None, note
     return f"{name} ({case['task']}): expected {_show(case['expected'])}, got {_show(got)}", None
+
+
+def _check_sizes(given: Input) -> None:
+    """Raises when an input asks for more than can be computed while one waits.
+
+    Raises:
+        ConfigError: With the number and its bound.
+    """
+    for name, value in {**given, **_mapping(given.get("task_feature_lengths"))}.items():
+        if name in _SIZES:
+            check_integer(name, value, most=MOST_TOKENS, reason=REASON, optional="null")
+
+
+def _mapping(value: Any) -> Input:
+    """Returns the lengths of a case under names that tell them from others; nothing when it has none."""
+    return {"max_length": max(value.values())} if isinstance(value, dict) and value else {}
 
 
 def function_of(kind: Any, task: Any, given: Input) -> Function:
@@ -110,7 +126,7 @@ def _spellings(name: str) -> list[str]:
     """Returns a name, and the first words of it and of what follows its slash, the most words first."""
     name, spellings = name.lower(), [name.lower()]
     for part in (name, name.partition("/")[2]):
-        words = re.findall(r"[\w./]+", part)
+        words = re.findall(r"[\w./]+", part)[:_MOST_WORDS]
         spellings += ["_".join(words[:number]) for number in range(len(words), 0, -1)]
     return spellings
 
@@ -123,8 +139,11 @@ def agrees(expected: Any, got: Any, *, subset: bool = False) -> bool:
     if isinstance(expected, list) and isinstance(got, list | tuple):
         return len(expected) == len(got) and all(map(agrees, expected, got))
     if isinstance(expected, int | float) and isinstance(got, int | float):
-        both_nan = math.isnan(expected) and math.isnan(got)
-        return both_nan or math.isclose(expected, got, rel_tol=0, abs_tol=_TOLERANCE)
+        both_nan = expected != expected and got != got
+        if expected == got or both_nan:
+            return True
+        are_finite = is_kind(expected, float) and is_kind(got, float)
+        return are_finite and abs(expected - got) <= _TOLERANCE
     return type(expected) is type(got) and expected == got
 
 
@@ -300,6 +319,7 @@ def _mean_multiclass_f1(given: Input) -> dict[str, float]:
     """Returns the mean F1 of as many classes as the input says, by `num_classes` or in brackets."""
     named = re.search(r"(\d+)\)?$", given["metric"])
     number = given.get("num_classes") or int(named[1] if named else 3)
+    check_integer("num_classes", number, least=1, most=MOST_TOKENS, reason=REASON)
     return _scores(metrics.mean_multiclass_f1(number))(given)
 
 

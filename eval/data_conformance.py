@@ -10,6 +10,7 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 
 from moe import DataError, STMoEConfig, STMoEForConditionalGeneration
+from moe.checks import check_integer, check_number
 from moe.data.mixture import mixing_rate
 from moe.data.packing import fill_row, pack_rows
 from moe.data.pipeline import enclose
@@ -18,6 +19,8 @@ from moe.data.tokenizer import EOS, PAD, UNK, SpecialIds, to_transformers
 
 Input = dict[str, Any]
 
+MOST_TOKENS = 1 << 16
+REASON = "a case is computed token by token"
 _NO_TARGET = -100
 _ANY_NUMBER = 10**9
 
@@ -34,7 +37,15 @@ def _planned_lengths(given: Input) -> Input | Deviation:
     extras = [given.get(f"extra_tokens_per_span_{side}", 1) for side in ("inputs", "targets")]
     if extras != [1, 1]:
         raise DataError(f"{extras} extra tokens a span; this library puts one sentinel for each on both sides.")
-    noise, inputs_length = _noise(given), given["inputs_length"]
+    noise = _noise(given)
+    inputs_length = given["inputs_length"]
+    check_integer("inputs_length", inputs_length, least=2, most=MOST_TOKENS, reason=REASON)
+    check_number(
+        "the text that fills inputs_length at this noise_density",
+        inputs_length / (1 - noise.density),
+        most=2 * MOST_TOKENS,
+        reason=REASON,
+    )
     theirs = dict(zip(("tokens_length", "targets_length"), _t5_lengths(inputs_length, noise), strict=True))
     masked, spans = _unbounded_counts(theirs["tokens_length"], noise)
     if noise.density == 0.5 or (masked, spans) != count_noise(theirs["tokens_length"], noise):
@@ -88,8 +99,15 @@ def _float32_counts(length: int, noise: Noise) -> tuple[int, int]:
 
 
 def _noise(given: Input) -> Noise:
-    """Returns the noise of a case."""
-    return Noise(given.get("noise_density", 0.15), given.get("mean_noise_span_length", 3.0))
+    """Returns the noise of a case.
+
+    Raises:
+        ConfigError: When there is no such noise.
+    """
+    noise = Noise(given.get("noise_density", 0.15), given.get("mean_noise_span_length", 3.0))
+    check_number("noise_density", noise.density, above=0, below=1)
+    check_number("mean_noise_span_length", noise.mean_span_length, least=1)
+    return noise
 
 
 def _corrupted(given: Input) -> dict[str, list[int]]:
@@ -104,7 +122,8 @@ def _without_sentinels(side: str) -> Callable[[Input], list[int]]:
 
     def call(given: Input) -> list[int]:
         tokens = _corrupted({"tokens": given["tokens"], "noise_mask": given["noise_mask"]})[side]
-        return [token for token in tokens if token <= max(given["tokens"])]
+        largest = max(given["tokens"])
+        return [token for token in tokens if token <= largest]
 
     return call
 
@@ -137,7 +156,12 @@ def _features(examples: list[Any], lengths: list[int], pack: bool) -> dict[str, 
 
 def _positions(segments: list[int]) -> list[int]:
     """Returns places counted from 0 in each segment, 0 for padding."""
-    return [place - segments.index(number) if number else 0 for place, number in enumerate(segments)]
+    starts: dict[int, int] = {}
+    positions = []
+    for place, number in enumerate(segments):
+        start = starts.setdefault(number, place)
+        positions.append(place - start if number else 0)
+    return positions
 
 
 def _shift(targets: list[int], segments: list[int] | None) -> list[int]:

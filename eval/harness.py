@@ -16,7 +16,10 @@ from typing import Any
 
 from eval.answers.predict import load_seq2seq
 from eval.folder import write_whole
+from eval.names import split_names
 from moe import ConfigError, DataError, did_you_mean
+from moe.checks import check_integer
+from moe.files import check_kind, claim_folder, output_path
 from moe.inspection.tables import format_table
 
 BATCH_SIZE = 32
@@ -34,22 +37,26 @@ def add_harness_command(commands: Any) -> None:
     parser.add_argument("--model", required=True, type=Path, help="checkpoint folder")
     parser.add_argument("--include-path", type=Path, help="folder with the YAML files of tasks of your own")
     parser.add_argument("--limit", type=int, help="most examples of a task")
-    parser.add_argument("--out", type=Path, default=Path("runs/harness"), help="folder of results.json (runs/harness)")
+    parser.add_argument("--out", default="runs/harness", help="folder of results.json (default: runs/harness)")
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=f"contexts at once ({BATCH_SIZE})")
 
 
 def run_harness(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the table and says where the results are."""
+    out = output_path(arguments.out)
+    check_kind(out, "harness evaluation")
     results = evaluate_on_harness(
-        arguments.tasks.split(","),
+        split_names("TASKS", arguments.tasks),
         arguments.model,
         include_path=arguments.include_path,
         limit=arguments.limit,
         batch_size=arguments.batch_size,
     )
     print(format_results(results))
-    save_results(results, arguments.out)
-    print(f"The results are in {arguments.out / 'results.json'}, each example in samples.TASK.jsonl beside it.")
+    taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
+    with claim_folder(out, "harness evaluation", taken=taken):
+        save_results(results, out)
+    print(f"The results are in {out / 'results.json'}, each example in samples.TASK.jsonl beside it.")
 
 
 def evaluate_on_harness(
@@ -75,9 +82,8 @@ def evaluate_on_harness(
             number is below 1.
         DataError: When the data of a task cannot be loaded.
     """
-    for name, number in (("--limit", limit), ("--batch-size", batch_size)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}; expected at least 1.")
+    check_integer("--limit", limit, least=1, optional="none for all")
+    check_integer("--batch-size", batch_size, least=1)
     require_harness()
     from lm_eval import evaluator
 

@@ -1,7 +1,7 @@
 """An evaluation from end to end: models and tasks in, report files out."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2se
 from eval.answers.rank import Scoring
 from eval.answers.ranks import ALONE, arrange
 from eval.baselines import baseline_outputs, has_baselines
-from eval.folder import predictions_path, write_examples
+from eval.folder import covers, drop_aside, entry_of, predictions_path, results_of, set_aside, write_examples
 from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
 from eval.reports.paper import SUPERGLUE
 from eval.reports.report import describe_model, describe_place, write_reports
@@ -21,7 +21,9 @@ from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
 from eval.text.preprocess import HIDDEN
-from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, locked_folder, together
+from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
+from moe.checks import check_integer
+from moe.files import check_kind, claim_folder
 
 Draws = dict[tuple[str, str, str], NDArray[np.float64]]
 """By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
@@ -60,7 +62,8 @@ def evaluate(
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
-        out: Receives examples/, predictions/ and the reports.
+        out: Receives examples/, predictions/ and the reports. A report that is there, with results that the new one
+            lacks, is kept as report.1.json.
         command: How it was called, for the report.
         world: The ranks.
         ep: Ranks that the experts of a layer are spread over.
@@ -69,11 +72,12 @@ def evaluate(
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided so.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made, or another evaluation writes there.
+        DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation writes there.
     """
     chosen = check_tasks(tasks, modes, split)
-    if limit is not None and limit < 1:
-        raise ConfigError(f"--limit is {limit}; expected at least 1.")
+    check_integer("--limit", limit, least=1, optional="none for all")
+    _check_files(models, chosen, out)
+    together(lambda: _check_folder(out))
     scoring = scoring or Scoring()
     ranks = arrange(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
@@ -96,6 +100,7 @@ def evaluate(
         "tasks": [],
         "averages": [],
         "failed": [],
+        "earlier": None,
     }
     draws: Draws = {}
     with _only_writer(out, world):
@@ -105,11 +110,11 @@ def evaluate(
                 entry, examples = read_task(task, where, limit, data, revision)
                 answers = _answers(systems, task, examples, modes, scoring, out)
                 if world.rank == 0:
-                    entry["digest"] = write_examples(out, task, examples)
+                    entry |= write_examples(out, task, examples)
                     report["tasks"].append(_scored(entry, task, examples, answers, systems, report["models"], draws))
             if world.rank == 0:
                 report["averages"] = _averages(report["tasks"], draws)
-                write_reports(report, out)
+                _write(report, out, last=task is chosen[-1])
     return report if world.rank == 0 else None
 
 
@@ -147,6 +152,8 @@ def read_task(
     folder = None if built_in else data
     together(lambda: read.extend(task.rows(split, folder, revision)))
     every = task.examples_of(read, split)
+    if not every:
+        raise DataError(f"No example of {task.name} can be made of the {len(read):,} rows of split {split!r}.")
     # The target of wsc is the candidate, hidden label or not.
     if num_hidden := sum(example.targets == HIDDEN or example.fields.get("label") == -1 for example in every):
         raise DataError(
@@ -279,6 +286,56 @@ def _averages(tasks: Sequence[dict[str, Any]], draws: Draws) -> list[dict[str, A
     return averages
 
 
+def _write(report: dict[str, Any], out: Path, *, last: bool) -> None:
+    """Writes the reports; what an earlier one of the folder knows beyond this one stays in a copy.
+
+    Args:
+        report: Its `earlier` becomes the name of the copy, or None.
+        out: The folder.
+        last: Whether there is no further task.
+    """
+    fingerprints = {name: model["fingerprint"] for name, model in report["models"].items()}
+    entries = [entry_of(task, f"task {number}") for number, task in enumerate(report["tasks"], start=1)]
+    results = results_of(fingerprints, entries)
+
+    if report["earlier"] is None:
+        copy = set_aside(out, results)
+        report["earlier"] = copy and copy.name
+    copy = report["earlier"]
+    if last and copy is not None and covers(out / copy, results):
+        report["earlier"] = None
+    write_reports(report, out)
+    if copy is not None and report["earlier"] is None:
+        drop_aside(out / copy)
+
+
+def _check_files(models: Iterable[str], tasks: Iterable[Task], out: Path) -> None:
+    """Raises a ConfigError when the answers of two models to two tasks would be one file."""
+    owners: dict[Path, str] = {}
+    for name in models:
+        for task in tasks:
+            path = predictions_path(out, task.name, name, "generate")
+            if path in owners:
+                raise ConfigError(
+                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would be one file, {path}. "
+                    "Give the models other names: NAME=FOLDER."
+                )
+            owners[path] = f"{name!r} to {task.name}"
+
+
+def _check_folder(out: Path) -> None:
+    """Raises a DataError when nothing can be written to `out`, or it is no folder of evaluations."""
+    try:
+        check_kind(out, "evaluation")
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> DataError:
+    """Returns what the user is told of a folder that cannot be written."""
+    return DataError(f"Nothing can be written to {out}: {error.strerror or error}. Give another --out.")
+
+
 @contextlib.contextmanager
 def _only_writer(out: Path, world: World) -> Iterator[None]:
     """Holds the folder for this evaluation; the lock goes with rank 0's process, however it ends.
@@ -286,7 +343,7 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
     Two that write at once would take each other's answers for their own.
 
     Raises:
-        DataError: When the folder cannot be written, or another process holds it.
+        DataError: When the folder cannot be written, is no evaluation's, or another process holds it.
     """
     with contextlib.ExitStack() as held:
 
@@ -295,9 +352,9 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
                 return
             taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
             try:
-                held.enter_context(locked_folder(out, taken))
+                held.enter_context(claim_folder(out, "evaluation", taken=taken))
             except OSError as error:
-                raise DataError(f"Nothing can be written to {out}: {error.strerror}. Give another --out.") from error
+                raise _unwritable(out, error) from error
 
         together(hold)
         yield

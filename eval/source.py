@@ -1,6 +1,5 @@
 """Where the rows of tasks come from: Python itself, a dataset on the hub, or files of the user in its place."""
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from eval.columns import Columns, describe, fit_row, require_columns, require_label
 from eval.task import SPLITS, Row
 from moe import DataError
+from moe.parsing import read_json_lines
 
 MAIN = "main"
 EXPORT = "refs/convert/parquet"
@@ -185,6 +185,16 @@ def find_files(folder: Path, split: str, columns: Columns) -> list[Path]:
         DataError: When there is none, or more than one of these.
     """
     expected = f"{split}.jsonl, {split}.parquet or a folder {split} of such files, with {describe(columns)}"
+    try:
+        return _find_files(folder, split, expected)
+    except OSError as error:
+        raise DataError(
+            f"The folder {folder} cannot be read: {error.strerror or error}. Expected {expected}."
+        ) from error
+
+
+def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
+    """Returns the files of a split; see `find_files`."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
     found = [path for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if path.is_file()]
@@ -202,29 +212,26 @@ def find_files(folder: Path, split: str, columns: Columns) -> list[Path]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the objects of a file, one on each line; empty lines are none."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"Line {number} of {path}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise DataError(
-                        f"{where} is no JSON: {error}. Expected one object on each line. Write it again; a broken last "
-                        "line is often a copy that was cut off."
-                    ) from error
-                yield where, row
+    advice = "Write one object on each line; a broken last line is often a copy that was cut off."
+    for number, row in read_json_lines(path, advice=advice):
+        yield f"Line {number} of {path}", row
 
 
 def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
     """Yields the rows of a file."""
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            require_columns(file.schema_arrow.names, columns, str(path))
+            names = file.schema_arrow.names
+            require_columns(names, columns, str(path))
+            for name in columns:
+                if names.count(name) > 1:
+                    raise DataError(f"{path} has the column {name!r} {names.count(name)} times. Keep one of them.")
             number = 0
             for batch in file.iter_batches(columns=list(columns)):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"Row {number} of {path}", row
-    except pyarrow.ArrowException as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # a text that is no UTF-8 is a ValueError
         raise DataError(f"{path} cannot be read as parquet: {error}. Write or download it again.") from error

@@ -5,10 +5,11 @@ Importing the package registers its models with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
+from moe.cli import run_main
 from moe.distributed.agreement import together
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
-from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean, run_main
+from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean
 from moe.files import locked_folder, whole_file
 from moe.models.card import model_card
 from moe.models.configuration import STMoEConfig

@@ -9,7 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from moe.checks import shown
+from moe.errors import DataError
+
 SUMS_FILE = "SHA256SUMS"
+_SHOWN_CHARACTERS = 200
 
 
 class Damage(NamedTuple):
@@ -22,6 +26,11 @@ class Damage(NamedTuple):
 
     name: str
     reason: str
+
+    def __str__(self) -> str:
+        """Returns both in a sentence's middle: `NAME is missing`."""
+        name = self.name if self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS else shown(self.name)
+        return f"{name} {self.reason}"
 
 
 def sha256_of(path: Path) -> str:
@@ -60,18 +69,27 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     return digests
 
 
-def find_damage(folder: Path, names: Iterable[str] | None = None) -> list[Damage]:
+def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, num_parts: int = 1) -> list[Damage]:
     """Returns the files of a folder that are not what was written; nothing when it has no checksums.
 
     Args:
         folder: With a file of checksums, or without.
         names: Files to look at, of those that have a checksum; None for all.
+        part: Which of `num_parts` equal shares of the files to look at, from 0.
+        num_parts: Among how many the files are dealt out.
     """
-    digests = read_sums(folder) or {}
+    try:
+        digests = read_sums(folder)
+    except OSError as error:
+        return [Damage(SUMS_FILE, f"cannot be read ({error.strerror or error})")]
+    if digests is None:
+        return []
+    if not digests:
+        return [Damage(SUMS_FILE, "holds no checksum")]
     wanted = digests.keys() if names is None else digests.keys() & set(names)
 
     damaged = []
-    for name in sorted(wanted):
+    for name in sorted(wanted)[part::num_parts]:
         try:
             if sha256_of(folder / name) != digests[name]:
                 damaged.append(Damage(name, "has another SHA-256 than it was written with"))
@@ -80,6 +98,35 @@ def find_damage(folder: Path, names: Iterable[str] | None = None) -> list[Damage
         except (OSError, ValueError) as error:
             damaged.append(Damage(name, f"cannot be read ({error})"))
     return damaged
+
+
+def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
+    """Raises for the first file that is not what was written, of a folder that was written with checksums.
+
+    Args:
+        folder: With a file of checksums, or without.
+        names: Files that are read from it, each of which should have a checksum.
+        advice: What the user can do.
+
+    Returns:
+        Whether there are checksums.
+
+    Raises:
+        DataError: Names the file.
+    """
+    digests = read_sums(folder)
+    if digests is None:
+        return False
+
+    wanted = set(names)
+    damaged = find_damage(folder, wanted)
+    damaged += [Damage(name, f"is missing in {SUMS_FILE}") for name in sorted(wanted - digests.keys())]
+    if damaged:
+        raise DataError(
+            f"{folder / damaged[0].name} is damaged: it {damaged[0].reason}. {advice} If it was changed on purpose, "
+            f"remove {SUMS_FILE}."
+        )
+    return True
 
 
 def _files_below(folder: Path) -> list[str]:

@@ -6,8 +6,9 @@ A folder that appears at once (a corpus, a tokenizer, a model, a checkpoint) is 
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,11 +26,34 @@ _MARKERS = {
     "checkpoint": ("state.json", ".metadata"),
     "job": ("settings.json",),
     "evaluation": ("report.json", "predictions"),
+    "comparison": ("compare.json",),
+    "harness evaluation": (),
     "training run": ("recipe.yaml", "checkpoints", "metrics.jsonl"),
     "model": ("config.json", "model.safetensors", "model.safetensors.index.json"),
     "tokenizer": ("tokenizer.json", "spiece.model"),
 }
 FOLDER_KINDS = tuple(_MARKERS)
+
+# Patterns of what a folder of a kind is written with, whatever its checksums say: files that have none since users may
+# edit them, and all of those whose checksums may be damaged.
+_PARTS = {
+    "checkpoint": ("__*.distcp", ".metadata", "state.json"),
+    "model": (
+        "model*.safetensors",
+        "model.safetensors.index*.json",
+        "config.json",
+        "generation_config.json",
+        "README.md",
+        "modeling_st_moe.py",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "spiece.model",
+        "tokenizer.model",
+    ),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,13 +88,16 @@ def check_kind(folder: Path, kind: str) -> None:
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
-            f"{folder} is a file and holds something else; expected a folder for a {kind}. Choose another --out."
+            f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. Choose another --out."
         )
+
+    if folder.is_symlink() and not folder.exists():
+        raise DataError(f"{folder} is a link to nothing. Remove the link, or choose another --out.")
 
     found = kind_of(folder)
     if found not in (None, kind):
         raise DataError(
-            f"{folder} holds a {found}, and a {kind} would be mixed with it. Choose another --out, or move it away."
+            f"{folder} holds {_a(found)}, and {_a(kind)} would be mixed with it. Choose another --out, or move it away."
         )
 
 
@@ -140,7 +167,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
         # Runs that were killed: one between the two renames below, and those that left something half filled.
         if replaced.exists() and not target.exists():
             replaced.rename(target)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
         _remove_content(partial)
 
         yield partial
@@ -155,7 +182,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
         os.close(lock)
 
 
@@ -168,6 +195,11 @@ def check_replaceable(target: Path, *, kind: str) -> None:
     check_kind(target, kind)
     if not target.exists():
         return
+    if Path.cwd().is_relative_to(os.path.realpath(target)):
+        raise DataError(
+            f"{target} holds the folder that you are in, which would be replaced. Choose another --out, or change to "
+            "another folder."
+        )
 
     entries = {path.name for path in target.iterdir()} - {SUMS_FILE, KIND_FILE, _LOCK_FILE}
     if kind_of(target) is None:
@@ -175,9 +207,10 @@ def check_replaceable(target: Path, *, kind: str) -> None:
     else:
         written = read_sums(target)
         strange = sorted(entries - {name.split("/")[0] for name in written}) if written else []
+        strange = [name for name in strange if not any(fnmatch(name, part) for part in _PARTS.get(kind, ()))]
     if strange:
         raise DataError(
-            f"{target} exists and holds something else ({strange[0]!r} is no part of a {kind}), so it is not "
+            f"{target} exists and holds something else ({strange[0]!r} is no part of {_a(kind)}), so it is not "
             "overwritten. Choose another folder, or move that away."
         )
 
@@ -236,28 +269,46 @@ def write_text(target: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def output_path(text: str | Path, *, suffix: str = "") -> Path:
+def output_path(
+    text: str | Path, *, suffix: str = "", option: str = "--out", inputs: Iterable[Path | str | None] = ()
+) -> Path:
     """Returns where a command is to write, from what the user gave.
 
     Args:
         text: The path; of a folder, or with `suffix` of a file.
         suffix: Ending that the file must have, e.g. `.html`, so that no file of another kind is overwritten.
+        option: What gave it, for the message.
+        inputs: Files and folders that are read, which what is written would damage; None for one that is not given.
 
     Raises:
-        ConfigError: When it is empty, no possible path, or has another ending.
+        ConfigError: When it is empty, no possible path, has another ending, or lies in what is read.
     """
     if not str(text).strip():
-        raise ConfigError("--out is empty; expected a path, e.g. --out runs/mine.")
+        raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
     if "\0" in str(text):
-        raise ConfigError(f"--out is {str(text)!r}; a path cannot hold the character NUL. Choose another name.")
+        raise ConfigError(f"{option} is {str(text)!r}; a path cannot hold the character NUL. Choose another name.")
 
     path = Path(text)
     if suffix and path.suffix.lower() != suffix:
-        raise ConfigError(f"--out is {path}; expected a file that ends in {suffix}, e.g. {path.with_suffix(suffix)}.")
+        example = path.with_suffix(suffix) if path.name else f"runs/mine{suffix}"
+        raise ConfigError(f"{option} is {path}; expected a file that ends in {suffix}, e.g. {example}.")
     if suffix and path.is_dir():
         raise ConfigError(
-            f"--out {path} is a folder; expected the name of a file. Give e.g. {path / f'report{suffix}'}."
+            f"{option} {path} is a folder; expected the name of a file. Give e.g. {path / f'report{suffix}'}."
         )
+
+    far_end = Path(os.path.realpath(path))
+    if not far_end.name:
+        raise ConfigError(f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine.")
+    for given in inputs:
+        if given is None:
+            continue
+        source = Path(os.path.realpath(given))
+        if far_end == source or source in far_end.parents:
+            place = "is" if far_end == source else "lies in"
+            raise ConfigError(
+                f"{option} {path} {place} {given}, which is read: one would damage the other. Choose a place beside it."
+            )
     return path
 
 
@@ -265,9 +316,22 @@ def output_path(text: str | Path, *, suffix: str = "") -> Path:
 # Inside
 
 
+def _a(kind: str) -> str:
+    """Returns a kind of folder with its article."""
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
 def _absolute(path: Path) -> Path:
     """Returns a path from the root; a link stays, where `resolve` would write to its far end."""
     return Path(os.path.abspath(path))  # noqa: PTH100
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a link to one, if it can be removed."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_content(folder: Path) -> None:

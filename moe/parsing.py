@@ -36,6 +36,8 @@ def read_text(path: Path, *, advice: str = "Restore the file.", error: type[MoEE
         content = path.read_bytes()
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror or failure}. {advice}") from failure
+    except ValueError as failure:  # NUL in the path
+        raise error(f"{str(path)!r} is no path: {failure}. {advice}") from failure
 
     try:
         return content.decode("utf-8-sig")
@@ -65,7 +67,10 @@ def parse_json(
     try:
         return from_json(text.encode(), allow_inf_nan=nan)
     except ValueError as failure:  # half a character is a ValueError too
-        raise error(f"{where}: {shown(text[:60])} is not JSON ({failure}). {advice}") from failure
+        reason = str(failure)
+        if "hex escape" in reason or "surrogate" in reason:
+            reason += r"; half a character, \ud800 to \udfff, stands for nothing"
+        raise error(f"{where}: {shown(text[:60])} is not JSON ({reason}). {advice}") from failure
 
 
 def read_json(

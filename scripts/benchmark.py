@@ -9,6 +9,11 @@ The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does
 `exchange` starts its ranks itself, each with one thread (gloo) or, on a machine with GPUs, one of them (NCCL).
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 import torch
 
 from benchmarks.cases import CASES
@@ -18,7 +23,9 @@ from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
 from benchmarks.options import build_parser
 from benchmarks.scaling import ScalingCase
-from moe.errors import ConfigError, run_main
+from moe.cli import run_main
+from moe.errors import ConfigError
+from moe.files import output_path
 
 
 def main(argv: list[str]) -> None:
@@ -27,6 +34,8 @@ def main(argv: list[str]) -> None:
     benchmark, threads = options.pop("benchmark"), options.pop("threads", None)
     if threads is not None and threads < 1:
         raise ConfigError(f"--threads is {threads}; expected at least 1.")
+    if options["json"] is not None:
+        options["json"] = output_path(options["json"], suffix=".json", option="--json")
     if threads:
         torch.set_num_threads(threads)
     if benchmark == "model":

@@ -5,17 +5,25 @@
 Every step is a command of its own; this one calls them in turn and says what it called.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 import argparse
 import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
-from moe.errors import run_main
-from moe.files import whole_folder
+from moe.cli import RESUME, Parser, integer, path, run_main, word
+from moe.errors import ConfigError, DataError
+from moe.files import claim_folder, output_path, whole_folder
 from moe.training.metrics import METRICS_FILE
 from moe.training.stages import keep_settings, merge_metrics
 from scripts import build_corpus, finetune, inspect_router, pretrain, train_tokenizer
@@ -31,29 +39,80 @@ def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
     module.main(argv)
 
 
+def job_parser(name: str, description: str, *, finetune_config: str) -> Parser:
+    """Returns the parser of a job of several stages, with the options that all of them have.
+
+    Args:
+        name: Of the command, and of its folder in runs/.
+        description: What it does.
+        finetune_config: Recipe of the fine-tuning, when no other is given.
+    """
+    parser = Parser(prog=f"python -m scripts.{name}", description=description)
+    parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
+    recipe = "recipes/st_moe_tiny_pretrain.yaml"
+    parser.add_argument("--pretrain-config", type=word, default=recipe, help=f"recipe ({recipe})")
+    parser.add_argument("--finetune-config", type=word, default=finetune_config, help=f"recipe ({finetune_config})")
+    parser.add_argument("--vocab-size", type=integer(), default=2048, help="of the tokenizer (2048)")
+    parser.add_argument("--data", type=path, nargs="+", help="your text or JSONL files instead of Python's own text")
+    parser.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
+    return parser
+
+
+def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
+    """Raises before any stage runs when a later one would fail for what it is given.
+
+    Args:
+        options: Of `job_parser`.
+        tokenizer: Where it will be, or is.
+
+    Raises:
+        ConfigError: When a recipe cannot be used, or its model has no room for the vocabulary.
+        DataError: When a file of text is missing.
+    """
+    stages = ["--tokenizer", "tokenizer", "--corpus", "corpus", "--out", "run"]
+    recipe, _ = pretrain.pretrain_command().parse(["--config", options.pretrain_config, *stages])
+    finetune.finetune_command().parse(["--config", options.finetune_config, "--pretrained", "model", "--out", "run"])
+
+    size = recipe.build_config().vocab_size
+    if options.vocab_size > size and not tokenizer.exists():
+        raise ConfigError(
+            f"--vocab-size is {options.vocab_size}; expected at most {size}, model.vocab_size in "
+            f"{options.pretrain_config}. Choose a smaller vocabulary, or set model.vocab_size."
+        )
+    for text in options.data or ():
+        if not text.exists():
+            raise DataError(f"--data {text} does not exist. Give files, or folders of them.")
+
+
+@contextmanager
+def job_folder(options: argparse.Namespace) -> Iterator[Path]:
+    """Checks what a job is given, and holds its folder inside the block."""
+    out = output_path(options.out, inputs=options.data or ())
+    check_inputs(options, out / "tokenizer")
+    with claim_folder(out, "job", taken=f"Another process works in {out}. Wait for it, or choose another --out."):
+        settings = {name: str(value) for name, value in vars(options).items() if name != "resume"}
+        keep_settings(out, settings, options.resume)
+        yield out
+
+
 def main(argv: list[str]) -> None:
     """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.demo", description="Runs the main job.")
-    for name, default, explanation in (
-        ("out", "runs/demo", "folder of everything"),
-        ("pretrain-config", "recipes/st_moe_tiny_pretrain.yaml", "recipe"),
-        ("finetune-config", "recipes/st_moe_tiny_finetune.yaml", "recipe"),
-        ("vocab-size", "2048", "of the tokenizer"),
-    ):
-        parser.add_argument(f"--{name}", default=default, help=f"{explanation} ({default})")
-    parser.add_argument("--data", type=Path, nargs="+", help="your text or JSONL files instead of Python's own text")
-    parser.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
-    options = parser.parse_args(argv)
-    out, resume = Path(options.out), ["--resume"] if options.resume else []
-    keep_settings(out, {name: str(value) for name, value in vars(options).items() if name != "resume"}, options.resume)
+    finetune_config = "recipes/st_moe_tiny_finetune.yaml"
+    options = job_parser("demo", "Runs the main job.", finetune_config=finetune_config).parse_args(argv)
     logging.disable_progress_bar()
+    with job_folder(options) as out:
+        run_stages(options, out)
 
+
+def run_stages(options: argparse.Namespace, out: Path) -> None:
+    """Runs the steps that are not done."""
+    resume = ["--resume"] if options.resume else []
     corpus, tokenizer, model, report = (out / name for name in ("corpus", "tokenizer", "model", "report.html"))
     if not corpus.exists():
         run("1 Corpus", build_corpus, "--out", corpus, *(["--data", *options.data] if options.data else []))
     text = ["--corpus", corpus]
     if not tokenizer.exists():
-        run("2 Tokenizer", train_tokenizer, *text, "--out", tokenizer, "--vocab-size", options.vocab_size)
+        run("2 Tokenizer", train_tokenizer, *text, "--out", tokenizer, "--vocab-size", str(options.vocab_size))
     settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer, *resume]
     run("3 Pre-train", pretrain, *settings, "--out", out / "pretrain")
     settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model", "--task", TASK, *resume]
@@ -71,4 +130,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, interrupted=RESUME)

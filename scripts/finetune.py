@@ -6,18 +6,24 @@
 Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object a line.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 from dataclasses import asdict
 from pathlib import Path
 
 from eval.answers.ranks import Ranks
 from eval.dev import TaskData, read_tasks
+from moe.cli import RESUME, run_main
 from moe.data.documents import read_pairs
 from moe.data.mixture import build_source
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.launch import World, launch
-from moe.errors import run_main
+from moe.files import check_kind, output_path
 from moe.training import finetuning as kit
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout import HeldOut
@@ -25,6 +31,7 @@ from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, trai
 from moe.training.placement import check_placement
 from moe.training.recipe import FinetuneRecipe
 from moe.training.seeds import seed_runs, write_summary
+from moe.training.stages import JOB, claim_job
 
 
 def build_run(recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Path, world: World) -> Run:
@@ -52,11 +59,17 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     command.add_argument("--pretrained", type=Path, required=True, help="model to start from; gives the architecture")
     command.add_argument("--task", type=str, help="the only task of eval/, instead of mixture.tasks")
     command.add_argument("--train", type=Path, help="JSONL file with inputs and targets, instead of tasks")
-    command.add_argument("--out", type=Path, required=True, help="folder of the run")
+    command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--seeds", type=int, nargs="+", help="a run in out/seed-N for each, instead of seed")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command.add_timeout()
     return command
+
+
+def _refuse_folder(folder: Path, resume: bool) -> None:
+    """Raises a DataError when something would be lost in the folder of a run, or mixed with it."""
+    check_kind(folder, "training run")
+    refuse_to_overwrite(folder, resume)
 
 
 def main(argv: list[str]) -> None:
@@ -65,18 +78,22 @@ def main(argv: list[str]) -> None:
     with launch(command.timeout(argv)) as world:
         recipe, arguments = command.parse(argv)
         recipe = kit.choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
-        runs = seed_runs(recipe, arguments.seeds, arguments.out)
-        from_first_rank(lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs])
+        out = output_path(arguments.out, inputs=[arguments.pretrained, arguments.train])
+        check_kind(out, "training run" if arguments.seeds is None else JOB)
+        runs = seed_runs(recipe, arguments.seeds, out)
+        from_first_rank(lambda: [_refuse_folder(folder, arguments.resume) for _, folder in runs])
         kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
         data = read_tasks(recipe.mixture.tasks, recipe.mixture.folder)
         if not data.train:
             data.train["pairs"] = read_pairs(arguments.train)
         for of_seed, folder in runs:
             run = build_run(of_seed, arguments.pretrained, data, folder, world)
+            if arguments.seeds is not None:
+                from_first_rank(lambda: claim_job(out))
             world.say(f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}.")
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
-            world.say(write_summary(arguments.out, runs))
+            world.say(write_summary(out, runs))
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, interrupted=RESUME)

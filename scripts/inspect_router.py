@@ -4,21 +4,27 @@ python -m scripts.inspect_router --model runs/demo/pretrain/model --corpus runs/
         [--metrics pretrain=runs/demo/pretrain/metrics.jsonl ...] [--evaluation runs/demo/eval/report.json]
 """
 
-import argparse
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 import platform
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from eval.answers.predict import fingerprint
-from moe.checks import check_integer, shown
+from moe.checks import check_integer
+from moe.cli import Parser, integer, path, run_main
 from moe.data.corpus import Corpus, corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.errors import ConfigError, DataError, run_main
+from moe.errors import DataError
 from moe.files import kind_of, output_path
 from moe.inspection.page import GENERATOR
 from moe.inspection.report import printable, write_report
@@ -35,16 +41,17 @@ _MOST_BATCHES = 100_000
 _EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Returns what reads the command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_router", description="Explains the routers.")
-    parser.add_argument("--model", required=True, help="folder of a model with its tokenizer")
-    parser.add_argument("--corpus", required=True, help="folder made by scripts.build_corpus")
+    parser = Parser(prog="python -m scripts.inspect_router", description="Explains the routers.")
+    parser.add_argument("--model", type=path, required=True, help="folder of a model with its tokenizer")
+    parser.add_argument("--corpus", type=path, required=True, help="folder made by scripts.build_corpus")
     parser.add_argument("--out", required=True, help="the .html file to write")
     parser.add_argument("--metrics", nargs="+", default=[], help="NAME=FILE for the metrics.jsonl of each run to show")
-    parser.add_argument("--evaluation", help="report.json of python -m eval run")
-    parser.add_argument("--batches", type=int, default=16, help=f"batches of {_BATCH_SIZE} examples to trace (16)")
-    parser.add_argument("--inputs-length", type=int, default=64, help="encoder tokens of an example (64)")
+    parser.add_argument("--evaluation", type=path, help="report.json of python -m eval run")
+    batches = integer(least=1, most=_MOST_BATCHES, reason="more change nothing that is seen")
+    parser.add_argument("--batches", type=batches, default=16, help=f"batches of {_BATCH_SIZE} examples to trace (16)")
+    parser.add_argument("--inputs-length", type=integer(least=4), default=64, help="encoder tokens of an example (64)")
     return parser
 
 
@@ -53,20 +60,15 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
 
     # What can be refused before a model is loaded.
-    reason = "more change nothing that is seen"
-    check_integer("--batches", options.batches, least=1, most=_MOST_BATCHES, reason=reason)
-    check_integer("--inputs-length", options.inputs_length, least=4)
-    out = page_path(options.out)
-    model_folder = input_path("--model", options.model)
-    corpus_folder = input_path("--corpus", options.corpus)
+    out = page_path(options.out, inputs=[options.model, options.corpus, options.evaluation])
     stages = read_stages(options.metrics)
     evaluation = None
     if options.evaluation is not None:
-        evaluation = read_evaluation(input_path("--evaluation", options.evaluation))
+        evaluation = read_evaluation(options.evaluation)
 
     # What is traced, and on what.
-    model, tokenizer = load_with_tokenizer(model_folder)
-    corpus = load_corpus(corpus_folder)
+    model, tokenizer = load_with_tokenizer(options.model)
+    corpus = load_corpus(options.corpus)
     source, num_tokens = held_out_batches(corpus, tokenizer, options.inputs_length)
 
     trace = trace_tokens(model, (source.batch(index) for index in range(options.batches)))
@@ -77,13 +79,13 @@ def main(argv: list[str]) -> None:
         tokenizer=tokenizer,
         trace=trace,
         model=TracedModel(
-            folder=model_folder,
-            fingerprint=fingerprint(model_folder),
+            folder=options.model,
+            fingerprint=fingerprint(options.model),
             device=f"{model.device.type} ({platform.machine()})",
-            recipe=find_recipe(model_folder),
+            recipe=find_recipe(options.model),
         ),
         text=TracedText(
-            corpus=corpus_folder,
+            corpus=options.corpus,
             table=corpus_table(corpus),
             num_documents=len(corpus.held_out),
             num_tokens=num_tokens,
@@ -104,44 +106,33 @@ def main(argv: list[str]) -> None:
     print(f"The report is {printable(out.resolve())}.")
 
 
-def input_path(option: str, text: str) -> Path:
-    """Returns the path of an input.
-
-    Raises:
-        ConfigError: When it is empty, or no possible path.
-    """
-    if not text.strip() or "\0" in text:
-        raise ConfigError(f"{option} is {shown(text)}; expected a path.")
-    return Path(text)
-
-
-def page_path(text: str) -> Path:
+def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     """Returns where the page goes.
 
     Raises:
         ConfigError: When it is no path of an .html file.
         DataError: When something else than a page of this command lies there, or it would be mixed with a model.
     """
-    path = output_path(text, suffix=".html")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    page = output_path(text, suffix=".html", inputs=inputs)
+    parent = next(folder for folder in page.absolute().parents if folder.exists())
     if not parent.is_dir():
-        raise DataError(f"--out {path} would lie below {parent}, which is a file. Choose another place.")
+        raise DataError(f"--out {page} would lie below {parent}, which is a file. Choose another place.")
 
-    kind = kind_of(path.parent)
+    kind = kind_of(page.parent)
     if kind in ("corpus", "tokenizer", "model", "best model", "checkpoint"):
         raise DataError(
-            f"--out {path} would put the page into a {kind}, which holds nothing else. Choose another place."
+            f"--out {page} would put the page into a {kind}, which holds nothing else. Choose another place."
         )
 
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as file:
+    if page.exists():
+        with page.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1000)
         if head and GENERATOR not in head and _EARLIER_TITLE not in head:
             raise DataError(
-                f"--out {path} exists and is no page of this command, so it is not overwritten. Choose another name, "
+                f"--out {page} exists and is no page of this command, so it is not overwritten. Choose another name, "
                 "or move it away."
             )
-    return path
+    return page
 
 
 def load_with_tokenizer(folder: Path) -> tuple[STMoEForConditionalGeneration, PreTrainedTokenizerFast]:

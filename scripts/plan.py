@@ -7,11 +7,17 @@ Settings are those of scripts.pretrain. --suggest ranks the meshes of so many ra
 that send for the shortest time.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 import argparse
 
+from moe.cli import run_main
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
-from moe.errors import ConfigError, run_main
+from moe.errors import ConfigError
 from moe.models.presets import PRESETS
 from moe.planning.plan import build_model, make_plan, suggest
 from moe.planning.table import parse_bytes, show_plan, show_suggestions

@@ -6,15 +6,22 @@ python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
 On several devices: torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard 2
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
 from pathlib import Path
 
+from moe.cli import RESUME, run_main
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.distributed.launch import World, launch
-from moe.errors import ConfigError, run_main
+from moe.errors import ConfigError
+from moe.files import check_kind, output_path
 from moe.training.command import RecipeCommand
 from moe.training.heldout import HeldOut
 from moe.training.loop import Run, train
@@ -44,22 +51,29 @@ def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Pat
     return Run(out, recipe, placed, tokenizer, source, HeldOut(held_out, recipe.training.held_out_batches, ids))
 
 
-def main(argv: list[str]) -> None:
-    """Reads the recipe, trains, and says where the model is."""
+def pretrain_command() -> RecipeCommand[PretrainRecipe]:
+    """Returns the command with its settings, all of which a recipe may hold."""
     command = RecipeCommand(PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption.")
     command.add_argument("--corpus", type=Path, required=True, help="folder made by scripts.build_corpus")
     command.add_argument("--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer")
-    command.add_argument("--out", type=Path, required=True, help="folder of the run")
+    command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command.add_timeout()
+    return command
 
+
+def main(argv: list[str]) -> None:
+    """Reads the recipe, trains, and says where the model is."""
+    command = pretrain_command()
     with launch(command.timeout(argv)) as world:
         recipe, arguments = command.parse(argv)
-        run = build_run(recipe, arguments.corpus, arguments.tokenizer, arguments.out, world)
+        out = output_path(arguments.out, inputs=[arguments.corpus, arguments.tokenizer])
+        check_kind(out, "training run")  # before any data are read
+        run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.placed.model.config
         world.say(f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token.")
         world.say(f"The model is in {train(run, resume=arguments.resume, description='pre-train')}.")
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, interrupted=RESUME)

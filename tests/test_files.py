@@ -68,7 +68,7 @@ def test_each_kind_of_folder_refuses_every_other(tmp_path, kind):
     with claim_folder(tmp_path / "mine", kind, taken="taken"):
         assert kind_of(tmp_path / "mine") == kind
     for other in set(FOLDER_KINDS) - {kind}:
-        with pytest.raises(DataError, match=f"holds a {kind}, and a {other} would be mixed with it"):
+        with pytest.raises(DataError, match=f"holds an? {kind}, and an? {other} would be mixed with it"):
             check_replaceable(tmp_path / "mine", kind=other)
         refused = pytest.raises(DataError, match="would be mixed")
         with refused, claim_folder(tmp_path / "mine", other, taken="taken"):
@@ -91,6 +91,18 @@ def test_what_a_user_put_into_a_folder_of_ours_is_not_replaced(tmp_path):
     with pytest.raises(DataError, match=r"'notes\.txt' is no part of a corpus"):
         fill(target, "second")
     assert (target / "notes.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("sums", ["0" * 64 + "  model.safetensors\n", "damaged", ""])
+def test_a_model_whose_settings_have_no_checksums_is_replaced_and_one_with_notes_is_not(tmp_path, sums):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "SHA256SUMS").write_text(sums)
+    check_replaceable(tmp_path, kind="model")
+    if sums:
+        (tmp_path / "notes.txt").write_text("dear")
+        with pytest.raises(DataError, match=r"'notes\.txt' is no part of a model"):
+            check_replaceable(tmp_path, kind="model")
 
 
 def test_of_two_that_make_one_folder_the_second_is_refused_and_the_first_is_whole(tmp_path):

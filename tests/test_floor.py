@@ -57,11 +57,11 @@ def test_debug_shows_the_traceback(monkeypatch):
         run(monkeypatch, ConfigError("d_ff is 0"), "--debug")
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+def test_ctrl_c_says_how_to_go_on_and_names_no_option_that_a_command_lacks(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, KeyboardInterrupt())
     assert exit_.value.code == 130
-    assert "--resume" in capsys.readouterr().err
+    assert "Run the same command again" in capsys.readouterr().err
 
 
 def test_ctrl_c_does_not_tell_an_evaluation_to_resume(monkeypatch, capsys):

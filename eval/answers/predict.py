@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from eval.answers.beam import generate_beams, generate_greedily
-from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.journal import Batch, Header, Journal, Mode, Prediction, ScoringFields, Stack
 from eval.answers.rank import Choice, Memory, Scoring, target_log_probs
 from eval.answers.ranks import ALONE, Ranks
 from eval.task import Task
@@ -32,8 +33,9 @@ from moe import (
     together,
     total_stats,
 )
+from moe.checks import shown
 
-MODES = ("generate", "rank")
+MODES: tuple[Mode, ...] = get_args(Mode)
 _ROWS = {"generate": 128, "rank": 128}
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
 _FEW = {"generate": 8, "rank": 4}  # rows of a batch whatever their lengths; of more, each input has at least ...
@@ -225,17 +227,19 @@ def predict(
     questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
     num_beams = task.decoding.num_beams if mode == "generate" else 1
     batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _FEW[mode])
-    header = {
-        "model": system.fingerprint,
-        "task": task.name,
-        "version": task.version,
-        "mode": mode,
-        "decoding": task.decoding._asdict() if mode == "generate" else None,
-        "batches": hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16],
-    }
+    header = Header(
+        model=system.fingerprint,
+        task=task.name,
+        version=task.version,
+        mode=cast(Mode, mode),
+        decoding=task.decoding if mode == "generate" else None,
+        batches=hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16],
+        scoring=ScoringFields(scoring.include_eos, scoring.normalize),
+    )
     leads = ranks.world.rank == 0
-    journal = Journal(path if leads else None, header, scoring)
-    made = together(lambda: journal.open(lambda number: ranks.whole_rounds(number, len(batches))))[0]
+    journal = Journal(path if leads else None, header)
+    ids = [[question.request.id for question in batch] for batch in batches]
+    made = together(lambda: journal.open(ids, lambda number: ranks.whole_rounds(number, len(batches))))[0]
     num_read = sum(len(batch.predictions) for batch in made)
     label = f"{task.name} {mode}"
     with tqdm(total=len(requests), initial=num_read, desc=label, mininterval=1.0, disable=not leads) as bar:
@@ -243,11 +247,27 @@ def predict(
             batch = ranks.share(dealt)
             fresh = ranks.collect([_answer(system, task, batch, mode, scoring)] if batch or ranks.in_step else [])
             fresh = fresh[: len(dealt)]  # what ranks in step did without a batch is nothing
+            _check_scores(fresh, header)
             together(lambda fresh=fresh: journal.append(fresh))
             made += fresh
             bar.update(sum(len(batch.predictions) for batch in fresh))
     by_id = {prediction.id: prediction for batch in made for prediction in batch.predictions}
     return Predicted([by_id[request.id] for request in requests], sum_routers(made))
+
+
+def _check_scores(batches: Sequence[Batch], header: Header) -> None:
+    """Raises when a model's log-probabilities are no numbers: of such choices the first would win.
+
+    Raises:
+        CheckpointError: When one is NaN.
+    """
+    for prediction in (prediction for batch in batches for prediction in batch.predictions):
+        for text, choice in (prediction.choices or {}).items():
+            if math.isnan(choice.log_prob + choice.eos_log_prob):
+                raise CheckpointError(
+                    f"The model {header.model} gives the choice {shown(text)} of {header.task} {prediction.id} a "
+                    "log-probability that is NaN. Its weights are broken; take an earlier checkpoint."
+                )
 
 
 def cut_batches(questions: Sequence[Question], rows: int, tokens: int, few: int) -> list[list[Question]]:
@@ -312,8 +332,12 @@ def _answer(system: Seq2Seq, task: Task, batch: Sequence[Question], mode: str, s
     memory = Memory(output, mask)
     answer = _generate if mode == "generate" else _rank
     predictions, decoder = answer(system, task, batch, memory, options)
-    routers = {"encoder": getattr(output, "encoder_router_outputs", None), "decoder": decoder}
-    stats = {stack: _counts(total_stats(outputs)) for stack, outputs in routers.items() if outputs}
+    encoder = getattr(output, "encoder_router_outputs", None)
+    routers: dict[Stack, Sequence[RouterOutput] | None] = {"encoder": encoder, "decoder": decoder}
+    stats: dict[Stack, dict[str, Any]] = {}
+    for stack, outputs in routers.items():
+        if outputs:
+            stats[stack] = _counts(total_stats(outputs))
     return Batch([prediction.scored(scoring) for prediction in predictions], stats)
 
 
@@ -369,7 +393,9 @@ def _rank(
     found, _, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
     predictions = []
     for question, own, log_probs in zip(batch, choices, found, strict=False):
-        made = {text: Choice(sum(one[:-1]), one[-1], len(one) - 1) for text, one in zip(own, log_probs, strict=True)}
+        made = {
+            text: Choice(float(sum(one[:-1])), one[-1], len(one) - 1) for text, one in zip(own, log_probs, strict=True)
+        }
         predictions.append(Prediction(question.request.id, "", {}, made, question.truncated))
     return predictions, routers
 

@@ -13,6 +13,7 @@ from eval.reports.words import (
     compare_models,
     describe_checkpoint,
     describe_data,
+    describe_earlier,
     router_rows,
     score_notes,
 )
@@ -75,9 +76,10 @@ def _setting(report: dict[str, Any]) -> str:
         for name, model in report["models"].items()
     )
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    earlier = f'<p class="warn">{_inline(describe_earlier(report["earlier"]))}</p>' if report["earlier"] else ""
     return (
         f"<p>Made by <code>{escape(report['command'])}</code></p><ul>{models}</ul>"
-        f'<p class="read">{escape(versions)}; {escape(report["device"])}.</p>'
+        f'<p class="read">{escape(versions)}; {escape(report["device"])}.</p>{earlier}'
     )
 
 

@@ -20,10 +20,14 @@ from eval.reports.words import (
     compare_models,
     describe_checkpoint,
     describe_data,
+    describe_earlier,
     router_rows,
     score_notes,
 )
-from moe import STMoEConfig
+from eval.seal import seal
+from moe import CheckpointError, STMoEConfig
+from moe.checks import is_kind
+from moe.parsing import read_json, to_record
 
 _LIBRARIES = ("stmoe", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn", "rouge-score")
 
@@ -60,7 +64,11 @@ def _chosen_by(folder: Path) -> dict[str, Any] | None:
     path = folder.absolute().parent / "scores.json"
     if not path.is_file():
         return None
-    scores = json.loads(path.read_text(encoding="utf-8"))
+    advice = "Restore it, or remove it: the report then says nothing of how the checkpoint was chosen."
+    content = read_json(path, advice=advice, error=CheckpointError, nan=True)
+    scores = to_record(dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError)
+    if not is_kind(scores.get("step", 0), int):
+        raise CheckpointError(f"{path}: step is {scores['step']}; expected an integer. {advice}")
     tasks = list(dict.fromkeys(name.split("/")[0] for name in scores if "/" in name))
     return {"rule": "best mean score on the development splits", "tasks": tasks} | {
         name: scores[name] for name in ("step", "mean") if name in scores
@@ -69,11 +77,21 @@ def _chosen_by(folder: Path) -> dict[str, Any] | None:
 
 def write_reports(report: dict[str, Any], out: Path) -> None:
     """Writes report.json, report.md, report.html and card.md to `out`, each whole or not at all."""
+    report = _plain(report)
     board = scoreboard(report)
-    write_whole(out / REPORT, json.dumps(_finite(report), indent=1, ensure_ascii=False) + "\n")
+    write_whole(out / REPORT, seal(json.dumps(_finite(report), indent=1, ensure_ascii=False)) + "\n")
     write_whole(out / "report.md", markdown(report, board))
     write_whole(out / "report.html", page(report, board))
     write_whole(out / "card.md", card(report))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value whose texts are Unicode: bytes of paths that are not UTF-8 are escaped."""
+    if isinstance(value, dict):
+        return {_plain(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _finite(value: Any) -> Any:
@@ -92,6 +110,8 @@ def markdown(report: dict[str, Any], board: Scoreboard) -> str:
         parts.append(f"- `{name}`: {describe_checkpoint(model)}")
     parts.append("- " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
     parts += [f"- device: {report['device']}", ""]
+    if report["earlier"]:
+        parts += [describe_earlier(report["earlier"]), ""]
     for failure in report["failed"]:
         parts += [f"**{failure['task']} failed**: {' '.join(failure['message'].split())}", ""]
     parts += _scores(board)

@@ -20,6 +20,11 @@ def describe_checkpoint(model: dict[str, Any]) -> str:
     return f"{model['folder']} ({model['class']}, {size}; fingerprint {model['fingerprint']}; {rule})"
 
 
+def describe_earlier(name: str) -> str:
+    """Returns a sentence on the copy of an earlier report."""
+    return f"An earlier report of this folder has results that this one lacks: it is kept as `{name}`."
+
+
 def describe_data(task: dict[str, Any]) -> str:
     """Returns a sentence on where a task's examples are from, and how many there are."""
     data = task["data"]

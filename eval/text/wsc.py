@@ -57,9 +57,10 @@ def definite_pronoun_resolution_simple(row: Row) -> list[dict[str, Any]]:
     """Returns the sentence with the first occurrence of its pronoun in asterisks, to the right candidate.
 
     Source:
-        T5 `definite_pronoun_resolution_simple`. Differs: no.
+        T5 `definite_pronoun_resolution_simple`. Differs: the pronoun is looked for to the letter, where T5 takes it for
+        a regular expression.
     """
-    sentence = re.sub(f" ({row['pronoun']})( |\\.|,)", r" *\1*\2", row["sentence"], count=1)
+    sentence = re.sub(f" ({re.escape(row['pronoun'])})( |\\.|,)", r" *\1*\2", row["sentence"], count=1)
     return [{"inputs": f"wsc: {sentence}", "targets": row["candidates"][row["label"]]}]
 
 

@@ -5,20 +5,27 @@ Comes after `documents`, before `tokenizer` and `pipeline`.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import datasets
+import pyarrow
+from pydantic import Field
 
+from moe.checks import check_number, shown
+from moe.checksums import refuse_damage, write_sums
 from moe.data.documents import Document
 from moe.errors import ConfigError, DataError
 from moe.files import whole_folder
+from moe.parsing import read_record
 
 FACTS_FILE = "corpus.json"
 SPLITS = ("train", "held_out")
+_SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 class Corpus(NamedTuple):
@@ -28,6 +35,12 @@ class Corpus(NamedTuple):
     held_out: datasets.Dataset
     num_repeated: int
     """Paragraphs left out because an earlier one has the same words."""
+
+
+class _Facts(NamedTuple):
+    """What `FACTS_FILE` holds."""
+
+    num_repeated: Annotated[int, Field(ge=0)]
 
 
 def build_corpus(
@@ -49,13 +62,13 @@ def build_corpus(
 
     Raises:
         ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not there.
-        DataError: When fewer than two documents have text.
+        DataError: When fewer than two documents have text, or a text is none that UTF-8 can write.
     """
-    if not 0 < held_out_fraction < 1:
-        raise ConfigError(f"held_out_fraction is {held_out_fraction}; expected a number between 0 and 1, e.g. 0.05.")
+    check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     documents = sorted(documents, key=lambda document: document.source not in leave_out)  # the first of equals stays
     if missing := sorted(set(leave_out) - {document.source for document in documents}):
         raise ConfigError(f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away.")
+    _refuse_half_characters(documents)
     kept, num_repeated = drop_repeated_paragraphs(documents)
     kept = [document for document in kept if document.source not in leave_out]
     places = {document.source: _place_in_split(document.source, seed) for document in kept}
@@ -68,6 +81,20 @@ def build_corpus(
     train = [document for document in kept if places[document.source] > border]
     held_out = [document for document in kept if places[document.source] <= border]
     return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated)
+
+
+def _refuse_half_characters(documents: Iterable[Document]) -> None:
+    """Raises a DataError for a document with half of a surrogate pair, which no file can hold."""
+    for document in documents:
+        for name, text in zip(document._fields, document, strict=True):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                found = shown(text[error.start : error.end])
+                raise DataError(
+                    f"The {name} of the document {shown(document.source)} holds half a character, {found} at position "
+                    f"{error.start:,}. Repair the text, e.g. text.encode(errors='replace').decode()."
+                ) from error
 
 
 def _place_in_split(source: str, seed: int) -> float:
@@ -108,7 +135,7 @@ def _to_dataset(documents: list[Document]) -> datasets.Dataset:
 
 
 def save_corpus(corpus: Corpus, folder: Path | str) -> None:
-    """Writes the corpus to `folder`, whole or not at all; an earlier corpus there is replaced.
+    """Writes the corpus and its checksums to `folder`, whole or not at all; an earlier corpus there is replaced.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.
@@ -117,23 +144,77 @@ def save_corpus(corpus: Corpus, folder: Path | str) -> None:
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
         (partial / FACTS_FILE).write_text(json.dumps({"num_repeated": corpus.num_repeated}) + "\n", encoding="utf-8")
+        write_sums(partial)
 
 
 def load_corpus(folder: Path | str) -> Corpus:
     """Returns a corpus that `save_corpus` wrote; the texts stay on disk until they are read.
 
+    Every byte is compared with its checksum once, at the speed of the disk.
+
     Raises:
-        DataError: When the folder is not a corpus.
+        DataError: When the folder is not a corpus, or a file of it is damaged; names the file.
     """
     folder = Path(folder)
+    advice = f"Make the corpus again: `python -m scripts.build_corpus --out {folder}`."
     if not (folder / FACTS_FILE).is_file():
         raise DataError(
             f"{folder} is not a corpus: it has no {FACTS_FILE}. "
             f"Make one with `python -m scripts.build_corpus --out {folder}`."
         )
-    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-    train, held_out = (datasets.Dataset.load_from_disk(str(folder / split)) for split in SPLITS)
-    return Corpus(train, held_out, facts["num_repeated"])
+
+    shards = {split: _shards(folder / split, advice) for split in SPLITS}
+    names = [f"{split}/{path.name}" for split in SPLITS for path in shards[split]]
+    has_sums = refuse_damage(folder, [FACTS_FILE, *names], advice=advice)
+    facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
+
+    train = _read_split(shards["train"], advice, validate=not has_sums)
+    held_out = _read_split(shards["held_out"], advice, validate=not has_sums)
+    return Corpus(train, held_out, facts.num_repeated)
+
+
+def _shards(folder: Path, advice: str) -> list[Path]:
+    """Returns the files of a split, in order.
+
+    Raises:
+        DataError: When one is missing.
+    """
+    shards = sorted(path for path in folder.glob("data-*.arrow") if _SHARD.fullmatch(path.name))
+    num_shards = int(shards[0].stem.rpartition("-")[2]) if shards else 1
+    for number in range(num_shards):
+        path = folder / f"data-{number:05}-of-{num_shards:05}.arrow"
+        if path not in shards:
+            raise DataError(f"{path} is missing. {advice}")
+    return shards
+
+
+def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.Dataset:
+    """Returns the rows of a split.
+
+    Args:
+        shards: Its files.
+        advice: What the user can do when one is damaged.
+        validate: Whether to look at every row: an offset that points nowhere would end the process.
+
+    Raises:
+        DataError: When a file is no Arrow stream of documents.
+    """
+    parts = []
+    for path in shards:
+        try:
+            part = datasets.Dataset.from_file(str(path))
+            if validate:
+                part.data.table.validate(full=True)
+        except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
+
+        columns = {name: datasets.Value("string") for name in Document._fields}
+        if dict(part.features) != columns:
+            raise DataError(
+                f"{path} has the columns {shown(dict(part.features))}; expected those of documents. {advice}"
+            )
+        parts.append(part)
+    return datasets.concatenate_datasets(parts)
 
 
 @contextmanager
@@ -165,7 +246,10 @@ def corpus_table(corpus: Corpus) -> str:
 
 def _markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
     """Returns an aligned table; numbers stand right, with thousands separators."""
-    cells = [header, *([f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows)]
+    cells = [
+        header,
+        *([f"{cell:,}" if isinstance(cell, int) else cell.replace("|", "\\|") for cell in row] for row in rows),
+    ]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     numeric = [isinstance(cell, int) for cell in rows[0]]
     lines = [

@@ -4,17 +4,18 @@ Comes after `docstrings` and `prose`, before `corpus`.
 """
 
 import gc
-import json
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from moe.checks import shown
 from moe.data.docstrings import docstrings, language_topics, package_folder, python_files
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
-from moe.parsing import read_text
+from moe.parsing import parse_json, read_json_lines, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +88,14 @@ def read_files(paths: Iterable[Path | str]) -> list[Document]:
     under the key "text". A folder stands for all such files below it; its other files are named in a warning.
 
     Raises:
-        DataError: When a path is missing or of another kind, a file is not UTF-8, a JSONL line has no text, or there is
-            no text at all.
+        DataError: When a path is missing or of another kind, a file is not UTF-8 text, a JSONL line has no text, or
+            there is no text at all.
     """
+    paths = list(paths)
     documents = [document for path in paths for document in _read_path(Path(path))]
     if not documents:
-        shown = ", ".join(str(path) for path in paths) or "an empty list of paths"
-        raise DataError(f"There is no text in {shown}. Give files ending in {', '.join(SUFFIXES)} that are not empty.")
+        empty = ", ".join(str(path) for path in paths) or "an empty list of paths"
+        raise DataError(f"There is no text in {empty}. Give files ending in {', '.join(SUFFIXES)} that are not empty.")
     return documents
 
 
@@ -104,7 +106,9 @@ def _read_path(path: Path) -> Iterator[Document]:
         for file in _files_below(path):
             yield from _read_file(file, source=f"{name}/{file.relative_to(path).as_posix()}", package=name)
     elif not path.exists():
-        raise DataError(f"{path} does not exist. Give a file ending in {', '.join(SUFFIXES)}, or a folder of them.")
+        raise DataError(
+            f"{_printable(str(path))} does not exist. Give a file ending in {', '.join(SUFFIXES)}, or a folder of them."
+        )
     elif path.suffix.lower() not in SUFFIXES:
         raise DataError(f"{path} ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}. Convert it first.")
     else:
@@ -113,56 +117,83 @@ def _read_path(path: Path) -> Iterator[Document]:
 
 def _files_below(folder: Path) -> list[Path]:
     """Returns the readable files below a folder, sorted; says how many others there are."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    readable = [path for path in files if path.suffix.lower() in SUFFIXES]
-    if len(readable) < len(files):
-        others = sorted({path.suffix for path in files} - set(SUFFIXES))
-        logger.warning("%s: %d files ending in %s are left out.", folder, len(files) - len(readable), ", ".join(others))
+    files: list[Path] = []
+    links: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+        files += [Path(parent, name) for name in names]
+        links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
+
+    readable = sorted(path for path in files if path.suffix.lower() in SUFFIXES)
+    others = sorted({path.suffix for path in files if path.suffix.lower() not in SUFFIXES})
+    if others:
+        endings = ", ".join(_printable(suffix) or "no suffix" for suffix in others[:10])
+        more = f" and {len(others) - 10} others" if len(others) > 10 else ""
+        logger.warning("%s: %d files ending in %s%s are left out.", folder, len(files) - len(readable), endings, more)
+    if links:
+        logger.warning("%s: links to folders are not followed, e.g. %s.", folder, _printable(str(min(links))))
     return readable
+
+
+def _refuse_folder(error: OSError) -> None:
+    """Raises for a folder that cannot be read, which `os.walk` would pass over."""
+    raise DataError(f"{error.filename} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
 
 
 def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
-    text = read_text(path)
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no regular file but a pipe or a device. Write its text to a file first.")
+
+    text = read_text(path, advice="Make it readable, or leave it out.")
+    source, package = _printable(source), _printable(package)
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip() and (content := _tidy(_text_of_line(line, path, number))):
                 yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
-    elif content := _tidy(text):
-        yield Document(content, source, package, OWN_LICENCE)
+    else:
+        if "\0" in text:
+            line = text.count("\n", 0, text.index("\0")) + 1
+            raise DataError(
+                f"{path} holds the character NUL in line {line}: it is binary or UTF-16. Leave it out, or convert it, "
+                f"e.g. `iconv -f utf-16 -t utf-8 {path.name}`."
+            )
+        if content := _tidy(text):
+            yield Document(content, source, package, OWN_LICENCE)
+
+
+def _printable(name: str) -> str:
+    """Returns the name of a file with escapes for what is no text in it: any byte may stand there but / and NUL."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in name)
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
     """Returns the pairs of a JSONL file, an object with `inputs` and `targets` a line.
 
     Raises:
-        DataError: When a line is something else.
+        DataError: When a line is something else, or there is none.
     """
+    advice = 'Expected an object like {"inputs": "...", "targets": "..."} a line.'
     pairs = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):  # a text may hold other line separators
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            pair = value["inputs"], value["targets"]
-        except (ValueError, KeyError, TypeError):
-            pair = None, None
-        if not all(isinstance(text, str) for text in pair):
-            expected = 'an object like {"inputs": "...", "targets": "..."}'
-            raise DataError(f"{path}, line {number}: {line[:60]!r}; expected {expected}.")
-        pairs.append(pair)
+    for number, record in read_json_lines(path, advice=advice, nan=True):
+        for name in ("inputs", "targets"):
+            if not isinstance(record.get(name), str):
+                found = shown(record[name]) if name in record else "missing"
+                raise DataError(f"{path}, line {number}: {name} is {found}. {advice}")
+        pairs.append((record["inputs"], record["targets"]))
+
+    if not pairs:
+        raise DataError(f"{path} holds no pairs. {advice}")
     return pairs
 
 
 def _text_of_line(line: str, path: Path, number: int) -> str:
     """Returns the "text" of one JSONL line."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: not JSON ({error.msg}). Expected one object a line.") from error
+    where, expected = f"{path}, line {number}", 'an object with a string under "text"'
+    record = parse_json(line, where=where, advice=f"Expected {expected} a line.", nan=True)
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise DataError(f'{path}, line {number}: expected an object with a string under "text", found {found}.')
+        found = f"the keys {shown(sorted(record))}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise DataError(f"{where}: expected {expected}, found {found}.")
+
     return record["text"]
 
 

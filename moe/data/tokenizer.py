@@ -6,9 +6,10 @@ Comes after `corpus`, before `tokens`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, t
 
 import copy
 import io
-import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +19,18 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from moe.errors import ConfigError, DataError
-from moe.files import check_replaceable, whole_folder
+from moe.checks import check_integer, shown
+from moe.checksums import read_sums, refuse_damage, write_sums
+from moe.errors import DataError, MoEError
+from moe.files import check_replaceable, kind_of, whole_folder
+from moe.parsing import read_json
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 NUM_SENTINELS = 100
 MODEL_MAX_LENGTH = 512
 SENTENCEPIECE_FILE, TOKENIZER_FILE = "spiece.model", "tokenizer.json"
+_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_MOST_PIECES = 1_000_000  # candidates that sentencepiece starts from and takes pieces away
 
 # T5's training settings (its spiece.model carries them). The number of threads is fixed because sums over threads are
 # rounded differently for another number, which gives another model.
@@ -106,9 +112,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: Path | str) 
     check_replaceable(Path(out_dir), kind="tokenizer")  # before the work, not after
     model = _round_scores(_train_sentencepiece(texts, vocab_size))
     tokenizer = to_transformers(model)
+
     with whole_folder(Path(out_dir), kind="tokenizer") as partial:
-        tokenizer.save_pretrained(str(partial))
+        with _failures_of_tokenizers(partial / TOKENIZER_FILE, advice="Try another --out."):
+            tokenizer.save_pretrained(str(partial))
         (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
+        write_sums(partial)
     return load_tokenizer(out_dir)
 
 
@@ -116,17 +125,55 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Returns the tokenizer in `folder`: that of `train_tokenizer`, or of a saved model.
 
     Raises:
-        DataError: When the folder has no readable tokenizer.json.
+        DataError: When the folder has no tokenizer.json, or a file of it is damaged; names the file.
     """
     folder = Path(folder)
+    advice = f"Make one with `python -m scripts.train_tokenizer --corpus CORPUS --out {folder}`."
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}")
+
+    settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
+    names = {TOKENIZER_FILE, *settings}
+    if kind_of(folder) != "tokenizer":  # a model, to which a user may have saved a tokenizer
+        names &= (read_sums(folder) or {}).keys()
+    refuse_damage(folder, names, advice=advice)
+
+    path = folder / TOKENIZER_FILE
+    read_json(path, advice=advice, nan=True)
+    with _failures_of_tokenizers(path, advice):
+        tokenizers.Tokenizer.from_file(str(path))
+
+    for name in settings:
+        content = read_json(folder / name, advice=advice, nan=True)
+        if not isinstance(content, dict):
+            raise DataError(f"{folder / name}: its content is {shown(content)}; expected an object. {advice}")
+    with _failures_of_tokenizers(folder / settings[0] if settings else path, advice):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        tokenizer("a \U0010fffe")  # what does not fit together, as an unknown token that is none, shows only now
+    return tokenizer
+
+
+@contextmanager
+def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
+    """Turns what the tokenizers library raises for a file into an OSError or a DataError that names it.
+
+    It raises plain `Exception`, and a `PanicException`, which is none, where its Rust code gives up.
+    """
     try:
-        json.loads((folder / TOKENIZER_FILE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{folder} has no readable {TOKENIZER_FILE} ({error}). Make one with "
-            f"`python -m scripts.train_tokenizer --corpus CORPUS --out {folder}`."
-        ) from error
-    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        yield
+    except BaseException as error:
+        is_usual = isinstance(error, OSError | ValueError | TypeError | KeyError | AttributeError | IndexError)
+        is_theirs = type(error) is Exception or type(error).__name__ == "PanicException"
+        if isinstance(error, MoEError) or not (is_usual or is_theirs):
+            raise
+
+        refused_by_system = re.search(r"\(os error (\d+)\)", str(error))
+        if refused_by_system:
+            number = int(refused_by_system[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(f"{path} cannot be used: {' '.join(str(error).split())[:300]}. {advice}") from error
 
 
 def end_with_sentinel(tokenizer: PreTrainedTokenizerFast, wanted: bool) -> PreTrainedTokenizerFast:
@@ -147,12 +194,15 @@ def _endings(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
 
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
     """Returns a trained unigram model of `vocab_size` less the sentinels."""
+    check_integer(
+        "vocab_size",
+        vocab_size,
+        least=NUM_SENTINELS + 4,
+        most=_MOST_PIECES,
+        reason=f"{NUM_SENTINELS} sentinels and 3 special tokens are part of it, and SentencePiece chooses its pieces "
+        f"among {_MOST_PIECES:,} candidates",
+    )
     num_pieces = vocab_size - NUM_SENTINELS
-    if num_pieces <= 3:
-        raise ConfigError(
-            f"vocab_size is {vocab_size}; expected more than {NUM_SENTINELS + 3}, e.g. 2048: {NUM_SENTINELS} sentinels "
-            "and 3 special tokens are part of it."
-        )
     lines = (line for text in texts for line in text.splitlines() if line.strip())
     written = io.BytesIO()
     try:

@@ -11,9 +11,9 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe.distributed.exchange import enter_shards, leave_shards
-from moe.errors import DataError
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
 from moe.models.configuration import STMoEConfig
+from moe.models.inputs import check_segments, real_tokens
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 
@@ -188,12 +188,12 @@ class Stack(nn.Module):
         Args:
             x: <float>[B, L, D] embedded tokens.
             token_ids: <int64>[B, L] vocabulary ids of them; None when the caller has embeddings only.
-            attention_mask: <int64 or bool>[B, keys] tokens that may be attended to; with a cache, its tokens too, and
-                with a static cache the places that are not filled yet.
+            attention_mask: <int64 or bool>[B or 1, keys] tokens that may be attended to; with a cache, its tokens too,
+                and with a static cache the places that are not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their own example.
             routing_mask: <bool>[B, L] tokens that may be routed; None for those of `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
-            memory_mask: <int64 or bool>[B, M] real tokens of the memory.
+            memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a segment.
             memory_segment_ids: <int64>[B, M] segments of the memory.
             cache: Keys and values of earlier steps; extended.
             drop_tokens: Whether experts have a capacity.
@@ -202,19 +202,23 @@ class Stack(nn.Module):
             output_hidden_states: Whether to return the residual stream before each block.
 
         Raises:
-            DataError: When `attention_mask` has not one column for each key.
+            DataError: When a mask or segments have another type or shape, or values that nothing stands for.
         """
-        length = x.shape[1]
+        batch, length = x.shape[:2]
         past = cache.get_seq_length() if cache is not None else 0  # a number, or a tensor in a static cache
         num_keys = cache.get_mask_sizes(length, 0)[0] if cache is not None else length
         positions = torch.arange(length, device=x.device) + past
+        check_segments("decoder_segment_ids" if self.decoder else "segment_ids", segment_ids, (batch, num_keys))
+        if memory is not None:
+            check_segments("segment_ids", memory_segment_ids, (memory.shape[0], memory.shape[1]))
         if attention_mask is None and segment_ids is not None:
             attention_mask = segment_ids != 0
-        if attention_mask is not None and attention_mask.shape[1] != num_keys:
-            raise DataError(
-                f"The attention mask is {list(attention_mask.shape)}, but the keys are {num_keys}: all tokens of this "
-                "call and, with a cache, of earlier ones; with a static cache all of its places. Give one column each."
-            )
+        if memory_mask is None and memory_segment_ids is not None:
+            memory_mask = memory_segment_ids != 0
+        mask_name = "decoder_attention_mask" if self.decoder else "attention_mask"
+        attention_mask = real_tokens(mask_name, attention_mask, (batch, num_keys))
+        if memory is not None:
+            memory_mask = real_tokens("attention_mask", memory_mask, (memory.shape[0], memory.shape[1]))
         if routing_mask is None and attention_mask is not None:
             routing_mask = attention_mask if cache is None else attention_mask.index_select(1, positions)
         if routing_mask is None:
@@ -229,7 +233,7 @@ class Stack(nn.Module):
         memory_allowed = _combine(_visible(memory_mask), _same_segment(segment_ids, memory_segment_ids))
         context = Context(
             self_bias=mask_bias(self.position_bias(positions, num_keys).to(x.dtype), allowed),
-            token_mask=routing_mask.bool(),
+            token_mask=routing_mask,
             memory=None if memory is None else enter_shards(memory, self.tp),
             memory_bias=None if memory_allowed is None else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
             cache=cache,
@@ -262,8 +266,8 @@ class Stack(nn.Module):
 
 
 def _visible(mask: Tensor | None) -> Tensor | None:
-    """Returns <bool>[B, 1, 1, keys] of <int64 or bool>[B, keys]; None when all are visible."""
-    return None if mask is None else mask.bool()[:, None, None, :]
+    """Returns <bool>[B, 1, 1, keys] of <bool>[B, keys]; None when all are visible."""
+    return None if mask is None else mask[:, None, None, :]
 
 
 def _same_segment(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, load_generation_config
 from moe.models.t5x import is_t5x, open_t5x
 from moe.models.weight_files import LazyTensor, find_weight_files, open_weights
+from moe.models.weight_sums import write_weight_sums
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
@@ -57,7 +58,15 @@ def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
     if is_t5x(source):
         return open_t5x(source, **settings)
     download = {name: settings.pop(name) for name in DOWNLOAD if name in settings}
-    config = STMoEConfig.from_pretrained(source, **download)
+    try:
+        config = STMoEConfig.from_pretrained(source, **download)
+    except OSError as error:
+        if error.errno is not None or Path(source).exists():
+            raise
+        raise CheckpointError(
+            f"{str(source)!r} is no folder here, and the hub gives no such model: {' '.join(str(error).split())} "
+            "Correct the name, or give a folder."
+        ) from error
     config = STMoEConfig(**{**config.to_dict(), **settings})  # anew, so that all is checked
     if family_of(PreTrainedConfig.get_config_dict(source, **download)[0]):
         return open_transformers(source, config, **download)
@@ -111,6 +120,7 @@ def convert_checkpoint(
         if form == "switch" and not config.tie_word_embeddings:  # its class then has a table for each stack
             weights |= {f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")}
     write_weights(folder, {name: _cast(weight, dtype) for name, weight in weights.items()}, max_shard_size)
+    write_weight_sums(folder)
     generation.save_pretrained(folder)
     for name in () if is_t5x(source) else _TOKENIZER_FILES:
         if path := cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download):

@@ -9,7 +9,8 @@ from moe.errors import DataError
 from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.drops import may_drop, warn_of_drops
-from moe.models.outputs import STMoEEncoderOutput, by_sequence
+from moe.models.inputs import check_token_ids, check_vectors, refuse_further
+from moe.models.outputs import RouterRecords, STMoEEncoderOutput, by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
 
 
@@ -34,6 +35,9 @@ class STMoEEncoder(STMoEPreTrainedModel):
         output_router_logits: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        *,
+        return_dict: bool | None = None,
+        **further: Any,
     ) -> STMoEEncoderOutput:
         """Returns the encoder's hidden states.
 
@@ -45,14 +49,19 @@ class STMoEEncoder(STMoEPreTrainedModel):
             output_router_logits: Whether to return what the routers did; None for the config's choice.
             output_attentions: Whether to return the weights of attention, which is then eager; None likewise.
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
+            return_dict: False for a tuple of what is there; None likewise.
+            further: None: an argument of another name is refused, but for those that change nothing here.
 
         Raises:
-            DataError: When not exactly one of `input_ids` and `inputs_embeds` is given.
+            DataError: When not exactly one of `input_ids` and `inputs_embeds` is given, or an input has another type
+                or shape, or values that nothing stands for.
+            ConfigError: When an argument is unknown.
         """
+        refuse_further(further, type(self).forward)
         wanted = self.chosen("output_router_logits", output_router_logits)
         watched = may_drop(self)
         output = self.stack(
-            embed(self.embed_tokens, input_ids, inputs_embeds),
+            self.embed(input_ids, inputs_embeds),
             token_ids=input_ids,
             attention_mask=attention_mask,
             segment_ids=segment_ids,
@@ -62,7 +71,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
         )
         if watched:
             warn_of_drops(self, self.config, "encoder", output.routers)
-        routers = output.routers if wanted else None
+        routers = RouterRecords(output.routers) if wanted and output.routers else None
         return STMoEEncoderOutput(
             last_hidden_state=output.hidden,
             hidden_states=output.hidden_states,
@@ -70,6 +79,31 @@ class STMoEEncoder(STMoEPreTrainedModel):
             encoder_router_logits=by_sequence(routers, output.hidden.shape[0]),
             encoder_router_outputs=routers,
         )
+
+    def embed(self, ids: Tensor | None, vectors: Tensor | None, *, prefix: str = "") -> Tensor:
+        """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
+
+        Args:
+            ids: Token ids; None for vectors.
+            vectors: <float>[B, L, D] in place of the ids.
+            prefix: Of the arguments' names, `decoder_` for the decoder's.
+
+        Raises:
+            DataError: When not exactly one of both is given, or it is nothing of the kind.
+        """
+        if (ids is None) == (vectors is None):
+            given = "neither" if ids is None else "both"
+            raise DataError(
+                f"Exactly one of token ids and embeddings is needed, but {given} were given. Pass input_ids or "
+                "inputs_embeds, and for the decoder labels, decoder_input_ids or decoder_inputs_embeds."
+            )
+        if ids is not None:
+            check_token_ids(f"{prefix}input_ids", ids, self.config.vocab_size)
+            return self.embed_tokens(ids)
+
+        assert vectors is not None, "exactly one of both is given"
+        check_vectors(f"{prefix}inputs_embeds", vectors, self.config.d_model)
+        return vectors.to(self.embed_tokens.weight.dtype)
 
 
 class STMoEEncoderModel(STMoEPreTrainedModel):
@@ -90,21 +124,29 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
         """Replaces the token embedding."""
         self.encoder.embed_tokens = cast(nn.Embedding, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> STMoEEncoderOutput:
-        """Returns the encoder's hidden states; arguments are those of `STMoEEncoder.forward`."""
-        return self.encoder(*args, **kwargs)
-
-
-def embed(embedding: nn.Embedding, ids: Tensor | None, vectors: Tensor | None) -> Tensor:
-    """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
-
-    Raises:
-        DataError: When not exactly one of both is given.
-    """
-    if (ids is None) == (vectors is None):
-        given = "neither" if ids is None else "both"
-        raise DataError(
-            f"Exactly one of token ids and embeddings is needed, but {given} were given. Pass input_ids or "
-            "inputs_embeds, and for the decoder labels, decoder_input_ids or decoder_inputs_embeds."
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        *,
+        return_dict: bool | None = None,
+        **further: Any,
+    ) -> STMoEEncoderOutput:
+        """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
+        return self.encoder(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            segment_ids,
+            output_router_logits=output_router_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **further,
         )
-    return embedding(ids) if vectors is None else vectors

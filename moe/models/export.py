@@ -17,9 +17,11 @@ from moe.distributed.boxes import box_of, is_first_holder, runs_of
 from moe.distributed.exchange import from_first_rank, is_first_rank
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Place, local_shard
+from moe.distributed.verification import sha256_together
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import DTYPES
+from moe.models.weight_sums import write_weight_sums
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -90,6 +92,8 @@ def write_model(
 
     from_first_rank(begin)
     together(lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files])
+    digests = sha256_together(folder, [file.name for file in files])
+    from_first_rank(lambda: write_weight_sums(folder, digests))
 
 
 def plan_files(

@@ -20,8 +20,10 @@ from moe.models.card import origin
 from moe.models.configuration import STMoEConfig
 from moe.models.export import stored_tensors, whole_tensors
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.pretrained import STMoEPreTrainedModel
 from moe.models.sharding import shard_model
 from moe.models.weight_files import DTYPES
+from moe.models.weight_sums import check_weights, check_weights_together
 
 _SHOWN = 5
 
@@ -42,6 +44,8 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
             lists them.
     """
     check_model_folder(folder)
+    if not issubclass(model_class, STMoEPreTrainedModel) and _model_type(folder) != STMoEConfig.model_type:
+        check_weights(Path(folder))  # our own classes do so in from_pretrained
     asked = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, info = model_class.from_pretrained(folder, **asked)
@@ -76,13 +80,14 @@ def load_model_on_mesh(
             lists them, before any memory is taken.
     """
     check_model_folder(folder)
-    kind = PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
+    kind = _model_type(folder)
     if kind != STMoEConfig.model_type:
         raise CheckpointError(
             f"{folder} holds a model of type {kind!r}, and ranks read only {STMoEConfig.model_type!r}. Convert it once "
             f"and for all: python -m scripts.convert_checkpoint --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
+    check_weights_together(Path(folder))
     with _open_weights(Path(folder)) as saved:
         with torch.device("meta"):
             model = STMoEForConditionalGeneration(config)
@@ -122,6 +127,11 @@ def check_model_folder(folder: Path | str) -> None:
             f"{folder} holds no model: it has no config.json. Give a folder made by save_pretrained, e.g. the model/ "
             "folder of a run."
         )
+
+
+def _model_type(folder: Path | str) -> str | None:
+    """Returns what kind of model config.json says."""
+    return PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
 
 
 def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:

@@ -194,7 +194,7 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
 def _cross_entropy_sums(logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
     targets = labels != -100
-    index = labels.clamp(min=0)[..., None]
+    index = labels.masked_fill(~targets, 0)[..., None].long()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)
     normalizer = logits.gather(-1, index).squeeze(-1) - log_prob

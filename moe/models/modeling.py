@@ -14,11 +14,28 @@ from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.drops import may_drop, warn_of_drops
-from moe.models.encoder import STMoEEncoder, embed
+from moe.models.encoder import STMoEEncoder
+from moe.models.inputs import (
+    IGNORED_LABEL,
+    as_cache,
+    check_labels,
+    check_logits_to_keep,
+    check_num_items,
+    check_same_batch,
+    check_segments,
+    check_targets,
+    check_vectors,
+    read_memory,
+    refuse_further,
+)
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
-from moe.models.outputs import STMoEEncoderOutput, STMoEModelOutput, STMoEOutput, by_sequence
+from moe.models.outputs import RouterRecords, STMoEEncoderOutput, STMoEModelOutput, STMoEOutput, by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import SparseFeedForward
+
+_LOSSES = ("loss", "ce_loss", "z_loss", "load_balance_loss", "router_z_loss")  # names of `Losses` in the output
+
+_OF_GENERATION = ("tokenizer", "assistant_tokenizer")  # arguments of `generate` that no step of it needs
 
 
 class STMoEModel(STMoEPreTrainedModel):
@@ -63,6 +80,9 @@ class STMoEModel(STMoEPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         decoder_drop_tokens: bool = True,
+        *,
+        return_dict: bool | None = None,
+        **further: Any,
     ) -> STMoEModelOutput:
         """Returns the decoder's hidden states; see `STMoEForConditionalGeneration.forward` for the arguments.
 
@@ -70,8 +90,12 @@ class STMoEModel(STMoEPreTrainedModel):
             decoder_routing_mask: <bool>[B, T] decoder tokens that may be routed; None for the attention mask's.
 
         Raises:
-            ConfigError: When a cache is to be used with activation checkpointing in training.
+            ConfigError: When a cache is to be used with activation checkpointing in training, or an argument is
+                unknown.
+            DataError: When an input has another type or shape, or values that nothing stands for.
         """
+        refuse_further(further, type(self).forward)
+        past_key_values = as_cache(past_key_values)
         checkpointed = self.training and cast(Block, self.decoder.blocks[0]).gradient_checkpointing
         if checkpointed and (use_cache or past_key_values is not None):
             raise ConfigError(
@@ -81,6 +105,7 @@ class STMoEModel(STMoEPreTrainedModel):
         output_router_logits = self.chosen("output_router_logits", output_router_logits)
         output_attentions = self.chosen("output_attentions", output_attentions)
         output_hidden_states = self.chosen("output_hidden_states", output_hidden_states)
+        embedded = self.encoder.embed(decoder_input_ids, decoder_inputs_embeds, prefix="decoder_")
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids,
@@ -92,15 +117,21 @@ class STMoEModel(STMoEPreTrainedModel):
                 output_hidden_states=output_hidden_states,
                 return_dict=True,
             )
-        elif isinstance(encoder_outputs, tuple):
-            encoder_outputs = STMoEEncoderOutput(encoder_outputs[0])
-        memory: Tensor = cast(Any, encoder_outputs).last_hidden_state
+        memory = read_memory(encoder_outputs)
+        check_vectors("encoder_outputs", memory, self.config.d_model)
+        check_same_batch(embedded, memory)
+
+        # A cache that was asked for is one to decode with, and drops no token; the config's own wish for one lets the
+        # same call route as it would without.
+        drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not torch.compiler.is_exporting()
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        drop_tokens = decoder_drop_tokens and past_key_values is None
+
         watched = drop_tokens and may_drop(self)
         decoder = self.decoder(
-            embed(self.encoder.embed_tokens, decoder_input_ids, decoder_inputs_embeds),
+            embedded,
             token_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             segment_ids=decoder_segment_ids,
@@ -116,7 +147,7 @@ class STMoEModel(STMoEPreTrainedModel):
         )
         if watched:
             warn_of_drops(self.encoder, self.config, "decoder", decoder.routers)
-        decoder_routers = decoder.routers if output_router_logits else None
+        decoder_routers = RouterRecords(decoder.routers) if output_router_logits and decoder.routers else None
         return STMoEModelOutput(
             last_hidden_state=decoder.hidden,
             past_key_values=past_key_values,
@@ -127,7 +158,7 @@ class STMoEModel(STMoEPreTrainedModel):
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
             encoder_attentions=getattr(encoder_outputs, "attentions", None),
             encoder_router_logits=getattr(encoder_outputs, "encoder_router_logits", None),
-            decoder_router_logits=by_sequence(decoder_routers, memory.shape[0]),
+            decoder_router_logits=by_sequence(decoder_routers, embedded.shape[0]),
             encoder_router_outputs=getattr(encoder_outputs, "encoder_router_outputs", None),
             decoder_router_outputs=decoder_routers,
         )
@@ -166,8 +197,19 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     def prepare_decoder_input_ids_from_labels(
         self, labels: Tensor, decoder_segment_ids: Tensor | None = None
     ) -> Tensor:
-        """Returns labels <int64>[B, T] shifted right by one, each segment starting with decoder_start_token_id."""
-        shifted = labels.roll(1, dims=-1).masked_fill(labels.roll(1, dims=-1) == -100, self.config.pad_token_id)
+        """Returns labels <int64>[B, T] shifted right by one, each segment starting with decoder_start_token_id.
+
+        Raises:
+            DataError: When these are no labels.
+        """
+        check_labels(labels, self.config.vocab_size)
+        return self._shifted_right(labels, decoder_segment_ids)
+
+    def _shifted_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
+        """Returns the decoder's inputs of labels that are known to be labels; see the method above."""
+        check_segments("decoder_segment_ids", decoder_segment_ids, (labels.shape[0], labels.shape[1]))
+        shifted = labels.roll(1, dims=-1)
+        shifted = shifted.masked_fill(shifted == IGNORED_LABEL, self.config.pad_token_id)
         starts = torch.zeros_like(labels, dtype=torch.bool)
         starts[:, 0] = True
         if decoder_segment_ids is not None:
@@ -187,11 +229,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             batch: Keyword arguments of `forward`: `input_ids` and `labels`, and masks or segment ids.
         """
         labels = batch["labels"]
+        inputs = batch["input_ids"]
         encoder_mask = batch.get("attention_mask", batch.get("segment_ids"))
         if encoder_mask is None:
-            encoder_mask = torch.ones(batch["input_ids"].shape[:2], device=labels.device)
-        decoder_mask = batch.get("decoder_attention_mask", labels != -100)
-        return count_losses(self.config, encoder_mask != 0, decoder_mask != 0, labels)
+            encoder_mask = torch.ones(inputs.shape[:2], device=labels.device)
+        encoder_mask = (encoder_mask != 0).expand(inputs.shape[:2])
+        decoder_mask = batch.get("decoder_attention_mask", labels != IGNORED_LABEL)
+        decoder_mask = (decoder_mask != 0).expand(labels.shape)
+        return count_losses(self.config, encoder_mask, decoder_mask, labels)
 
     @can_return_tuple
     def forward(
@@ -214,6 +259,10 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         decoder_drop_tokens: bool = True,
         loss_counts: LossCounts | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int | Tensor = 0,
+        *,
+        return_dict: bool | None = None,
+        **further: Any,
     ) -> STMoEOutput:
         """Returns logits, and the losses when there are labels.
 
@@ -229,7 +278,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             decoder_inputs_embeds: <float>[B, T, D] in place of `decoder_input_ids`.
             encoder_outputs: Output of the encoder, whose run is then spared; of a tuple only the first is read.
             past_key_values: Cache of earlier steps; the decoder then drops no token.
-            use_cache: Whether to return a cache.
+            use_cache: Whether to return a cache, with which the decoder drops no token. None for the config's choice in
+                evaluation mode, and none in training mode or in torch.export; that cache changes no routing of this
+                call.
             output_router_logits: Whether to return what the routers did; None for the config's choice. The losses
                 of the routers count either way.
             output_attentions: Whether to return the weights of attention, which is then eager; None likewise.
@@ -239,12 +290,18 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             loss_counts: Divisors of the losses; None for those of this batch.
             num_items_in_batch: Targets of the whole batch that this is a part of, as transformers' Trainer counts
                 them; see `model_losses`. In place of `loss_counts`.
+            logits_to_keep: Number of last positions whose logits are returned, 0 for all, or <int64>[positions] their
+                indices; without labels.
+            return_dict: False for a tuple of what is there; None for the config's choice.
+            further: None: an argument of another name is refused, but for those that change nothing here.
 
         Raises:
-            DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor labels, are given.
+            DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor labels, are given;
+                when one has another type or shape, or values that nothing stands for.
             ConfigError: When the model is a replica of torch.nn.DataParallel, or the Trainer took the labels of a
-                training step away; see `refuse_missing_labels`.
+                training step away (see `refuse_missing_labels`), or an argument is unknown.
         """
+        refuse_further(further, type(self).forward)
         if getattr(self, "_is_replica", False):
             raise ConfigError(
                 "torch.nn.DataParallel cannot join what the routers of its replicas did. Start one process for each "
@@ -257,13 +314,24 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 "loss_counts and num_items_in_batch were both given, and both say what the losses are divided by. "
                 "Leave one of them out."
             )
-        output_router_logits = self.chosen("output_router_logits", output_router_logits)
+        check_logits_to_keep(logits_to_keep, labels)
+        reported = self.chosen("output_router_logits", output_router_logits)
+
+        # Labels make the decoder's inputs and say which of them are padding, unless something else does.
+        divisors: LossCounts | Tensor | None = loss_counts
         routing_mask = None
         if labels is not None:
-            if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, decoder_segment_ids)
+            check_labels(labels, self.config.vocab_size)
+            if num_items_in_batch is not None:
+                divisors = check_num_items(num_items_in_batch, labels)
+            decoder_inputs = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            if decoder_inputs is None:
+                decoder_input_ids = self._shifted_right(labels, decoder_segment_ids)
+            else:
+                check_targets(labels, decoder_inputs)
             if decoder_attention_mask is None:
-                routing_mask = labels != -100
+                routing_mask = labels != IGNORED_LABEL
+
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -277,17 +345,45 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_outputs=encoder_outputs,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            output_router_logits=output_router_logits or labels is not None,
+            output_router_logits=reported or labels is not None,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             decoder_drop_tokens=decoder_drop_tokens,
             return_dict=True,
         )
+
         hidden = outputs.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
         if self.config.tie_word_embeddings:
             hidden = hidden * self.config.d_model**-0.5
         logits = self.lm_head(hidden)
-        result = STMoEOutput(
+
+        encoder_routers = tuple(outputs.encoder_router_outputs or ())
+        decoder_routers = tuple(outputs.decoder_router_outputs or ())
+        if loss_counts is not None and loss_counts.balance_totals is not None:
+            totals = iter(loss_counts.balance_totals)
+            encoder_routers = tuple(router.within(next(totals)) for router in encoder_routers)
+            decoder_routers = tuple(router.within(next(totals)) for router in decoder_routers)
+
+        losses = dict.fromkeys(_LOSSES)
+        if labels is not None:
+            if divisors is None:
+                batch = {
+                    "input_ids": outputs.encoder_last_hidden_state,
+                    "labels": labels,
+                    "attention_mask": attention_mask,
+                    "segment_ids": segment_ids,
+                    "decoder_attention_mask": decoder_attention_mask,
+                }
+                divisors = self.loss_counts({name: value for name, value in batch.items() if value is not None})
+            smoothing = self.config.label_smoothing if self.training else 0.0
+            parts = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing)
+            losses = dict(zip(_LOSSES, parts, strict=True))
+
+        return STMoEOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
             decoder_hidden_states=outputs.decoder_hidden_states,
@@ -296,38 +392,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
             encoder_hidden_states=outputs.encoder_hidden_states,
             encoder_attentions=outputs.encoder_attentions,
+            encoder_router_logits=outputs.encoder_router_logits if reported else None,
+            decoder_router_logits=outputs.decoder_router_logits if reported else None,
+            encoder_router_outputs=RouterRecords(encoder_routers) if reported and encoder_routers else None,
+            decoder_router_outputs=RouterRecords(decoder_routers) if reported and decoder_routers else None,
+            **losses,
         )
-        encoder_routers = outputs.encoder_router_outputs or ()
-        decoder_routers = outputs.decoder_router_outputs or ()
-        if loss_counts is not None and loss_counts.balance_totals is not None:
-            totals = iter(loss_counts.balance_totals)
-            encoder_routers, decoder_routers = (
-                tuple(router.within(next(totals)) for router in routers)
-                for routers in (encoder_routers, decoder_routers)
-            )
-        if labels is not None:
-            divisors = loss_counts
-            if num_items_in_batch is not None:
-                divisors = torch.as_tensor(num_items_in_batch, device=labels.device).reshape(())
-            if divisors is None:
-                batch = {"input_ids": result.encoder_last_hidden_state, "labels": labels}
-                masks = {
-                    "attention_mask": attention_mask,
-                    "segment_ids": segment_ids,
-                    "decoder_attention_mask": decoder_attention_mask,
-                }
-                batch.update({name: mask for name, mask in masks.items() if mask is not None})
-                divisors = self.loss_counts(batch)
-            smoothing = self.config.label_smoothing if self.training else 0.0
-            losses = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing)
-            result.loss, result.ce_loss, result.z_loss, result.load_balance_loss, result.router_z_loss = losses
-        if output_router_logits:
-            result.encoder_router_logits, result.decoder_router_logits = (
-                outputs.encoder_router_logits,
-                outputs.decoder_router_logits,
-            )
-            result.encoder_router_outputs, result.decoder_router_outputs = encoder_routers, decoder_routers
-        return result if labels is None else STMoEOutput(**result)  # the losses in their place, for return_dict=False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Returns generated tokens, or transformers' record of them; arguments and results are its own.
@@ -343,7 +413,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return cast(Any, super()).generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the arguments of a decoding step; generation drops no token of the decoder, cached or not."""
+        """Returns the arguments of a decoding step; generation drops no token of the decoder, cached or not.
+
+        transformers hands all that `generate` was given on to the model, tokenizers for stop strings among it.
+        """
+        for name in _OF_GENERATION:
+            kwargs.pop(name, None)
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
         return {**inputs, "decoder_drop_tokens": False}
 

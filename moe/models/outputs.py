@@ -1,22 +1,83 @@
 """What the models return: transformers' names in transformers' order, then what is ours."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from moe.models.blocks import BlockOutput, StackOutput
+from moe.models.losses import LossCounts, Losses, StackCounts
 from moe.sparse.layer import RouterOutput
 from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.stats import RouterStats
 
-for record in (RouterOutput, DispatchPlan, RouterLosses, RouterStats):  # so that torch.export can save them
+_OF_A_LAYER = (RouterOutput, DispatchPlan, RouterLosses, RouterStats)
+_OF_A_MODEL = (BlockOutput, StackOutput, LossCounts, StackCounts, Losses)
+for record in (*_OF_A_LAYER, *_OF_A_MODEL):  # so that torch.export can save them
     pytree._register_namedtuple(record, serialized_type_name=f"{record.__module__}.{record.__qualname__}")
 
 
-def by_sequence(routers: tuple[RouterOutput, ...] | None, batch: int) -> tuple[Tensor, ...] | None:
+class RouterRecords(Sequence[RouterOutput]):
+    """What the routers of a stack did, one record for each sparse layer.
+
+    Not a tuple on purpose: what transformers finds in tuples, it compares, gathers and cuts by the sequences of the
+    batch, and a record is of groups of sequences.
+    """
+
+    def __init__(self, records: Iterable[RouterOutput]) -> None:
+        self._records = tuple(records)
+
+    @overload
+    def __getitem__(self, index: int) -> RouterOutput: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "RouterRecords": ...
+
+    def __getitem__(self, index: int | slice) -> "RouterOutput | RouterRecords":
+        """Returns the record of a layer, or the records of some."""
+        return RouterRecords(self._records[index]) if isinstance(index, slice) else self._records[index]
+
+    def __len__(self) -> int:
+        """Returns the number of sparse layers."""
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[RouterOutput]:
+        """Returns an iterator over the records."""
+        return iter(self._records)
+
+    def __add__(self, others: Iterable[RouterOutput]) -> "RouterRecords":
+        """Returns the records of two stacks in a row."""
+        return RouterRecords((*self._records, *others))
+
+    def __repr__(self) -> str:
+        """Returns the records as they are written in a list."""
+        return f"RouterRecords({list(self._records)!r})"
+
+
+def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
+    """Returns the records as torch's trees want them."""
+    return list(records), None
+
+
+def _unflatten_records(records: Iterable[Any], _: None) -> RouterRecords:
+    """Returns the records out of a tree."""
+    return RouterRecords(records)
+
+
+pytree.register_pytree_node(
+    RouterRecords,
+    _flatten_records,
+    _unflatten_records,
+    serialized_type_name=f"{RouterRecords.__module__}.{RouterRecords.__qualname__}",
+)
+
+
+def by_sequence(routers: Sequence[RouterOutput] | None, batch: int) -> tuple[Tensor, ...] | None:
     """Returns the routers' logits as transformers gives them, <float32>[B, L, E] for each sparse layer.
 
     Args:
@@ -44,7 +105,7 @@ class STMoEEncoderOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     encoder_router_logits: tuple[Tensor, ...] | None = None
-    encoder_router_outputs: tuple[RouterOutput, ...] | None = None
+    encoder_router_outputs: RouterRecords | None = None
 
 
 @dataclass
@@ -76,8 +137,8 @@ class STMoEModelOutput(ModelOutput):
     encoder_attentions: tuple[Tensor, ...] | None = None
     encoder_router_logits: tuple[Tensor, ...] | None = None
     decoder_router_logits: tuple[Tensor, ...] | None = None
-    encoder_router_outputs: tuple[RouterOutput, ...] | None = None
-    decoder_router_outputs: tuple[RouterOutput, ...] | None = None
+    encoder_router_outputs: RouterRecords | None = None
+    decoder_router_outputs: RouterRecords | None = None
 
 
 @dataclass
@@ -109,8 +170,8 @@ class STMoEOutput(ModelOutput):
     z_loss: Tensor | None = None
     load_balance_loss: Tensor | None = None
     router_z_loss: Tensor | None = None
-    encoder_router_outputs: tuple[RouterOutput, ...] | None = None
-    decoder_router_outputs: tuple[RouterOutput, ...] | None = None
+    encoder_router_outputs: RouterRecords | None = None
+    decoder_router_outputs: RouterRecords | None = None
 
     @property
     def router_logits(self) -> tuple[Tensor, ...] | None:

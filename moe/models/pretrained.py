@@ -20,6 +20,13 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
+from moe.models.weight_sums import (
+    check_weights,
+    forget_weight_sums,
+    remove_stale_weights,
+    weight_stamps,
+    write_weight_sums,
+)
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
 
@@ -60,11 +67,13 @@ class STMoEPreTrainedModel(PreTrainedModel):
         matrix products on a CPU round differently by address; each such weight is moved to an aligned one.
 
         Raises:
-            CheckpointError: When tensors of a T5 or Switch are missing, unexpected or of another shape.
+            CheckpointError: When a local folder's weights are not those that were saved, or tensors of a T5 or Switch
+                are missing, unexpected or of another shape.
             ConfigError: When its config.json holds what this library cannot represent.
         """
         source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         _refuse_adapter_of_foreign(source, download)
+        _check_local_weights(source, download)
         if _is_foreign(source, download):
             result = cls._from_foreign(source, *args, download=download, **kwargs)
         else:
@@ -134,10 +143,17 @@ class STMoEPreTrainedModel(PreTrainedModel):
             self._save_and_push(Path(save_directory), card, args, kwargs)
             return
         text = self._card(card or {})  # what is wrong with it is said before anything is written
-        super().save_pretrained(save_directory, *args, **kwargs)
+        folder = Path(save_directory)
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
-        if self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only:
-            write_card(Path(save_directory), text)
+        writes = self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only
+        earlier = weight_stamps(folder) if writes else {}
+        if writes:  # killed from here on, the folder holds no checksums rather than wrong ones
+            forget_weight_sums(folder)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if writes:
+            remove_stale_weights(folder, earlier)
+            write_weight_sums(folder)
+            write_card(folder, text)
 
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any
@@ -230,6 +246,15 @@ def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
             f"{source} holds adapters of {base}, a model of another library. Load the base by "
             f"from_pretrained({base!r}) and then the adapters by PeftModel.from_pretrained(model, {str(source)!r})."
         )
+
+
+def _check_local_weights(source: Any, download: dict[str, Any]) -> None:
+    """Raises a CheckpointError when `source` is a folder whose weights are not those that were saved."""
+    if not isinstance(source, str | os.PathLike):
+        return
+    folder = Path(source) / (download.get("subfolder") or "")
+    if folder.is_dir():
+        check_weights(folder)
 
 
 def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:

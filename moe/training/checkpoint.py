@@ -1,16 +1,13 @@
 """Checkpoints that are whole or absent: each rank writes its shards aside, while training goes on; then they appear.
 
-A checkpoint is what snapshot.py says of model and optimizer, in the format of torch.distributed.checkpoint, and a file
-state.json. All randomness of a run is a function of its seed and step, and so is the place in data and schedule: the
-step is all that is kept of them.
+A checkpoint is what snapshot.py says of model and optimizer, in the format of torch.distributed.checkpoint, a file
+state.json, and the checksums of all of them. All randomness of a run is a function of its seed and step, and so is the
+place in data and schedule: the step is all that is kept of them.
 """
 
-import json
 import os
-import pickle
-import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
@@ -19,36 +16,29 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from moe.checksums import SUMS_FILE, sha256_of, write_sums
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
-from moe.files import whole_folder
+from moe.files import kind_of, remove_folder, remove_leftovers, whole_folder
 from moe.models.loading import describe_misfits
+from moe.training.checkpoint_index import cause_of, read_into, read_shapes
+from moe.training.integrity import (
+    INDEX_FILE,
+    checkpoint_folder,
+    checkpoint_folders,
+    holds_only_checkpoint_files,
+    step_of,
+    visible_damage,
+)
+from moe.training.run_state import STATE_FILE, RunState, write_state
 from moe.training.snapshot import OPTIMIZER, fresh_state, optimizer_state, put_numbers, weights_of
-
-STATE_FILE, _INDEX_FILE = "state.json", ".metadata"
-
-
-class RunState(NamedTuple):
-    """What a checkpoint says beside weights and the optimizer's state.
-
-    Attributes:
-        step: Updates behind it; also the position in the data.
-        fingerprint: Of the data, see `BatchSource`.
-        recipe: All settings as plain values.
-    """
-
-    step: int
-    fingerprint: str
-    recipe: dict[str, Any]
 
 
 class CheckpointWriter:
@@ -63,14 +53,20 @@ class CheckpointWriter:
 
     Args:
         folder: Receives a folder for each checkpoint: `step_` and 8 digits.
-        keep: Newest checkpoints that stay.
+        keep: Newest whole checkpoints that stay.
+        damaged: Checkpoints that are known to be damaged and do not count as whole.
         timeout: How long a rank waits for the others to have written; None for torch's default.
     """
 
-    def __init__(self, folder: Path, *, keep: int, timeout: timedelta | None = None) -> None:
-        self._folder, self._keep, self._timeout = folder, keep, timeout
+    def __init__(
+        self, folder: Path, *, keep: int, damaged: Iterable[Path] = (), timeout: timedelta | None = None
+    ) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._damaged = set(damaged)
+        self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
-        self._running: _Save | None = None
+        self._running: tuple[_Save, Future[Any]] | None = None
 
     def __enter__(self) -> "CheckpointWriter":
         """Removes what killed runs have left; gives the background threads of all ranks a group of their own."""
@@ -78,7 +74,7 @@ class CheckpointWriter:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout))
         else:  # said by torch at each save, in its thread, where it cannot be caught
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        from_first_rank(lambda: _remove_leftovers(self._folder))
+        from_first_rank(lambda: remove_leftovers(self._folder, "step_*"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -107,20 +103,26 @@ class CheckpointWriter:
             Others: Those of `wait`, for the save before.
         """
         self.wait()
-        target = self._folder / f"step_{state.step:08d}"
+        target = checkpoint_folder(self._folder, state.step)
         opened = ExitStack()
-        partial = from_first_rank(lambda: opened.enter_context(whole_folder(target, kind="checkpoint")))
+
+        def begin() -> Path:
+            _remove_torn(target)
+            return opened.enter_context(whole_folder(target, kind="checkpoint"))
+
+        partial = from_first_rank(begin)
+        saving = _Save(target, opened)
         with ExitStack() as after_failure, closing(DefaultStager(StagingOptions(False, False, False, False))) as stager:
             after_failure.push(opened)
             future = async_save(
                 {**weights_of(model, layouts), **optimizer_state(model, optimizer, layouts)},
-                storage_writer=_Writer(partial, target, state, opened, self._keep),
+                storage_writer=_Writer(partial, saving, state, self._keep, self._damaged),
                 process_group=self._group,
                 no_dist=self._group is None,
                 async_stager=stager,
             )
             after_failure.pop_all()
-        self._running = _Save(target, cast(Future[Any], future), opened)
+        self._running = saving, cast(Future[Any], future)
         return target
 
     def wait(self) -> None:
@@ -132,12 +134,13 @@ class CheckpointWriter:
         """
         if self._running is None:
             return
-        (target, future, opened), self._running = self._running, None
+        (target, opened), future = self._running
+        self._running = None
         try:
             with opened:  # empty when all went well
                 future.result()
         except CheckpointException as failed:
-            rank, error = _cause(failed)
+            rank, error = cause_of(failed)
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, str(target)) from failed
             raise _not_written(target, f"rank {rank} failed with {error!r}") from failed
@@ -146,59 +149,77 @@ class CheckpointWriter:
 
 
 class _Save(NamedTuple):
-    """A save in the background: its folder, when it is done, and what holds the folder that is being filled."""
+    """A save in the background.
+
+    Attributes:
+        target: Where the checkpoint will appear.
+        opened: Holds the folder that is being filled; when it is closed, that becomes `target`.
+    """
 
     target: Path
-    future: Future[Any]
     opened: ExitStack
+
+
+class _Written(NamedTuple):
+    """What a rank tells the first one of the files that it has written.
+
+    Attributes:
+        pieces: torch's list of what lies where.
+        digests: SHA-256 of each file, by name.
+    """
+
+    pieces: list[Any]
+    digests: dict[str, str]
 
 
 class _Writer(FileSystemWriter):
     """Writes one checkpoint; torch calls `finish` on the first rank once all ranks have written."""
 
-    def __init__(self, partial: Path, target: Path, state: RunState, opened: ExitStack, keep: int) -> None:
+    def __init__(self, partial: Path, save: "_Save", state: RunState, keep: int, damaged: set[Path]) -> None:
         super().__init__(partial)
-        self._partial, self._target, self._state, self._opened, self._keep = partial, target, state, opened, keep
+        self._partial = partial
+        self._save = save
+        self._state = state
+        self._keep = keep
+        self._damaged = damaged
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Writes this rank's shards and waits until they are on the disk.
+        """Writes this rank's shards, waits until they are on the disk, and computes their checksums.
 
         Raises:
             OSError: When the disk fails; torch says RuntimeError, and the reason would be lost on the way to others.
         """
         try:
-            return super().write_data(plan, planner)
+            pieces = super().write_data(plan, planner).wait()
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from error
 
+        names = {piece.storage_data.relative_path for piece in pieces}
+        digests = {name: sha256_of(self._partial / name) for name in sorted(names)}
+        written: torch.futures.Future[_Written] = torch.futures.Future()
+        written.set_result(_Written(pieces, digests))
+        return written
+
     def finish(self, metadata: Any, results: Any) -> None:
-        """Writes the index and state.json, lets the checkpoint appear, and removes those that are too many."""
-        super().finish(metadata, results)
-        sizes = {file.name: file.stat().st_size for file in sorted(self._partial.iterdir())}
-        versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-        facts = {**self._state._asdict(), "sizes": sizes, "versions": versions}
-        (self._partial / STATE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        for path in (self._partial / _INDEX_FILE, self._partial / STATE_FILE, self._partial):
+        """Writes index, state.json and checksums, lets the checkpoint appear, and removes those that are too many."""
+        super().finish(metadata, [written.pieces for written in results])
+        write_state(self._partial, self._state)
+
+        # Every file has a checksum, and all of it is on the disk before the checkpoint has its name.
+        digests = {name: sha256_of(self._partial / name) for name in (INDEX_FILE, STATE_FILE)}
+        for written in results:
+            digests.update(written.digests)
+        write_sums(self._partial, digests)
+        for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
             _flush(path)
-        self._opened.close()
-        _flush(self._target.parent)
-        for old in _complete(self._target.parent)[: -self._keep]:
-            shutil.rmtree(old)
+        self._save.opened.close()
+        _flush(self._save.target.parent)
 
-
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Returns the newest complete checkpoint below `folder`; None when there is none."""
-    complete = _complete(folder)
-    return complete[-1] if complete else None
-
-
-def load_state(path: Path) -> RunState:
-    """Returns what the checkpoint at `path` says of its run."""
-    facts = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-    return RunState(**{name: facts[name] for name in RunState._fields})
+        self._damaged.discard(self._save.target)
+        _remove_old(self._save.target, self._keep, self._damaged)
 
 
 def load_checkpoint(
@@ -234,67 +255,6 @@ def owner(key: str) -> str:
     return key.split("/")[1] if key.startswith(OPTIMIZER) else ""
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: When it has no readable index.
-    """
-    try:
-        index = FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} has no index of its shards ({error}): it is torn, or of an earlier version of this library. Go on "
-            "from another checkpoint, or start a new run."
-        ) from error
-    return {name: tuple(cast(Any, entry).size) for name, entry in index.state_dict_metadata.items()}
-
-
-def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors <any>[...], whole or cut, from a checkpoint, by name.
-
-    Raises:
-        CheckpointError: When a rank cannot read its parts.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
-            load(tensors, checkpoint_id=path)
-        except CheckpointException as failed:
-            rank, error = _cause(failed)
-            raise CheckpointError(f"{path} could not be read: rank {rank} failed with {error!r}.") from failed
-
-
-def check_same_run(path: Path, saved: RunState, current: RunState, free: frozenset[str]) -> None:
-    """Refuses to go on with other data or settings than a checkpoint was made with.
-
-    Args:
-        path: The checkpoint, for the message.
-        saved: What it says.
-        current: What the command asks for.
-        free: Dotted names of settings that may differ.
-
-    Raises:
-        CheckpointError: When something else differs; names it with both values.
-    """
-    before, now = _flatten(saved.recipe), _flatten(current.recipe)
-    changed = [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in free
-    ]
-    if changed:
-        raise CheckpointError(
-            f"{path} belongs to a run with other settings: {'; '.join(changed)}. Resume with the settings of that "
-            "run, or start a new one with another --out."
-        )
-    if saved.fingerprint != current.fingerprint:
-        raise CheckpointError(
-            f"{path} belongs to a run on other data (fingerprint {saved.fingerprint}, now {current.fingerprint}). "
-            "Resume with the same corpus and tokenizer, or start a new run with another --out."
-        )
-
-
 def refuse_misfits(
     path: Path, kind: str, subject: str, saved: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]
 ) -> None:
@@ -309,14 +269,6 @@ def refuse_misfits(
         raise CheckpointError(f"{path} is a checkpoint of another {kind}. {subject} {text}. Use the recipe of its run.")
 
 
-def _cause(failed: CheckpointException) -> tuple[int, BaseException]:
-    """Returns a rank that failed, and how: the first with an error of the disk, else the first."""
-    return min(
-        ((rank, wrapped[0]) for rank, wrapped in failed.failures.items()),
-        key=lambda item: (not isinstance(item[1], OSError), item[0]),
-    )
-
-
 def _not_written(target: Path, reason: str) -> CheckpointError:
     """Returns the error that says so."""
     return CheckpointError(
@@ -325,29 +277,25 @@ def _not_written(target: Path, reason: str) -> CheckpointError:
     )
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Removes what runs that were killed in the middle of a save have left; puts back what they were replacing."""
-    for replaced in folder.glob(".step_*.replaced"):
-        target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
-        if not target.exists():
-            replaced.rename(target)
-    for pattern in (".step_*.partial", ".step_*.replaced"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover)
+def _remove_torn(target: Path) -> None:
+    """Removes what is left of a checkpoint without its state and index: a removal that was killed half-way."""
+    if target.is_dir() and kind_of(target) is None and holds_only_checkpoint_files(target):
+        remove_folder(target)
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints below `folder`, oldest first."""
-    return [path for path in sorted(folder.glob("step_*")) if _is_complete(path)]
+def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
+    """Removes the checkpoints that are older than the newest `keep` whole ones, and what is damaged among them.
 
-
-def _is_complete(path: Path) -> bool:
-    """Returns whether every file of a checkpoint is there with the size it was written with."""
-    try:
-        facts = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        return all((path / name).stat().st_size == size for name, size in facts["sizes"].items())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
+    Args:
+        newest: The checkpoint that was just written; those of later steps are left alone.
+        keep: Whole checkpoints that stay.
+        damaged: Checkpoints that do not count as whole.
+    """
+    until_now = [path for path in checkpoint_folders(newest.parent) if step_of(path) <= step_of(newest)]
+    whole = [path for path in until_now if path not in damaged and visible_damage(path) is None]
+    for path in until_now[: until_now.index(whole[-keep])] if len(whole) >= keep else ():
+        if path in whole or holds_only_checkpoint_files(path):
+            remove_folder(path)
 
 
 def _flush(path: Path) -> None:
@@ -357,11 +305,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
-    return flat

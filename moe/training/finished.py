@@ -5,15 +5,37 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout
+from moe.distributed.verification import find_damage_together
 from moe.files import whole_folder
 from moe.models.export import write_model
 from moe.models.modeling import STMoEForConditionalGeneration
 
-MODEL_MARKER = "config.json"
+
+def damage_of_model(folder: Path) -> str | None:
+    """Returns why the model in a folder is not whole, so that its run is not finished; None when it is.
+
+    Every rank must call it: each reads a share of the weights.
+    """
+    if (missing := from_first_rank(lambda: _missing_part(folder))) is not None:
+        return missing
+    damaged = find_damage_together(folder)
+    return str(damaged[0]) if damaged else None
+
+
+def _missing_part(folder: Path) -> str | None:
+    """Returns what a folder lacks of a model and its tokenizer; None when all is there."""
+    if not (folder / "config.json").is_file():
+        return "config.json is missing"
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model")):
+        return "the tokenizer is missing"
+    if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        return f"{SAFE_WEIGHTS_NAME} is missing"
+    return None
 
 
 def export_model(

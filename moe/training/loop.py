@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -18,27 +19,23 @@ from moe.data.pipeline import ALL_ROWS, BatchSource
 from moe.distributed.exchange import from_first_rank, is_first_rank
 from moe.distributed.mesh import MeshConfig
 from moe.errors import CheckpointError, DataError
-from moe.files import locked_folder
+from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import (
-    CheckpointWriter,
-    RunState,
-    check_same_run,
-    latest_checkpoint,
-    load_checkpoint,
-    load_state,
-)
+from moe.training.checkpoint import CheckpointWriter, load_checkpoint
 from moe.training.command import save_recipe
-from moe.training.finished import MODEL_MARKER, export_model
+from moe.training.finished import damage_of_model, export_model
 from moe.training.heldout import HeldOut, evaluate_held_out, to_device
+from moe.training.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
 from moe.training.peak import DevEvaluation, forget_scores, score_model
 from moe.training.placement import PlacedModel
 from moe.training.recipe import Recipe
+from moe.training.run_state import RunState, check_same_run, load_state
 from moe.training.slots import load_slots
 from moe.training.step import train_step
 
+FOLDER_KIND = "training run"
 MODEL_FOLDER, CHECKPOINTS_FOLDER, RECIPE_FILE = "model", "checkpoints", "recipe.yaml"
 _FREE_TO_CHANGE = frozenset(
     f"training.{name}"
@@ -86,43 +83,50 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
     Args:
         run: What to train.
-        resume: Goes on from the newest checkpoint in the folder, or from the start when there is none; the losses
-            that follow are bit-identical to those of a run that was never stopped (same machine, threads and mesh).
+        resume: Goes on from the newest whole checkpoint in the folder, or from the start when there is none; the
+            losses that follow are bit-identical to those of a run that was never stopped (same machine, threads and
+            mesh).
         description: Names the progress bar.
 
     Raises:
-        DataError: When the folder holds a run and `resume` is not given, or another process writes to it.
-        CheckpointError: When the checkpoint belongs to other settings or data, the slots to another optimizer or
-            model, or loss or gradient is not finite.
+        DataError: When the folder holds a run and `resume` is not given, something else than a run, or another
+            process writes to it.
+        CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings or data, the slots
+            to another optimizer or model, or loss or gradient is not finite.
         ConfigError: When the recipe's numbers do not go together.
     """
-    finished, model = run.folder / MODEL_FOLDER, run.placed.model
+    finished = run.folder / MODEL_FOLDER
+    model = run.placed.model
+    layouts = run.placed.layouts
     with _only_writer(run.folder, resume):
-        newest = from_first_rank(lambda: _newest_checkpoint(run)) if resume else None
-        if from_first_rank((finished / MODEL_MARKER).is_file):
+        start_from = _where_to_start(run) if resume else _Start(None, ())
+        if start_from is None:
             if is_first_rank():
                 print(f"{run.folder} is complete: its model is in {finished}.")  # noqa: T201  the answer to --resume
             return finished
+
         optim = run.recipe.optim
         optimizer = OPTIMIZERS.get(optim.optimizer)(
             parameter_groups(model), clipping_threshold=optim.clipping_threshold, weight_decay=optim.weight_decay
         )
-        start = 0
-        if newest is not None:
-            load_checkpoint(newest, model, optimizer, run.placed.layouts)
-            start = load_state(newest).step
+        first_step = 0
+        if start_from.checkpoint is not None:
+            load_checkpoint(start_from.checkpoint, model, optimizer, layouts)
+            first_step = load_state(start_from.checkpoint).step
         else:
             from_first_rank(lambda: forget_scores(run.folder))
-        if newest is None and run.slots is not None:
-            load_slots(run.slots, model, optimizer, run.placed.layouts, optim.optimizer)
+            if run.slots is not None:
+                load_slots(run.slots, model, optimizer, layouts, optim.optimizer)
+
         from_first_rank(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
+        keep = run.recipe.training.keep_checkpoints
         with (
             _interrupts_between_steps() as stop_here,
-            MetricsWriter(run.folder, start) if is_first_rank() else nullcontext() as writer,
-            CheckpointWriter(run.folder / CHECKPOINTS_FOLDER, keep=run.recipe.training.keep_checkpoints) as checkpoints,
+            MetricsWriter(run.folder, first_step) if is_first_rank() else nullcontext() as writer,
+            CheckpointWriter(run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start_from.damaged) as checkpoints,
         ):
-            _run_steps(run, optimizer, writer, checkpoints, start, description, stop_here)
-        export_model(model, run.placed.layouts, run.placed.mesh, finished, run.tokenizer)
+            _run_steps(run, optimizer, writer, checkpoints, first_step, description, stop_here)
+        export_model(model, layouts, run.placed.mesh, finished, run.tokenizer)
     return finished
 
 
@@ -185,17 +189,66 @@ def _report_dev(run: Run, writer: MetricsWriter | None, step: int) -> None:
             writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
 
 
-def _newest_checkpoint(run: Run) -> Path | None:
-    """Returns the newest checkpoint, which belongs to these settings and data; None when there is none.
+class _Start(NamedTuple):
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: What it goes on from; None for its first step.
+        damaged: Checkpoints that were passed over.
+    """
+
+    checkpoint: Path | None
+    damaged: Collection[Path]
+
+
+def _where_to_start(run: Run) -> _Start | None:
+    """Returns where a resumed run begins; None when it is finished.
 
     Raises:
-        CheckpointError: When it belongs to others. A finished run is checked too: more steps would not be taken.
+        CheckpointError: When the checkpoint belongs to other settings or data (a finished run is checked too: more
+            steps would not be taken), all checkpoints are damaged, or a damaged model could not be written again.
     """
-    path = latest_checkpoint(run.folder / CHECKPOINTS_FOLDER)
-    if path is not None:
-        saved = load_state(path)
-        check_same_run(path, saved, _state(run, saved.step), _FREE_TO_CHANGE)
-    return path
+    folder = run.folder / CHECKPOINTS_FOLDER
+    model = run.folder / MODEL_FOLDER
+    model_damage = damage_of_model(model)
+    if model_damage is None:
+        from_first_rank(lambda: _check_same_run(latest_checkpoint(folder), run))
+        return None
+
+    from_first_rank(lambda: remove_leftovers(folder, "step_*"))  # puts back what a killed run was replacing
+    anew = f"Restore the files from a copy, or remove {folder}: --resume then starts at the first step."
+    checkpoint, damaged = newest_whole_checkpoint(folder, advice=anew)
+    from_first_rank(lambda: _check_same_run(checkpoint, run))
+    model_exists = from_first_rank(model.exists)
+    if model_exists and checkpoint is None:
+        raise CheckpointError(
+            f"The model of this run is damaged: {model}: {model_damage}. There is no checkpoint to write it again "
+            f"from. Restore it from a copy, or remove {model}: --resume then trains from the first step."
+        )
+    if is_first_rank():
+        if model_exists:
+            _warn(f"{model} is not whole: {model_damage}. It is written again.")
+        if checkpoint is None:
+            _warn(f"{run.folder} has no checkpoint yet: the run starts at its first step.")
+    return _Start(checkpoint, damaged)
+
+
+def _check_same_run(path: Path | None, run: Run) -> None:
+    """Raises a CheckpointError unless a checkpoint, if there is one, is of these settings and data."""
+    if path is None:
+        return
+    saved = load_state(path)
+    check_same_run(path, saved, _state(run, saved.step), _FREE_TO_CHANGE)
+    if saved.step > run.recipe.training.steps:
+        raise CheckpointError(
+            f"{path} is of step {saved.step:,}, and the run ends at training.steps, {run.recipe.training.steps:,}. "
+            "Remove it to go on from an earlier one, or restore its state.json."
+        )
+
+
+def _warn(text: str) -> None:
+    """Prints a line for people on stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201  an answer to --resume
 
 
 def _state(run: Run, step: int) -> RunState:
@@ -204,7 +257,8 @@ def _state(run: Run, step: int) -> RunState:
 
 
 def refuse_to_overwrite(folder: Path, resume: bool) -> None:
-    """Raises a DataError when the folder holds a run that would be lost."""
+    """Raises a DataError when the folder holds a run that would be lost, or something else than a run."""
+    check_kind(folder, FOLDER_KIND)
     if not resume and any((folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS_FOLDER, MODEL_FOLDER)):
         raise DataError(
             f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
@@ -225,8 +279,7 @@ def _refuse_non_finite(loss: float, grad_norm: float, step: int, folder: Path) -
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """Holds Ctrl-C back until the yielded function is called; a second Ctrl-C acts at once.
 
-    TensorBoard's writer hands lines to a thread: an interrupt in the middle of that leaves the two waiting for each
-    other for ever.
+    An interrupt in the middle of an exchange would leave other ranks waiting, and in the middle of a line half of it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -261,7 +314,7 @@ def _only_writer(folder: Path, resume: bool) -> Iterator[None]:
         def hold() -> None:
             refuse_to_overwrite(folder, resume)
             taken = f"Another process trains in {folder}. Wait for it, or choose another --out."
-            held.enter_context(locked_folder(folder, taken))
+            held.enter_context(claim_folder(folder, FOLDER_KIND, taken=taken))
 
         from_first_rank(hold)
         yield

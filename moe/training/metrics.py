@@ -1,15 +1,20 @@
 """What a run reports: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
 
 import json
+import os
+import socket
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from moe.checks import is_kind
+from moe.checks import is_kind, shown
 from moe.errors import DataError
-from moe.files import whole_file
+from moe.files import write_text
 from moe.parsing import read_json_lines
 from moe.sparse.stats import router_values
 from moe.training.step import StepMetrics
@@ -36,9 +41,12 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl that were measured after at most `step` updates."""
     kept = []
     for number, line in read_json_lines(path, torn_end=True, nan=True):
-        if not is_kind(line.get("step"), int):
-            raise DataError(f"{path}, line {number} has no step. Restore the file, or remove that line.")
-        if line["step"] <= step:
+        line_step: Any = line.get("step")
+        if not is_kind(line_step, int) or line_step < 0:
+            raise DataError(
+                f"{path}, line {number} has no step (it is {shown(line_step)}). Restore the file, or remove that line."
+            )
+        if line_step <= step:
             kept.append(line)
     return kept
 
@@ -52,22 +60,21 @@ class MetricsWriter:
 
     Raises:
         DataError: When another line is torn or has no step; names file and line.
+        OSError: When the disk is full or fails; names the file.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / METRICS_FILE
         kept = _lines_until(path, step) if step and path.exists() else []
-        with whole_file(path) as partial:
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = _GrowingFile(path)
+        self._board = _Board(folder / "tensorboard", purge_step=step + 1 if step else None)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes the numbers that were measured after `step` updates."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        line = json.dumps({"step": step, **values}) + "\n"
+        self._lines.write(line.encode())
+        self._board.write(step, values)
 
     def __enter__(self) -> Self:
         return self
@@ -75,5 +82,60 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self._lines.close()
         self._board.close()
+
+
+class _Board:
+    """A file of events for TensorBoard, written at once.
+
+    TensorBoard's own writer is a thread: on a full disk its traceback comes between the lines of a run, and the run
+    hears of it later or never.
+
+    Args:
+        folder: Receives the file.
+        purge_step: What earlier files have from this step on is to be forgotten; None for nothing.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = _GrowingFile(folder / f"events.out.tfevents.{int(time.time()):010d}.{process}")
+        self._records = RecordWriter(self._file)
+
+        self._add(Event(file_version="brain.Event:2"))
+        if purge_step is not None:
+            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Adds the numbers of a step."""
+        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(Event(step=step, summary=Summary(value=entries)))
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+class _GrowingFile:
+    """A file whose every write is complete when it returns, or an OSError with its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Appends all of `data`."""
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

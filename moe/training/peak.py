@@ -6,13 +6,15 @@ kept as the best or removed. Scores are kept by step: a run that was killed and 
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe.checks import is_kind, shown
 from moe.distributed.exchange import from_first_rank
-from moe.files import whole_file, whole_folder
+from moe.errors import DataError
+from moe.files import remove_folder, whole_folder, write_text
+from moe.parsing import read_json, to_record
 
 DEV_FOLDER, BEST_FOLDER, SCORES_FILE = "dev", "best", "scores.json"
 
@@ -31,17 +33,22 @@ def score_model(folder: Path, step: int, export: Callable[[Path], None], evaluat
         export: Writes the model to a folder; called by every rank, or none.
         evaluate: Scores it; not called again for a step whose scores are there.
     """
-    candidate, scores_file = folder / DEV_FOLDER / "model", _scores_file(folder, step)
-    known = from_first_rank(lambda: _read(scores_file))
+    candidate = folder / DEV_FOLDER / "model"
+    scores_file = _scores_file(folder, step)
+
+    # What a killed run has left of a model would be mixed with the next.
+    from_first_rank(lambda: _remove(candidate))
+    known = from_first_rank(lambda: _read(scores_file, step))
     if known is None:
         export(candidate)
     scores = known or {"step": step, **evaluate(candidate, scores_file.parent)}
     from_first_rank(lambda: _write(scores_file, scores))
+
     if from_first_rank(lambda: _is_best(folder, scores)):
         if known is not None:  # the run was killed before this model became the best
             export(candidate)
         from_first_rank(lambda: _promote(folder, scores))
-    from_first_rank(lambda: shutil.rmtree(candidate, ignore_errors=True))
+    from_first_rank(lambda: _remove(candidate))
     return {name: value for name, value in scores.items() if name != "step"}
 
 
@@ -52,14 +59,25 @@ def forget_scores(folder: Path) -> None:
     """
     for path in (folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}"):
         path.unlink()
-    shutil.rmtree(folder / BEST_FOLDER, ignore_errors=True)
+    _remove(folder / BEST_FOLDER)
 
 
 def best_and_last(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the scores of the best model of a run and of its last, each with its `step`."""
-    found = [_read(path) for path in sorted((folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}"))]
-    scores = [one for one in found if one is not None]
-    return max(scores, key=lambda one: one["mean"]), scores[-1]
+    """Returns the scores of the best model of a run and of its last, each with its `step`.
+
+    Raises:
+        DataError: When there are none, or a file of them is damaged.
+    """
+    scores = []
+    for path in sorted((folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}")):
+        if (scores_of_step := _read(path)) is not None:
+            scores.append(scores_of_step)
+    if not scores:
+        raise DataError(
+            f"{folder / DEV_FOLDER} holds no {SCORES_FILE}, so there is no summary of this run. Restore the folder, or "
+            "train again with another --out."
+        )
+    return max(scores, key=lambda scores_of_step: scores_of_step["mean"]), scores[-1]
 
 
 def _is_best(folder: Path, scores: dict[str, Any]) -> bool:
@@ -80,12 +98,40 @@ def _scores_file(folder: Path, step: int) -> Path:
     return folder / DEV_FOLDER / f"step_{step:08d}" / SCORES_FILE
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Returns what a file of scores says; None when there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _read(path: Path, step: int | None = None) -> dict[str, Any] | None:
+    """Returns what a file of scores says; None when there is none.
+
+    Args:
+        path: The file.
+        step: Updates behind the model that it must be of; None for any.
+
+    Raises:
+        DataError: When it is damaged, or of another step.
+    """
+    if not path.exists():
+        return None
+    advice = "Remove the file: --resume then scores that model again."
+    if step is None:
+        advice = "Restore the file from a copy."
+    content = read_json(path, advice=advice, nan=True)
+    scores = to_record(dict[str, float], content, where=str(path), advice=advice)
+
+    for name in ("step", "mean"):
+        if name not in scores:
+            raise DataError(f"{path}: {name} is missing. {advice}")
+    scores_step = content["step"]
+    if not is_kind(scores_step, int) or scores_step < 0 or step not in (None, scores_step):
+        expected = "a number of updates" if step is None else f"{step}, as its folder"
+        raise DataError(f"{path}: step is {shown(scores_step)}; expected {expected}. {advice}")
+    return content
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder of a model, if there is one."""
+    if folder.is_dir():
+        remove_folder(folder)
 
 
 def _write(path: Path, scores: dict[str, Any]) -> None:
     """Writes a file of scores, whole."""
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(scores, indent=1) + "\n")

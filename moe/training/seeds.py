@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe.errors import ConfigError
-from moe.files import whole_file
+from moe.files import write_text
 from moe.training.peak import BEST_FOLDER, best_and_last
 from moe.training.recipe import Recipe
 
@@ -46,9 +46,8 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
         names = [name for name in found[0][which] if name != "step"]
         summary[which] = {name: _spread([run[which][name] for run in found]) for name in names}
     text = _in_words(summary)
-    for kind, content in (("json", json.dumps(summary, indent=1) + "\n"), ("md", text)):
-        with whole_file(out / f"{SUMMARY}.{kind}") as partial:
-            partial.write_text(content, encoding="utf-8")
+    write_text(out / f"{SUMMARY}.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / f"{SUMMARY}.md", text)
     return text
 
 

@@ -5,11 +5,35 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from typing_extensions import TypedDict
 
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
-from moe.training.checkpoint import latest_checkpoint, load_state, owner, read_into, read_shapes, refuse_misfits
+from moe.parsing import to_record
+from moe.training.checkpoint import owner, refuse_misfits
+from moe.training.checkpoint_index import read_into, read_shapes
+from moe.training.integrity import newest_whole_checkpoint
+from moe.training.run_state import STATE_FILE, load_state
 from moe.training.snapshot import fresh_state, optimizer_state, put_numbers
+
+
+class _Steps(TypedDict):
+    """Of a recipe's `training`, what slots depend on."""
+
+    steps: int
+
+
+class _Optimizer(TypedDict):
+    """Of a recipe's `optim`, likewise."""
+
+    optimizer: str
+
+
+class _Settings(TypedDict):
+    """Of a recipe, likewise."""
+
+    training: _Steps
+    optim: _Optimizer
 
 
 def load_slots(
@@ -32,24 +56,31 @@ def load_slots(
     Source:
         ST-MoE (arXiv:2202.08906) table 20: 86.9 with slots kept and 85.9 with new ones, for the best sparse setting.
     """
-    path = latest_checkpoint(folder)
     advice = "or start without slots: --optimizer_slots reset."
+    path, _ = newest_whole_checkpoint(folder, advice=f"Restore their files from a copy, {advice}")
     if path is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint whose optimizer slots could be kept. Give the model/ folder of a run that "
             f"still has its checkpoints beside it, {advice}"
         )
-    step, _, recipe = load_state(path)
-    if (steps := recipe["training"]["steps"]) != step:
+
+    # They are of the run's last step, and of the same optimizer.
+    state = load_state(path)
+    where = f"{path / STATE_FILE}: recipe"
+    settings = to_record(_Settings, state.recipe, where=where, advice=f"Restore it, {advice}", error=CheckpointError)
+    steps = settings["training"]["steps"]
+    if steps != state.step:
         raise CheckpointError(f"{path} is not of the last step, {steps}, as the model is. Finish that run, {advice}")
-    if (before := recipe["optim"]["optimizer"]) != name:
+    before = settings["optim"]["optimizer"]
+    if before != name:
         raise CheckpointError(f"{path} has slots of {before}, not of {name}. Set optim.optimizer to {before}, {advice}")
+
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     saved = {key: shape for key, shape in read_shapes(path).items() if owner(key) in trained}
     if not saved:
         raise CheckpointError(f"{path} has no slots of any parameter that trains now. Train others, {advice}")
     with fresh_state(model, optimizer, {owner(key) for key in saved}):
-        state = optimizer_state(model, optimizer, layouts)
-        refuse_misfits(path, "optimizer", "Its state:", saved, state)
-        read_into(path, state)
-    put_numbers(model, optimizer, state)
+        slots = optimizer_state(model, optimizer, layouts)
+        refuse_misfits(path, "optimizer", "Its state:", saved, slots)
+        read_into(path, slots)
+    put_numbers(model, optimizer, slots)

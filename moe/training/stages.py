@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.errors import DataError
-from moe.files import whole_file
-from moe.parsing import read_json_lines
+from moe.files import claim_folder, whole_file, write_text
+from moe.parsing import read_json_lines, read_record
 from moe.training.metrics import METRICS_FILE
+
+JOB = "job"
 
 
 def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
@@ -19,15 +21,29 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
         resume: Whether the user asked to go on.
 
     Raises:
-        DataError: When the folder holds a job, and it is not resumed or has other settings.
+        DataError: When the folder holds something else, or a job, and it is not resumed, has other settings, or
+            settings.json is damaged.
     """
+    claim_job(folder)
     path = folder / "settings.json"
     if not path.exists():
-        with whole_file(path) as partial:
-            partial.write_text(json.dumps(settings), encoding="utf-8")
-    elif not resume or json.loads(path.read_text(encoding="utf-8")) != settings:
+        write_text(path, json.dumps(settings))
+        return
+
+    before = read_record(path, dict[str, str], advice=f"Restore it, or remove {folder} to begin anew.")
+    if not resume or before != settings:
         why = "with other settings" if resume else "already"
         raise DataError(f"{folder} holds a run {why}. Give --resume and the same settings, or another --out.")
+
+
+def claim_job(folder: Path) -> None:
+    """Makes the folder of a job, and writes into it that it is one; its stages hold folders of their own.
+
+    Raises:
+        DataError: When the folder holds something else.
+    """
+    with claim_folder(folder, JOB, taken=f"Another job begins in {folder}. Wait for it, or choose another --out."):
+        pass
 
 
 def merge_metrics(folder: Path, stages: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ def test_a_file_that_is_not_utf8_says_at_which_byte_and_line(tmp_path):
         ),
         (json.dumps({"text": 5}), r"line 2: expected an object with a string under \"text\""),
         (json.dumps(["text"]), "line 2: .* found a list"),
-        ("{'text': 1}", "line 2: not JSON"),
+        ("{'text': 1}", "line 2: .* is not JSON"),
     ],
 )
 def test_a_jsonl_line_without_text_is_named(tmp_path, line, message):

@@ -7,8 +7,9 @@ from moe.distributed.mesh import MeshConfig
 from moe.models.sharding import model_layouts, shard_model
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import RunState, load_checkpoint, load_state
+from moe.training.checkpoint import load_checkpoint
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
+from moe.training.run_state import RunState, load_state
 from moe.training.snapshot import optimizer_state, weights_of
 from moe.training.step import train_step
 from tests.models.tiny import tiny_model

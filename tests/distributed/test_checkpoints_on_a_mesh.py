@@ -15,13 +15,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+import moe.checksums
 from moe import CheckpointError
 from moe.distributed.agreement import together
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.sharding import model_layouts
-from moe.training.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
+from moe.training.checkpoint import CheckpointWriter, load_checkpoint
+from moe.training.integrity import latest_checkpoint, newest_whole_checkpoint
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import OPTIMIZERS, Stage, adafactor, build, differing
+from tests.training.tiny_checkpoints import flip_a_bit
 
 JOURNEY = {
     8: {"dp_shard 2, ep 2, tp 2": (1, 2, 2, 2), "dp_shard 4, tp 2": (1, 4, 1, 2)},
@@ -147,6 +150,53 @@ def on_two_ranks(rank, num_ranks, folder):
     said["one rank fails"] = say(lambda: together(functools.partial(fail_on, 1, rank)))
     said["all answer"] = together(lambda: rank * 10)
     return said
+
+
+def choice(folder):
+    """Returns the newest whole checkpoint and what is wrong with newer ones, as texts."""
+    path, damaged = newest_whole_checkpoint(folder, advice="Do this.")
+    return path.name, {newer.name: str(damage) for newer, damage in damaged.items()}
+
+
+def verify_on_two_ranks(rank, num_ranks, folder):
+    """Returns what each rank chose beside a damaged checkpoint, when all were damaged, and which files it read."""
+    stage = Stage("adafactor", build_mesh(MeshConfig(1, 1, 2, 1), "cpu"))
+    stage.step(0)
+    with CheckpointWriter(folder, keep=2) as writer:
+        stage.save(writer, 1)
+        stage.save(writer, 2)
+    said = {}
+    read = []
+    real = moe.checksums.sha256_of
+    moe.checksums.sha256_of = lambda path: [read.append(path.name), real(path)][1]
+    try:
+        said["whole"] = choice(folder)
+        said["read"] = sorted(read)
+    finally:
+        moe.checksums.sha256_of = real
+
+    for number in (2, 1):
+        together(lambda: None)
+        if rank == 0:
+            flip_a_bit(folder / f"step_0000000{number}" / "__1_0.distcp")
+        together(lambda: None)
+        said[number] = say(lambda: said.update(chosen=choice(folder)))
+    return said
+
+
+@pytest.mark.slow
+def test_ranks_share_the_reading_and_agree_on_what_is_damaged(tmp_path):
+    folder = tmp_path / "checkpoints"
+    first, second = run_ranks(verify_on_two_ranks, 2, tmp_path, folder)
+    assert sorted(first["read"] + second["read"]) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+    assert len(first["read"]) == len(second["read"]) == 2
+    reason = "__1_0.distcp has another SHA-256 than it was written with"
+    for said in (first, second):
+        assert said["whole"] == ("step_00000002", {})
+        assert said["chosen"] == ("step_00000001", {"step_00000002": reason})
+        assert said[2] == "no error"
+        assert said[1].startswith("CheckpointError: Every checkpoint in ")
+        assert "step_00000002: __1_0.distcp has another SHA-256" in said[1]
 
 
 def fail_on(failing, rank):

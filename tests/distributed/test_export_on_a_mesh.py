@@ -31,6 +31,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import FIELDS, batch, whole
 from tests.distributed.test_checkpoints_on_a_mesh import say
 from tests.models.tiny import tiny_model
+from tests.training.tiny_checkpoints import flip_a_bit
 
 MESHES = {
     "ep 2, tp 2": (1, 1, 2, 2),
@@ -230,7 +231,7 @@ class Tokenizer:
 def refuse(rank, num_ranks, folder):
     """Returns the texts of both ways to load each damaged folder, and how exports end that cannot be."""
     mesh, said = build_mesh(MeshConfig(1, 1, 2, 1), "cpu"), {}
-    for name in (*DAMAGES, "torn", "torn index", "no model"):
+    for name in (*DAMAGES, "torn", "torn index", "no model", "flipped"):
         theirs = say(lambda name=name: load_complete(STMoEForConditionalGeneration, folder / name))
         said[name] = say(lambda name=name: load_model_on_mesh(folder / name, mesh)), theirs
     model, layouts = load_model_on_mesh(folder / "good", mesh)
@@ -252,12 +253,15 @@ def refuse(rank, num_ranks, folder):
 def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
     good = tmp_path / "good"
     tiny_model(**UNTIED).save_pretrained(good)
-    for name in (*DAMAGES, "torn", "torn index", "no model"):
+    for name in (*DAMAGES, "torn", "torn index", "no model", "flipped"):
         shutil.copytree(good, tmp_path / name)
+        if name != "flipped":  # the others are as if another tool had written them
+            (tmp_path / name / "SHA256SUMS").unlink()
         if name in DAMAGES:
             weights = safetensors.torch.load_file(good / "model.safetensors")
             DAMAGES[name](weights)
             safetensors.torch.save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    flip_a_bit(tmp_path / "flipped" / "model.safetensors")
     torn = tmp_path / "torn" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:1000])
     (tmp_path / "torn index" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
@@ -265,11 +269,12 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     for said in run_ranks(refuse, 2, ranks, tmp_path):
-        for name in (*DAMAGES, "no model"):
+        for name in (*DAMAGES, "no model", "flipped"):
             ours, theirs = said[name]
             assert ours == theirs
             assert ours.startswith("CheckpointError: ")
         assert "Weights 1 missing: lm_head.weight. Copy the whole folder" in said["missing"][0]
+        assert "is damaged: model.safetensors has another SHA-256" in said["flipped"][0]
         assert "lm_head.weight (3, 5) instead of (53, 13)" in said["another shape"][0]
         for name in ("torn", "torn index"):
             assert f"CheckpointError: The model in {tmp_path / name} cannot be loaded: " in said[name][0]

@@ -13,8 +13,9 @@ from moe import CheckpointError, select_parameters
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.subsets import SUBSETS
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import CheckpointWriter, RunState
+from moe.training.checkpoint import CheckpointWriter
 from moe.training.recipe import TrainingRecipe
+from moe.training.run_state import RunState
 from moe.training.slots import load_slots
 from tests.distributed import stages
 from tests.distributed.ranks import run_ranks

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from eval.answers.journal import Batch, Journal, Prediction
-from eval.answers.rank import Scoring
+from eval.answers.journal import Batch, Header, Journal, Prediction, ScoringFields
+from eval.answers.rank import Choice, Scoring
 from eval.compare import compare_runs, markdown
 from eval.folder import examples_path, predictions_path, write_examples, write_whole
 from eval.reports.describe import score_row
+from eval.seal import seal
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from tests.eval.conftest import colour_task
@@ -29,16 +30,30 @@ def write_run(folder, outputs, *, task=None, modes=("generate",), name="model", 
     answers = [*outputs, *(example.targets for example in examples[len(outputs) :])]
     rows = []
     for mode in modes:
-        journal = Journal(predictions_path(folder, task.name, name, mode), {"mode": mode}, Scoring())
-        journal.open(lambda whole: whole)
-        made = [Prediction(e.id, answer, None) for e, answer in zip(examples, answers, strict=True)][::-1]
-        journal.append([Batch([one], {}) for one in made])
+        decoding = task.decoding if mode == "generate" else None
+        header = Header("f" * 16, task.name, task.version, mode, decoding, "b" * 16, ScoringFields(True, "none"))
+        journal = Journal(predictions_path(folder, task.name, name, mode), header)
+        journal.open([], lambda whole: whole)
+        journal.append([Batch([prediction], {}) for prediction in made_by(mode, examples, answers)[::-1]])
         rows.append(score_row(task, examples, answers, name, mode)[0])
     entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
-    entry |= {"num_examples": len(examples), "digest": write_examples(folder, task, examples), "systems": rows}
-    report = {"models": {name: {}}, "tasks": [{**entry, **changes}]}
-    write_whole(folder / "report.json", json.dumps(report))
+    entry |= {"num_examples": len(examples), "decoding": task.decoding._asdict(), "systems": rows}
+    entry |= write_examples(folder, task, examples)
+    settings = {"scoring": {"include_eos": True, "normalize": "none"}}
+    report = {"settings": settings, "models": {name: {"fingerprint": "f" * 16}}, "tasks": [{**entry, **changes}]}
+    write_whole(folder / "report.json", seal(json.dumps(report)))
     return str(folder)
+
+
+def made_by(mode, examples, answers):
+    """Returns a prediction for each example; a ranked one chooses between its answer and another."""
+    if mode == "generate":
+        return [Prediction(e.id, answer, None) for e, answer in zip(examples, answers, strict=True)]
+    made = []
+    for example, answer in zip(examples, answers, strict=True):
+        choices = {answer: Choice(-1.0, -0.5, 1), "another": Choice(-2.0, -0.5, 1)}
+        made.append(Prediction(example.id, "", {}, choices).scored(Scoring()))
+    return made
 
 
 def test_examples_that_were_cut_off_are_one_message(tmp_path):
@@ -72,7 +87,7 @@ def test_examples_read_back_score_as_those_that_were_written(tmp_path, colour):
     from eval.folder import read_answers, read_report
 
     write_run(tmp_path, ["red"] * 5)
-    answers = read_answers(tmp_path, read_report(tmp_path)["tasks"][0], "model", "generate")
+    answers = read_answers(read_report(tmp_path), "colour", "model", "generate")
     assert answers.examples == colour.examples("validation")
 
 
@@ -127,10 +142,10 @@ def test_what_is_missing_is_one_message(tmp_path):
     with pytest.raises(DataError, match=r"no report.json in .*nowhere. Expected the --out folder"):
         compare_runs(a, str(tmp_path / "nowhere"))
     (tmp_path / "report.json").write_text("[1")
-    with pytest.raises(DataError, match="is no JSON"):
+    with pytest.raises(DataError, match="is not JSON"):
         compare_runs(a, str(tmp_path))
     (tmp_path / "report.json").write_text("[]")
-    with pytest.raises(DataError, match="has no models and tasks"):
+    with pytest.raises(DataError, match=r"its content is \[\]; expected an object with fields"):
         compare_runs(a, str(tmp_path))
 
 

@@ -83,6 +83,53 @@ def test_a_case_that_cannot_be_run_is_one_line_and_the_others_are_run(run, case,
     assert lines[1].endswith("1 of 2 cases agree.")
 
 
+@pytest.mark.parametrize(
+    ("task", "given", "message"),
+    [
+        (
+            "",
+            {"fn": "random_spans_helper", "inputs_length": 10**9},
+            "inputs_length is 1000000000; expected an integer of",
+        ),
+        (
+            "",
+            {"fn": "random_spans_helper", "inputs_length": 512, "noise_density": 0.999999},
+            "at this noise_density is",
+        ),
+        (
+            "",
+            {"fn": "random_spans_helper", "inputs_length": 512, "noise_density": 1.0},
+            "noise_density is 1.0; expected",
+        ),
+        ("", {"fn": "random_spans_helper", "inputs_length": 1}, "inputs_length is 1; expected an integer from 2"),
+        ("", {"fn": "random_spans_noise_mask", "length": 10**9}, "length is 1000000000; expected"),
+        ("", {"fn": "sentinel vocabulary", "base_pieces": 10**9, "extra_ids": 1}, "base_pieces is 1000000000"),
+        ("", {"fn": "sentinel fine-tuning variant", "num_sentinels": 10**12}, "num_sentinels is 1000000000000"),
+        ("", {"fn": "EncDecFeatureConverter", "task_feature_lengths": {"inputs": 10**10}}, "max_length is 10000000000"),
+    ],
+)
+def test_a_case_that_would_take_for_ever_is_one_line_with_the_reason(run, task, given, message):
+    code, lines = run([{"id": "huge", "kind": "preprocess", "task": "", "input": given, "expected": []}])
+    assert code == 1
+    assert lines[0].startswith("huge (): ConfigError: ")
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize("metric", ["mean_multiclass_f1(num_classes=1000000000)", "accuracy " * 100_000, "(" * 50_000])
+def test_the_name_of_a_metric_that_would_take_for_ever_is_one_line(run, metric):
+    code, lines = run([broken(input={"metric": metric, "targets": [1], "predictions": [1]}), accuracy_case()])
+    assert len(lines) <= 2
+    assert lines[-1].endswith("cases agree.")
+    assert code in (0, 1)
+
+
+def test_numbers_of_any_size_are_compared():
+    assert not agrees(10**400, 5.0)
+    assert agrees(10**400, 10**400)
+    assert not agrees(float("inf"), 5)
+    assert agrees(float("inf"), float("inf"))
+
+
 def test_what_is_no_mapping_is_called_by_its_number(run):
     assert run([accuracy_case(), "metric-2"])[1][0].startswith("case 1: no case")
 
@@ -90,9 +137,11 @@ def test_what_is_no_mapping_is_called_by_its_number(run):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read: [Errno 2] No such file or directory"),
-        ("{", "cannot be read: Expecting property name"),
-        ("[" * 10**5, "cannot be read: maximum recursion depth"),
+        (None, "cannot be read: No such file or directory. Give a JSON file of cases."),
+        ("{", "is not JSON (EOF while parsing"),
+        ("[" * 10**5, "is not JSON (recursion limit exceeded"),
+        ("9" * 5_000, "is not JSON (number out of range"),
+        ('["\\ud800"]', "half a character"),
         ("3", "has no cases"),
         ({"cases": []}, "has no cases"),
         ({"case": [1]}, "has no cases"),
@@ -109,7 +158,7 @@ def test_a_file_that_is_no_text_is_one_line(run, tmp_path):
     (tmp_path / "image.json").write_bytes(b"\xff\xfe\x00")
     code, lines = run(None, "image.json")
     assert (code, len(lines)) == (1, 1)
-    assert "cannot be read" in lines[0]
+    assert "is not UTF-8: byte 0xff at offset 0" in lines[0]
 
 
 def test_a_byte_order_mark_in_front_of_the_cases_does_not_matter(run):

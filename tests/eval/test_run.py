@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import eval.run
-from eval.answers.journal import Batch, Journal, Prediction
+from eval.answers.journal import Batch, Header, Journal, Prediction, ScoringFields
 from eval.answers.predict import load_seq2seq
 from eval.answers.rank import Scoring
 from eval.answers.ranks import ALONE
 from eval.compare import compare_runs
 from eval.dev import read_tasks
-from eval.folder import predictions_path, read_answers, write_examples
+from eval.folder import Entry, Report, predictions_path, read_answers, write_examples
 from eval.reports.describe import score_row
 from eval.reports.paper import SUPERGLUE
 from eval.run import check_tasks, evaluate, read_task, score
@@ -68,7 +68,8 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
     assert "There is no folder" in report["failed"][0]["message"]
     assert report["failed"][1]["message"] == "ZeroDivisionError: of a bug"
     assert written == [0, 1, 1, 2]  # after each task
-    assert json.loads((tmp_path / "out/report.json").read_text()) == report
+    written = json.loads((tmp_path / "out/report.json").read_text())
+    assert written == {**report, "sha256": written["sha256"]}
 
 
 def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
@@ -82,7 +83,9 @@ def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
 
 def test_reports_that_cannot_be_written_are_one_message(folders, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"Nothing can be written to .*file: File exists. Give another --out"):
+    with pytest.raises(
+        DataError, match=r"file is a file and holds something else; expected a folder for an evaluation"
+    ):
         run(folders, ["boolq"], tmp_path / "file")
 
 
@@ -143,11 +146,14 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     task = TASKS.get(name)
     examples = task.examples(task.split, FIXTURES)
     outputs = [example.targets if number % 2 else "no" for number, example in enumerate(examples)]
-    write_examples(tmp_path, task, examples)
-    journal = Journal(predictions_path(tmp_path, name, "model", "generate"), {}, Scoring())
-    journal.open(lambda whole: whole)
+    written = write_examples(tmp_path, task, examples)
+    header = Header("f", name, task.version, "generate", task.decoding, "b", ScoringFields(True, "none"))
+    journal = Journal(predictions_path(tmp_path, name, "model", "generate"), header)
+    journal.open([], lambda whole: whole)
     journal.append([Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})])
-    answers = read_answers(tmp_path, {"task": name, "num_examples": len(examples)}, "model", "generate")
+    entry = Entry(name, task.version, task.split, None, len(examples), task.decoding, **written, systems=[])
+    report = Report(tmp_path, {"model": "f"}, header.scoring, {name: entry})
+    answers = read_answers(report, name, "model", "generate")
     assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
     row, *_ = score_row(task, examples, outputs, "model", "generate")
     values = {one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]}

@@ -112,7 +112,14 @@ def a_report(*tasks, **changes):
         "last_of_run": False,
     }
     report = {"command": "python -m eval run", "settings": {}, **describe_place()}
-    return {**report, "models": {"ours": model}, "tasks": list(tasks), "averages": [], "failed": [], **changes}
+    return {
+        **report,
+        "models": {"ours": model},
+        "tasks": list(tasks),
+        "averages": [],
+        "failed": [],
+        "earlier": None,
+    } | changes
 
 
 def test_a_row_holds_every_metric_with_its_interval_and_counts_what_cannot_be_read(task):
@@ -263,7 +270,8 @@ def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
         failed=[{"task": "rte", "message": "The hub is <away>."}],
     )
     write_reports(report, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == report
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written == {**report, "sha256": written["sha256"]}
     assert not list(tmp_path.glob(".*"))
     page = Page((tmp_path / "report.html").read_text())
     assert page.open == []

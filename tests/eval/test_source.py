@@ -12,6 +12,8 @@ import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eval.scores.metrics import ACCURACY
 from eval.source import EXPORT, MAIN, BuiltIn, HubData
@@ -181,7 +183,7 @@ def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path
         ({"label": True}, r"has in 'label' True \(bool\). Expected whole number"),
         ({"label": None}, r"has in 'label' None \(NoneType\)"),
         ({"premise": 3}, r"has in 'premise' 3 \(int\). Expected text"),
-        ({"premise": "Tea \ud83c"}, r"has in 'premise' half a character: 'Tea \\ud83c'. Expected text without"),
+        ({"premise": "Tea \ud83c"}, r"jsonl, line 1: .*is not JSON \(.*half a character.* stands for nothing"),
         ({"answers": "a"}, "Expected {text: list of text, start: list of whole number}"),
         ({"answers": {"text": ["a"]}}, "answers of line 1 of .* has no column 'start'; its columns are text"),
         ({"answers": [{"text": "a"}]}, "has no column 'start'; its columns are text"),
@@ -204,13 +206,64 @@ def test_a_missing_column_in_a_file_is_named_with_the_file(tmp_path, form):
 
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "validation.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"premise": "Te', encoding="utf-8")
-    with pytest.raises(DataError, match=r"Line 2 of .*validation.jsonl is no JSON: .* a copy that was cut off"):
+    with pytest.raises(DataError, match=r"validation.jsonl, line 2: .* is not JSON .* a copy that was cut off"):
         source("owner/none").rows("validation", tmp_path)
 
 
-def test_a_line_that_is_no_object_is_named(tmp_path):
-    write_jsonl(tmp_path / "validation.jsonl", [[1, 2]])
-    with pytest.raises(DataError, match=r"Line 1 of .* is \[1, 2\]. Expected an object with premise \(text\), idx"):
+@pytest.mark.parametrize(
+    "line", [b"[1, 2]", b"7", b'{"a": "\\ud800"}', b"9" * 5_000, b"[" * 100_000, b'{"a": NaN}', b"\xff"]
+)
+def test_a_line_that_is_no_object_is_named(tmp_path, line):
+    (tmp_path / "validation.jsonl").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=r"validation\.jsonl(, line 2: | is not UTF-8: .*\(line 2\))"):
+        source("owner/none").rows("validation", tmp_path)
+
+
+def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
+    table = pyarrow.Table.from_pylist(WANTED)
+    for column, values, message in (
+        ("premise", pyarrow.array([b"\xff"] * 5), r"Row 1 of .* has in 'premise' b'\\xff' \(bytes\)"),
+        (
+            "premise",
+            pyarrow.array([b"\xff"] * 5).cast(pyarrow.string(), safe=False),
+            "cannot be read as parquet: 'utf-8'",
+        ),
+        ("idx", pyarrow.array([None] * 5, pyarrow.int64()), r"has in 'idx' None"),
+        ("label", pyarrow.array([1.0] * 5), r"has in 'label' 1.0 \(float\)"),
+    ):
+        changed = table.set_column(table.column_names.index(column), column, values)
+        pyarrow.parquet.write_table(changed, tmp_path / "validation.parquet")
+        with pytest.raises(DataError, match=message):
+            source("owner/none").rows("validation", tmp_path)
+    doubled = table.append_column("idx", table["idx"])
+    pyarrow.parquet.write_table(doubled, tmp_path / "validation.parquet")
+    with pytest.raises(DataError, match="has the column 'idx' 2 times"):
+        source("owner/none").rows("validation", tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_parquet_file_with_any_byte_changed_is_rows_or_one_message(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("mutated")
+    write_parquet(folder / "validation.parquet", ROWS)
+    content = bytearray((folder / "validation.parquet").read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (folder / "validation.parquet").write_bytes(bytes(content))
+    try:
+        source("owner/none").rows("validation", folder)
+    except DataError as error:
+        assert "validation.parquet" in str(error)
+
+
+def test_a_folder_that_cannot_be_read_is_one_message(tmp_path):
+    with pytest.raises(DataError, match=r"The folder .* cannot be read: File name too long"):
+        source("owner/none").rows("validation", tmp_path / ("a" * 300))
+    (tmp_path / "validation.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"no rows of split 'validation'; it holds validation\.jsonl"):
+        source("owner/none").rows("validation", tmp_path)
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation/1.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"validation/1.jsonl cannot be read: Is a directory"):
         source("owner/none").rows("validation", tmp_path)
 
 

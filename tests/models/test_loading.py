@@ -1,6 +1,7 @@
 """Folders that were damaged on purpose, at every door that needs a whole model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from eval.answers.predict import load_seq2seq
 from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
+from moe.checksums import read_sums
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.placement import PlacedModel
 from moe.training.recipe import FinetuneRecipe
@@ -34,10 +36,18 @@ DOORS = {
 every_door = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def change_weights(folder: Path, change) -> None:
+    """Rewrites the weights on purpose, as another tool would."""
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     change(weights)
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "SHA256SUMS").unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -77,8 +87,75 @@ def test_many_weights_are_counted_and_the_first_named(folder):
 def test_torn_weights_are_one_message(folder, door):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"The model in .* is damaged: model\.safetensors has another SHA-256 "):
+        door(folder)
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match=r"The model in .* cannot be loaded: "):
         door(folder)
+
+
+@every_door
+def test_one_flipped_bit_of_a_weight_is_refused_by_the_name_of_its_file(folder, door):
+    flip_a_bit(folder / "model.safetensors")
+    advice = r"Copy the whole folder again from where it was saved; if another tool rewrote .* remove .*SHA256SUMS"
+    with pytest.raises(CheckpointError, match=rf"is damaged: model\.safetensors has another SHA-256 .*\. {advice}"):
+        door(folder)
+
+
+def test_from_pretrained_refuses_a_flipped_bit_in_any_file_of_the_weights(tmp_path):
+    tiny_model().save_pretrained(tmp_path, max_shard_size="40KB")
+    files = sorted(path.name for path in tmp_path.glob("model*.safetensors*"))
+    assert len(files) > 3
+    assert sorted(read_sums(tmp_path)) == files  # the rest is for users to edit
+
+    STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    for name in (files[0], files[-1]):
+        whole = (tmp_path / name).read_bytes()
+        flip_a_bit(tmp_path / name)
+        for load in (STMoEForConditionalGeneration.from_pretrained, AutoModelForSeq2SeqLM.from_pretrained):
+            with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has another SHA-256"):
+                load(tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=rf"{re.escape(files[1])} is missing"):
+        STMoEForConditionalGeneration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00\n\n", b"0  model.safetensors\n", b"\0" * 40])
+def test_damaged_checksums_are_no_reason_to_trust_the_weights(folder, content):
+    (folder / "SHA256SUMS").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"The model in .* is damaged: "):
+        load_complete(STMoEForConditionalGeneration, folder)
+
+
+@pytest.mark.parametrize(("first", "then"), [("50GB", "40KB"), ("40KB", "50GB")])
+def test_a_model_saved_over_another_in_other_files_is_the_one_that_loads(tmp_path, first, then):
+    tiny_model(seed=1).save_pretrained(tmp_path, max_shard_size=first)
+    model = tiny_model(seed=2)
+    model.save_pretrained(tmp_path, max_shard_size=then)
+    loaded = load_complete(STMoEForConditionalGeneration, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_settings_and_card_may_be_edited(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.3}))
+    (folder / "README.md").write_text("mine")
+    assert load_complete(STMoEForConditionalGeneration, folder).config.dropout_rate == 0.3
+
+
+def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_not_fit(folder, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    def killed(*_, **__):
+        raise KilledError
+
+    monkeypatch.setattr("moe.models.pretrained.write_weight_sums", killed)
+    with pytest.raises(KilledError):
+        tiny_model(seed=3).save_pretrained(folder)
+    assert not (folder / "SHA256SUMS").exists()
+    load_complete(STMoEForConditionalGeneration, folder)
 
 
 @every_door

@@ -272,6 +272,7 @@ def test_saving_a_loaded_model_over_itself_changes_nothing(tmp_path):
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "README.md",
+        "SHA256SUMS",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -348,7 +349,7 @@ def test_wrong_inputs_are_refused_with_a_way_out():
     model, ids = tiny_model(), tiny_batch()["input_ids"]
     with pytest.raises(DataError, match="neither were given"):
         model(ids)
-    with pytest.raises(DataError, match=r"mask is \[4, 11\], but the keys are 13"):
+    with pytest.raises(DataError, match=r"attention_mask is a tensor <float32>\[4, 11\]; expected a mask \[4, 13\]"):
         model(ids, attention_mask=torch.ones(4, 11), decoder_input_ids=ids)
     checkpointed(model)
     with pytest.raises(ConfigError, match="cache cannot be used with activation checkpointing"):

@@ -2,79 +2,25 @@
 
 import errno
 import math
+import resource
 import threading
 from collections import Counter
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe import CheckpointError, DataError
 from moe.data.tokenizer import SpecialIds
-from moe.distributed.mesh import MeshConfig
-from moe.models.sharding import model_layouts
-from moe.optim.adafactor import Adafactor
-from moe.optim.parameter_groups import parameter_groups
 from moe.parsing import read_json_lines
-from moe.training.checkpoint import (
-    CheckpointWriter,
-    RunState,
-    check_same_run,
-    latest_checkpoint,
-    load_checkpoint,
-    load_state,
-)
+from moe.training.checkpoint import CheckpointWriter
 from moe.training.heldout import HeldOut, evaluate_held_out, unigram_entropy
+from moe.training.integrity import latest_checkpoint
 from moe.training.metrics import MetricsWriter
+from moe.training.run_state import check_same_run, load_state
+from moe.training.stages import keep_settings
 from tests.models.tiny import tiny_batch, tiny_model
-
-
-def adafactor(model):
-    """Returns Adafactor that factors most matrices of so small a model, not only the experts'."""
-    return Adafactor(parameter_groups(model), lr=0.01, min_dim_size_to_factor=5)
-
-
-def trained(seed=0, build=adafactor, **changes):
-    model = tiny_model(seed, **changes).train()
-    optimizer = build(model)
-    step(model, optimizer)
-    return model, optimizer
-
-
-def step(model, optimizer):
-    model(**tiny_batch()).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def layouts(model):
-    return model_layouts(model, model.config, MeshConfig())
-
-
-def load(path, model, optimizer):
-    load_checkpoint(path, model, optimizer, layouts(model))
-
-
-def state(step, **changes):
-    return RunState(**{"step": step, "fingerprint": "abc", "recipe": {"optim": {"lr": 0.1}}, **changes})
-
-
-def save(folder, step, keep=2, **changes):
-    model, optimizer = trained(**changes)
-    with CheckpointWriter(folder, keep=keep) as writer:
-        path = writer.save(model, optimizer, layouts(model), state(step))
-    return model, optimizer, path
-
-
-def assert_same(model, optimizer, other, other_optimizer):
-    for a, b in zip((*model.parameters(), *model.buffers()), (*other.parameters(), *other.buffers()), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        ours, theirs = optimizer.state[a], other_optimizer.state[b]
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            assert type(value) is type(theirs[name])
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name]))
-
+from tests.training.tiny_checkpoints import adafactor, assert_same, layouts, load, save, state, take_step, trained
 
 VARIANTS = {
     "untied": {},
@@ -96,8 +42,8 @@ def test_weights_and_moments_come_back_exactly(tmp_path, variant, fresh):
     load(path, other, other_optimizer)
     assert load_state(path) == state(7)
     assert_same(model, optimizer, other, other_optimizer)
-    step(model, optimizer)
-    step(other, other_optimizer)
+    take_step(model, optimizer)
+    take_step(other, other_optimizer)
     assert_same(model, optimizer, other, other_optimizer)
 
 
@@ -112,7 +58,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_without_changing_it(tmp_
     monkeypatch.setattr(torch, "save", late)
     with CheckpointWriter(tmp_path, keep=2) as writer:
         path = writer.save(model, optimizer, layouts(model), state(1))
-        step(model, optimizer)
+        take_step(model, optimizer)
         assert not path.exists()
         go_on.set()
     other = tiny_model(2)
@@ -252,7 +198,7 @@ def test_other_settings_and_other_data_are_refused_by_name(tmp_path):
     check_same_run(tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset({"optim.lr"}))
     with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.1 and is 0\.2"):
         check_same_run(tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset())
-    with pytest.raises(CheckpointError, match=r"other data .fingerprint abc, now xyz"):
+    with pytest.raises(CheckpointError, match=r"other data .fingerprint 'abc', now 'xyz'"):
         check_same_run(tmp_path, state(1), state(1, fingerprint="xyz"), frozenset())
 
 
@@ -271,6 +217,85 @@ def test_metrics_resume_without_later_and_torn_lines(tmp_path):
         9.0,
     ]
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def events_of(folder):
+    """Returns what TensorBoard shows: (step, value) by name."""
+    board = EventAccumulator(str(folder)).Reload()
+    return {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_the_numbers_and_forgets_those_that_were_measured_again(tmp_path):
+    with MetricsWriter(tmp_path, 0) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"train/loss": 0.5 * step, "train/lr": 2.0})
+    with MetricsWriter(tmp_path, 2) as writer:
+        writer.write(3, {"train/loss": 7.0})
+    assert events_of(tmp_path / "tensorboard") == {
+        "train/loss": [(1, 0.5), (2, 1.0), (3, 7.0)],
+        "train/lr": [(1, 2.0), (2, 2.0)],
+    }
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events.out.tfevents"])
+def test_a_full_disk_is_one_error_with_the_name_of_the_file_and_no_traceback_of_a_thread(tmp_path, capfd, file):
+    threads = threading.active_count()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    values = {"train/loss": 1.0} if file == "metrics.jsonl" else {"x" * 300: 1.0, **dict.fromkeys("abcdefgh", 1.0)}
+    with MetricsWriter(tmp_path, 0) as writer, pytest.raises(OSError, match="File too large") as raised:
+        assert threading.active_count() == threads
+        if file == "metrics.jsonl":
+            writer.write(1, {"y" * 300: 1.0})
+        limit = (tmp_path / "metrics.jsonl").stat().st_size + (7 if file == "metrics.jsonl" else 450)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            for step in range(2, 20):
+                writer.write(step, values)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file in raised.value.filename
+    assert capfd.readouterr().err == ""
+    lines = list(read_json_lines(tmp_path / "metrics.jsonl", torn_end=True))
+    assert all(line["step"] < 20 for _, line in lines)
+
+
+@pytest.mark.parametrize("step", ["-1", "1.5", "true", '"3"', "null", "[]", "1e400"])
+def test_a_step_that_is_none_is_refused_and_the_file_stays(tmp_path, step):
+    content = f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 2}}\n'
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2"):
+        MetricsWriter(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == content
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"\x89PNG\r\n\x1a\n" * 9, b"[1]\n[2]\n", b"[" * 100_000 + b"\n1\n"]
+)
+def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path, content):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
+        MetricsWriter(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"7", b'{"out": 3}', b'{"out": null}', b"\xff\xff", b'{"out": "x"', b"[" * 100_000]
+)
+def test_damaged_settings_of_a_job_are_one_message(tmp_path, content):
+    keep_settings(tmp_path, {"out": "x"}, resume=False)
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"settings\.json"):
+        keep_settings(tmp_path, {"out": "x"}, resume=True)
+    assert (tmp_path / "settings.json").read_bytes() == content
+
+
+def test_a_job_with_other_settings_is_refused(tmp_path):
+    keep_settings(tmp_path, {"out": "x"}, resume=False)
+    keep_settings(tmp_path, {"out": "x"}, resume=True)
+    with pytest.raises(DataError, match="holds a run with other settings"):
+        keep_settings(tmp_path, {"out": "y"}, resume=True)
+    with pytest.raises(DataError, match="holds a run already"):
+        keep_settings(tmp_path, {"out": "x"}, resume=False)
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path):

@@ -16,7 +16,8 @@ from moe.distributed.mesh import MeshConfig
 from moe.models.sharding import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import latest_checkpoint, load_checkpoint
+from moe.training.checkpoint import load_checkpoint
+from moe.training.integrity import latest_checkpoint
 from moe.training.slots import load_slots
 from moe.training.snapshot import optimizer_state
 from scripts import finetune, pretrain

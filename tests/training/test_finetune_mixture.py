@@ -198,6 +198,38 @@ def test_a_mean_that_is_no_number_does_not_stay_the_best(tmp_path):
     assert best_model(tmp_path) == "1"
 
 
+BAD_SCORES = [
+    "", "[]", "{}", '{"step": 2}', '{"mean": 1.0}', '{"step": -1, "mean": 1.0}', '{"step": 3, "mean": 1.0}',
+    '{"step": 2, "mean": "high"}', '{"step": "2", "mean": 1.0}', '{"step": 2.5, "mean": 1.0}',
+    '{"step": 2, "mean": null}', '{"step": true, "mean": 1.0}', '{"step": 2, "mean": 1.0', "\0\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", BAD_SCORES)
+def test_damaged_scores_are_one_message_and_scored_again_when_they_are_removed(tmp_path, content):
+    score_model(tmp_path, 1, export_of(1), lambda *_: {"mean": 1.0})
+    score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0})
+    file = tmp_path / "dev" / "step_00000002" / "scores.json"
+    file.write_text(content)
+    with pytest.raises(DataError, match=r"step_00000002/scores\.json.* Remove the file: --resume then scores"):
+        score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0})
+    file.unlink()
+    assert score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0}) == {"mean": 2.0}
+
+
+def test_a_summary_of_a_run_without_scores_is_one_message(tmp_path):
+    with pytest.raises(DataError, match=r"dev holds no scores\.json"):
+        best_and_last(tmp_path)
+
+
+def test_what_a_kill_left_of_a_candidate_is_not_mixed_with_the_next(tmp_path):
+    (tmp_path / "dev" / "model").mkdir(parents=True)
+    (tmp_path / "dev" / "model" / "generation_config.json").write_text("old")
+    score_model(tmp_path, 1, export_of(1), lambda *_: {"mean": 1.0})
+    assert best_model(tmp_path) == "1"
+    assert sorted(path.name for path in (tmp_path / "dev").iterdir()) == ["step_00000001"]
+
+
 def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, monkeypatch):
     import moe.training.peak as peak
 

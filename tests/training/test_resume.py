@@ -14,7 +14,11 @@ import pytest
 
 import moe.training.step
 from moe import CheckpointError, ConfigError, DataError
-from scripts import pretrain
+from moe.checksums import write_sums
+from moe.training.integrity import checkpoint_folders, first_damage
+from moe.training.stages import keep_settings
+from scripts import demo, pretrain
+from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -45,10 +49,15 @@ def call(inputs, out, *more):
 
 def stop_at(inputs, out, step, how):
     """Starts a run, stops it by a signal once its metrics have reached `step`, and returns the process."""
+    return stop_when(command(inputs, out), lambda: last_step(out) >= step, how)
+
+
+def stop_when(arguments, is_reached, how):
+    """Starts a process, stops it by a signal once something is reached, and returns what it said and its code."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(inputs, out), env=ENVIRONMENT, **pipes)
+    process = subprocess.Popen(arguments, env=ENVIRONMENT, **pipes)
     deadline = time.monotonic() + 120
-    while last_step(out) < step and process.poll() is None and time.monotonic() < deadline:
+    while not is_reached() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(how)
     return process.communicate(timeout=60), process.returncode
@@ -90,6 +99,60 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
 
 
 @pytest.mark.slow
+def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(inputs, unstopped, tmp_path):
+    out = tmp_path / "run"
+    resume = command(inputs, out, "--resume")
+    end_of_wait = time.monotonic() + 0.5
+    for is_reached in (
+        lambda: time.monotonic() > end_of_wait,  # while it imports
+        lambda: (out / ".stmoe-folder").exists(),
+        lambda: last_step(out) >= 2,
+    ):
+        _, code = stop_when(resume, is_reached, signal.SIGKILL)
+        assert code == -signal.SIGKILL, "the run ended before it could be killed"
+        assert not list(out.glob("checkpoints/step_*"))
+
+    done = call(inputs, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"{out} has no checkpoint yet: the run starts at its first step." in done.stderr
+    assert losses(out) == losses(unstopped)
+
+
+KILLED_WHILE_REMOVING = """
+import os, shutil, signal
+from moe.errors import run_main
+from scripts import pretrain
+
+remove = shutil.rmtree
+
+def rmtree(path, *arguments, **options):
+    if os.path.exists(path) and "step_00000007" in str(path):
+        os.unlink(os.path.join(path, "state.json"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    remove(path, *arguments, **options)
+
+shutil.rmtree = rmtree
+run_main(pretrain.main)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(inputs, unstopped, tmp_path):
+    out = tmp_path / "run"
+    arguments = [sys.executable, "-c", KILLED_WHILE_REMOVING, *command(inputs, out)[3:]]
+    killed = subprocess.run(arguments, capture_output=True, timeout=120, check=False, env=ENVIRONMENT)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = out / "checkpoints"
+    assert (folder / ".step_00000007.removed").is_dir()
+    assert [path.name for path in checkpoint_folders(folder)] == ["step_00000014", "step_00000021"]
+    assert all(first_damage(path) is None for path in checkpoint_folders(folder))
+
+    here(inputs, out, "--resume")
+    assert losses(out) == losses(unstopped)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000035", "step_00000040"]
+
+
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(inputs, unstopped, tmp_path):
     out = tmp_path / "run"
     (_, errors), code = stop_at(inputs, out, 10, signal.SIGINT)
@@ -114,6 +177,103 @@ def test_a_run_killed_after_its_last_checkpoint_only_writes_the_model(inputs, un
     assert (without_model / "model/model.safetensors").read_bytes() == (
         unstopped / "model/model.safetensors"
     ).read_bytes()
+
+
+def test_a_flipped_bit_in_the_newest_checkpoint_costs_only_the_steps_since_the_one_before(
+    inputs, unstopped, without_model, capsys
+):
+    newest = without_model / "checkpoints" / "step_00000040"
+    flip_a_bit(newest / "__0_0.distcp")
+    here(inputs, without_model, "--resume")
+    said = capsys.readouterr().err
+    assert f"warning: the checkpoint {newest} is damaged: __0_0.distcp has another SHA-256" in said
+    assert "Going on from the newest whole one, step_00000035." in said
+    assert losses(without_model) == losses(unstopped)
+    assert first_damage(newest) is None
+    weights = "model/model.safetensors"
+    assert (without_model / weights).read_bytes() == (unstopped / weights).read_bytes()
+
+
+def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_lost(inputs, without_model):
+    for path in checkpoint_folders(without_model / "checkpoints"):
+        flip_a_bit(path / ".metadata")
+    before = content_of(without_model)
+    with pytest.raises(
+        CheckpointError, match=r"Every checkpoint in .*checkpoints is damaged \(step_00000040: \.meta"
+    ) as e:
+        here(inputs, without_model, "--resume")
+    assert "step_00000035: .metadata has another SHA-256" in str(e.value)
+    assert "Restore the files from a copy, or remove " in str(e.value)
+    assert content_of(without_model) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: flip_a_bit(model / "model.safetensors"), "model.safetensors has another SHA-256"),
+        (lambda model: flip_a_bit(model / "SHA256SUMS"), "model.safetensors"),
+        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda model: (model / "tokenizer.json").unlink(), "the tokenizer is missing"),
+        (lambda model: (model / "config.json").unlink(), "config.json is missing"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_written_again(inputs, unstopped, tmp_path, capsys, damage, message):
+    out = tmp_path / "run"
+    shutil.copytree(unstopped, out)
+    damage(out / "model")
+    here(inputs, out, "--resume")
+    said = capsys.readouterr().err
+    assert f"{out / 'model'} is not whole: {message}" in said
+    assert ". It is written again.\n" in said
+    assert content_of(out / "model") == content_of(unstopped / "model")
+    assert losses(out) == losses(unstopped)
+
+
+def test_a_damaged_model_without_checkpoints_is_not_replaced_by_a_run_from_the_start(inputs, unstopped, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(unstopped, out)
+    shutil.rmtree(out / "checkpoints")
+    here(inputs, out, "--resume")  # whole, and complete
+    flip_a_bit(out / "model" / "model.safetensors")
+    before = content_of(out)
+    with pytest.raises(CheckpointError, match=r"model of this run is damaged: .* There is no checkpoint to write it"):
+        here(inputs, out, "--resume")
+    assert content_of(out) == before
+
+
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model):
+    beyond = without_model / "checkpoints" / "step_00000099"
+    (without_model / "checkpoints" / "step_00000040").rename(beyond)
+    state = json.loads((beyond / "state.json").read_text())
+    (beyond / "state.json").write_text(json.dumps({**state, "step": 99}))
+    (beyond / "SHA256SUMS").unlink()
+    write_sums(beyond)
+    with pytest.raises(CheckpointError, match=r"step_00000099 is of step 99, and the run ends at training\.steps, 40"):
+        here(inputs, without_model, "--resume")
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+@pytest.mark.parametrize("kind", ["corpus", "tokenizer", "model", "job"])
+def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_path, kind, resume):
+    folder = tmp_path / kind
+    if kind == "job":
+        keep_settings(folder, {"out": "x"}, resume=False)
+    else:
+        shutil.copytree({**inputs, "model": unstopped / "model"}[kind], folder)
+    before = content_of(folder)
+    with pytest.raises(DataError, match=f"{kind} holds a {kind}, and a training run would be mixed with it"):
+        here(inputs, folder, *resume)
+    assert content_of(folder) == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_job_is_not_mixed_with_a_run(unstopped, resume):
+    before = content_of(unstopped)
+    options = ["--out", str(unstopped), *(["--resume"] if resume else [])]
+    for begin in (lambda: keep_settings(unstopped, {"out": "x"}, resume), lambda: demo.main(options)):
+        with pytest.raises(DataError, match="run holds a training run, and a job would be mixed with it"):
+            begin()
+    assert content_of(unstopped) == before
 
 
 def test_a_complete_run_is_kept(inputs, unstopped, capsys):

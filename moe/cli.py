@@ -1,0 +1,171 @@
+"""What all commands share: options that are checked as they are read, and how a command ends on an error."""
+
+import argparse
+import errno
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe.checks import check_integer, check_number
+from moe.errors import ConfigError, MoEError, did_you_mean
+
+RESUME = "The same command with --resume goes on from the last checkpoint."
+AGAIN = "Nothing half-written is left. Run the same command again."
+
+_SIZE = re.compile(r"0*[1-9][0-9]{0,14}(\.[0-9]{1,3})?([KMGT]i?B)?", re.IGNORECASE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+
+class Parser(argparse.ArgumentParser):
+    """An `argparse` parser whose errors are ConfigErrors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what is wrong with the arguments.
+
+        Raises:
+            ConfigError: Always.
+        """
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown:
+            options = re.findall(r"--[\w-]+", self.format_usage())
+            closest = did_you_mean(unknown[1], options)
+            raise ConfigError(f"There is no option {unknown[1]}.{closest} --help lists all of them.")
+
+        text = message.removeprefix("argument ").replace(": is ", " is ", 1)
+        raise ConfigError(f"{text.rstrip('.')}. --help explains all options.")
+
+
+def integer(*, least: int | None = None, most: int | None = None, reason: str = "") -> Callable[[str], int]:
+    """Returns the type of an option that is an integer; see `check_integer`."""
+
+    def read(text: str) -> int:
+        value = _parsed(int, text)
+        _refuse(check_integer, value, least=least, most=most, reason=reason)
+        return value
+
+    return read
+
+
+def real(
+    *, least: float | None = None, above: float | None = None, most: float | None = None, below: float | None = None
+) -> Callable[[str], float]:
+    """Returns the type of an option that is a finite number; see `check_number`."""
+
+    def read(text: str) -> float:
+        value = _parsed(float, text)
+        _refuse(check_number, value, least=least, above=above, most=most, below=below)
+        return value
+
+    return read
+
+
+def path(text: str) -> Path:
+    """Returns the path that an option gives; the type of such an option."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a path")
+    return Path(text)
+
+
+def file_size(text: str) -> str:
+    """Returns a number of bytes above 0, as in `500MB`; the type of such an option."""
+    if not _SIZE.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a size above 0, e.g. 500MB or 5GB")
+    return text
+
+
+def word(text: str) -> str:
+    """Returns the text of an option, which is not empty; the type of such an option."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty; give a value, or leave the option out")
+    return text
+
+
+def _parsed(kind: Callable[[str], Any], text: str) -> Any:
+    """Returns the number that a text says; the text itself when it says none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> None:
+    """Raises what argparse puts behind the name of the option when a value is outside of its bounds."""
+    try:
+        check_value("", value, **bounds)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end
+
+
+def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> None:
+    """Runs a command and turns its failure into one message and an exit code.
+
+    A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback, Ctrl-C with 130, a
+    reader of the output that went away with 141. `--debug` anywhere on the command line shows the traceback instead.
+
+    Args:
+        main: The command; receives the arguments without the program name and without `--debug`.
+        interrupted: How it goes on after Ctrl-C or a full disk.
+    """
+    debug = "--debug" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    _write_any_character()
+    try:
+        if callable(signal.getsignal(signal.SIGINT)):  # not where the starter wants it ignored, as `nohup` does
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        main(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
+        print(f"\nInterrupted. {interrupted}", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        _forget_output()
+        sys.exit(141)
+    except (MoEError, OSError) as error:
+        if debug:
+            raise
+        _forget_output_that_fails()
+        print(f"error: {_message(error, interrupted)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _write_any_character() -> None:
+    """Lets the terminal show what it has no letter for as an escape, e.g. in the C locale."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _forget_output_that_fails() -> None:
+    """Drops what is left to print when the output itself cannot be written, e.g. to a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_output()
+
+
+def _forget_output() -> None:
+    """Sends what is left to print to nowhere: Python would try once more at its end, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+
+
+def _message(error: Exception, again: str) -> str:
+    """Returns the text of an error; a full disk says what to do."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        place = f" while writing {error.filename}" if error.filename else ""
+        reason = "a file reached the largest size allowed" if error.errno == errno.EFBIG else "the disk is full"
+        return f"{reason}{place}. Free some space. {again}"
+    return str(error) or type(error).__name__

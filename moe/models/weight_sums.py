@@ -1,0 +1,111 @@
+"""Checksums of a model's weights: written when it is saved, checked when it is loaded.
+
+They are of the safetensors files and their index alone. Config, generation config, card and tokenizer are for users to
+edit; a damaged text shows itself, a flipped bit of a weight does not.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, write_sums
+from moe.distributed.verification import find_damage_together
+from moe.errors import CheckpointError
+
+_PATTERNS = ("model*.safetensors", "model*.safetensors.index*.json")
+_THREADS = 4
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of the files with a model's weights, and of their index."""
+    return sorted({path.name for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
+
+
+def forget_weight_sums(folder: Path) -> None:
+    """Removes the checksums of a folder's weights, which are about to be written; those of other files stay."""
+    if not (folder / SUMS_FILE).is_file():
+        return
+    others = _other_sums(folder)
+    if others:
+        write_sums(folder, others)
+    else:
+        (folder / SUMS_FILE).unlink()
+
+
+def write_weight_sums(folder: Path, digests: dict[str, str] | None = None) -> None:
+    """Writes the checksums of a folder's weights; does nothing when it has none.
+
+    Args:
+        folder: With the weights as they were just written.
+        digests: SHA-256 by name, of those files for which it is known.
+    """
+    known = digests or {}
+    unknown = [name for name in weight_files(folder) if name not in known]
+    with ThreadPoolExecutor(_THREADS) as pool:  # hashing lets go of Python's lock
+        computed = pool.map(sha256_of, [folder / name for name in unknown])
+        weights = {**known, **dict(zip(unknown, computed, strict=True))}
+    if weights:
+        write_sums(folder, {**_other_sums(folder), **weights})
+
+
+def check_weights(folder: Path) -> None:
+    """Raises when the weights in a folder are not those that were saved; a folder without checksums is not checked.
+
+    Raises:
+        CheckpointError: Names the first damaged file.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        shares = pool.map(lambda part: find_damage(folder, part=part, num_parts=_THREADS), range(_THREADS))
+        damaged = [damage for share in shares for damage in share]
+    _refuse(folder, damaged)
+
+
+def check_weights_together(folder: Path) -> None:
+    """Does what `check_weights` does, dealt out over the ranks; every rank must call it."""
+    _refuse(folder, find_damage_together(folder))
+
+
+def weight_stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Returns of each file of weights what changes when it is written anew: node, size and time."""
+    stats = {name: (folder / name).stat() for name in weight_files(folder)}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def remove_stale_weights(folder: Path, before: dict[str, tuple[int, int, int]]) -> None:
+    """Removes the weights of an earlier save in another number of files: they would be loaded in place of the new.
+
+    Args:
+        folder: With the weights that were just written.
+        before: Its `weight_stamps` as they were.
+    """
+    after = weight_stamps(folder)
+    whole_is_new = SAFE_WEIGHTS_NAME in after and after[SAFE_WEIGHTS_NAME] != before.get(SAFE_WEIGHTS_NAME)
+    index_is_new = SAFE_WEIGHTS_INDEX_NAME in after and after[SAFE_WEIGHTS_INDEX_NAME] != before.get(
+        SAFE_WEIGHTS_INDEX_NAME
+    )
+    if whole_is_new and not index_is_new:
+        (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+    if index_is_new and not whole_is_new:
+        (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+
+
+def _other_sums(folder: Path) -> dict[str, str]:
+    """Returns the checksums in a folder that are of no weights."""
+    sums = read_sums(folder) or {}
+    return {
+        name: digest
+        for name, digest in sums.items()
+        if digest and not any(fnmatch(name, pattern) for pattern in _PATTERNS)
+    }
+
+
+def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
+    """Raises a CheckpointError when there is damage."""
+    if damaged:
+        raise CheckpointError(
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from where it was saved; "
+            f"if another tool rewrote the weights on purpose, remove {folder / SUMS_FILE}."
+        )

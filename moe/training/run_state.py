@@ -1,0 +1,125 @@
+"""What a checkpoint says of its run beside weights and the optimizer's state: the file state.json."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import transformers
+from pydantic import Field
+
+from moe.checks import shown
+from moe.errors import CheckpointError
+from moe.parsing import read_record
+
+STATE_FILE = "state.json"
+FORMAT = 2
+"""Of a checkpoint: 1 was without checksums, and state.json did not say so."""
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class RunState(NamedTuple):
+    """Where a run stands.
+
+    Attributes:
+        step: Updates behind it; also the position in the data.
+        fingerprint: Of the data, see `BatchSource`.
+        recipe: All settings as plain values.
+    """
+
+    step: int
+    fingerprint: str
+    recipe: dict[str, Any]
+
+
+class StateFile(NamedTuple):
+    """The content of state.json: a run's state, and what the checkpoint around it was written with.
+
+    Attributes:
+        step: See `RunState`.
+        fingerprint: See `RunState`.
+        recipe: See `RunState`.
+        sizes: Bytes of each other file.
+        versions: Of the libraries, for people.
+        format: See `FORMAT`.
+    """
+
+    step: _Count
+    fingerprint: str
+    recipe: dict[str, Any]
+    sizes: dict[str, _Count]
+    versions: dict[str, str] | None = None
+    format: Annotated[int, Field(ge=1)] = 1
+
+
+def write_state(folder: Path, state: RunState) -> None:
+    """Writes state.json into a checkpoint that is complete but for it and the checksums."""
+    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    content = StateFile(**state._asdict(), sizes=sizes, versions=versions, format=FORMAT)
+    (folder / STATE_FILE).write_text(json.dumps(content._asdict(), indent=1) + "\n", encoding="utf-8")
+
+
+def read_state_file(path: Path) -> StateFile:
+    """Returns the content of the state.json of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: When it is missing, damaged, or of a later version of this library.
+    """
+    file = path / STATE_FILE
+    advice = "Go on from another checkpoint."
+    content = read_record(file, StateFile, advice=advice, error=CheckpointError)
+    if content.format > FORMAT:
+        raise CheckpointError(
+            f"{file}: format is {content.format}, of a later version of this library; expected at most {FORMAT}. "
+            "Use that version."
+        )
+    return content
+
+
+def load_state(path: Path) -> RunState:
+    """Returns what the checkpoint at `path` says of its run; see `read_state_file`."""
+    content = read_state_file(path)
+    return RunState(content.step, content.fingerprint, content.recipe)
+
+
+def check_same_run(path: Path, saved: RunState, current: RunState, free: frozenset[str]) -> None:
+    """Refuses to go on with other data or settings than a checkpoint was made with.
+
+    Args:
+        path: The checkpoint, for the message.
+        saved: What it says.
+        current: What the command asks for.
+        free: Dotted names of settings that may differ.
+
+    Raises:
+        CheckpointError: When something else differs; names it with both values.
+    """
+    before = _flatten(saved.recipe)
+    now = _flatten(current.recipe)
+    changed = [
+        f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in free
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{path} belongs to a run with other settings: {'; '.join(changed)}. Resume with the settings of that "
+            "run, or start a new one with another --out."
+        )
+    if saved.fingerprint != current.fingerprint:
+        raise CheckpointError(
+            f"{path} belongs to a run on other data (fingerprint {shown(saved.fingerprint)}, now "
+            f"{shown(current.fingerprint)}). Resume with the same corpus and tokenizer, or start a new run with "
+            "another --out."
+        )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+    return flat

@@ -1,0 +1,183 @@
+"""The contract of transformers: what its T5 does in user code, ours does."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast
+from transformers.exporters.utils import decompose_prefill_decode
+
+from moe import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
+from moe.models.outputs import RouterRecords
+from tests.models.t5 import as_t5
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
+
+SPARSE = {"eval_capacity_factor": None, "num_decoder_layers": 2}
+EQUAL_DEPTH = {**DENSE, "num_decoder_layers": 2}  # as many blocks as the encoder; else T5's cache fails
+CLASSES = [STMoEModel, STMoEForConditionalGeneration, STMoEEncoderModel]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+def inputs_of(kind):
+    batch = tiny_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if kind is STMoEEncoderModel:
+        return inputs
+    return {**inputs, "decoder_input_ids": batch["labels"].clamp(min=2)}
+
+
+def build(kind, **fields):
+    config = tiny_model(**fields).config
+    torch.manual_seed(0)
+    return kind(config).eval()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_signatures_name_their_arguments_and_the_first_is_the_main_input(kind):
+    parameters = inspect.signature(kind.forward).parameters
+    assert list(parameters)[1] == kind.main_input_name == "input_ids"
+    names = {"attention_mask", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict"}
+    assert names < set(parameters)
+    assert not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
+
+
+def tensors_in(value):
+    """What transformers' common tests of outputs look at: tensors in lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_tuples_and_records_hold_the_same_numbers_and_none_is_a_truth_value(kind):
+    model, inputs = build(kind), inputs_of(kind)
+    wanted = {"output_attentions": True, "output_hidden_states": True, "output_router_logits": True}
+    as_tuple = model(**inputs, **wanted, return_dict=False)
+    as_record = model(**inputs, **wanted, return_dict=True)
+    assert type(as_tuple) is tuple and len(as_tuple) == len(as_record.to_tuple())
+    pairs = list(zip(tensors_in(as_tuple), tensors_in(as_record.to_tuple()), strict=True))
+    assert len(pairs) > 5
+    for a, b in pairs:
+        assert (a - b).abs().max() < 1e-5  # as transformers writes it, which fails for tensors of bool
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_is_compared_of_a_batch_is_cut_by_its_sequences(kind):
+    model, inputs = build(kind, **SPARSE), inputs_of(kind)
+    wanted = {"output_hidden_states": True, "output_router_logits": True}
+    batch = model(**inputs, **wanted)
+    alone = model(**{name: value[:1] for name, value in inputs.items()}, **wanted)
+    for name, value in batch.items():
+        for a, b in zip(tensors_in(value), tensors_in(alone[name]), strict=True):
+            if a.is_floating_point():
+                close(a[: b.shape[0]], b)
+    assert isinstance(batch.encoder_router_outputs, RouterRecords)
+
+
+def test_records_of_routers_are_a_sequence_and_a_tree():
+    records = tiny_model()(**tiny_batch()).encoder_router_outputs
+    assert len(records) == 1 and list(records) == [records[0]] and list(records[:1]) == list(records)
+    assert len(records + records) == 2 and "RouterRecords([RouterOutput" in repr(records)
+    leaves, spec = pytree.tree_flatten(records)
+    assert all(isinstance(leaf, torch.Tensor | int | None) for leaf in leaves)
+    assert pytree.treespec_dumps(spec)
+    assert isinstance(pytree.tree_unflatten(leaves, spec)[0], type(records[0]))
+
+
+@pytest.mark.parametrize("fields", [EQUAL_DEPTH, SPARSE], ids=["dense", "sparse"])
+def test_a_loop_that_takes_the_cache_that_it_gets_equals_one_call(fields):
+    model = tiny_model(**fields)
+    others = [as_t5(model)] if fields is EQUAL_DEPTH else []
+    inputs = inputs_of(STMoEForConditionalGeneration)
+    ids = inputs.pop("decoder_input_ids")
+    for each in (model, *others):
+        expected = each(**inputs, decoder_input_ids=ids).logits
+        begun = each(**inputs, decoder_input_ids=ids[:, :8])
+        output = each(**inputs, decoder_input_ids=ids[:, 8:], past_key_values=begun.past_key_values)
+        close(output.logits, expected[:, 8:])
+
+
+def test_the_configuration_says_whether_there_is_a_cache_and_the_argument_wins():
+    inputs = inputs_of(STMoEModel)
+    model = tiny_model()
+    assert isinstance(model(**inputs).past_key_values, EncoderDecoderCache)
+    assert model(**inputs, use_cache=False).past_key_values is None
+    assert model.train()(**inputs).past_key_values is None
+    model.eval().config.use_cache = False
+    assert model(**inputs).past_key_values is None
+    assert model(**inputs, use_cache=True).past_key_values is not None
+
+
+def test_the_cache_of_the_configuration_changes_no_routing():
+    model, inputs = tiny_model(eval_capacity_factor=0.5), inputs_of(STMoEModel)
+    with_cache, without = model(**inputs), model(**inputs, use_cache=False)
+    assert without.decoder_router_outputs[0].stats.dropped_tokens > 0
+    assert torch.equal(with_cache.logits, without.logits)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:127]
+    vocabulary = {piece: number for number, piece in enumerate(["<pad>", "</s>", "<s>", "<unk>", *pieces])}
+    tool = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tool.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tool.decoder = decoders.ByteLevel()
+    tokens = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tool, **tokens)
+
+
+def test_generation_takes_the_tokenizer_of_its_stop_strings(tokenizer):
+    model = tiny_model()
+    ids = tiny_batch()["input_ids"][:1]
+    free = model.generate(ids, max_new_tokens=9)
+    third = tokenizer.decode(free[0, 3:4])
+    stopping = {"max_new_tokens": 9, "stop_strings": [third], "tokenizer": tokenizer}
+    stopped = model.generate(ids, **stopping)
+    assert torch.equal(stopped[0], free[0, : stopped.shape[1]])
+    assert third in tokenizer.decode(stopped[0]) and stopped.shape[1] <= 4
+    assert model.generate(ids, **stopping, num_beams=2).shape[0] == 1
+
+
+def test_typos_in_generate_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"not used by the model.*max_new_token"):
+        tiny_model().generate(tiny_batch()["input_ids"], max_new_token=3)
+
+
+def test_generation_computes_the_logits_of_the_last_position_alone():
+    model, widths = tiny_model(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    prompt = tiny_batch()["labels"].clamp(min=2)[:, :5]
+    model.generate(tiny_batch()["input_ids"], decoder_input_ids=prompt, max_new_tokens=3)
+    assert widths == [1, 1, 1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_prefill_and_decode_are_taken_apart_as_exporters_want_them(fields):
+    model = tiny_model(**fields)
+    ids = tiny_batch()["input_ids"]
+    stages = decompose_prefill_decode(model, {"input_ids": ids, "attention_mask": (ids != 0).long()})
+    assert set(stages) == {"prefill", "decode"}
+    for stage, inputs in stages.values():
+        assert set(inputs) <= set(inspect.signature(model.forward).parameters)
+        assert stage(**copy.deepcopy(inputs)).logits.shape == (4, 1, 131)
+    assert stages["decode"][1]["past_key_values"].get_seq_length() == 1
+
+
+def test_a_cache_of_self_attention_alone_is_extended_in_place():
+    model, inputs = tiny_model(**SPARSE), inputs_of(STMoEModel)
+    ids = inputs.pop("decoder_input_ids")
+    expected = model(**inputs, decoder_input_ids=ids, decoder_drop_tokens=False).logits
+    cache = DynamicCache()
+    steps = [model(**inputs, decoder_input_ids=part, past_key_values=cache).logits for part in ids.split([4, 7], dim=1)]
+    close(torch.cat(steps, dim=1), expected)

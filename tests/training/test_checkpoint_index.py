@@ -1,0 +1,228 @@
+"""The index of a checkpoint is a pickle: what would run is refused by name, what is damaged is one message."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from moe import CheckpointError
+from moe.checksums import sha256_of, write_sums
+from moe.training.checkpoint_index import read_index, read_into, read_shapes
+from moe.training.integrity import first_damage
+from moe.training.slots import load_slots
+from tests.training.tiny_checkpoints import layouts, load, save, trained
+
+
+class Calls:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("saved"), 1)[2]
+
+
+@pytest.fixture
+def path(saved, tmp_path):
+    """Returns a copy of a checkpoint whose files may be replaced."""
+    copy = tmp_path / "checkpoints" / "step_00000001"
+    copy.mkdir(parents=True)
+    for file in saved.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def replace_index(path, content):
+    """Writes an index, with checksums that fit: who makes a file to run code can do that too."""
+    (path / ".metadata").write_bytes(content)
+    (path / "SHA256SUMS").unlink(missing_ok=True)
+    write_sums(path, {file.name: sha256_of(file) for file in path.iterdir()})
+
+
+def refused(read):
+    with pytest.raises(CheckpointError) as raised:
+        read()
+    return str(raised.value)
+
+
+READERS = {
+    "resume": lambda path: load(path, *trained()),
+    "shapes": read_shapes,
+    "torch's reader": lambda path: read_into(path, {"x": torch.zeros(3)}),
+}
+every_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+
+
+@every_reader
+def test_an_index_that_would_run_code_is_refused_by_name_and_nothing_runs(path, tmp_path, read):
+    trace = tmp_path / "ran"
+    for function, arguments in (
+        (os.system, (f"touch {trace}",)),
+        (Path.touch, (trace,)),
+        (exec, (f"open({str(trace)!r}, 'w')",)),
+        (eval, (f"open({str(trace)!r}, 'w')",)),
+        (open, (str(trace), "w")),
+        (torch.save, (1, str(trace))),
+        (torch.load, (str(trace),)),
+    ):
+        replace_index(path, pickle.dumps(Calls(function, *arguments)))
+        text = refused(lambda: read(path))
+        assert f".{function.__qualname__}" in text or f"{function.__name__}" in text
+        assert "no index of a checkpoint does" in text
+        assert not trace.exists()
+
+
+def test_slots_of_an_earlier_run_are_read_without_running_code(path, tmp_path):
+    trace = tmp_path / "ran"
+    replace_index(path, pickle.dumps(Calls(os.system, f"touch {trace}")))
+    model, optimizer = trained()
+    state_file = path / "state.json"
+    recipe = '"recipe": {"training": {"steps": 1}, "optim": {"optimizer": "adafactor"}}, "sizes": {}'
+    state_file.write_text(f'{{"step": 1, "fingerprint": "x", "format": 2, {recipe}}}')
+    write_sums(path, {file.name: sha256_of(file) for file in path.iterdir() if file.name != "SHA256SUMS"})
+    assert first_damage(path) is None
+    text = refused(lambda: load_slots(path.parent, model, optimizer, layouts(model), "adafactor"))
+    assert "system, which no index of a checkpoint does" in text
+    assert not trace.exists()
+
+
+def test_code_inside_an_entry_of_bytes_is_refused(path, tmp_path):
+    trace = tmp_path / "ran"
+    index = read_index(path)
+    first = next(iter(index.state_dict_metadata))
+    index.state_dict_metadata[first] = BytesStorageMetadata()
+    index.storage_data = {MetadataIndex(first): _StorageInfo("__0_0.distcp", 0, 100)}
+    (path / "__0_0.distcp").write_bytes(pickle.dumps(Calls(os.system, f"touch {trace}")))
+    replace_index(path, pickle.dumps(index))
+    assert "BytesStorageMetadata" in refused(lambda: load(path, *trained()))
+    assert not trace.exists()
+
+
+def test_code_inside_a_shard_is_not_run(path, tmp_path):
+    trace = tmp_path / "ran"
+    stream = io.BytesIO()
+    torch.save(Calls(os.system, f"touch {trace}"), stream)
+    shard = path / "__0_0.distcp"
+    whole = shard.read_bytes()
+    content = stream.getvalue()
+    shard.write_bytes(content + whole[len(content) :])
+    index = read_index(path)
+    for place in index.storage_data.values():
+        place.offset = 0
+        place.length = len(content)
+    replace_index(path, pickle.dumps(index))
+    assert "could not be read: rank 0 failed" in refused(lambda: load(path, *trained()))
+    assert not trace.exists()
+
+
+def change(path, edit):
+    index = read_index(path)
+    edit(index)
+    replace_index(path, pickle.dumps(index))
+
+
+def first_place(index):
+    return next(iter(index.storage_data.values()))
+
+
+ODDITIES = {
+    "a shard elsewhere": (lambda index: setattr(first_place(index), "relative_path", "../../secret"), "no file of the"),
+    "a shard at the root": (lambda index: setattr(first_place(index), "relative_path", "/etc/hosts"), "no file of the"),
+    "a shard that is a number": (lambda index: setattr(first_place(index), "relative_path", 3), "no file of the"),
+    "an encoded shard": (lambda index: setattr(first_place(index), "transform_descriptors", ["zstd"]), "is encoded"),
+    "a negative offset": (lambda index: setattr(first_place(index), "offset", -1), "has no place in it"),
+    "a length that is text": (lambda index: setattr(first_place(index), "length", "7"), "has no place in it"),
+    "an entry that is none": (lambda index: index.state_dict_metadata.update(x=None), "the entry 'x' is no tensor"),
+    "a name that is a number": (lambda index: index.state_dict_metadata.update({3: None}), "the entry 3 is no tensor"),
+    "no entries": (lambda index: setattr(index, "state_dict_metadata", None), "no list of tensors"),
+    "no places": (lambda index: setattr(index, "storage_data", [1]), "no list of tensors"),
+    "a shape that is text": (
+        lambda index: setattr(next(iter(index.state_dict_metadata.values())), "size", "abc"),
+        "has no shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "message"), ODDITIES.values(), ids=ODDITIES)
+def test_an_index_that_says_odd_things_is_one_message(path, edit, message):
+    change(path, edit)
+    text = refused(lambda: load(path, *trained()))
+    assert ".metadata is damaged: " in text
+    assert message in text
+
+
+def test_an_absurd_size_is_refused_before_memory_is_taken(path):
+    def edit(index):
+        size = torch.Size([2**40, 2**20])
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
+        index.state_dict_metadata["lm_head.weight"] = TensorStorageMetadata(TensorProperties(), size, [chunk])
+
+    change(path, edit)
+    assert "of another shape: lm_head.weight (1099511627776, 1048576)" in refused(lambda: load(path, *trained()))
+
+
+def torn(content):
+    """Yields contents that are no pickle of an index."""
+    yield from (b"", b"x", b"\x80\x05", b"\x80\xff.", b"N.", b"I1\n.", b"\x80\x04]\x94.", b"\0" * 100, b"(" * 10_000)
+    yield b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"  # bytes of 2^63
+    yield b"cos\n."  # a name that is cut
+    yield b"ctorch\nSize\n\x8a\xff."
+    yield b"ctorch\nSize\n(I-1\ntR."  # torch.Size of no list
+    yield b"\x82\x01."  # an extension that nobody registered
+    yield b"Pabc\n."  # something persistent
+    yield b"ctorch.serialization\n_get_layout\n(Vnone\ntR."
+    yield b"Vabc\n" + b"\x85" * 5_000 + b"."  # tuples in tuples
+    yield pickle.dumps({"a": 1})
+    yield pickle.dumps(Metadata)
+    for number in range(1, 60):
+        yield content[: len(content) * number // 60]
+
+
+def test_an_index_that_is_torn_is_one_message(path):
+    whole = (path / ".metadata").read_bytes()
+    for content in torn(whole):
+        (path / ".metadata").write_bytes(content)
+        assert "step_00000001" in refused(lambda: read_index(path)), content[:40]
+
+
+def test_an_index_with_flipped_bits_is_read_or_refused_and_never_more(path):
+    whole = (path / ".metadata").read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for position in torch.randint(len(whole), (300,), generator=generator).tolist():
+        content = bytearray(whole)
+        content[position] ^= 1 << position % 8
+        (path / ".metadata").write_bytes(content)
+        try:
+            read_shapes(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+
+
+def test_every_dtype_is_admitted(tmp_path):
+    path = tmp_path / "step_00000001"
+    path.mkdir()
+    entries = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float8_e4m3fn):
+        properties = TensorProperties(dtype=dtype)
+        entries[str(dtype)] = TensorStorageMetadata(properties, torch.Size([3]), [])
+    index = Metadata(entries, storage_data={})
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert read_shapes(path) == dict.fromkeys(entries, (3,))
