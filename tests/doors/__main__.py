@@ -17,6 +17,7 @@ COLUMNS = (*GOOD, *BAD)
 def main(wanted: list[str]) -> None:
     """Prints a line for each door."""
     doors = [name for name in door_names() if not wanted or any(name.startswith(each) for each in wanted)]
+    sys.stdout.reconfigure(errors="backslashreplace")  # halves of characters
     totals: Counter[str] = Counter()
     outcomes: list[Outcome] = []
     start = time.process_time()

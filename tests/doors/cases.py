@@ -4,7 +4,7 @@ A door is a command with `argv`, or a function of knocks.py with `arguments`. Ar
 `refused`, `accepted` and `either`: by option or argument the values that take its place, or under `calls` whole command
 lines. `damage` says by file what is wrong with it (names of damage.py) and must be refused, `harmless` what may be
 wrong, `unsure` where either will do; `edits` and `harmless_edits` give keys in files other values. `changes` names what
-the door may change of its copies. `drawn`, `drawn_bytes` and `drawn_arguments` say how many cases hypothesis draws.
+the door may change of its copies, and `rewrites` what it makes anew even when it refuses. `drawn`, `drawn_bytes` and `drawn_arguments` say how many cases hypothesis draws.
 """
 
 import importlib
@@ -27,7 +27,7 @@ _DAMAGE = {"damage": "refused", "harmless": "accepted", "unsure": "either"}
 _EDITS = {"edits": "refused", "harmless_edits": "accepted", "unsure_edits": "either"}
 _DRAWN = {"drawn": drawn_edits, "drawn_bytes": drawn_bytes}
 _KEYS = {
-    *("door", "argv", "arguments", "module", "calls", "changes", "says", "drawn_arguments"),
+    *("door", "argv", "arguments", "module", "calls", "changes", "rewrites", "says", "drawn_arguments"),
     *(*_EXPECTED, *_DAMAGE, *_EDITS, *_DRAWN),
 }
 
@@ -116,9 +116,9 @@ def _case(
 ) -> Case:
     """Returns a case of a door with changed options, and with copies of what it damages or may change."""
     knock = partial(_run, door, changes, argv) if "argv" in door else partial(_call, door, changes)
-    may_change = tuple(door.get("changes") or ())
+    may_change, rewrites = tuple(door.get("changes") or ()), tuple(door.get("rewrites") or ())
     copied = tuple(dict.fromkeys(name.split("/")[0] for name in (file, *may_change) if name))
-    return Case(door=door["door"], name=label, knock=knock, copied=copied, may_change=may_change, **facts)
+    return Case(door=door["door"], name=label, knock=knock, copied=copied, may_change=may_change, rewrites=rewrites, **facts)
 
 
 def _run(door: Door, changes: dict[str, Any], argv: str | None, place: Place) -> None:

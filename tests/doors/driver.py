@@ -43,6 +43,7 @@ class Case(NamedTuple):
         spoil: Damages the copies; gets the same function.
         copied: Names of the workspace of which the case has a copy of its own.
         may_change: Of these, those that the door may change when it accepts.
+        rewrites: Those that it makes anew whatever happens, as a report of what failed.
         expect: `refused`, `accepted`, or `either`.
         names: Texts of which a refusal must hold one.
     """
@@ -53,6 +54,7 @@ class Case(NamedTuple):
     spoil: Callable[["Place"], None] = lambda place: None
     copied: tuple[str, ...] = ()
     may_change: tuple[str, ...] = ()
+    rewrites: tuple[str, ...] = ()
     expect: str = "refused"
     names: tuple[str, ...] = ()
 
@@ -104,7 +106,8 @@ def try_case(case: Case, workspace: Path) -> Outcome:
         kind, text = _knock(case, place)
         seconds = time.process_time() - start
         changed = _changed(before, _snapshot(workspace) | _snapshot(place.own))
-        allowed = tuple(str(place.own / name) for name in case.may_change) if kind == "accepted" else ()
+        free = (*case.rewrites, *(case.may_change if kind == "accepted" else ()))
+        allowed = tuple(str(place.own / name) for name in free)
         lost = [path for path in changed if not (allowed and path.startswith(allowed))]
         if any(path.startswith(str(workspace)) for path in lost):
             restore(workspace)
