@@ -1,11 +1,31 @@
 """The options of scripts.benchmark."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer import VARIANTS
 from benchmarks.model import PARTS
+from moe.checks import check_integer
 from moe.cli import Parser
+
+_BOUNDS = {
+    "rounds": (10_000, "a round takes seconds"),
+    "threads": (4_096, "no machine has more cores"),
+    "ranks": (256, "every rank is a process of this machine"),
+    "experts": (4_096, "their weights must fit into memory"),
+    "batches": (4_096, "the sequences are decoded at once"),
+}
+
+
+def check_numbers(options: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for a number of the options, by their names, that would never come to an end."""
+    for name, (most, reason) in _BOUNDS.items():
+        given = options.get(name)
+        numbers = given if isinstance(given, list) else [given]
+        for number in numbers:
+            check_integer(f"--{name}", number, least=1, most=most, reason=reason, optional="nothing for the default")
 
 
 def build_parser() -> Parser:

@@ -28,15 +28,16 @@ from eval.reports.words import describe_earlier
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
-from moe.checks import check, check_integer, check_number
+from moe.cli import Parser, integer, path, real, word
 from moe.files import output_path
 
 MOST_SECONDS = 30 * 24 * 3600
+"""That ranks wait for others; what waits for a month is lost."""
 
 
 def main(argv: list[str]) -> None:
     """Runs a sub-command."""
-    parser = argparse.ArgumentParser(prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints.")
+    parser = Parser(prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="lists the tasks")
     add_run_command(commands)
@@ -64,9 +65,9 @@ def add_run_command(commands: Any) -> None:
     run.add_argument("--tasks", required=True, help="names, separated by commas")
     run.add_argument("--modes", help=f"of {', '.join(MODES)} (default: all that a task can be answered in)")
     run.add_argument("--split", choices=SPLITS, help="default: each task's own")
-    run.add_argument("--limit", type=int, help="most examples of a task")
-    run.add_argument("--data", help="folder with a folder TASK of .jsonl or .parquet instead of the hub")
-    run.add_argument("--revision", help="branch or commit of the data on the hub (default: each task's own)")
+    run.add_argument("--limit", type=integer(least=1), help="most examples of a task")
+    run.add_argument("--data", type=path, help="folder with a folder TASK of .jsonl or .parquet instead of the hub")
+    run.add_argument("--revision", type=word, help="branch or commit of the data on the hub (default: each task's own)")
     run.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
     run.add_argument(
         "--normalize",
@@ -75,29 +76,29 @@ def add_run_command(commands: Any) -> None:
         help="length that a choice's score is divided by (default: none)",
     )
     run.add_argument("--out", default="runs/eval", help="folder of the reports (default: runs/eval)")
-    run.add_argument("--ep", type=int, default=1, help="ranks that the experts of a layer are spread over (default: 1)")
-    run.add_argument("--tp", type=int, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
-    run.add_argument("--timeout", type=float, default=600.0, help="seconds that ranks wait for others (default: 600)")
+    axis = integer(least=1)
+    run.add_argument(
+        "--ep", type=axis, default=1, help="ranks that the experts of a layer are spread over (default: 1)"
+    )
+    run.add_argument("--tp", type=axis, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
+    seconds = real(above=0, most=MOST_SECONDS)
+    run.add_argument("--timeout", type=seconds, default=600.0, help="seconds that ranks wait for others (default: 600)")
 
 
 def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
     """Evaluates, prints the scores and says where the reports are; exits with 1 when a task failed."""
-    out = output_path(arguments.out)
-    for option in ("data", "revision"):
-        check(getattr(arguments, option) != "", f"--{option}", "", "a name, or leave the option out")
-    check_integer("--ep", arguments.ep, least=1)
-    check_integer("--tp", arguments.tp, least=1)
-    check_number("--timeout", arguments.timeout, above=0, most=MOST_SECONDS, reason="30 days")
+    models = parse_models([arguments.model, *arguments.also])
+    out = output_path(arguments.out, inputs=[arguments.data, *models.values()])
     logging.disable_progress_bar()
     with launch(arguments.timeout) as world:
         starter = ["python"] if world.size == 1 else ["torchrun", "--nproc-per-node", str(world.size)]
         report = evaluate(
-            parse_models([arguments.model, *arguments.also]),
+            models,
             split_names("--tasks", arguments.tasks),
             modes=None if arguments.modes is None else split_names("--modes", arguments.modes),
             split=arguments.split,
             limit=arguments.limit,
-            data=None if arguments.data is None else Path(arguments.data),
+            data=arguments.data,
             revision=arguments.revision,
             scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
             out=out,
@@ -153,5 +154,12 @@ def parse_models(values: list[str]) -> dict[str, Path]:
     return models
 
 
+def how_to_go_on(argv: list[str]) -> str:
+    """Returns what the user is told after Ctrl-C or where the disk is full."""
+    if argv[:1] == ["run"]:
+        return "The same command goes on: answers that it wrote are kept."
+    return "Run the same command again: it begins anew."
+
+
 if __name__ == "__main__":
-    run_main(main, interrupted="The same command goes on; answers that a run wrote are kept.")
+    run_main(main, interrupted=how_to_go_on(sys.argv[1:]))

@@ -156,6 +156,8 @@ def _side(value: str) -> Side:
     """Returns the model of a run that `FOLDER` or `NAME=FOLDER` says."""
     name, separator, folder = value.partition("=") if not Path(value).exists() else ("", "", value)
     name, folder = (name, Path(folder)) if separator else ("", Path(value))
+    if (separator and not name) or not value or "\0" in value:
+        raise ConfigError(f"{value!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER.")
     report = read_report(folder)
     names = list(report.fingerprints)
     if name and name not in names:

@@ -20,6 +20,7 @@ from eval.task import Row
 from eval.text import postprocess, preprocess, questions, wsc
 from moe import DataError, did_you_mean
 from moe.checks import check_integer, is_kind
+from moe.cli import path
 from moe.parsing import read_json
 
 _TOLERANCE = 1e-6
@@ -33,7 +34,7 @@ Function = Callable[[Input], Any]
 def add_conformance_command(commands: Any) -> None:
     """Adds the sub-command to a parser's sub-commands."""
     command = commands.add_parser("conformance", help="runs the library's functions on cases with expected values")
-    command.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="cases to run")
+    command.add_argument("files", nargs="+", type=path, metavar="FILE.json", help="cases to run")
 
 
 def run_conformance(arguments: argparse.Namespace) -> None:

@@ -208,9 +208,11 @@ def read_answers(report: Report, task: str, name: str, mode: str) -> Answers:
     """
     examples = _read_examples(report, report.tasks[task])
     path = predictions_path(report.folder, task, name, mode)
-    written = read_journal(_existing(path))
-    if written.header is not None:
-        _check_header(path, written.header, report, report.tasks[task], name, mode)
+
+    def check_header(header: Header) -> None:
+        _check_header(path, header, report, report.tasks[task], name, mode)
+
+    written = read_journal(_existing(path), check_header)
     if not written.sealed:
         raise DataError(f"{path} has no checksums: an earlier version of this library wrote it. {_AGAIN}")
 

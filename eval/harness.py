@@ -19,6 +19,7 @@ from eval.folder import write_whole
 from eval.names import split_names
 from moe import ConfigError, DataError, did_you_mean
 from moe.checks import check_integer
+from moe.cli import integer, path
 from moe.files import check_kind, claim_folder, output_path
 from moe.inspection.tables import format_table
 
@@ -34,16 +35,18 @@ def add_harness_command(commands: Any) -> None:
     """Adds `harness` to the parsers of python -m eval."""
     parser = commands.add_parser("harness", help="runs tasks of lm-evaluation-harness")
     parser.add_argument("tasks", help="names, separated by commas")
-    parser.add_argument("--model", required=True, type=Path, help="checkpoint folder")
-    parser.add_argument("--include-path", type=Path, help="folder with the YAML files of tasks of your own")
-    parser.add_argument("--limit", type=int, help="most examples of a task")
+    parser.add_argument("--model", required=True, type=path, help="checkpoint folder")
+    parser.add_argument("--include-path", type=path, help="folder with the YAML files of tasks of your own")
+    parser.add_argument("--limit", type=integer(least=1), help="most examples of a task")
     parser.add_argument("--out", default="runs/harness", help="folder of results.json (default: runs/harness)")
-    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE, help=f"contexts at once ({BATCH_SIZE})")
+    parser.add_argument(
+        "--batch-size", type=integer(least=1), default=BATCH_SIZE, help=f"contexts at once ({BATCH_SIZE})"
+    )
 
 
 def run_harness(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the table and says where the results are."""
-    out = output_path(arguments.out)
+    out = output_path(arguments.out, inputs=[arguments.model, arguments.include_path])
     check_kind(out, "harness evaluation")
     results = evaluate_on_harness(
         split_names("TASKS", arguments.tasks),

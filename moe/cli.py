@@ -17,7 +17,8 @@ from moe.errors import ConfigError, MoEError, did_you_mean
 RESUME = "The same command with --resume goes on from the last checkpoint."
 AGAIN = "Nothing half-written is left. Run the same command again."
 
-_SIZE = re.compile(r"0*[1-9][0-9]{0,14}(\.[0-9]{1,3})?([KMGT]i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"[1-9][0-9]{0,14}|[0-9]{0,6}[1-9](\.[0-9]{1,3})?[KMGT]B|[1-9][0-9]{0,6}[KMGT]B", re.IGNORECASE)
+_MOST_CHARACTERS = 2_000  # of a message: a value in it may be as long as the command line
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,8 +84,8 @@ def file_size(text: str) -> str:
 
 def word(text: str) -> str:
     """Returns the text of an option, which is not empty; the type of such an option."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("is empty; give a value, or leave the option out")
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"is {text!r}; give a value, or leave the option out")
     return text
 
 
@@ -168,4 +169,5 @@ def _message(error: Exception, again: str) -> str:
         place = f" while writing {error.filename}" if error.filename else ""
         reason = "a file reached the largest size allowed" if error.errno == errno.EFBIG else "the disk is full"
         return f"{reason}{place}. Free some space. {again}"
-    return str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"

@@ -25,6 +25,10 @@ class DistributedError(MoEError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is close."""
-    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is close.
+
+    Neither a private name is suggested nor the one that was given.
+    """
+    others = [other for other in known if not other.startswith("_") and other != name]
+    matches = difflib.get_close_matches(str(name), others, n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -281,7 +281,8 @@ def output_path(
         inputs: Files and folders that are read, which what is written would damage; None for one that is not given.
 
     Raises:
-        ConfigError: When it is empty, no possible path, has another ending, or lies in what is read.
+        ConfigError: When it is empty, no possible path, has another ending, or lies in what is read or
+            in a folder that is finished.
     """
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
@@ -301,7 +302,7 @@ def output_path(
     if not far_end.name:
         raise ConfigError(f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine.")
     for given in inputs:
-        if given is None:
+        if given is None or "\0" in str(given):  # what reads it says so
             continue
         source = Path(os.path.realpath(given))
         if far_end == source or source in far_end.parents:
@@ -309,6 +310,9 @@ def output_path(
             raise ConfigError(
                 f"{option} {path} {place} {given}, which is read: one would damage the other. Choose a place beside it."
             )
+    for folder in far_end.parents:
+        if (folder / SUMS_FILE).exists() and kind_of(folder) is not None:
+            raise ConfigError(f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it.")
     return path
 
 

@@ -21,19 +21,17 @@ from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
-from benchmarks.options import build_parser
+from benchmarks.options import build_parser, check_numbers
 from benchmarks.scaling import ScalingCase
 from moe.cli import run_main
-from moe.errors import ConfigError
 from moe.files import output_path
 
 
 def main(argv: list[str]) -> None:
     """Reads the options and measures."""
     options = vars(build_parser().parse_args(argv))
+    check_numbers(options)
     benchmark, threads = options.pop("benchmark"), options.pop("threads", None)
-    if threads is not None and threads < 1:
-        raise ConfigError(f"--threads is {threads}; expected at least 1.")
     if options["json"] is not None:
         options["json"] = output_path(options["json"], suffix=".json", option="--json")
     if threads:

@@ -66,12 +66,6 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     return command
 
 
-def _refuse_folder(folder: Path, resume: bool) -> None:
-    """Raises a DataError when something would be lost in the folder of a run, or mixed with it."""
-    check_kind(folder, "training run")
-    refuse_to_overwrite(folder, resume)
-
-
 def main(argv: list[str]) -> None:
     """Reads the recipe, fine-tunes, and says where the models are and what they score."""
     command = finetune_command()
@@ -81,7 +75,7 @@ def main(argv: list[str]) -> None:
         out = output_path(arguments.out, inputs=[arguments.pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
-        from_first_rank(lambda: [_refuse_folder(folder, arguments.resume) for _, folder in runs])
+        from_first_rank(lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs])
         kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
         data = read_tasks(recipe.mixture.tasks, recipe.mixture.folder)
         if not data.train:

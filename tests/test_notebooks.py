@@ -50,6 +50,7 @@ def test_the_notebook_runs(path, num_experts, environment):
     done = run(path, environment(num_experts))
     assert done.returncode == 0, done.stderr
     assert "encoder 1" in done.stdout
+    assert "<pad>" not in done.stdout  # padding goes to no expert
     if path.stem == "fine_tune":
         before, after = (
             float(share) for share in re.findall(r"^(?:before|after) +([\d.]+) %", done.stdout, re.MULTILINE)

@@ -119,7 +119,7 @@ class Written(NamedTuple):
     Attributes:
         header: Its first line; None when it has none.
         batches: Those that are whole.
-        numbers: By id, the line of a prediction in them.
+        numbers: By id, the line of a prediction, in them or behind them.
         sealed: Whether every batch has a checksum; those of earlier versions have none.
     """
 
@@ -215,8 +215,12 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     return {prediction.id: prediction for batch in read_journal(path).batches for prediction in batch.predictions}
 
 
-def read_journal(path: Path) -> Written:
+def read_journal(path: Path, check_header: Callable[[Header], None] | None = None) -> Written:
     """Returns what a file of predictions holds; a torn end is left out, and a missing file holds nothing.
+
+    Args:
+        path: The file.
+        check_header: Raises when its first line is not that of the file which is wanted.
 
     Raises:
         DataError: When it cannot be read, a line is not what such a file holds, or was changed; names the line.
@@ -228,6 +232,8 @@ def read_journal(path: Path) -> Written:
         return Written(None, [], {}, True)
     values = list(_values(path, lines))
     header = to_record(Header, values[0], where=f"{path}, line 1", advice=_ADVICE)
+    if check_header is not None:
+        check_header(header)
 
     batches: list[Batch] = []
     numbers: dict[str, int] = {}
@@ -237,7 +243,12 @@ def read_journal(path: Path) -> Written:
     for number, value in enumerate(values[1:], start=2):
         where = f"{path}, line {number}"
         if "routers" not in value:
-            made.append(_prediction(value, header.mode, where))
+            prediction = _prediction(value, header.mode, where)
+            if prediction.id in numbers:
+                first = numbers[prediction.id]
+                raise DataError(f"{where}: {shown(prediction.id)} was answered in line {first} already. {_ADVICE}")
+            numbers[prediction.id] = number
+            made.append(prediction)
             continue
 
         closing = to_record(_Closing, value, where=where, advice=_ADVICE)
@@ -247,14 +258,6 @@ def read_journal(path: Path) -> Written:
             raise DataError(
                 f"{path}, lines {start + 1} to {number}: they are not what was written ({SEAL} differs). {_ADVICE}"
             )
-        first = number - len(made)
-        for place, prediction in enumerate(made, start=first):
-            if prediction.id in numbers:
-                raise DataError(
-                    f"{path}, line {place}: {shown(prediction.id)} was answered in line {numbers[prediction.id]} "
-                    f"already. {_ADVICE}"
-                )
-            numbers[prediction.id] = place
         batches.append(Batch(made, closing.routers))
         if _sizes(closing.routers) != _sizes(batches[0].routers):
             raise DataError(f"{where}: routers has other counts than that of the first batch. {_ADVICE}")

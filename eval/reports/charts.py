@@ -8,7 +8,7 @@ from eval.reports.markdown import interval, number
 from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
 
 _WIDTH, _LEFT, _RIGHT = 900, 250, 60
-_BAR, _GAP, _HEAD = 14, 12, 18
+_BAR, _ROW, _GAP, _HEAD = 14, 21, 12, 18
 
 
 def bar_chart(board: Scoreboard) -> str:
@@ -26,14 +26,15 @@ def bar_chart(board: Scoreboard) -> str:
         top += 6
         for kind, name, value, low, high in bars:
             parts.append(_bar(top, kind, name, value, low, high))
-            top += _BAR + 2
+            top += _ROW
         top += _GAP + _HEAD
     grid = "".join(
         f'<line class="grid" x1="{_x(value):.1f}" x2="{_x(value):.1f}" y1="{_HEAD}" y2="{top - _HEAD}"/>'
         f'<text class="soft" x="{_x(value):.1f}" y="{top - 2}" text-anchor="middle">{value}</text>'
         for value in range(0, 101, 20)
     )
-    return _svg(top + 4, "Scores beside the published ones", grid + "".join(parts))
+    title = "Scores beside the published ones" if board.published else "Scores"
+    return _svg(top + 4, title, grid + "".join(parts))
 
 
 def _bars(board: Scoreboard, line: Line) -> list[tuple[str, str, float, float | None, float | None]]:
@@ -54,17 +55,21 @@ def _bars(board: Scoreboard, line: Line) -> list[tuple[str, str, float, float | 
 
 def _bar(top: float, kind: str, name: str, value: float, low: float | None, high: float | None) -> str:
     """Returns one bar with its name, its value and its interval."""
-    middle, end = top + _BAR / 2, _x(max(0.0, value))
-    whisker, past = "", end
+    end = _x(max(0.0, value))
+    baseline = top + _BAR - 3
+
+    # The interval lies along the lower edge of the bar, so that the value can stand at the bar's end.
+    edge = top + _BAR + 1
+    whisker = ""
     if low is not None and high is not None:
-        past = max(end, _x(high))
-        ends = "".join(f"M{_x(x):.1f} {middle - 4:.1f}v8" for x in (low, high))
-        whisker = f'<path class="whisker" fill="none" d="M{_x(low):.1f} {middle:.1f}H{_x(high):.1f}{ends}"/>'
+        ends = "".join(f"M{_x(x):.1f} {edge - 3}v6" for x in (low, high))
+        whisker = f'<path class="whisker" fill="none" d="M{_x(low):.1f} {edge}H{_x(high):.1f}{ends}"/>'
+
     tip = f"{name}: {number(value)}" + (f" ({interval(low, high)})" if low is not None else "")
     return (
-        f'<g><title>{escape(tip)}</title><text x="{_LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end">'
+        f'<g><title>{escape(tip)}</title><text x="{_LEFT - 8}" y="{baseline}" text-anchor="end">'
         f'{escape(_fit(name))}</text><rect class="{kind}" x="{_LEFT}" y="{top}" width="{max(0.0, end - _LEFT):.1f}" '
-        f'height="{_BAR}"/>{whisker}<text x="{past + 6:.1f}" y="{middle + 4:.1f}">{number(value)}</text></g>'
+        f'height="{_BAR}"/>{whisker}<text x="{end + 6:.1f}" y="{baseline}">{number(value)}</text></g>'
     )
 
 

@@ -108,8 +108,9 @@ def input_lengths(examples: Sequence[Example], tokenizer: Any, most: int) -> dic
     Args:
         examples: Whose inputs.
         tokenizer: Of the model.
-        most: Tokens that the model sees of an input.
+        most: Tokens that the model sees of an input; the tokenizer's own limit may be lower.
     """
+    most = min(most, tokenizer.model_max_length)
     encoded = tokenizer([example.inputs for example in examples], truncation=False, verbose=False)["input_ids"]
     lengths = np.asarray([len(ids) for ids in encoded])
     top = int(lengths.max())

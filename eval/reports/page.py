@@ -14,6 +14,8 @@ from eval.reports.words import (
     describe_checkpoint,
     describe_data,
     describe_earlier,
+    describe_lengths,
+    first_system,
     router_rows,
     score_notes,
 )
@@ -92,13 +94,11 @@ def _scores(board: Scoreboard) -> str:
     rows = [_line(line, again=line.task == last) for line, last in zip(board.lines, before, strict=False)]
     legend = "".join(f"<li>{escape(sentence)}</li>" for sentence in board.legend)
     tasks = [line.task for line in board.lines if line.metric != "average"]
+    hint = " Point at a published score to see its source." if board.published else ""
     links = "".join(f'<a href="#{escape(task)}">{escape(task)}</a>' for task in dict.fromkeys(tasks))
     return _section(
         "Scores",
-        _read(
-            "In small letters the split, and 95 % bootstrap intervals over groups of examples. Point at a published "
-            "score to see its source."
-        )
+        _read("In small letters the split, and 95 % bootstrap intervals over groups of examples." + hint)
         + _table(header, rows, numbers=range(2, len(header)), kind="board")
         + f'<ul class="soft">{legend}</ul><figure>{bar_chart(board)}</figure>'
         + (f"<nav>{links}</nav>" if len(set(tasks)) > 1 else ""),
@@ -151,9 +151,9 @@ def _task(task: dict[str, Any]) -> str:
         _table(header, rows, numbers=range(3, 8)),
         _list([*score_notes(task), *compare_models(task["systems"])], "soft"),
         _routers(task),
-        _lengths(task["inputs"]),
-        _classes(task["by_class"]),
-        _worst(task["worst"]),
+        _lengths(task),
+        _classes(task),
+        _worst(task),
     ]
     return _section(f"{task['task']} (version {task['version']})", "".join(parts), task["task"])
 
@@ -175,30 +175,30 @@ def _routers(task: dict[str, Any]) -> str:
     )
 
 
-def _lengths(lengths: dict[str, Any]) -> str:
+def _lengths(task: dict[str, Any]) -> str:
     """Returns how long the inputs are."""
+    lengths = task["inputs"]
     return (
         "<h3>Lengths of inputs</h3>"
-        + _read(
-            f"{lengths['mean']:.1f} tokens on average, half of them at most {lengths['median']:.0f}, the longest "
-            f"{lengths['longest']:,}; {lengths['num_cut']:,} cut at {lengths['limit']:,}."
-        )
+        + _read(describe_lengths(task))
         + f"<figure>{histogram(lengths['histogram'], lengths['limit'])}</figure>"
     )
 
 
-def _classes(rows: list[dict[str, Any]]) -> str:
+def _classes(task: dict[str, Any]) -> str:
     """Returns the table of classes."""
-    if not rows:
+    if not task["by_class"]:
         return ""
-    cells = [[escape(row["target"]), *(f"{row[name]:,}" for name in ("right", "total", "answered"))] for row in rows]
-    return "<h3>By class (first system)</h3>" + _table(
-        ["target", "right", "examples", "answered"], cells, numbers=range(1, 4)
-    )
+    cells = []
+    for row in task["by_class"]:
+        cells.append([escape(row["target"]), *(f"{row[name]:,}" for name in ("right", "total", "answered"))])
+    table = _table(["target", "right", "examples", "answered"], cells, numbers=range(1, 4))
+    return f"<h3>By class ({escape(first_system(task))})</h3>{table}"
 
 
-def _worst(rows: list[dict[str, Any]]) -> str:
+def _worst(task: dict[str, Any]) -> str:
     """Returns the table of the worst answers, folded."""
+    rows = task["worst"]
     if not rows:
         return ""
     cells = [
@@ -208,7 +208,9 @@ def _worst(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     body = _table(["id", "inputs", "target", "output", "score"], cells, numbers=[4], texts=[1, 2, 3])
-    return f"<h3>Worst answers (first system)</h3><details><summary>{len(rows)} examples</summary>{body}</details>"
+    summary = f"{len(rows)} example{'s' if len(rows) > 1 else ''}"
+    title = f"Worst answers ({escape(first_system(task))})"
+    return f"<h3>{title}</h3><details><summary>{summary}</summary>{body}</details>"
 
 
 def _section(title: str, body: str, anchor: str = "") -> str:

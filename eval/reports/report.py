@@ -21,6 +21,8 @@ from eval.reports.words import (
     describe_checkpoint,
     describe_data,
     describe_earlier,
+    describe_lengths,
+    first_system,
     router_rows,
     score_notes,
 )
@@ -182,23 +184,16 @@ def _task_section(task: dict[str, Any]) -> list[str]:
     ]
     if any(row["router"] for row in task["systems"]):
         lines += ["### Routers", "", *table(ROUTER_HEADER, router_rows(task)), ""]
-    lengths = task["inputs"]
-    lines += [
-        "### Lengths of inputs",
-        "",
-        f"{lengths['mean']:.1f} tokens on average, half of them at most {lengths['median']:.0f}, the longest "
-        f"{lengths['longest']:,}; {lengths['num_cut']:,} cut at {lengths['limit']:,}.",
-        "",
-    ]
+    lines += ["### Lengths of inputs", "", describe_lengths(task), ""]
     if task["by_class"]:
         header = ["target", "right", "examples", "answered"]
         rows = [[str(row[name]) for name in ("target", "right", "total", "answered")] for row in task["by_class"]]
-        lines += ["### By class (first system)", "", *table(header, rows), ""]
+        lines += [f"### By class ({first_system(task)})", "", *table(header, rows), ""]
     if task["worst"]:
         rows = [
             [cell(row[name]) for name in ("id", "inputs", "target", "output")] + [number(row["score"])]
             for row in task["worst"]
         ]
-        lines += ["### Worst answers (first system)", ""]
+        lines += [f"### Worst answers ({first_system(task)})", ""]
         lines += [*table(["id", "inputs", "target", "output", "score"], rows), ""]
     return lines

@@ -127,12 +127,20 @@ def _legend(lines: list[Line]) -> list[str]:
         sentences.append(f"{OWN_PROMPT} the prompt is not T5's; published results may stand on another one.")
     if any(one and one.split != line.split for line in lines for one in line.published):
         sentences.append(f"{DIFFERS} published on another split than ours: the test split, or validation for a test.")
-    if any(line.task == "natural_questions" for line in lines):
+    if any((line.task, line.split) == ("natural_questions", "validation") for line in lines):
         sentences.append("The validation split of natural_questions is what others call its test set.")
-    sources = sorted({one.source for line in lines for one in line.published if one})
+    results = [(line, one) for line in lines for one in line.published if one]
+    sources = sorted({one.source for _, one in results})
     if sources:
-        sentences.append(
-            f"Published: {'; '.join(sources)}. They are of models that were fine-tuned on the task. In Switch's table "
-            "closed-book tasks and SQuAD are exact matches; ST-MoE prints ReCoRD's exact match as acc."
-        )
+        sentences.append(f"Published: {'; '.join(sources)}. They are of models that were fine-tuned on the task.")
+    others = sorted({(line.task, one.metric, line.metric) for line, one in results if _differ(one.metric, line.metric)})
+    if others:
+        named = "; ".join(f"{printed} of {task} is our {own}" for task, printed, own in others)
+        sentences.append(f"Metrics under other names in the papers: {named}.")
     return sentences
+
+
+def _differ(printed: str, own: str) -> bool:
+    """Returns whether a metric as a paper prints it is not known by our name for it."""
+    usual = {"acc": "accuracy", "avg": "average", "R-2": "rouge2"}
+    return usual.get(printed, printed.lower()) != own

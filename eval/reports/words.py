@@ -1,5 +1,6 @@
 """What reports say of models and tasks in words: the same in report.md and report.html."""
 
+import math
 from typing import Any
 
 from eval.answers.predict import MODES
@@ -58,6 +59,22 @@ def compare_models(rows: list[dict[str, Any]]) -> list[str]:
     return sentences
 
 
+def first_system(task: dict[str, Any]) -> str:
+    """Returns which system's answers the classes, the worst answers and the lengths of a task are of."""
+    row = task["systems"][0]
+    return f"{row['name']} by {row['mode']}"
+
+
+def describe_lengths(task: dict[str, Any]) -> str:
+    """Returns a sentence on how long the inputs are."""
+    lengths = task["inputs"]
+    return (
+        f"In tokens of `{task['systems'][0]['name']}`: {lengths['mean']:.1f} on average, half of the inputs have at "
+        f"most {lengths['median']:.0f}, the longest {lengths['longest']:,}; {lengths['num_cut']:,} cut at "
+        f"{lengths['limit']:,}."
+    )
+
+
 def score_notes(task: dict[str, Any]) -> list[str]:
     """Returns what is to be known of single scores."""
     return [
@@ -75,11 +92,16 @@ def router_rows(task: dict[str, Any]) -> list[list[str]]:
             row["name"],
             row["mode"],
             stack,
-            f"{100 * found['fraction_dropped']:.2f} %",
-            f"{found['load_cv']:.2f}",
-            f"{found['max_over_mean']:.2f}",
-            f"{found['dead_experts']:g}",
+            _figure(100 * found["fraction_dropped"], ".2f", " %"),
+            _figure(found["load_cv"], ".2f"),
+            _figure(found["max_over_mean"], ".2f"),
+            _figure(found["dead_experts"], "g"),
         ]
         for row in task["systems"]
         for stack, found in (row["router"] or {}).items()
     ]
+
+
+def _figure(value: float, form: str, unit: str = "") -> str:
+    """Returns a number; `-` where no token makes it one."""
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "-"

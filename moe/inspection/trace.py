@@ -53,7 +53,7 @@ def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch])
     model.eval()
     layers: list[LayerTrace] = []
     for batch in batches:
-        output = model(**batch, output_router_logits=True)
+        output = model(**batch, output_router_logits=True, use_cache=False)
         decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"], batch.get("decoder_segment_ids"))
         found = [
             _trace_layer(stack, layer, ids, router, model.config.vocab_size)

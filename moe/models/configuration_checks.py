@@ -43,6 +43,7 @@ _ACCEPTED_BY_TRANSFORMERS = {
     "num_labels",
     "output_attentions",
     "per_layer_config",
+    "quantization_config",
     "torch_dtype",
 }
 

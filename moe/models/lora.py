@@ -84,6 +84,12 @@ def lora_config(
 def _check_options(options: dict[str, Any], experts: bool, rank: int, kind: type) -> None:
     """Raises a ConfigError when `LoraConfig` would not understand an option, or experts cannot serve it."""
     known = kind.__dataclass_fields__.keys() - {"r", "lora_alpha", "target_modules", "target_parameters"}
+    if "target_modules" in options:
+        raise ConfigError(
+            f"lora_config was given target_modules {options['target_modules']!r}, but chooses by experts and "
+            "attention. For some projections only, make a peft.LoraConfig with the names of this library: "
+            "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here; wi and wo are up_proj and down_proj."
+        )
     for name in options:
         if name not in known:
             own = known | {"rank", "alpha", "experts", "attention"}

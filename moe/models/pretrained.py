@@ -20,6 +20,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
+from moe.models.quantized import warn_of_plain_experts
 from moe.models.weight_sums import (
     check_weights,
     forget_weight_sums,
@@ -33,6 +34,7 @@ from moe.sparse.router import Router
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """Arguments that say where a file of the hub comes from."""
 
+_PRODUCTS_OF_DISPATCH = {"ragged": "grouped_mm", "static": "batched_mm"}  # in transformers' words
 _OF_A_COMMIT = ("commit_message", "commit_description", "create_pr", "revision")
 
 
@@ -49,12 +51,42 @@ class STMoEPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _can_compile_fullgraph = True  # of a dense model and of static dispatch; an instance that cannot says so
     _no_split_modules = ["Block"]
 
     def __init__(self, config: STMoEConfig) -> None:
         check_config(config)  # from_pretrained sets fields after the config has checked them
         super().__init__(config)
         self._can_compile_fullgraph = config.num_experts == 0 or config.dispatch == "static"
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Returns what computes attention, as transformers decides.
+
+        Raises:
+            ConfigError: For kinds of attention that cannot add T5's bias of positions to the scores.
+        """
+        if requested_attention is not None and ("flash" in requested_attention or "flex" in requested_attention):
+            raise ConfigError(
+                f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. Every score of attention "
+                "has a trained bias of the distance added, and masks with it: flash attention has no place for them, "
+                "and flex attention would need a kernel of its own. On a GPU 'sdpa' takes torch's memory-efficient one."
+            )
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Returns `eager`, transformers' word for a model that runs its experts itself.
+
+        Raises:
+            ConfigError: For an implementation other than that of the config's `dispatch`.
+        """
+        products = _PRODUCTS_OF_DISPATCH[self.config.dispatch]
+        if requested_experts not in (None, "eager", products):
+            raise ConfigError(
+                f"experts_implementation is {requested_experts!r}, but experts run as the field dispatch says: with "
+                f"{self.config.dispatch!r}, by {products!r}. Expected that or 'eager', which both stand for it; the "
+                "other is dispatch='static' for 'batched_mm' and dispatch='ragged' for 'grouped_mm'."
+            )
+        return "eager"
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +111,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
         else:
             result = super().from_pretrained(source, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
+        warn_of_plain_experts(model)
         model.origin = None if source is None else origin(source)
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % 64:

@@ -1,5 +1,6 @@
 """Where the parameters of a model lie on a mesh, and what its modules must know of it."""
 
+import warnings
 from typing import cast
 
 from torch import nn
@@ -108,3 +109,8 @@ def _shard_over_data_ranks(
                 shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
         shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
+
+    # Of all that the model returns, only the router's logits by sequence are views of a tensor that has a gradient.
+    # What FSDP2 warns of, that somebody writes into them before the backward pass, nothing here does.
+    message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
+    warnings.filterwarnings("ignore", message, UserWarning)

@@ -115,11 +115,17 @@ class Experts(nn.Module):
     def _in_product_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Returns input and this rank's weights in the dtype of the products; gate and up of F lie side by side."""
         dtype = self.product_dtype()
-        first = local_shard(self.first_proj)
+        first = _dequantized(local_shard(self.first_proj))
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
             first = first.flatten(1, 2)
         bias = None if self.bias is None else local_shard(self.bias).to(dtype)
-        return x.to(dtype), first.to(dtype), local_shard(self.down_proj).to(dtype), bias
+        down = _dequantized(local_shard(self.down_proj))
+        return x.to(dtype), first.to(dtype), down.to(dtype), bias
+
+
+def _dequantized(weight: Tensor) -> Tensor:
+    """Returns the numbers that a weight of torchao stands for, and any other weight as it is."""
+    return weight.dequantize() if hasattr(weight, "qdata") else weight
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ from moe.files import kind_of, remove_folder, remove_leftovers, whole_folder
 from moe.models.loading import describe_misfits
 from moe.training.checkpoint_index import cause_of, read_into, read_shapes
 from moe.training.integrity import (
-    INDEX_FILE,
     checkpoint_folder,
     checkpoint_folders,
+    first_damage,
     holds_only_checkpoint_files,
     step_of,
     visible_damage,
@@ -175,7 +175,7 @@ class _Written(NamedTuple):
 class _Writer(FileSystemWriter):
     """Writes one checkpoint; torch calls `finish` on the first rank once all ranks have written."""
 
-    def __init__(self, partial: Path, save: "_Save", state: RunState, keep: int, damaged: set[Path]) -> None:
+    def __init__(self, partial: Path, save: _Save, state: RunState, keep: int, damaged: set[Path]) -> None:
         super().__init__(partial)
         self._partial = partial
         self._save = save
@@ -208,11 +208,16 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, [written.pieces for written in results])
         write_state(self._partial, self._state)
 
-        # Every file has a checksum, and all of it is on the disk before the checkpoint has its name.
-        digests = {name: sha256_of(self._partial / name) for name in (INDEX_FILE, STATE_FILE)}
+        # Every file has a checksum; the index, state.json and the empty file of an idle rank get theirs here.
+        digests: dict[str, str] = {}
         for written in results:
             digests.update(written.digests)
+        for file in sorted(self._partial.iterdir()):
+            if file.name not in digests:
+                digests[file.name] = sha256_of(file)
         write_sums(self._partial, digests)
+
+        # All of it is on the disk before the checkpoint has its name.
         for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
             _flush(path)
         self._save.opened.close()
@@ -223,7 +228,12 @@ class _Writer(FileSystemWriter):
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Mapping[str, Layout],
+    *,
+    verified: bool = False,
 ) -> None:
     """Puts weights and the optimizer's state of a checkpoint into `model` and `optimizer`, wherever it was made.
 
@@ -235,10 +245,14 @@ def load_checkpoint(
         model: On the mesh that training goes on with.
         optimizer: Of its parameters, before the first step or after.
         layouts: Where each parameter lies.
+        verified: Whether `newest_whole_checkpoint` has just read every file of it.
 
     Raises:
-        CheckpointError: When something is missing, unexpected or of another shape; lists it, and changes nothing.
+        CheckpointError: When a file is not what was written, or something is missing, unexpected or of another shape;
+            names or lists it, and changes nothing.
     """
+    if not verified and (damage := first_damage(path)) is not None:
+        raise CheckpointError(f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy.")
     saved = read_shapes(path)
     saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
     weights = weights_of(model, layouts)

@@ -5,15 +5,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from moe.distributed.exchange import from_first_rank
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout
 from moe.distributed.verification import find_damage_together
+from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.export import write_model
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import read_json
 
 
 def damage_of_model(folder: Path) -> str | None:
@@ -29,8 +31,12 @@ def damage_of_model(folder: Path) -> str | None:
 
 def _missing_part(folder: Path) -> str | None:
     """Returns what a folder lacks of a model and its tokenizer; None when all is there."""
-    if not (folder / "config.json").is_file():
-        return "config.json is missing"
+    if not (folder / CONFIG_NAME).is_file():
+        return f"{CONFIG_NAME} is missing"
+    try:
+        read_json(folder / CONFIG_NAME)
+    except DataError:
+        return f"{CONFIG_NAME} is not JSON"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model")):
         return "the tokenizer is missing"
     if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):

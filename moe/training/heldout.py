@@ -70,7 +70,7 @@ def evaluate_held_out(
 def token_losses(model: STMoEForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the cross-entropy <float64>[N], label <int64>[N] and hit <bool>[N] of each target token of a batch."""
     targets = batch["labels"] != -100
-    logits = model(**batch, output_router_logits=False).logits[targets].double()
+    logits = model(**batch, output_router_logits=False, use_cache=False).logits[targets].double()
     labels = batch["labels"][targets]
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return losses, labels, logits.argmax(dim=-1) == labels

@@ -111,7 +111,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         )
         first_step = 0
         if start_from.checkpoint is not None:
-            load_checkpoint(start_from.checkpoint, model, optimizer, layouts)
+            load_checkpoint(start_from.checkpoint, model, optimizer, layouts, verified=True)
             first_step = load_state(start_from.checkpoint).step
         else:
             from_first_rank(lambda: forget_scores(run.folder))

@@ -16,15 +16,13 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
     """Writes the settings of a new job, or checks that a resumed one has the same.
 
     Args:
-        folder: Of the job.
+        folder: Of the job, which holds it by `claim_folder`.
         settings: By name.
         resume: Whether the user asked to go on.
 
     Raises:
-        DataError: When the folder holds something else, or a job, and it is not resumed, has other settings, or
-            settings.json is damaged.
+        DataError: When the folder holds a job, and it is not resumed, has other settings, or settings.json is damaged.
     """
-    claim_job(folder)
     path = folder / "settings.json"
     if not path.exists():
         write_text(path, json.dumps(settings))
@@ -37,7 +35,7 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
 
 
 def claim_job(folder: Path) -> None:
-    """Makes the folder of a job, and writes into it that it is one; its stages hold folders of their own.
+    """Makes the folder of several runs, and writes into it what it is; each of them holds a folder of its own.
 
     Raises:
         DataError: When the folder holds something else.

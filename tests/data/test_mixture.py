@@ -50,8 +50,8 @@ def test_the_papers_cap_changes_record_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"maximum": 0}, "mixture.maximum is 0; expected at least 1"),
-        ({"temperature": 0.0}, "mixture.temperature is 0.0; expected above 0"),
+        ({"maximum": 0}, "mixture.maximum is 0; expected an integer of at least 1, or null for no cap"),
+        ({"temperature": 0.0}, "mixture.temperature is 0.0; expected a finite number above 0"),
         ({"temperature": float("nan")}, "mixture.temperature is nan"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"num_examples": -1}, "num_examples is -1"),

@@ -2,15 +2,19 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from eval.__main__ import main
+from eval.__main__ import how_to_go_on, main
 from moe import run_main
 from tests.models.tiny import tiny_model
+
+CASES = Path(__file__).with_name("conformance_cases.json")
 
 
 def call(*arguments):
@@ -69,8 +73,31 @@ def test_a_task_that_fails_is_said_at_the_end_and_the_exit_code_is_1(folders, tm
         (["run", "--model", "no", "--tasks", "unicode_category"], "no holds no model"),
         (["run", "--model", "no", "--tasks", "unicode_categry"], "Did you mean 'unicode_category'"),
         (["run", "--model", "no", "--tasks", "unicode_category", "--modes", "guess"], "no mode 'guess'"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--limit", "0"], "--limit is 0; expected at least 1"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--modes", ""], "no mode ''"),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--limit", "0"],
+            "--limit is 0; expected an integer of at least 1",
+        ),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--modes", ""], "--modes is ''"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--modes", "rank,"], "--modes is 'rank,'"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--limit", "-1"], "--limit is -1; expected"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--limit", "many"], "--limit is 'many'; expected"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--ep", "0"], "--ep is 0; expected an integer of"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--tp", "-1"], "--tp is -1; expected an integer of"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "nan"], "--timeout is nan; expected a"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "inf"], "--timeout is inf; expected a"),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "1e308"],
+            "--timeout is 1e+308; expected",
+        ),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--data", ""], "--data is ''; expected a path"),
+        (["run", "--model", "no", "--tasks", "unicode_category", "--revision", ""], "--revision is empty"),
+        (["run", "--model", "no", "--tasks", ""], "--tasks is '', in which a name is empty"),
+        (["run", "--model", "flan.b=x", "--also", "b=y", "--tasks", "anli_r1,anli_r1.flan"], "would be one file"),
+        (["compare", "no", "no", "--tasks", ""], "--tasks is ''"),
+        (["compare", "", "no"], "names no run with a report.json"),
+        (["compare", "=a", "no"], "'=a' is empty, or names no run"),
+        (["harness", "", "--model", "no"], "TASKS is ''"),
+        (["harness", "a", "--model", "no", "--batch-size", "0"], "--batch-size is 0; expected an integer of"),
         (["run", "--model", "=no", "--tasks", "unicode_category"], "'=no' names no model"),
         (["run", "--model", "runs/lr=3/model", "--tasks", "unicode_category"], "runs/lr=3/model holds no model"),
         (["run", "--model", "a", "--also", "model=b", "--tasks", "rte"], "Two models are called 'model'"),
@@ -86,6 +113,50 @@ def test_a_wrong_argument_is_one_message_and_exit_code_2(arguments, message, tmp
     assert line.startswith("error: ")
     assert message in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["run --model m --tasks copa", "compare a b", "harness t --model m"])
+def test_an_empty_folder_for_reports_is_refused(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eval", *command.split(), "--out", ""])
+    with pytest.raises(SystemExit):
+        run_main(main)
+    assert "--out is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare a b", "harness t --model m"])
+@pytest.mark.parametrize("kind", ["recipe.yaml", "report.json", "corpus.json", "model.safetensors"])
+def test_results_are_not_mixed_with_something_else(command, kind, tmp_path, monkeypatch, capsys):
+    (tmp_path / kind).touch()
+    monkeypatch.setattr(sys, "argv", ["eval", *command.split(), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        run_main(main)
+    assert "would be mixed with it. Choose another --out" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [kind]
+
+
+def test_only_a_run_goes_on_after_it_was_stopped():
+    assert how_to_go_on(["run", "--model", "m"]) == "The same command goes on: answers that it wrote are kept."
+    for command in ("compare", "harness", "conformance", "list"):
+        assert "goes on" not in how_to_go_on([command])
+        assert "--resume" not in how_to_go_on([command])
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_one_line_at_any_moment_of_a_command(tmp_path):
+    """While Python imports, while it reads, and at its end: the exit code says which."""
+    command = [sys.executable, "-m", "eval", "conformance", *[str(CASES)] * 40]
+    for seconds in (0.5, 2.0, 6.0, 12.0):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            _, said = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        assert "Traceback" not in said
+        assert "--resume" not in said
+        if process.returncode:
+            assert process.returncode == 130
+            assert said.strip().startswith("Interrupted")
 
 
 def torchrun(num_ranks, *arguments):

@@ -1,6 +1,7 @@
 """Scores of one task by hand, baselines on separable data, and reports of made-up results, without a model."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from eval.baselines import baseline_outputs
+from eval.reports.charts import bar_chart
 from eval.reports.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
 from eval.reports.paper import SUPERGLUE, SYSTEMS, published
 from eval.reports.report import describe_place, write_reports
@@ -298,6 +300,31 @@ def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
     assert "| ours | generate | accuracy | 80.0 | 70.0 to 90.0 | 1.00 | 2 | 1 |" in text
     assert "a\\|b" in text
     assert max(map(len, text.splitlines())) < 1500
+
+
+def test_the_value_in_the_chart_stands_at_the_score_and_not_at_the_end_of_its_interval():
+    chart = bar_chart(scoreboard(a_report(an_entry(scores=[a_score("accuracy", 50.0, 10.0, 100.0)]))))
+    (width,) = set(re.findall(r'<rect class="ours2?" x="250" y="\d+" width="([\d.]+)"', chart))
+    (place,) = set(re.findall(r'<text x="([\d.]+)" y="[\d.]+">50\.0</text>', chart))
+    assert float(place) == pytest.approx(250 + float(width) + 6)
+    top, height, edge = (
+        int(re.search(pattern, chart)[1])
+        for pattern in (r'y="(\d+)" width', r'height="(\d+)"', r"H[\d.]+M[\d.]+ (\d+)v6")
+    )
+    assert edge - 3 + 6 > top + height  # the interval runs below the value
+
+
+def test_a_report_says_only_what_it_has_computed(tmp_path):
+    write_reports(a_report(an_entry("boolq"), an_entry("record", scores=[a_score("em", 50.0, 40.0, 60.0)])), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "Metrics under other names in the papers: acc of record is our em." in page
+    assert "closed-book" not in page
+    assert "By class (ours by generate)" in page
+    assert "In tokens of <code>ours</code>: 6.5 on average" in page
+    write_reports(a_report(an_entry()), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    for word in ("Published", "published", "Metrics under other names", "earlier report"):
+        assert word not in page
 
 
 def test_a_report_of_failures_alone_is_a_report(tmp_path):

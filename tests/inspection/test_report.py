@@ -248,8 +248,9 @@ def run_with(inputs, tmp_path, lines=None, report=None):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         more += ["--metrics", f"a $x^2$ <run>={tmp_path}/metrics.jsonl"]
     if report is not None:
-        (tmp_path / "report.json").write_text(json.dumps(report))
-        more += ["--evaluation", tmp_path]
+        (tmp_path / "eval").mkdir()
+        (tmp_path / "eval/report.json").write_text(json.dumps(report))
+        more += ["--evaluation", tmp_path / "eval"]
     inspect_router.main([*arguments_of(inputs, tmp_path / "page.html", *more), "--batches", "1"])
     return " ".join(" ".join(Text((tmp_path / "page.html").read_text(encoding="utf-8")).all).split())
 
@@ -398,8 +399,9 @@ REFUSED = {
     "a folder": (["--out", "{inputs}/run"], "expected a file that ends in .html"),
     "a folder of that name": (["--out", "{inputs}/folder.html"], "is a folder"),
     "another page": (["--out", "{inputs}/other.html"], "is no page of this command, so it is not overwritten"),
-    "inside a model": (["--out", "{inputs}/run/model/page.html"], "would put the page into a model"),
-    "inside a corpus": (["--out", "{inputs}/corpus/page.html"], "would put the page into a corpus"),
+    "inside a model": (["--out", "{inputs}/bare/model/page.html"], "would put the page into a model"),
+    "inside a tokenizer": (["--out", "{inputs}/tokenizer/page.html"], "would put the page into a tokenizer"),
+    "inside what is read": (["--out", "{inputs}/corpus/page.html"], "lies in .*corpus, which is read"),
     "below a file": (["--out", "{inputs}/other.html/page.html"], "would lie below .*other.html, which is a file"),
 }
 

@@ -2,11 +2,13 @@
 
 import copy
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
-from moe import STMoEForConditionalGeneration
+from moe import STMoEConfig, STMoEForConditionalGeneration
+from moe.parsing import read_yaml
 from tests.models.tiny import tiny_batch, tiny_model
 
 SHORT = {"capacity_factor": 0.05, "eval_capacity_factor": 0.05, "min_expert_capacity": 1}
@@ -86,6 +88,18 @@ def test_the_factor_of_a_saved_model_can_be_set_when_it_is_loaded(tmp_path, said
     model = STMoEForConditionalGeneration.from_pretrained(tmp_path, eval_capacity_factor=0.1)
     assert model(**tiny_batch()).encoder_router_outputs[0].plan.capacity == 1
     assert said()
+
+
+def test_the_demos_fine_tuned_model_is_quiet_about_one_sentence(said):
+    recipes = Path(__file__).parents[2] / "recipes"
+    changes = read_yaml(recipes / "st_moe_tiny_finetune.yaml")["model"]
+    fields = read_yaml(recipes / "st_moe_tiny_pretrain.yaml")["model"]
+    sentence = {"input_ids": torch.full((1, 10), 5), "labels": torch.full((1, 3), 5)}  # all tokens want one expert
+
+    STMoEForConditionalGeneration(STMoEConfig(**fields)).eval()(**sentence)
+    assert len(said()) == 1
+    STMoEForConditionalGeneration(STMoEConfig(**{**fields, **changes})).eval()(**sentence)
+    assert len(said()) == 1
 
 
 def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypatch):

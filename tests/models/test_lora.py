@@ -185,6 +185,7 @@ def test_what_cannot_be_attached_is_refused():
         ({"lora_dropout": 0.1}, "cannot drop inputs. Set it to 0"),
         ({"alhpa": 3}, r"no option 'alhpa'\. Did you mean 'alpha'"),
         ({"r": 3}, "no option 'r'"),
+        ({"target_modules": ["q", "v"]}, "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here"),
     ):
         with pytest.raises(ConfigError, match=message):
             lora_config(tiny_model(), **arguments)

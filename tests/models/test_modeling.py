@@ -318,8 +318,24 @@ def new_ids():
 
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
 def test_attention_that_knows_no_position_bias_is_refused(attention):
-    with pytest.raises((ValueError, ImportError), match="does not support"):
+    message = f"attn_implementation is '{attention}'; expected 'sdpa' or 'eager'.*bias of the distance"
+    with pytest.raises(ConfigError, match=message):
         tiny_model(attn_implementation=attention)
+    with pytest.raises(ConfigError, match=message):
+        tiny_model().set_attn_implementation(attention)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "fitting", "other"), [("ragged", "grouped_mm", "batched_mm"), ("static", "batched_mm", "grouped_mm")]
+)
+def test_transformers_names_of_expert_products_are_those_of_the_dispatch(dispatch, fitting, other):
+    for name in (fitting, "eager"):
+        model = tiny_model(dispatch=dispatch, experts_implementation=name)
+        model.set_experts_implementation(name)
+    with pytest.raises(
+        ConfigError, match=f"experts_implementation is '{other}', but .* with '{dispatch}', by '{fitting}'"
+    ):
+        tiny_model(dispatch=dispatch, experts_implementation=other)
 
 
 def test_bfloat16_parameters_run():

@@ -108,7 +108,7 @@ def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
     assert all(plan.workload.num_passes(plan.mesh) == 1 for plan in whole)
     cut = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
     assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in cut)
-    with pytest.raises(ConfigError, match="micro_batch_size is 0; expected at least 1"):
+    with pytest.raises(ConfigError, match="micro_batch_size is 0; expected an integer of at least 1"):
         Workload(32, 64, 16, micro_batch_size=0)
 
 

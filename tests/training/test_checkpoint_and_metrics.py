@@ -20,7 +20,17 @@ from moe.training.metrics import MetricsWriter
 from moe.training.run_state import check_same_run, load_state
 from moe.training.stages import keep_settings
 from tests.models.tiny import tiny_batch, tiny_model
-from tests.training.tiny_checkpoints import adafactor, assert_same, layouts, load, save, state, take_step, trained
+from tests.training.tiny_checkpoints import (
+    adafactor,
+    assert_same,
+    flip_a_bit,
+    layouts,
+    load,
+    save,
+    state,
+    take_step,
+    trained,
+)
 
 VARIANTS = {
     "untied": {},
@@ -186,12 +196,22 @@ def test_the_form_before_this_one_and_shards_that_cannot_be_read_are_one_message
     shards = path / "__0_0.distcp"
     shards.write_bytes(b"x" * shards.stat().st_size)
     with pytest.raises(CheckpointError, match=r"step_00000001 could not be read: rank 0 failed with "):
-        load(path, model, optimizer)
+        load(path, model, optimizer, verified=True)
     (path / ".metadata").unlink()
     with pytest.raises(
         CheckpointError, match=r"step_00000001 has no index of its shards .*: it is torn, or of an earl"
     ):
+        load(path, model, optimizer, verified=True)
+
+
+def test_a_flipped_bit_never_gets_into_a_model(tmp_path):
+    path = save(tmp_path, 1)[2]
+    model, optimizer = trained(seed=1)
+    same, same_optimizer = trained(seed=1)
+    flip_a_bit(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"step_00000001 is damaged: __0_0\.distcp has another SHA-256"):
         load(path, model, optimizer)
+    assert_same(model, optimizer, same, same_optimizer)
 
 
 def test_other_settings_and_other_data_are_refused_by_name(tmp_path):

@@ -64,7 +64,7 @@ def refused(read):
 
 
 READERS = {
-    "resume": lambda path: load(path, *trained()),
+    "resume": lambda path: load(path, *trained(), verified=True),
     "shapes": read_shapes,
     "torch's reader": lambda path: read_into(path, {"x": torch.zeros(3)}),
 }
@@ -112,7 +112,7 @@ def test_code_inside_an_entry_of_bytes_is_refused(path, tmp_path):
     index.storage_data = {MetadataIndex(first): _StorageInfo("__0_0.distcp", 0, 100)}
     (path / "__0_0.distcp").write_bytes(pickle.dumps(Calls(os.system, f"touch {trace}")))
     replace_index(path, pickle.dumps(index))
-    assert "BytesStorageMetadata" in refused(lambda: load(path, *trained()))
+    assert "BytesStorageMetadata" in refused(lambda: load(path, *trained(), verified=True))
     assert not trace.exists()
 
 
@@ -129,7 +129,7 @@ def test_code_inside_a_shard_is_not_run(path, tmp_path):
         place.offset = 0
         place.length = len(content)
     replace_index(path, pickle.dumps(index))
-    assert "could not be read: rank 0 failed" in refused(lambda: load(path, *trained()))
+    assert "could not be read: rank 0 failed" in refused(lambda: load(path, *trained(), verified=True))
     assert not trace.exists()
 
 
@@ -164,7 +164,7 @@ ODDITIES = {
 @pytest.mark.parametrize(("edit", "message"), ODDITIES.values(), ids=ODDITIES)
 def test_an_index_that_says_odd_things_is_one_message(path, edit, message):
     change(path, edit)
-    text = refused(lambda: load(path, *trained()))
+    text = refused(lambda: load(path, *trained(), verified=True))
     assert ".metadata is damaged: " in text
     assert message in text
 
@@ -176,7 +176,9 @@ def test_an_absurd_size_is_refused_before_memory_is_taken(path):
         index.state_dict_metadata["lm_head.weight"] = TensorStorageMetadata(TensorProperties(), size, [chunk])
 
     change(path, edit)
-    assert "of another shape: lm_head.weight (1099511627776, 1048576)" in refused(lambda: load(path, *trained()))
+    assert "of another shape: lm_head.weight (1099511627776, 1048576)" in refused(
+        lambda: load(path, *trained(), verified=True)
+    )
 
 
 def torn(content):

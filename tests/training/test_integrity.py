@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from moe import CheckpointError
 from moe.checksums import read_sums
@@ -149,6 +150,19 @@ def test_there_are_no_checkpoints_before_the_first(tmp_path):
 def test_a_checkpoint_has_a_checksum_of_each_file(two_checkpoints):
     path = two_checkpoints / "step_00000020"
     assert sorted(read_sums(path)) == sorted({file.name for file in path.iterdir()} - {"SHA256SUMS"})
+
+
+def test_a_rank_that_had_nothing_to_write_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    write = FileSystemWriter.write_data
+
+    def write_beside_an_idle_rank(self, plan, planner):
+        (Path(self.path) / "__1_0.distcp").touch()
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_beside_an_idle_rank)
+    path = save(tmp_path, 7)[2]
+    assert "__1_0.distcp" in read_sums(path)
+    assert first_damage(path) is None
 
 
 def test_a_checkpoint_of_before_the_checksums_is_held_to_its_sizes(two_checkpoints, tmp_path):

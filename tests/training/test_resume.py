@@ -16,8 +16,8 @@ import moe.training.step
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import write_sums
 from moe.training.integrity import checkpoint_folders, first_damage
-from moe.training.stages import keep_settings
-from scripts import demo, pretrain
+from moe.training.stages import claim_job
+from scripts import demo, pretrain, transfer
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
@@ -99,7 +99,7 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
 
 
 @pytest.mark.slow
-def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(inputs, unstopped, tmp_path):
+def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(inputs, unstopped, tmp_path, capsys):
     out = tmp_path / "run"
     resume = command(inputs, out, "--resume")
     end_of_wait = time.monotonic() + 0.5
@@ -112,15 +112,14 @@ def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(in
         assert code == -signal.SIGKILL, "the run ended before it could be killed"
         assert not list(out.glob("checkpoints/step_*"))
 
-    done = call(inputs, out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert f"{out} has no checkpoint yet: the run starts at its first step." in done.stderr
+    here(inputs, out, "--resume")
+    assert f"{out} has no checkpoint yet: the run starts at its first step." in capsys.readouterr().err
     assert losses(out) == losses(unstopped)
 
 
 KILLED_WHILE_REMOVING = """
 import os, shutil, signal
-from moe.errors import run_main
+from moe.cli import run_main
 from scripts import pretrain
 
 remove = shutil.rmtree
@@ -215,6 +214,7 @@ def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_los
         (lambda model: (model / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda model: (model / "tokenizer.json").unlink(), "the tokenizer is missing"),
         (lambda model: (model / "config.json").unlink(), "config.json is missing"),
+        (lambda model: (model / "config.json").write_text(""), "config.json is not JSON"),
     ],
 )
 def test_a_model_that_is_not_whole_is_written_again(inputs, unstopped, tmp_path, capsys, damage, message):
@@ -257,7 +257,7 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model
 def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_path, kind, resume):
     folder = tmp_path / kind
     if kind == "job":
-        keep_settings(folder, {"out": "x"}, resume=False)
+        claim_job(folder)
     else:
         shutil.copytree({**inputs, "model": unstopped / "model"}[kind], folder)
     before = content_of(folder)
@@ -270,7 +270,7 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
 def test_a_job_is_not_mixed_with_a_run(unstopped, resume):
     before = content_of(unstopped)
     options = ["--out", str(unstopped), *(["--resume"] if resume else [])]
-    for begin in (lambda: keep_settings(unstopped, {"out": "x"}, resume), lambda: demo.main(options)):
+    for begin in (lambda: claim_job(unstopped), lambda: demo.main(options), lambda: transfer.main(options)):
         with pytest.raises(DataError, match="run holds a training run, and a job would be mixed with it"):
             begin()
     assert content_of(unstopped) == before

@@ -33,8 +33,8 @@ def layouts(model):
     return model_layouts(model, model.config, MeshConfig())
 
 
-def load(path, model, optimizer):
-    load_checkpoint(path, model, optimizer, layouts(model))
+def load(path, model, optimizer, **options):
+    load_checkpoint(path, model, optimizer, layouts(model), **options)
 
 
 def state(step, **changes):

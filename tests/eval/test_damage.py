@@ -1,0 +1,247 @@
+"""The files of a real evaluation, damaged or edited in one place: the same answer, or one error that names the file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eval.answers.predict import load_seq2seq, predict
+from eval.compare import compare_runs
+from eval.run import evaluate, read_task, requests_of
+from eval.task import TASKS
+from moe import CheckpointError, DataError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TASK = "copa"
+FILES = (
+    "report.json",
+    f"examples/{TASK}.jsonl",
+    f"predictions/{TASK}.model.rank.jsonl",
+    f"predictions/{TASK}.model.generate.jsonl",
+)
+JUNK = [
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b"7",
+    b'"text"',
+    b"NaN",
+    b"9" * 5_000,
+    b"[" * 100_000,
+    b'{"id": "\\ud800"}',
+    b"\xff",
+    b"\0",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(folders, tmp_path_factory) -> tuple[Path, Path]:
+    """Two whole evaluations."""
+    made = []
+    for name in ("moe", "t5"):
+        made.append(tmp_path_factory.mktemp("run") / name)
+        report = evaluate({"model": folders[name]}, [TASK], data=FIXTURES, out=made[-1], command="")
+        assert report is not None
+        assert report["failed"] == []
+    return made[0], made[1]
+
+
+def a_change(draw, content: bytes) -> bytes:
+    """Returns what is left of a file after one byte, one line or its end was changed."""
+    lines = content.split(b"\n")
+    line = draw(st.integers(0, len(lines) - 1))
+    place = draw(st.integers(0, len(content) - 1))
+    kind = draw(st.sampled_from(["flip", "drop", "cut", "delete", "double", "junk", "swap"]))
+    if kind == "flip":
+        return content[:place] + bytes([content[place] ^ draw(st.integers(1, 255))]) + content[place + 1 :]
+    if kind == "drop":
+        return content[:place] + content[place + 1 :]
+    if kind == "cut":
+        return content[:place]
+    if kind == "delete":
+        lines.pop(line)
+    elif kind == "double":
+        lines.insert(line, lines[line])
+    elif kind == "junk":
+        lines[line] = draw(st.sampled_from(JUNK))
+    else:
+        lines[line], lines[0] = lines[0], lines[line]
+    return b"\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def expected(runs):
+    """What comparing the whole runs says."""
+    return compare_runs(str(runs[0]), str(runs[1]))["tasks"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_compare_says_the_same_or_names_the_file(runs, expected, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damaged") / "run"
+    shutil.copytree(runs[0], folder)
+    name = data.draw(st.sampled_from(FILES))
+    (folder / name).write_bytes(a_change(data.draw, (folder / name).read_bytes()))
+    try:
+        assert compare_runs(str(folder), str(runs[1]))["tasks"] == expected
+    except DataError as error:
+        assert str(folder / name) in str(error)
+
+
+def prediction(folder: Path, number: int, **changes) -> None:
+    """Changes fields of one line of a run's ranked answers."""
+    path = folder / FILES[2]
+    lines = path.read_text().splitlines()
+    lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | changes)
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "message"),
+    [
+        (1, {"model": "0" * 16}, "line 1: model is '0000000000000000', and the report is about"),
+        (1, {"task": "rte"}, "line 1: task is 'rte', and the report is about 'copa'"),
+        (1, {"mode": "generate"}, "line 1: mode is 'generate', and the report is about 'rank'"),
+        (1, {"mode": "guess"}, "line 1: mode is 'guess': Input should be 'generate' or 'rank'"),
+        (1, {"version": "1"}, "line 1: version is '1'"),
+        (2, {"output": None}, "line 2: output is None: Input should be a valid string"),
+        (2, {"output": 7}, "line 2: output is 7: Input should be a valid string"),
+        (2, {"id": None}, "line 2: id is None"),
+        (3, {"scores": {"choice1": None}}, "line 3: scores.choice1 is None"),
+        (3, {"choices": {}}, "line 3: .* is no answer of mode rank"),
+        (3, {"other": 1}, "line 3: other is 1"),
+        (3, {"truncated": "no"}, "line 3: truncated is 'no'"),
+        (2, {"output": "choice1", "truncated": True}, "lines 1 to .*: they are not what was written"),
+        (2, {"id": "99"}, "lines 1 to .*: they are not what was written"),
+    ],
+)
+def test_an_edited_answer_is_refused_by_line(runs, tmp_path, number, changes, message):
+    shutil.copytree(runs[0], tmp_path / "run")
+    prediction(tmp_path / "run", number, **changes)
+    with pytest.raises(DataError, match=f"copa.model.rank.jsonl, {message}.*Restore"):
+        compare_runs(str(tmp_path / "run"), str(runs[1]))
+
+
+def test_an_answer_that_is_there_twice_is_refused_by_its_line(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "run")
+    path = tmp_path / "run" / FILES[2]
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[1], *lines[2:]]) + "\n")
+    with pytest.raises(DataError, match=r"line 3: '\d' was answered in line 2 already"):
+        compare_runs(str(tmp_path / "run"), str(runs[1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("models", None, "models is None"),
+        ("models", {}, "sha256 differs"),
+        ("models", {"model": {}}, "model 'model': fingerprint is missing"),
+        ("tasks", [{}], "task 1: task is missing"),
+        ("tasks", {}, "tasks is {}"),
+        ("settings", {}, "settings: scoring is missing"),
+        ("command", "another", "sha256 differs"),
+    ],
+)
+def test_an_edited_report_is_refused(runs, tmp_path, field, value, message):
+    shutil.copytree(runs[0], tmp_path / "run")
+    path = tmp_path / "run/report.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(DataError, match=rf"report\.json.*{message}.*Restore it, or run the same"):
+        compare_runs(str(tmp_path / "run"), str(runs[1]))
+    content = json.loads(path.read_text())
+    del content[field]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"report\.json"):
+        compare_runs(str(tmp_path / "run"), str(runs[1]))
+
+
+def test_examples_with_other_references_are_refused(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "run")
+    path = tmp_path / "run" / FILES[1]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for changes in ({"targets": "choice2"}, {"fields": {}}, {"id": "99"}):
+        path.write_text("".join(json.dumps(line | changes) + "\n" for line in lines[:1]) + _lines(lines[1:]))
+        with pytest.raises(DataError, match=r"copa\.jsonl does not hold the examples that the report is about"):
+            compare_runs(str(tmp_path / "run"), str(runs[1]))
+
+
+def _lines(values) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+@pytest.fixture(scope="module")
+def asked(folders):
+    """A model and what it was asked in the runs."""
+    task = TASKS.get(TASK)
+    return load_seq2seq(folders["moe"]), task, requests_of(read_task(task, task.split, data=FIXTURES)[1])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_run_that_goes_on_never_takes_changed_answers_for_the_models(runs, asked, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    path = folder / "p.jsonl"
+    whole = (runs[0] / FILES[2]).read_bytes()
+    changed = a_change(data.draw, whole)
+    path.write_bytes(changed)
+    system, task, requests = asked
+    try:
+        predict(system, task, requests, "rank", path)
+        assert path.read_bytes() == whole
+    except DataError as error:
+        assert str(path) in str(error)
+        assert path.read_bytes() == changed
+
+
+def test_answers_without_checksums_of_an_earlier_version_are_kept_and_sealed(runs, asked, tmp_path):
+    path = tmp_path / "p.jsonl"
+    whole = (runs[0] / FILES[2]).read_text()
+    values = [json.loads(line) for line in whole.splitlines()]
+    path.write_text(_lines({name: part for name, part in value.items() if name != "sha256"} for value in values))
+    system, task, requests = asked
+    predict(system._replace(model=None), task, requests, "rank", path)
+    assert path.read_text() == whole
+
+
+def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(folders, tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("copa", "rte"):
+        shutil.copytree(FIXTURES / name, tmp_path / "data" / name)
+    asked = {"models": {"model": folders["t5"]}, "tasks": ["copa", "rte"], "modes": ["rank"]}
+    asked |= {"data": tmp_path / "data", "out": tmp_path / "out", "command": ""}
+    evaluate(**asked)
+    good = {name: (tmp_path / "out" / name).read_bytes() for name in ("report.json", "report.html", "card.md")}
+    evaluate(**asked)
+    assert not list((tmp_path / "out").glob("report.1.*"))
+
+    (tmp_path / "data/rte/validation.jsonl").unlink()
+    report = evaluate(**asked)
+    assert report is not None
+    assert [one["task"] for one in report["failed"]] == ["rte"]
+    assert report["earlier"] == "report.1.json"
+    for name, content in good.items():
+        stem, _, suffix = name.partition(".")
+        assert (tmp_path / "out" / f"{stem}.1.{suffix}").read_bytes() == content
+    assert "it is kept as <code>report.1.json</code>" in (tmp_path / "out/report.html").read_text()
+    assert "it is kept as `report.1.json`" in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["recipe.yaml", "corpus.json", "config.json", "compare.json"])
+def test_an_evaluation_is_not_mixed_with_something_else(folders, tmp_path, kind):
+    (tmp_path / kind).touch()
+    with pytest.raises(DataError, match="and an evaluation would be mixed with it"):
+        evaluate({"model": folders["t5"]}, [TASK], data=FIXTURES, out=tmp_path, command="")
+    assert [path.name for path in tmp_path.iterdir()] == [kind]
+
+
+def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path):
+    shutil.copytree(folders["t5"], tmp_path / "best/model")
+    for content in ("[]", '{"mean": "high"}', '{"step": 1e400}', '{"step": 1.5}', "{", '{"a": ' * 10_000):
+        (tmp_path / "best/scores.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"best/scores\.json.* Restore it, or remove it"):
+            evaluate({"model": tmp_path / "best/model"}, [TASK], data=FIXTURES, out=tmp_path / "out", command="")

@@ -1,0 +1,214 @@
+"""Every option of every command refuses what it cannot use with one line; Ctrl-C ends a command at any time."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moe import ConfigError, DataError, MoEError, run_main
+from moe.cli import Parser, file_size, integer, path, real, word
+from moe.data.corpus import build_corpus, save_corpus
+from moe.data.documents import Document
+from moe.files import check_kind, check_replaceable, output_path, whole_folder
+from scripts import build_corpus as corpus_command
+from scripts import convert_checkpoint, demo, finetune, inspect_router, pretrain, train_tokenizer, transfer
+from tests.training.test_resume import ENVIRONMENT
+
+JUNK = ["", " ", "lots", "nan", "-inf", "1e999", "9" * 5_000, "a\0b", "-1", "0x1"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    documents = [Document(f"Text {number}.", f"{number}.txt", "own", "MIT") for number in range(7)]
+    save_corpus(build_corpus(documents), tmp_path / "corpus")
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("kind", [integer(least=0, most=7, reason="so"), real(above=0, below=1), file_size])
+@pytest.mark.parametrize("text", JUNK)
+def test_a_value_that_is_no_number_of_use_is_one_line_with_its_option(kind, text):
+    parser = Parser(prog="command")
+    parser.add_argument("--size", type=kind)
+    with pytest.raises(ConfigError, match=r"^--size is .*; expected .*\. --help explains all options\.$") as error:
+        parser.parse_args([f"--size={text}"])
+    assert len(str(error.value)) < 5_200
+
+
+@pytest.mark.parametrize("text", ["1", "5GB", "0.5gb", "1.25MB", "10TB"])
+def test_sizes_are_those_that_hugging_face_reads(text):
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    if text.isdigit():
+        assert file_size(text) == text
+    elif text != "0.5gb":
+        assert parse_size_to_int(file_size(text)) > 0
+    else:
+        with pytest.raises(argparse.ArgumentTypeError):
+            file_size(text)
+
+
+@pytest.mark.parametrize("kind", [path, word])
+@pytest.mark.parametrize("text", ["", "  ", "a\0b"])
+def test_a_text_that_is_empty_or_no_path_is_refused(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^is '"):
+        kind(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --out"),
+        (["--out"], "--out: expected one argument"),
+        (["--out", "x", "--hold-out", "0.1"], "There is no option --hold-out. Did you mean '--held-out'?"),
+        (["--out", "x", "--data"], "--data: expected at least one argument"),
+        (["--out", "x", "--seed", "one"], "--seed is 'one'; expected an integer"),
+        (["--out", "x", "--data", "no.txt"], "no.txt does not exist"),
+        (["--out", "x", "--unseen", "copy_task"], "no task called 'copy_task'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_one_line(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
+    with pytest.raises(MoEError) as error:
+        corpus_command.main([*arguments, *(["--data", "a.jsonl"] if "--unseen" in arguments else [])])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "x").exists()
+
+
+COMMANDS = {
+    corpus_command: (["--data", "{inputs}"], "--out"),
+    train_tokenizer: (["--corpus", "{corpus}"], "--out"),
+    convert_checkpoint: (["--from", "{corpus}"], "--to"),
+    inspect_router: (["--model", "{corpus}", "--corpus", "{corpus}"], "--out"),
+    pretrain: (["--corpus", "{corpus}", "--tokenizer", "{inputs}"], "--out"),
+    finetune: (["--pretrained", "{corpus}", "--train", "{inputs}/0.jsonl"], "--out"),
+    demo: (["--data", "{inputs}"], "--out"),
+    transfer: (["--data", "{inputs}"], "--out"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_no_command_writes_where_something_would_be_lost_or_mixed(command, corpus, tmp_path, monkeypatch):
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs/0.jsonl").write_text('{"text": "One.", "inputs": "a", "targets": "b"}\n{"text": "Two."}\n')
+    (tmp_path / "link").symlink_to("nothing")
+    monkeypatch.chdir(tmp_path / "inputs")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
+    given, option = COMMANDS[command]
+    filled = [text.format(corpus=corpus, inputs=tmp_path / "inputs") for text in given]
+    places = ["", " ", "a\0b", "/", ".", str(corpus), f"{corpus}/x", f"{corpus}/x.html", f"{tmp_path}/inputs/0.jsonl"]
+    places += [f"{tmp_path}/link", str(tmp_path)]
+    refused = 0
+    for place in places:
+        if command in (corpus_command, demo, transfer) and place == str(corpus):
+            continue
+        with pytest.raises((MoEError, OSError)):
+            command.main([*filled, option, place])
+        refused += 1
+    assert refused >= 10
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_what_is_read_and_what_is_finished_take_no_output(corpus, tmp_path):
+    with pytest.raises(ConfigError, match=r"lies in .*corpus, which is read"):
+        output_path(corpus / "x", inputs=[corpus])
+    with pytest.raises(ConfigError, match=r"lies in .*corpus, a corpus"):
+        output_path(corpus / "deep/x")
+    with pytest.raises(ConfigError, match="the root of all files"):
+        output_path("/")
+    assert output_path(tmp_path / "new", inputs=[corpus, None]) == tmp_path / "new"
+
+
+def test_the_folder_one_is_in_and_a_link_to_nothing_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="holds the folder that you are in"):
+        check_replaceable(tmp_path, kind="corpus")
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(DataError, match="is a link to nothing"):
+        check_kind(tmp_path / "link", "corpus")
+
+
+def test_a_link_to_a_folder_is_replaced_twice_and_its_far_end_stays(corpus, tmp_path):
+    (tmp_path / "link").symlink_to(corpus)
+    for text in ("first", "second"):
+        with whole_folder(tmp_path / "link", kind="corpus") as partial:
+            (partial / "corpus.json").write_text(text)
+    assert (tmp_path / "link/corpus.json").read_text() == "second"
+    assert "num_repeated" in (corpus / "corpus.json").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "link"]
+
+
+def test_a_job_finds_what_is_missing_before_its_first_stage(tmp_path, monkeypatch):
+    for option, value, message in (
+        ("--finetune-config", "no.yaml", r"no\.yaml cannot be read"),
+        ("--pretrain-config", "no.yaml", r"no\.yaml cannot be read"),
+        ("--data", "no.txt", r"no\.txt does not exist"),
+        ("--vocab-size", "4096", r"--vocab-size is 4096; expected at most 2048"),
+    ):
+        for command in (demo, transfer):
+            with pytest.raises(MoEError, match=message):
+                command.main(["--out", str(tmp_path / "job"), option, value])
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
+    for given, message in (
+        (["a=1", "a=2"], "gives a twice"),
+        (["form=t5"], "form is no field of STMoEConfig"),
+        (["=1"], "names no field"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            convert_checkpoint.main(["--from", str(tmp_path), "--set", *given])
+
+
+def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
+    with pytest.raises(
+        MoEError, match=r"^'nobody/nothing' is no folder here, and the hub gives no such model"
+    ) as error:
+        convert_checkpoint.main(["--from", "nobody/nothing"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["scripts.train_tokenizer", "scripts.pretrain", "eval"])
+def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
+    starting = [sys.executable, "-m", command, "--help"]
+    with subprocess.Popen(starting, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
+
+
+def test_a_reader_that_goes_away_and_letters_that_a_terminal_lacks_are_no_failure():
+    lines = "def main(argv):\n    print('漢\\udcff')\n    for _ in range(100_000): print('line')\n"
+    code = f"from moe.cli import run_main\n{lines}\nrun_main(main)"
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout.readline() == b"\\u6f22\\udcff\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_debug_shows_the_traceback_of_arguments_too(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["command", "--debug", "--seed", "x"])
+    with pytest.raises(ConfigError):
+        run_main(corpus_command.main)
+
+
+def test_ctrl_c_is_an_exception_again_once_a_command_runs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))
+    with pytest.raises(SystemExit, match="130"):
+        run_main(lambda argv: os.kill(os.getpid(), signal.SIGINT))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert "Interrupted" in capsys.readouterr().err
