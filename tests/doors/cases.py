@@ -1,10 +1,14 @@
 """From the files of cases to cases: every line of tests/doors/cases/*.yaml is some knocks on one door.
 
 A door is a command with `argv`, or a function of knocks.py with `arguments`. Around what is valid there stand
-`refused`, `accepted` and `either`: by option or argument the values that take its place, or under `calls` whole command
-lines. `damage` says by file what is wrong with it (names of damage.py) and must be refused, `harmless` what may be
-wrong, `unsure` where either will do; `edits` and `harmless_edits` give keys in files other values. `changes` names what
-the door may change of its copies, and `rewrites` what it makes anew even when it refuses. `drawn`, `drawn_bytes` and `drawn_arguments` say how many cases hypothesis draws.
+
+- `refused`, `accepted` and `either`: by option or argument the values that take its place; under `calls` whole
+  command lines, each perhaps with words of which the message must hold one;
+- `damage`, `harmless` and `unsure`: by file what is wrong with it (names of damage.py), which must be refused, be
+  accepted, or either; `edits`, `harmless_edits` and `unsure_edits`: by file and key the values that are put there;
+- `drawn`, `drawn_bytes` and `drawn_arguments`: how many cases hypothesis draws;
+- `changes`: what the door may change of its copies when it accepts; `rewrites`: what it makes anew whatever happens;
+- `says`: by option or argument further words of which a refusal may hold one.
 """
 
 import importlib
@@ -118,7 +122,9 @@ def _case(
     knock = partial(_run, door, changes, argv) if "argv" in door else partial(_call, door, changes)
     may_change, rewrites = tuple(door.get("changes") or ()), tuple(door.get("rewrites") or ())
     copied = tuple(dict.fromkeys(name.split("/")[0] for name in (file, *may_change) if name))
-    return Case(door=door["door"], name=label, knock=knock, copied=copied, may_change=may_change, rewrites=rewrites, **facts)
+    return Case(
+        door=door["door"], name=label, knock=knock, copied=copied, may_change=may_change, rewrites=rewrites, **facts
+    )
 
 
 def _run(door: Door, changes: dict[str, Any], argv: str | None, place: Place) -> None:

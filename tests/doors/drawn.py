@@ -24,9 +24,7 @@ SCALARS = st.one_of(
     st.text(max_size=5),
     st.sampled_from(_ODD_TEXTS),
 )
-VALUES = st.one_of(
-    SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
-)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3))
 
 
 def drawn_edits(path: Path, file: str, number: int) -> list[tuple[str, Spoil]]:
@@ -122,7 +120,9 @@ def _places(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
     """Yields the path of every value inside a value; of long lists those of the first few."""
     if prefix:
         yield prefix
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    items = (
+        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    )
     for key, item in items[:40]:
         if "." not in str(key):
             yield from _places(item, (*prefix, str(key)))

@@ -22,14 +22,26 @@ ROUNDS = {
         "--config {pretrain.yaml} --corpus {corpus} --tokenizer {tokenizer} --out {out} --training.steps 2 --seed",
         ("1", "2"),
     ),
-    "model": ("scripts.convert_checkpoint", "--from {switch} --to {out} --set capacity_factor=1.5 --dtype", ("float32",) * 2),
-    "evaluation": ("eval.__main__", "run --model {run/model} --tasks copa --data {rows} --out {out} --limit", ("5", "2")),
+    "model": (
+        "scripts.convert_checkpoint",
+        "--from {switch} --to {out} --set capacity_factor=1.5 --dtype",
+        ("float32",) * 2,
+    ),
+    "evaluation": (
+        "eval.__main__",
+        "run --model {run/model} --tasks copa --data {rows} --out {out} --limit",
+        ("5", "2"),
+    ),
     "comparison": (
         "eval.__main__",
         "compare {evaluations/first} {evaluations/second} --tasks copa --out {out} --mode",
         ("rank", "rank"),
     ),
-    "report.html": ("scripts.inspect_router", "--model {run/model} --corpus {corpus} --out {out} --batches", ("1", "2")),
+    "report.html": (
+        "scripts.inspect_router",
+        "--model {run/model} --corpus {corpus} --out {out} --batches",
+        ("1", "2"),
+    ),
 }
 
 

@@ -22,7 +22,9 @@ REPOSITORY = Path(__file__).parents[2]
 TASK = "copa"  # choices and a generation, 5 rows
 SHORT = {**TRAINING, "steps": 4, "checkpoint_every": 2, "evaluate_every": 4}
 PAIRS = [{"inputs": f"the colour of {thing}", "targets": colour} for thing, colour in zip("abc", "xyz", strict=True)]
-DOCUMENTS = [{"text": f"The sea is {word} today, and the night too."} for word in ("blue", "so very dark", "red", "wide")]
+DOCUMENTS = [
+    {"text": f"The sea is {word} today, and the night too."} for word in ("blue", "so very dark", "red", "wide")
+]
 
 _ROW_CASE = {
     "id": "boolq-1",
