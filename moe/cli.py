@@ -15,6 +15,10 @@ from moe.checks import check_integer, check_number
 from moe.errors import ConfigError, MoEError, did_you_mean
 
 RESUME = "The same command with --resume goes on from the last checkpoint."
+_OUT_OF_MEMORY = (
+    "There is not enough memory. Choose a smaller model, fewer sequences in a batch, shorter ones, or more ranks; "
+    "python -m scripts.plan counts what a run needs."
+)
 AGAIN = "Nothing half-written is left. Run the same command again."
 
 _SIZE = re.compile(r"[1-9][0-9]{0,14}|[0-9]{0,6}[1-9](\.[0-9]{1,3})?[KMGT]B|[1-9][0-9]{0,6}[KMGT]B", re.IGNORECASE)
@@ -140,6 +144,11 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         _forget_output_that_fails()
         print(f"error: {_message(error, interrupted)}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        print(f"error: {_OUT_OF_MEMORY} ({' '.join(str(error).split())[:200]})", file=sys.stderr)
+        sys.exit(2)
 
 
 def _write_any_character() -> None:
@@ -147,6 +156,12 @@ def _write_any_character() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Returns whether the machine or its device has no memory left; torch says so of a CPU in words alone."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return isinstance(error, MemoryError) or "OutOfMemoryError" in names or "can't allocate memory" in str(error)
 
 
 def _forget_output_that_fails() -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from moe import ConfigError, DataError, MoEError, run_main
 from moe.cli import Parser, file_size, integer, path, real, word
@@ -212,3 +213,11 @@ def test_ctrl_c_is_an_exception_again_once_a_command_runs(monkeypatch, capsys):
         run_main(lambda argv: os.kill(os.getpid(), signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert "Interrupted" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    for run in (lambda argv: torch.empty(2**61, dtype=torch.int8), lambda argv: bytearray(2**61)):
+        with pytest.raises(SystemExit, match="2"):
+            run_main(run)
+        assert "error: There is not enough memory. Choose a smaller model" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch])
                 ("encoder", batch["input_ids"], output.encoder_router_outputs),
                 ("decoder", decoder_ids, output.decoder_router_outputs),
             )
-            for layer, router in enumerate(routers)
+            for layer, router in enumerate(routers or ())  # None of a stack without sparse layers
         ]
         layers = [_add(a, b) for a, b in zip(layers, found, strict=True)] if layers else found
     model.train(training)

@@ -403,8 +403,15 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """Returns generated tokens, or transformers' record of them; arguments and results are its own.
 
         Raises:
-            ConfigError: When the routers' logits are asked for, which that record has no place for.
+            ConfigError: When the routers' logits are asked for, which that record has no place for, or token healing,
+                which is for decoders alone.
         """
+        settings = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("token_healing", getattr(settings, "token_healing", False)):
+            raise ConfigError(
+                "token_healing is True, but transformers heals the prompts of decoders alone: it needs a "
+                "tokenizer with a token for the beginning of a text, which encoder-decoders lack. Leave it out."
+            )
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
                 "generate() has no place to return output_router_logits in. Leave it out, and give the generated "

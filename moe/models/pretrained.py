@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from moe.models.weight_files import (
     remove_replaced_weights,
     saved_weights,
 )
-from moe.models.weight_sums import check_weights, forget_weight_sums, write_weight_sums
+from moe.models.weight_sums import checking_weights, forget_weight_sums, write_weight_sums
 from moe.parsing import read_json, to_record
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
@@ -115,12 +116,12 @@ class STMoEPreTrainedModel(PreTrainedModel):
         """
         source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         _refuse_adapter_of_foreign(source, download)
-        _check_local_weights(source, download)
-        if _is_foreign(source, download):
-            result = cls._from_foreign(source, *args, download=download, **kwargs)
-        else:
-            cls._check_files(source, download, kwargs)
-            result = super().from_pretrained(source, *args, **kwargs)
+        with _checking_local_weights(source, download):
+            if _is_foreign(source, download):
+                result = cls._from_foreign(source, *args, download=download, **kwargs)
+            else:
+                cls._check_files(source, download, kwargs)
+                result = super().from_pretrained(source, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
@@ -363,13 +364,13 @@ def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
         )
 
 
-def _check_local_weights(source: Any, download: dict[str, Any]) -> None:
-    """Raises a CheckpointError when `source` is a folder whose weights are not those that were saved."""
-    if not isinstance(source, str | os.PathLike):
-        return
-    folder = Path(source) / (download.get("subfolder") or "")
-    if folder.is_dir():
-        check_weights(folder)
+def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractContextManager[None]:
+    """Returns a block at whose end a CheckpointError says whether the weights of a folder are those that were saved."""
+    if isinstance(source, str | os.PathLike):
+        folder = Path(source) / (download.get("subfolder") or "")
+        if folder.is_dir():
+            return checking_weights(folder)
+    return nullcontext()
 
 
 def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.checks import shown
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.conversion import Foreign, convert_weights
@@ -17,6 +18,9 @@ from moe.models.weight_files import LazyTensor
 
 _FILE = "checkpoint"
 _NDARRAY, _SCALAR = 1, 3
+
+_DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError)
+"""What msgpack, tensorstore and torch raise for files that are torn or hold something else."""
 """Kinds of msgpack extension that flax writes for arrays."""
 _SCANNED = r"subblock_|^(en|de)coder/((en|de)coder|layers)/"
 
@@ -60,7 +64,7 @@ def _read_tree(path: Path) -> Mapping[str, Any]:
     msgpack: Any = _need("msgpack")
     try:
         return msgpack.unpackb(path.read_bytes(), ext_hook=partial(_array, msgpack), raw=False, strict_map_key=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (*_DAMAGE, msgpack.exceptions.UnpackException) as error:
         raise CheckpointError(f"{path} is no whole msgpack file: {error}. Copy the checkpoint again.") from error
 
 
@@ -87,10 +91,22 @@ def _array(msgpack: Any, kind: int, data: bytes) -> object:
     if kind not in (_NDARRAY, _SCALAR):
         return data
     shape, dtype, buffer = msgpack.unpackb(data, raw=True, strict_map_key=False)
-    kind_of = getattr(torch, dtype.decode() if isinstance(dtype, bytes) else dtype)
+    kind_of = _dtype(dtype.decode() if isinstance(dtype, bytes) else dtype)
     if not buffer:
         return torch.empty(tuple(shape), dtype=kind_of)
     return torch.frombuffer(bytearray(buffer), dtype=kind_of).reshape(tuple(shape))
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Returns the dtype that numpy and torch call `name`.
+
+    Raises:
+        ValueError: When torch has none of that name.
+    """
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no dtype {shown(name)}")
+    return dtype
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -105,8 +121,11 @@ def _lazy(folder: Path, name: str, leaf: Any) -> LazyTensor:
     if isinstance(leaf, Mapping) and "kvstore" in leaf:
         return _stored(folder, name, leaf)
     if isinstance(leaf, Mapping):
-        shape = [leaf["shape"][str(i)] for i in range(len(leaf["shape"]))]
-        leaf = torch.cat([leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]).reshape(shape)
+        try:
+            shape = [leaf["shape"][str(i)] for i in range(len(leaf["shape"]))]
+            leaf = torch.cat([leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]).reshape(shape)
+        except _DAMAGE as error:
+            raise CheckpointError(f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}") from error
     if not isinstance(leaf, Tensor):
         raise CheckpointError(f"target/{name} in {folder / _FILE} is a {type(leaf).__name__}; expected a tensor.")
     return LazyTensor(leaf.shape, leaf.dtype, lambda: leaf)
@@ -120,7 +139,8 @@ def _stored(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
     spec = {"driver": spec.get("driver", "zarr"), "kvstore": {"driver": "file", "path": f"{path}/"}}
     try:
         store = tensorstore.open(spec, open=True, read=True).result()
-    except ValueError as error:
+        dtype = _dtype(store.dtype.name)
+    except _DAMAGE as error:
         raise CheckpointError(f"target/{name} cannot be read from {path}: {error}") from error
 
     def read() -> Tensor:
@@ -129,7 +149,7 @@ def _stored(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
         tensor = torch.from_numpy(array.view("uint16") if bfloat16 else array)
         return tensor.view(torch.bfloat16) if bfloat16 else tensor
 
-    return LazyTensor(store.shape, getattr(torch, store.dtype.name), read)
+    return LazyTensor(store.shape, dtype, read)
 
 
 def _infer_config(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> STMoEConfig:

@@ -4,8 +4,9 @@ They are of the safetensors files and their index alone. Config, generation conf
 edit; a damaged text shows itself, a flipped bit of a weight does not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -59,6 +60,21 @@ def check_weights(folder: Path) -> None:
         shares = pool.map(lambda part: find_damage(folder, part=part, num_parts=_THREADS), range(_THREADS))
         damaged = [damage for share in shares for damage in share]
     _refuse(folder, damaged)
+
+
+@contextmanager
+def checking_weights(folder: Path) -> Iterator[None]:
+    """Does what `check_weights` does beside the block, on other cores; what is damaged is said before other errors.
+
+    Raises:
+        CheckpointError: At the end of the block; see `check_weights`.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        check = pool.submit(check_weights, folder)
+        try:
+            yield
+        finally:
+            check.result()
 
 
 def check_weights_together(folder: Path) -> None:

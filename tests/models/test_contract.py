@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedTokenizerFast
 from transformers.exporters.utils import decompose_prefill_decode
 
-from moe import STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
+from moe import ConfigError, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from moe.models.outputs import RouterRecords
 from tests.models.t5 import as_t5
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
@@ -146,6 +146,14 @@ def test_generation_takes_the_tokenizer_of_its_stop_strings(tokenizer):
     assert torch.equal(stopped[0], free[0, : stopped.shape[1]])
     assert third in tokenizer.decode(stopped[0]) and stopped.shape[1] <= 4
     assert model.generate(ids, **stopping, num_beams=2).shape[0] == 1
+
+
+def test_token_healing_is_refused_in_words_of_ours():
+    model, ids = tiny_model(), tiny_batch()["input_ids"]
+    settings = GenerationConfig(token_healing=True)
+    for arguments in ({"token_healing": True}, {"generation_config": settings}):
+        with pytest.raises(ConfigError, match="token_healing is True, but transformers heals the prompts of decoders"):
+            model.generate(ids, **arguments)
 
 
 def test_typos_in_generate_are_refused_by_name():

@@ -4,6 +4,7 @@ The names are spelled out by a small rule book of their own, from the facts of t
 """
 
 import json
+import random
 import re
 import sys
 
@@ -226,6 +227,18 @@ def test_torn_files_are_one_message(tmp_path):
     packed = folder / "checkpoint"
     packed.write_bytes(packed.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=r"checkpoint is no whole msgpack file"):
+        open_t5x(folder)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_bytes_are_a_checkpoint_or_one_message(tmp_path, seed):
+    folder = write(tmp_path / "t5x", {"token_embedder/embedding": torch.ones(3, 2), "decoder/scale": torch.ones(2)})
+    content = bytearray((folder / "checkpoint").read_bytes())
+    draw = random.Random(seed)
+    for _ in range(3):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    (folder / "checkpoint").write_bytes(content)
+    with pytest.raises((CheckpointError, ConfigError)):  # it is no whole model, damaged or not
         open_t5x(folder)
 
 
