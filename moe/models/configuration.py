@@ -1,16 +1,29 @@
 """STMoEConfig: every setting of a model, checked at the door, and its parameter counts before anything is built."""
 
+import numbers
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers import __version__ as transformers_version
 
-from moe.models.configuration_checks import FeedForward, Reduction, SparsePosition, check_config, refuse_unknown
+from moe.errors import CheckpointError
+from moe.models.configuration_checks import (
+    FeedForward,
+    Reduction,
+    SparsePosition,
+    check_config,
+    check_keywords,
+    check_names,
+    check_savable,
+)
 from moe.models.foreign_config import family_of, own_fields
 from moe.models.presets import PRESETS
 from moe.models.remote_code import write_config
+from moe.parsing import read_json, to_record
 from moe.sparse.config import (
     BalanceScope,
     CapacityScope,
@@ -32,8 +45,8 @@ class STMoEConfig(PreTrainedConfig):
     """Configuration of an encoder-decoder Transformer with sparse feed-forward layers.
 
     The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An unknown keyword is
-    an error. `from_preset(name)` gives every published configuration, `after(name, ...)` the conventions of a
-    reference implementation.
+    an error; an unknown field of a config.json is kept as an attribute, with a warning. `from_preset(name)` gives
+    every published configuration, `after(name, ...)` the conventions of a reference implementation.
 
     Attributes:
         vocab_size: Rows of the embedding, V.
@@ -69,6 +82,10 @@ class STMoEConfig(PreTrainedConfig):
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training mode alone.
         output_router_logits: Whether outputs carry what the routers did.
+        pad_token_id: Id of padding.
+        eos_token_id: Id or ids at which generation ends; None for none.
+        bos_token_id: Kept for tokenizers and harnesses; nothing here reads it.
+        decoder_start_token_id: Id before the first target.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3, Table 11, appendix C; T5-1.1 (released_checkpoints.md).
@@ -143,21 +160,23 @@ class STMoEConfig(PreTrainedConfig):
     use_cache: bool = True
     is_encoder_decoder: bool = True
     pad_token_id: int = 0
-    eos_token_id: int = 1
+    eos_token_id: int | list[int] | None = 1
+    bos_token_id: int | None = None
     decoder_start_token_id: int = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills derived values and checks all of them; see the class for each field."""
-        refuse_unknown(type(self), kwargs)
+        check_keywords(self, kwargs)
         kwargs.pop("auto_map", None)  # of a config.json; the next one says it anew
+
+        # Derived values, and values as JSON has them.
+        for item in fields(self):
+            setattr(self, item.name, _plain_value(getattr(self, item.name)))
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
-        for name in ("router_options", "decoder_router_options"):
-            options = getattr(self, name)
-            if isinstance(options, Mapping):
-                setattr(self, name, dict(options))  # a copy: the caller's may change later
-        super().__post_init__(**kwargs)
+
         check_config(self)
+        super().__post_init__(**kwargs)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
@@ -179,6 +198,55 @@ class STMoEConfig(PreTrainedConfig):
         return raw if family_of(raw) is None else own_fields(raw), unused
 
     @classmethod
+    def read_raw(cls, source: Path | str, **download: Any) -> dict[str, Any]:
+        """Returns the config.json of a folder or hub name as it stands, be it ours or of another library.
+
+        Args:
+            source: The folder or name.
+            download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
+
+        Raises:
+            CheckpointError: When the file is torn or holds no object.
+            OSError: When there is none.
+        """
+        return super().get_config_dict(source, **download)[0]
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        """Returns the object in a config.json; transformers reads each of them by this.
+
+        Raises:
+            CheckpointError: When the file is torn or holds something else.
+        """
+        advice = "Copy or download the model again."
+        content = read_json(Path(json_file), advice=advice, error=CheckpointError, nan=True)
+        raw = to_record(dict[str, Any], content, where=str(json_file), advice=advice, error=CheckpointError)
+        files = raw.get("configuration_files", [])
+        to_record(list[str], files, where=f"{json_file}: configuration_files", advice=advice, error=CheckpointError)
+        return cls._decode_special_floats(raw)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Returns the configuration that a config.json says; see `PreTrainedConfig.from_dict`.
+
+        What it has beyond the fields of this class is kept as attributes, with a warning.
+
+        Raises:
+            ConfigError: When a value is out of range.
+        """
+        return super().from_dict({"transformers_version": transformers_version, **config_dict}, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Writes config.json into a folder; see `PreTrainedConfig.save_pretrained`.
+
+        Raises:
+            ConfigError: When a field was set to what could not be loaded again.
+        """
+        check_config(self)
+        check_savable(self)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
     def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":
         """Returns a configuration that routes and weighs losses as a reference implementation does.
 
@@ -189,12 +257,24 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
-        fields = reference_fields(reference, overrides.get("router", cls.router))
+        conventions = reference_fields(reference, overrides.get("router", cls.router))
         if overrides.get("decoder_router") is not None:
-            fields["decoder_router_options"] = reference_fields(reference, overrides["decoder_router"])[
+            conventions["decoder_router_options"] = reference_fields(reference, overrides["decoder_router"])[
                 "router_options"
             ]
-        return cls(**{**fields, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides})
+        return cls(**{**conventions, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides})
+
+    def replaced(self, **settings: Any) -> "STMoEConfig":
+        """Returns a copy with other settings, checked anew.
+
+        Args:
+            settings: Fields of this class.
+
+        Raises:
+            ConfigError: When one is unknown or out of range.
+        """
+        check_names(self, settings)
+        return type(self)(**{**self.to_dict(), **settings})
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Writes config.json, and beside it the file by which `trust_remote_code=True` finds this library."""
@@ -306,3 +386,12 @@ class STMoEConfig(PreTrainedConfig):
         if decoder:
             return self.num_decoder_layers, self.num_sparse_decoder_layers
         return self.num_layers, self.num_sparse_encoder_layers
+
+
+def _plain_value(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers of numpy as Python's, and mappings as a copy."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, int):
+        return float(value)
+    return dict(value) if isinstance(value, Mapping) else value

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.foreign_config import EXPLAINED, family_of
 from moe.models.foreign_names import Weight, transformers_names
-from moe.models.weight_files import LazyTensor, find_weight_files, open_weights
+from moe.models.weight_files import LazyTensor, find_weight_files, open_weights, refuse_integers
 
 _SHOWN = 8
-_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_SHARED = "shared.weight"
+_EMBEDDINGS = (_SHARED, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
@@ -107,16 +107,17 @@ def open_transformers(
         ConfigError: When its config.json holds what this library cannot represent.
         CheckpointError: When there are no weights, or they are torn.
     """
-    raw = PreTrainedConfig.get_config_dict(source, **download)[0]
+    raw = STMoEConfig.read_raw(source, **download)
     family = family_of(raw)
     assert family is not None, "the caller has looked"
     config = config or STMoEConfig.from_pretrained(source, **download)
     stored = open_weights(find_weight_files(source, use_safetensors=use_safetensors, **download))
     # transformers 5 writes an untied T5 as tied and unscaled, and its head only when that is another tensor.
     written_tied = family == "t5" and raw.get("scale_decoder_outputs") is False
-    stored, ignored = _settle_copies(stored, config, head_is_embedding=written_tied)
+    stored, embedding, ignored = _settle_copies(stored, config, source=str(source), head_is_embedding=written_tied)
     ignored |= {f"{name} of config.json": EXPLAINED[name] for name in raw if name in EXPLAINED}
-    table = transformers_names(config, family)
+    names = transformers_names(config, family)
+    table = [weight._replace(parts=(embedding,)) if weight.parts == (_SHARED,) else weight for weight in names]
     return convert_weights(str(source), config, table, stored, ignored=ignored, leave_out=leave_out)
 
 
@@ -155,6 +156,11 @@ def convert_weights(
         expected = [tuple(piece.shape) for piece in weight.pieces(whole[weight.name])]
         both = zip(weight.parts, parts, expected, strict=True)
         report.reshaped.extend(f"{name} {a.shape} instead of {b}" for name, a, b in both if a.shape != b)
+        refuse_integers(
+            source,
+            {part: whole[weight.name] for part in weight.parts},
+            {part: stored[part].dtype for part in weight.parts},
+        )
         weights[weight.name] = _joined(weight, parts, tuple(whole[weight.name].shape))
     report.unexpected.extend(name for name in stored if name not in known)
     return Foreign(config, weights, report)
@@ -175,30 +181,63 @@ def _whole_shapes(config: STMoEConfig) -> dict[str, Tensor]:
 
 
 def _settle_copies(
-    stored: Mapping[str, LazyTensor], config: STMoEConfig, *, head_is_embedding: bool
-) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Returns the tensors of a T5 or Switch checkpoint with the embedding once, and those that are not needed.
+    stored: Mapping[str, LazyTensor], config: STMoEConfig, *, source: str, head_is_embedding: bool
+) -> tuple[dict[str, LazyTensor], str, dict[str, str]]:
+    """Returns the tensors of a T5 or Switch checkpoint, the name of their embedding, and those that are not needed.
+
+    A stack computes with a table of its own when one is stored, and with the shared one when not.
 
     Args:
         stored: Theirs by name.
         config: Of our model.
+        source: The folder or hub name, for messages.
         head_is_embedding: Whether a head that is not stored is the embedding, though its input is not scaled.
+
+    Raises:
+        CheckpointError: When the stacks, or a stack and a tied head, compute with different tables.
+
+    Source:
+        transformers 5.23.0: what is tied by the config, and stored with other numbers, is not tied.
     """
     stored, ignored = dict(stored), {}
-    copies = [*_EMBEDDINGS, "lm_head.weight"] if config.tie_word_embeddings else [*_EMBEDDINGS]
-    present = [name for name in copies if name in stored]
-    if present:
-        embedding = stored["shared.weight"] = stored[present[0]]
-        for name in present:
-            if name != "shared.weight" and _equal(stored[name], embedding):
-                ignored[name] = "is a copy of shared.weight"
-            elif name != "shared.weight":
-                stored[f"{name} (other numbers than shared.weight)"] = stored.pop(name)
-        if head_is_embedding and "lm_head.weight" not in stored:
-            stored["lm_head.weight"] = embedding
     if _UNUSED in stored:
         ignored[_UNUSED] = "is not used: T5 1.0 stored it, cross-attention has no positions"
-    return stored, ignored
+    tables = [name for name in _EMBEDDINGS if name in stored]
+    if not tables:
+        return stored, _SHARED, ignored
+
+    # What each part of the original computes with.
+    shared = tables[0]
+    encoder, decoder = (name if name in stored else shared for name in _EMBEDDINGS[1:])
+    if not _equal(stored[encoder], stored[decoder]):
+        raise CheckpointError(_two_tables(source, "encoder", encoder, "decoder", decoder))
+    embedding = shared if _equal(stored[shared], stored[encoder]) else encoder
+    if config.tie_word_embeddings and embedding != shared:
+        raise CheckpointError(_two_tables(source, "stacks", encoder, "head", shared))
+    if head_is_embedding and "lm_head.weight" not in stored:
+        stored["lm_head.weight"] = stored[shared]
+
+    # What that makes of the others.
+    copies = [*tables, "lm_head.weight"] if config.tie_word_embeddings else tables
+    for name in copies:
+        if name == embedding or name not in stored:
+            continue
+        if _equal(stored[name], stored[embedding]):
+            ignored[name] = f"is a copy of {embedding}"
+        elif name == shared:
+            ignored[name] = "is not used: both stacks compute with tables of their own"
+        else:
+            stored[f"{name} (other numbers than {embedding})"] = stored.pop(name)
+    return stored, embedding, ignored
+
+
+def _two_tables(source: str, first: str, of_first: str, second: str, of_second: str) -> str:
+    """Returns why a model with two different embeddings is refused."""
+    return (
+        f"{source} cannot be converted: its own class computes the {first} with {of_first} and the {second} with "
+        f"{of_second}, whose numbers differ; here they share one embedding. If one of them is left over from training, "
+        "remove it from the checkpoint."
+    )
 
 
 def _equal(a: LazyTensor, b: LazyTensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
 from moe.errors import CheckpointError
@@ -67,8 +67,8 @@ def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
             f"{str(source)!r} is no folder here, and the hub gives no such model: {' '.join(str(error).split())} "
             "Correct the name, or give a folder."
         ) from error
-    config = STMoEConfig(**{**config.to_dict(), **settings})  # anew, so that all is checked
-    if family_of(PreTrainedConfig.get_config_dict(source, **download)[0]):
+    config = config.replaced(**settings)
+    if family_of(STMoEConfig.read_raw(source, **download)):
         return open_transformers(source, config, **download)
     stored = open_weights(find_weight_files(source, **download))
     with torch.device("meta"):

@@ -20,7 +20,7 @@ from moe.distributed.sharding import Layout, Place, local_shard
 from moe.distributed.verification import sha256_together
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.weight_files import DTYPES
+from moe.models.weight_files import DTYPES, remove_replaced_weights
 from moe.models.weight_sums import write_weight_sums
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -121,7 +121,9 @@ def plan_files(
 
 
 def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -> None:
-    """Writes the headers of files and their index, and makes room for the numbers."""
+    """Writes the headers of files and their index, and makes room for the numbers; removes an earlier save's files."""
+    files = list(files)
+    remove_replaced_weights(folder, {*(file.name for file in files), *([SAFE_WEIGHTS_INDEX_NAME] if index else [])})
     for file in files:
         with (folder / file.name).open("wb") as stream:
             stream.write(file.header)

@@ -4,9 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
 
+from moe.checks import check_flag, check_integer, check_number, shown
 from moe.errors import ConfigError
+from moe.models.configuration_checks import check_size
 
 Family = Literal["t5", "switch_transformers"]
 FAMILIES: Mapping[Family, type[Any]] = {"t5": T5Config, "switch_transformers": SwitchTransformersConfig}
@@ -31,6 +34,13 @@ _SAME = (
     "pad_token_id",
 )
 """Fields of the same name and meaning."""
+
+_INTEGERS = set(_SAME) - {"layer_norm_epsilon", "dropout_rate", "use_cache", "pad_token_id"}
+_SWITCH_INTEGERS = (
+    *("num_experts", "num_selected_experts", "expert_capacity"),
+    *("num_sparse_encoder_layers", "num_sparse_decoder_layers", "encoder_sparse_step", "decoder_sparse_step"),
+)
+_FLAGS = ("is_encoder_decoder", "is_gated_act", "router_bias", "scale_decoder_outputs", "tie_word_embeddings")
 
 _READ = {
     *_SAME,
@@ -66,9 +76,41 @@ EXPLAINED: Mapping[str, str] = {
     "output_past": "transformers does not read it",
     "router_dtype": "routing is always in float32",
     "router_ignore_padding_tokens": "transformers does not read it, and padding is never routed here",
-    "task_specific_params": "are arguments of generate and prompts for its caller",
 }
 """Fields that say nothing about what the model computes, with the reason."""
+
+_CARRIED = (
+    "bos_token_id",
+    "finetuning_task",
+    "id2label",
+    "label2id",
+    "prefix",
+    "problem_type",
+    "task_specific_params",
+    "tokenizer_class",
+)
+"""Fields for the callers of a model, which ours has under the same names."""
+
+_CHANGING = {
+    "attn_logit_softcapping",
+    "encoder_attention_type",
+    "final_logit_softcapping",
+    "global_block_size",
+    "layer_types",
+    "local_radius",
+    "mlp_layer_types",
+    "num_key_value_heads",
+    "per_layer_config",
+    "pruned_heads",
+    "quantization_config",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "scalable_attention",
+    "sliding_window",
+    "tie_encoder_decoder",
+}
+"""Fields of other models that change what is computed, or how weights are stored, unless they are empty."""
 
 _OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
     "_attn_implementation",
@@ -76,20 +118,14 @@ _OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
     "_num_labels",
     "add_cross_attention",
     "auto_map",
-    "bos_token_id",
     "cross_attention_hidden_size",
-    "finetuning_task",
     "is_decoder",
     "is_encoder_decoder",
     "keys_to_ignore_at_inference",
     "model_type",
     "num_labels",
-    "prefix",
-    "pruned_heads",
     "return_dict",
     "sep_token_id",
-    "tie_encoder_decoder",
-    "tokenizer_class",
     "torchscript",
     "tf_legacy_loss",
     "use_bfloat16",
@@ -108,9 +144,9 @@ def family_of(raw: Mapping[str, Any]) -> Family | None:
     kind = raw.get("model_type")
     if kind in (None, "st_moe"):
         return None
-    if kind not in FAMILIES:
+    if kind not in list(FAMILIES):
         raise ConfigError(
-            f"config.json is of a model of type {kind!r}; expected st_moe, or {' or '.join(FAMILIES)}, which are "
+            f"config.json is of a model of type {shown(kind)}; expected st_moe, or {' or '.join(FAMILIES)}, which are "
             "converted. Load it with its own class."
         )
     return kind
@@ -119,30 +155,67 @@ def family_of(raw: Mapping[str, Any]) -> Family | None:
 def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of STMoEConfig that compute what the config.json `raw` of a T5 or Switch model says.
 
-    It is read by transformers' own class, so that defaults and what follows from other fields are that class's.
+    It is read by transformers' own class, so that defaults and what follows from other fields are that class's. Fields
+    that nothing is known of, which that class does not read either, are among the result.
 
     Raises:
-        ConfigError: When it holds a field that nothing is known of, or a value that this library cannot represent.
+        ConfigError: When it has a value of another type, or one that this library cannot represent.
     """
     family = family_of(raw)
     assert family is not None, "the caller has looked"
-    if unknown := [name for name in raw if name not in _READ | _OF_TRANSFORMERS | set(EXPLAINED)]:
-        named = ", ".join(f"{name} ({raw[name]!r})" for name in unknown)
-        raise ConfigError(
-            f"config.json of type {family!r} has fields that nothing is known of: {named}. If they do not change what "
-            "the model computes, remove them from config.json."
-        )
-    theirs = FAMILIES[family].from_dict(dict(raw))
+    for name in sorted(_CHANGING & raw.keys()):
+        if raw[name]:
+            raise ConfigError(
+                f"config.json of type {family!r} has {name} {shown(raw[name])}, which changes what the model computes "
+                "and cannot be represented here. Load it with its own class."
+            )
+    theirs = _their_config(raw, family)
+
+    # What both have.
     fields = {name: getattr(theirs, name) for name in _SAME}
     fields["eos_token_id"] = _one_id(theirs.eos_token_id)
     start = getattr(theirs, "decoder_start_token_id", None)
     fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
     fields["feed_forward_proj"] = _feed_forward(theirs)
+    check_number("initializer_factor", theirs.initializer_factor, above=0, most=1e15, reason="weights are float32")
     fields["initializer_scale"] = float(theirs.initializer_factor) ** 2  # of the variance, not of the deviation
     fields["z_loss_weight"] = 0.0
     fields["tie_word_embeddings"] = theirs.scale_decoder_outputs if family == "t5" else theirs.tie_word_embeddings
-    fields["dtype"] = theirs.dtype
+    fields["dtype"] = raw.get("dtype") or raw.get("torch_dtype")
+    fields["architectures"] = raw.get("architectures")
+
+    # What is for callers, and what nothing is known of.
+    known = _READ | _OF_TRANSFORMERS | _CHANGING | set(EXPLAINED)
+    for name in raw:
+        if name in _CARRIED or name not in known:
+            fields[name] = raw[name]
     return fields if family == "t5" else {**fields, **_sparse_fields(theirs)}
+
+
+def _their_config(raw: Mapping[str, Any], family: Family) -> Any:
+    """Returns the configuration of transformers that a config.json says.
+
+    Raises:
+        ConfigError: When a value is of another type than that class has, or no model could be so large.
+    """
+    for name in _SAME:
+        if name in _INTEGERS and raw.get(name) is not None:
+            check_size(name, raw[name])
+    for name in _SWITCH_INTEGERS:
+        if family == "switch_transformers" and name in raw:
+            check_integer(name, raw[name], least=0, most=2**31, reason="layers and tokens are counted by it")
+
+    for name in _FLAGS:
+        if name in raw:
+            check_flag(name, raw[name])
+
+    read = {name: value for name, value in raw.items() if name in _READ - {"dtype", "torch_dtype"}}
+    try:
+        theirs = FAMILIES[family].from_dict(read)
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as failure:
+        reason = " ".join(str(failure).split())
+        raise ConfigError(f"config.json is no {family!r} that transformers can read: {reason}") from failure
+    return theirs
 
 
 def _one_id(eos: object) -> object:
@@ -243,6 +316,9 @@ def their_fields(config: Any, family: Family) -> dict[str, Any]:
         "feed_forward_proj": config.feed_forward_proj,
         "is_gated_act": gated,
     }
+    for name in _CARRIED:
+        if getattr(config, name, None) is not None:
+            fields[name] = getattr(config, name)
     if family == "t5":
         return fields
     options = config.sparse_config(decoder=not config.num_sparse_encoder_layers).router_options

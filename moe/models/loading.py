@@ -1,7 +1,6 @@
 """Loading a model that must be complete: every weight is the folder's, or the folder is refused."""
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from moe.distributed.agreement import together
 from moe.distributed.boxes import Box, box_of
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Place, local_shard
@@ -20,12 +19,10 @@ from moe.models.card import origin
 from moe.models.configuration import STMoEConfig
 from moe.models.export import stored_tensors, whole_tensors
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.pretrained import STMoEPreTrainedModel
+from moe.models.pretrained import STMoEPreTrainedModel, load_generation_config, refuse_not_finite
 from moe.models.sharding import shard_model
-from moe.models.weight_files import DTYPES
+from moe.models.weight_files import DTYPES, describe_misfits, find_weight_files, incomplete, refuse_integers
 from moe.models.weight_sums import check_weights, check_weights_together
-
-_SHOWN = 5
 
 
 def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
@@ -44,9 +41,10 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
             lists them.
     """
     check_model_folder(folder)
-    if not issubclass(model_class, STMoEPreTrainedModel) and _model_type(folder) != STMoEConfig.model_type:
+    own = STMoEConfig.read_raw(folder).get("model_type") == STMoEConfig.model_type
+    if not own and not issubclass(model_class, STMoEPreTrainedModel):
         check_weights(Path(folder))  # our own classes do so in from_pretrained
-    asked = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    asked = {**options, "output_loading_info": True, "ignore_mismatched_sizes": not own}  # ours refuse other shapes
     try:
         model, info = model_class.from_pretrained(folder, **asked)
     except (OSError, ValueError, SafetensorError) as error:
@@ -80,7 +78,7 @@ def load_model_on_mesh(
             lists them, before any memory is taken.
     """
     check_model_folder(folder)
-    kind = _model_type(folder)
+    kind = STMoEConfig.read_raw(folder).get("model_type")
     if kind != STMoEConfig.model_type:
         raise CheckpointError(
             f"{folder} holds a model of type {kind!r}, and ranks read only {STMoEConfig.model_type!r}. Convert it once "
@@ -93,6 +91,7 @@ def load_model_on_mesh(
             model = STMoEForConditionalGeneration(config)
         whole = whole_tensors(config, stored_tensors(model))
         shapes = {name: tuple(piece.get_shape()) for name, piece in saved.items()}
+        refuse_integers(folder, whole, {name: DTYPES.get(piece.get_dtype()) for name, piece in saved.items()})
         both = [(name, shapes[name], whole[name].shape) for name in shapes.keys() & whole.keys()]
         reshaped = [(name, there, here) for name, there, here in both if there != tuple(here)]
         misfits = describe_misfits(whole.keys() - shapes.keys(), shapes.keys() - whole.keys(), reshaped)
@@ -109,8 +108,9 @@ def load_model_on_mesh(
             if name in layouts:
                 box = box_of(layouts[name], mesh.config, place)
             _read(saved[name], box, local_shard(tensor))
+    together(lambda: refuse_not_finite(model, folder))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = load_generation_config(folder, {})
     model.config.name_or_path = str(folder)
     model.origin = origin(folder)
     return model.eval(), layouts
@@ -129,18 +129,10 @@ def check_model_folder(folder: Path | str) -> None:
         )
 
 
-def _model_type(folder: Path | str) -> str | None:
-    """Returns what kind of model config.json says."""
-    return PreTrainedConfig.get_config_dict(folder)[0].get("model_type")
-
-
 def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:
     """Raises a CheckpointError when there are misfits between a folder's weights and its model."""
     if misfits:
-        raise CheckpointError(
-            f"{folder} is no complete {kind}. Weights {misfits}. Copy the whole folder again from where it was saved, "
-            "or give another; if config.json was edited, undo that."
-        )
+        raise CheckpointError(incomplete(folder, kind, misfits))
 
 
 @contextmanager
@@ -152,10 +144,8 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
     """
     with ExitStack() as stack:
         try:
-            names = {SAFE_WEIGHTS_NAME}
-            if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)]
+            paths = find_weight_files(folder, use_safetensors=True)
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
             saved = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118  no mapping
         except (OSError, ValueError, LookupError, SafetensorError) as error:
             raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
@@ -182,24 +172,3 @@ def _read(saved: Any, box: Box, target: Tensor) -> None:
         rows = (number * half + start, number * half + end)
         part = saved[tuple(slice(*ends) for ends in (*outer, rows, columns))]
         target.select(-3, number - first).copy_(part)
-
-
-def describe_misfits(
-    missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[tuple[str, Iterable[int], Iterable[int]]]
-) -> str:
-    """Returns how many weights of a file do not fit a model, with the first names; an empty string when all fit.
-
-    Args:
-        missing: Names that the model has and the file has not.
-        unexpected: Names that the file has and the model has not.
-        reshaped: Names that both have, with the shape in the file and the shape in the model.
-    """
-    shapes = [f"{name} {tuple(saved)} instead of {tuple(own)}" for name, saved, own in reshaped]
-    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-    return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, found in kinds if (names := sorted(found)))
-
-
-def _some(names: list[str]) -> str:
-    """Returns the first few names and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

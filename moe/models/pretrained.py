@@ -1,6 +1,5 @@
 """What all models share: loading, saving, initialisation, activation checkpointing."""
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,24 +9,33 @@ from typing import Any, cast
 import torch
 from huggingface_hub import CommitInfo, HfApi
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from moe.errors import ConfigError
+from moe.checks import check, check_flag, check_integer, check_number, is_kind
+from moe.distributed.sharding import local_shard
+from moe.errors import CheckpointError, ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
 from moe.models.card import CARD_NAME, add_tags, check_card, fetch_card, model_card, origin, write_card
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_config
+from moe.models.configuration_checks import check_config, check_savable
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
 from moe.models.quantized import warn_of_plain_experts
-from moe.models.weight_sums import (
-    check_weights,
-    forget_weight_sums,
-    remove_stale_weights,
-    weight_stamps,
-    write_weight_sums,
+from moe.models.weight_files import (
+    COPY_AGAIN,
+    describe_misfits,
+    find_weight_files,
+    incomplete,
+    open_weights,
+    refuse_integers,
+    remove_replaced_weights,
+    saved_weights,
 )
+from moe.models.weight_sums import check_weights, forget_weight_sums, write_weight_sums
+from moe.parsing import read_json, to_record
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
 
@@ -35,6 +43,8 @@ DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revis
 """Arguments that say where a file of the hub comes from."""
 
 _PRODUCTS_OF_DISPATCH = {"ragged": "grouped_mm", "static": "batched_mm"}  # in transformers' words
+_QUIETLY = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+
 _OF_A_COMMIT = ("commit_message", "commit_description", "create_pr", "revision")
 
 
@@ -99,8 +109,8 @@ class STMoEPreTrainedModel(PreTrainedModel):
         matrix products on a CPU round differently by address; each such weight is moved to an aligned one.
 
         Raises:
-            CheckpointError: When a local folder's weights are not those that were saved, or tensors of a T5 or Switch
-                are missing, unexpected or of another shape.
+            CheckpointError: When a file is damaged, weights are of another shape or no finite numbers, or tensors of a
+                T5 or Switch are missing or unexpected.
             ConfigError: When its config.json holds what this library cannot represent.
         """
         source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
@@ -109,14 +119,63 @@ class STMoEPreTrainedModel(PreTrainedModel):
         if _is_foreign(source, download):
             result = cls._from_foreign(source, *args, download=download, **kwargs)
         else:
+            cls._check_files(source, download, kwargs)
             result = super().from_pretrained(source, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
+        refuse_not_finite(model, source)
         model.origin = None if source is None else origin(source)
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
                 parameter.data = parameter.data.clone()
         return result
+
+    @classmethod
+    def _check_files(cls, source: Any, download: dict[str, Any], options: Mapping[str, Any]) -> None:
+        """Checks the files of a folder before transformers reads them.
+
+        Args:
+            source: The folder; names of the hub are left to transformers.
+            download: Of `options`, where files come from.
+            options: Arguments of `from_pretrained`.
+
+        Raises:
+            CheckpointError: When a file is damaged, or holds other than a model's numbers.
+            ConfigError: When a setting of generation cannot be used.
+        """
+        if source is None or not (Path(source) / download.get("subfolder", "") / CONFIG_NAME).is_file():
+            return
+        if options.get("generation_config") is None:
+            load_generation_config(source, download)
+        if options.get("state_dict") is not None or options.get("gguf_file") is not None:
+            return
+
+        # What is in the files, of which only names and shapes are read.
+        chosen = {name: options.get(name) for name in ("use_safetensors", "variant")}
+        stored = open_weights(find_weight_files(source, **chosen, **download))
+
+        # What the model expects under those names: a part of the whole model, or the whole, by names of either.
+        config = options.get("config")
+        if not isinstance(config, STMoEConfig):
+            settings = {name: value for name, value in options.items() if name != "config"}
+            config, _ = cast(Any, STMoEConfig).from_pretrained(config or source, return_unused_kwargs=True, **settings)
+        if hasattr(config, "quantization_config") or options.get("quantization_config") is not None:
+            return
+        with torch.device("meta"):
+            expected = cls(config).state_dict()
+        prefix = f"{cls.base_model_prefix}."
+        for name in expected.keys() - stored.keys():
+            for other in (f"{prefix}{name}", name.removeprefix(prefix)):
+                if other in stored:
+                    stored[name] = stored.pop(other)
+        refuse_integers(source, expected, {name: tensor.dtype for name, tensor in stored.items()})
+
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        both = [(name, shapes[name], tuple(expected[name].shape)) for name in shapes.keys() & expected.keys()]
+        reshaped = [(name, saved, own) for name, saved, own in both if saved != own]
+        if reshaped and not options.get("ignore_mismatched_sizes"):
+            misfits = describe_misfits(expected.keys() - shapes.keys(), shapes.keys() - expected.keys(), reshaped)
+            raise CheckpointError(incomplete(source, cls.__name__, misfits))
 
     @classmethod
     def _from_foreign(cls, source: Any, *args: Any, download: dict[str, Any], **kwargs: Any) -> Any:
@@ -176,15 +235,18 @@ class STMoEPreTrainedModel(PreTrainedModel):
             self._save_and_push(Path(save_directory), card, args, kwargs)
             return
         text = self._card(card or {})  # what is wrong with it is said before anything is written
-        folder = Path(save_directory)
+        check_config(self.config)
+        check_savable(self.config)
+
+        folder, variant = Path(save_directory), kwargs.get("variant")
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
         writes = self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only
-        earlier = weight_stamps(folder) if writes else {}
         if writes:  # killed from here on, the folder holds no checksums rather than wrong ones
             forget_weight_sums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)
+
         if writes:
-            remove_stale_weights(folder, earlier)
+            remove_replaced_weights(folder, saved_weights(folder, variant), variant)
             write_weight_sums(folder)
             write_card(folder, text)
 
@@ -258,12 +320,28 @@ class STMoEPreTrainedModel(PreTrainedModel):
             module.reset_parameters()
 
 
+@torch.no_grad()
+def refuse_not_finite(model: nn.Module, source: Any) -> None:
+    """Raises a CheckpointError for a weight that holds NaN or infinity; names the first."""
+    ordinary = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for name, parameter in model.named_parameters():
+        weight = local_shard(parameter)
+        if weight.device.type == "meta" or weight.dtype not in ordinary or weight.numel() == 0:
+            continue
+        least, largest = weight.aminmax()  # one pass over them
+        if not (largest.float() - least.float()).isfinite():
+            raise CheckpointError(
+                f"{name} in {source} holds numbers that are not finite: from {least.item()} to {largest.item()}. Load "
+                "an earlier checkpoint: training diverged, or the file is damaged."
+            )
+
+
 def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
     """Returns whether a folder or hub name holds a T5 or Switch of transformers."""
     if source is None:
         return False
     try:
-        return family_of(PreTrainedConfig.get_config_dict(source, **download)[0]) is not None
+        return family_of(STMoEConfig.read_raw(source, **download)) is not None
     except OSError:
         return False  # no config.json: an adapter, or nothing; transformers says so
 
@@ -271,9 +349,13 @@ def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
 def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
     """Raises a ConfigError for adapters of PEFT whose base is a T5 or Switch, which transformers would draw anew."""
     path = find_adapter_config_file(str(source), **download) if isinstance(source, str | os.PathLike) else None
-    if path is None or (Path(source) / "config.json").is_file():
+    if path is None:
         return
-    base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    adapters = _read_object(Path(path))
+    if (Path(source) / "config.json").is_file():
+        return
+    base = adapters.get("base_model_name_or_path")
+    check(base is None or isinstance(base, str), f"base_model_name_or_path of {path}", base, "a folder or hub name")
     if base and _is_foreign(base, download):
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "
@@ -291,9 +373,46 @@ def _check_local_weights(source: Any, download: dict[str, Any]) -> None:
 
 
 def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:
-    """Returns the generation settings of a folder or hub name: those of their own file, or else of config.json."""
-    try:
-        return GenerationConfig.from_pretrained(source, **download)
-    except OSError:
+    """Returns the generation settings of a folder or hub name: those of their own file, or else of config.json.
+
+    Raises:
+        CheckpointError: When the file is damaged.
+        ConfigError: When a setting is of another type than it has.
+    """
+    path = cached_file(source, GENERATION_CONFIG_NAME, **_QUIETLY, **download)
+    if path is None:
         settings = {"config_file_name": "config.json", "_from_model_config": True, **download}
         return GenerationConfig.from_pretrained(source, **settings)
+
+    _check_generation_types(_read_object(Path(path)), path)
+    try:
+        return GenerationConfig.from_pretrained(source, **download)
+    except (ValueError, TypeError, AttributeError, LookupError) as failure:
+        raise ConfigError(f"{path} has settings that cannot be used: {failure}") from failure
+
+
+def _check_generation_types(settings: Mapping[str, Any], path: str) -> None:
+    """Raises a ConfigError when a setting of generation is of another type than its default, or an id is no number."""
+    defaults = GenerationConfig._get_default_generation_params()
+    for name, value in settings.items():
+        if name.endswith("_token_id"):
+            ids = value if isinstance(value, list) else [value]
+            check(all(one is None or is_kind(one, int) for one in ids), f"{name} of {path}", value, "a token id")
+        elif value is None or defaults.get(name) is None or name == "early_stopping":  # which may be "never"
+            continue
+        elif isinstance(defaults[name], bool):
+            check_flag(f"{name} of {path}", value)
+        elif isinstance(defaults[name], int):
+            check_integer(f"{name} of {path}", value)
+        elif isinstance(defaults[name], float):
+            check_number(f"{name} of {path}", value)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file of a model folder.
+
+    Raises:
+        CheckpointError: When the file is damaged.
+    """
+    content = read_json(path, advice=COPY_AGAIN, error=CheckpointError, nan=True)
+    return to_record(dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError)

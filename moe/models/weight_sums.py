@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
 from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, write_sums
 from moe.distributed.verification import find_damage_together
 from moe.errors import CheckpointError
@@ -66,30 +64,6 @@ def check_weights(folder: Path) -> None:
 def check_weights_together(folder: Path) -> None:
     """Does what `check_weights` does, dealt out over the ranks; every rank must call it."""
     _refuse(folder, find_damage_together(folder))
-
-
-def weight_stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Returns of each file of weights what changes when it is written anew: node, size and time."""
-    stats = {name: (folder / name).stat() for name in weight_files(folder)}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def remove_stale_weights(folder: Path, before: dict[str, tuple[int, int, int]]) -> None:
-    """Removes the weights of an earlier save in another number of files: they would be loaded in place of the new.
-
-    Args:
-        folder: With the weights that were just written.
-        before: Its `weight_stamps` as they were.
-    """
-    after = weight_stamps(folder)
-    whole_is_new = SAFE_WEIGHTS_NAME in after and after[SAFE_WEIGHTS_NAME] != before.get(SAFE_WEIGHTS_NAME)
-    index_is_new = SAFE_WEIGHTS_INDEX_NAME in after and after[SAFE_WEIGHTS_INDEX_NAME] != before.get(
-        SAFE_WEIGHTS_INDEX_NAME
-    )
-    if whole_is_new and not index_is_new:
-        (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
-    if index_is_new and not whole_is_new:
-        (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
 
 
 def _other_sums(folder: Path) -> dict[str, str]:

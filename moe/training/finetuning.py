@@ -101,7 +101,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{' and '.join(idle)} would change nothing: the model in {folder} has expert_capacity "
             f"{config.expert_capacity}, which stands in their place. Set model.expert_capacity to null, too."
         )
-    return STMoEConfig(**{**config.to_dict(), **recipe.model})
+    return config.replaced(**recipe.model)
 
 
 def load_for_finetuning(

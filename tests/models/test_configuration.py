@@ -1,9 +1,16 @@
 """Counts against the published numbers (presets name the sources) and against built models; errors at the door."""
 
+import json
+import warnings
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import SwitchTransformersConfig, T5Config
 
-from moe import PRESETS, ConfigError, SparseConfig, STMoEConfig, STMoEForConditionalGeneration
+from moe import PRESETS, ConfigError, MoEError, SparseConfig, STMoEConfig, STMoEForConditionalGeneration
 from moe.sparse.config import REFERENCES
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router, load_routers
@@ -89,7 +96,7 @@ def test_active_parameters_count_two_of_the_experts():
         ({"num_expert": 3}, "no field 'num_expert'.*Did you mean 'num_experts'"),
         ({"num_experts": 5}, "num_experts is 5, but num_sparse_encoder_layers"),
         ({"num_experts": 5, "num_sparse_encoder_layers": 5}, r"does not divide the 12 blocks.*\[1, 2, 3, 4, 6, 12\]"),
-        ({"d_model": 0}, "d_model is 0; expected an integer of at least 1"),
+        ({"d_model": 0}, r"d_model is 0; expected an integer from 1 to [\d,]+ \(no larger tensor fits into memory\)"),
         ({"d_model": "wide"}, "d_model is 'wide'"),
         ({"dropout_rate": 1.5}, "dropout_rate is 1.5"),
         ({"feed_forward_proj": "swish"}, "expected one of gated-gelu, relu"),
@@ -102,20 +109,52 @@ def test_active_parameters_count_two_of_the_experts():
         ),
         ({**SPARSE, "router": "swich"}, "Did you mean 'switch'"),
         ({"router": "swich"}, "Did you mean 'switch'"),
-        ({**SPARSE, "router": None}, "no router called None"),
+        ({**SPARSE, "router": None}, "router is None; expected the name of a router"),
         (
             {**SPARSE, "second_expert_policy": "all"},
             "no field 'second_expert_policy' .*option of batch_prioritized, token_choice. Give it inside router_opt",
         ),
-        ({**SPARSE, "expert_capacity": 0}, "expert_capacity is 0; expected an integer of at least 1, or None"),
+        ({**SPARSE, "expert_capacity": 0}, "expert_capacity is 0; expected an integer from 1 to .*, or None to follow"),
         ({**SPARSE, "capacity_scope": "batch"}, "capacity_scope is 'batch'; expected one of group, sequence"),
         ({**SPARSE, "sparse_position": "first"}, "sparse_position is 'first'; expected one of last, second"),
-        ({**SPARSE, "capacity_factor": "1.25"}, "capacity_factor is '1.25'; expected a number above 0, or None"),
+        ({**SPARSE, "capacity_factor": "1.25"}, "capacity_factor is '1.25'; expected a finite number above 0, or None"),
         ({"decoder_router": "switch"}, "decoder_router is 'switch', but the decoder has no sparse layer"),
         ({"decoder_router_options": {"policy": "sample"}}, "decoder_router_options is .*, but the decoder has no"),
         ({**SPARSE, "router_options": {"jiter": 0.1}}, "Router 'token_choice' has no option 'jiter'"),
         ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected a mapping"),
         ({**SPARSE, "decoder_router": "batch_prioritized"}, "'batch_prioritized' cannot be used in a decoder"),
+        (
+            {"num_layers": 100_000},
+            r"num_layers is 100000; expected an integer from 1 to 1,024 \(blocks are built one by",
+        ),
+        ({"vocab_size": 10**300}, r"vocab_size is 10+.*characters\); expected an integer from 1 to"),
+        ({"d_model": 2**20, "d_ff": 2**24, "num_layers": 99}, "parameters; expected at most 100,000,000,000,000"),
+        ({"d_model": 768.0}, "d_model is 768.0; expected an integer"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder is False; expected true: .*STMoEEncoderModel"),
+        ({"use_cache": 1}, "use_cache is 1; expected true or false"),
+        ({"output_hidden_states": "yes"}, "output_hidden_states is 'yes'; expected true or false"),
+        ({"dropout_rate": float("nan")}, "dropout_rate is nan; expected a finite number"),
+        ({"z_loss_weight": 1e308}, "z_loss_weight is 1e.308; expected a finite number"),
+        ({"capacity_factor": "much"}, "capacity_factor is 'much'; expected a finite number above 0"),
+        ({"dtype": "float7"}, "dtype is 'float7'; expected the name of a floating-point dtype of torch"),
+        ({"dtype": "nn"}, "dtype is 'nn'; expected the name of a floating-point dtype of torch"),
+        ({"router_options": "all"}, "router_options is 'all'; expected a mapping"),
+        (
+            {"eos_token_id": []},
+            r"eos_token_id is \[\]; expected a token id below vocab_size, 32128, a list of them, or",
+        ),
+        ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]; expected"),
+        ({"eos_token_id": True}, "eos_token_id is True; expected"),
+        ({"bos_token_id": "<s>"}, "bos_token_id is '<s>'; expected a token id"),
+        ({"architectures": "T5"}, "architectures is 'T5'; expected a list"),
+        ({"num_labels": 10**12}, "num_labels is 1000000000000; expected"),
+        ({"id2label": {"a": "b"}}, "id2label is {'a': 'b'}; expected a mapping whose keys"),
+        ({"problem_type": "single_label_classification", "num_labels": 1}, "problem_type is .* another with one label"),
+        ({"is_decoder": True}, "is_decoder is True; expected nothing here: the model has both stacks"),
+        ({"task_specific_params": [1]}, r"task_specific_params is \[1\]; expected a mapping"),
+        ({"attn_implementation": 5}, "attn_implementation is 5; expected a name"),
+        ({"quantization_config": "int8"}, "quantization_config is 'int8'; expected a configuration"),
     ],
 )
 def test_a_config_whose_numbers_are_wrong_is_refused(fields, message):
@@ -191,3 +230,119 @@ def test_a_config_survives_saving(tmp_path):
     config = STMoEConfig.from_preset("st-moe-base", eval_capacity_factor=None, expert_bias="multiplicative", **routers)
     config.save_pretrained(tmp_path)
     assert STMoEConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+
+
+def test_what_transformers_defines_for_every_config_is_kept_and_loads_again(tmp_path):
+    told = {
+        "eos_token_id": [1, 5],
+        "bos_token_id": 3,
+        "tokenizer_class": "T5Tokenizer",
+        "prefix": "summarize: ",
+        "task_specific_params": {"summarization": {"num_beams": 4}},
+        "quantization_config": {"quant_method": "torchao"},
+        "output_hidden_states": True,
+        "id2label": {0: "no", 1: "yes", 2: "perhaps"},
+        "problem_type": "regression",
+    }
+    for kind in (T5Config, STMoEConfig):
+        kind(**told).save_pretrained(tmp_path)
+        loaded = kind.from_pretrained(tmp_path)
+        assert {name: getattr(loaded, name) for name in told} == told
+    STMoEConfig(eos_token_id=None).save_pretrained(tmp_path)
+    assert STMoEConfig.from_pretrained(tmp_path).eos_token_id is None
+
+
+def test_names_that_transformers_gives_to_fields_are_keywords():
+    config = STMoEConfig(hidden_size=64, num_attention_heads=5)
+    assert (config.d_model, config.num_heads) == (64, 5)
+    with pytest.raises(ConfigError, match="d_model is 0"):
+        STMoEConfig(hidden_size=0)
+
+
+def test_an_attribute_that_was_set_loads_again_and_is_named(tmp_path):
+    config = STMoEConfig()
+    config.lab_tag, config.num_expert = "a", 5
+    config.save_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"lab_tag \('a'\), num_expert \(5\) Did you mean 'num_experts'\?\. They are kept"
+    ):
+        loaded = STMoEConfig.from_pretrained(tmp_path)
+    assert (loaded.lab_tag, loaded.num_expert) == ("a", 5)
+    with pytest.raises(ConfigError, match=r"no field 'num_exparts'.*Did you mean 'num_experts'"):
+        config.replaced(num_exparts=5)
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    STMoEConfig(d_model=np.int64(64), dropout_rate=np.float32(0.5)).save_pretrained(tmp_path)
+    loaded = STMoEConfig.from_pretrained(tmp_path)
+    assert (loaded.d_model, loaded.dropout_rate) == (64, 0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("to_dict", 3), ("scale", {1, 2}), ("scale", torch.ones(2))])
+def test_what_could_not_be_loaded_again_is_refused_at_save(tmp_path, name, value):
+    config = STMoEConfig()
+    vars(config)[name] = value
+    with pytest.raises(ConfigError, match=name):
+        config.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _fields_of(config):
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+VALID = {
+    "st_moe": _fields_of(STMoEConfig(**FIELDS)),
+    "t5": _fields_of(T5Config(vocab_size=131, d_model=29, num_layers=2)),
+    "switch_transformers": _fields_of(SwitchTransformersConfig(vocab_size=131, d_model=29, num_layers=2)),
+}
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([-1, 0, 1, 2**31, 2**63, 10**18, 10**400])
+    | st.floats()
+    | st.sampled_from(["no", "true", "relu", "gated-gelu", "float32", "float7", "switch", "expert_choice", "1"])
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_path, data):
+    kind = data.draw(st.sampled_from(list(VALID)))
+    names = st.sampled_from(sorted(VALID[kind])) | st.sampled_from(["lab_tag", "to_dict", "rope_theta", "__class__"])
+    changes = data.draw(st.dictionaries(names, JSON, min_size=1, max_size=2))
+    missing = data.draw(st.sets(st.sampled_from(sorted(VALID[kind])), max_size=2))
+    content = {name: value for name, value in {**VALID[kind], **changes}.items() if name not in missing}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = STMoEConfig.from_pretrained(tmp_path)
+        except MoEError as error:
+            known = {
+                *content,
+                *VALID["st_moe"],
+                *VALID[kind],
+                "JSON",
+                "a model of type",
+                "Router ",
+                "feed-forward layers",
+                "layers in the",
+            }
+            assert any(name in str(error) for name in known), str(error)
+            assert len(str(error)) < 1000
+            return
+        config.save_pretrained(tmp_path)
+        again = STMoEConfig.from_pretrained(tmp_path)
+    # Transformers does not write where a config comes from, nor default labels.
+    before, after = config.to_dict(), again.to_dict()
+    for name in ("_name_or_path", "id2label", "label2id"):
+        before.pop(name, None)
+        after.pop(name, None)
+    assert after == before
+    assert again.num_parameters() > 0

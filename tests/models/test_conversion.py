@@ -241,7 +241,9 @@ def test_copies_of_the_embedding_and_t5s_unused_bias_are_explained(folders, tmp_
     change_weights(folder, lambda weights: weights.pop("shared.weight"))
     assert torch.equal(load(folder).lm_head.weight, load(folders("T5 1.0")).lm_head.weight)
     change_weights(folder, lambda weights: weights["decoder.embed_tokens.weight"].add_(1))
-    with pytest.raises(CheckpointError, match=r"1 unexpected: decoder\.embed_tokens\.weight \(other numbers than"):
+    with pytest.raises(
+        CheckpointError, match=r"encoder with encoder\.embed_tokens\.weight and the decoder with decoder"
+    ):
         load(folder)
 
 
@@ -340,15 +342,72 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         ({"num_selected_experts": 2}, "num_selected_experts 2; expected 1"),
         ({"dense_act_fn": "gelu"}, "plain feed-forward layers with the activation 'gelu'"),
         ({"is_gated_act": True, "dense_act_fn": "silu"}, "gated feed-forward layers with the activation 'silu'"),
-        ({"scalable_attention": True}, r"nothing is known of: scalable_attention \(True\)"),
+        ({"scalable_attention": True}, "has scalable_attention True, which changes what the model computes"),
         ({"num_sparse_encoder_layers": 3, "encoder_sparse_step": 3}, r"4 layers in the encoder, of which every 3th"),
-        ({"eos_token_id": [1, 2]}, r"eos_token_id is \[1, 2\]; expected a token id"),
+        ({"eos_token_id": [1, 500]}, r"eos_token_id is \[1, 500\]; expected a token id below vocab_size, 131"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"num_layers": 10**12}, "num_layers is 1000000000000; expected an integer from 1 to 1,024"),
+        ({"d_model": 29.0}, "d_model is 29.0; expected an integer"),
+        ({"encoder_sparse_step": "two"}, "encoder_sparse_step is 'two'; expected an integer"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
+        ({"initializer_factor": 1e300}, "initializer_factor is 1e.300; expected a finite number"),
+        ({"dropout_rate": None}, "no 'switch_transformers' that transformers can read.*'dropout_rate'"),
+        ({"dtype": "float7"}, "dtype is 'float7'; expected the name of a floating-point dtype"),
+        ({"tie_encoder_decoder": True}, "has tie_encoder_decoder True, which changes what the model computes"),
+        ({"to_dict": 3}, "to_dict cannot be a field of a config.json"),
+        ({"model_type": ["t5"]}, r"of a model of type \['t5'\]; expected st_moe"),
         ({"model_type": "bert"}, "of a model of type 'bert'; expected st_moe, or t5 or switch_transformers"),
     ],
 )
 def test_a_config_json_that_cannot_be_represented_is_refused_with_the_reason(folder, changes, message):
     change_config(folder, **changes)
     with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+def test_what_transformers_does_not_read_either_is_kept_with_a_warning(folder):
+    kept = {"task_specific_params": {"summarization": {"prefix": "summarize: "}}, "prefix": "x ", "bos_token_id": None}
+    change_config(folder, **kept, tokenizer_class="T5Tokenizer", lab_tag="a", rope_theta=None)
+    with pytest.warns(UserWarning, match=r"fields that STMoEConfig does not read: lab_tag \('a'\)"):
+        config = STMoEConfig.from_pretrained(folder)
+    assert config.lab_tag == "a"
+    assert {name: getattr(config, name) for name in kept} == kept
+    assert config.tokenizer_class == "T5Tokenizer"
+
+
+def test_several_end_tokens_are_kept(folder):
+    change_config(folder, eos_token_id=[1, 5])
+    assert load(folder).config.eos_token_id == [1, 5]
+
+
+def test_an_untied_switch_computes_with_the_tables_of_its_stacks(tmp_path):
+    theirs = their_model("Switch, untied")
+    theirs.encoder.embed_tokens.weight.data.mul_(2)
+    theirs.decoder.embed_tokens.weight.data.mul_(2)
+    theirs.save_pretrained(tmp_path)
+    inputs = their_inputs()
+    assert_equal_to_rounding(load(tmp_path).eval()(**inputs).logits, theirs(**inputs).logits)
+    reason = conversion_report(tmp_path).ignored["shared.weight"]
+    assert reason == "is not used: both stacks compute with tables of their own"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("Switch, untied", "decoder.embed_tokens.weight", "the encoder with encoder.* and the decoder with decoder"),
+        ("Switch", "shared.weight", "the stacks with encoder.* and the head with shared.weight, whose numbers differ"),
+    ],
+)
+def test_two_embeddings_that_both_matter_are_refused(folders, tmp_path, kind, changed, message):
+    folder = shutil.copytree(folders(kind), tmp_path / "model")
+
+    def change(weights):
+        for stack in ("encoder", "decoder"):
+            weights.setdefault(f"{stack}.embed_tokens.weight", weights["shared.weight"].clone())
+        weights[changed].add_(1)
+
+    change_weights(folder, change)
+    with pytest.raises(CheckpointError, match=message):
         load(folder)
 
 

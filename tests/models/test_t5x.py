@@ -3,6 +3,7 @@
 The names are spelled out by a small rule book of their own, from the facts of the format, not by the library's table.
 """
 
+import json
 import re
 import sys
 
@@ -138,7 +139,7 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, kind):
     model, inputs = tiny_model(**{**MODELS[kind], **(fields if "T5" not in kind else {})}), their_inputs()
     folder = write(tmp_path / "t5x", t5x_tree(model))
     free = {name: getattr(model.config, name) for name in FREE} | {"router_initializer_std": 0.5}
-    settings = {f"{name}={'null' if value is None else value}" for name, value in free.items()}
+    settings = {f"{name}={json.dumps(value)}" for name, value in free.items()}
     main(["--from", str(folder), "--to", str(tmp_path / "ours"), "--set", *settings])
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "ours")
     for name in ("num_experts", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "feed_forward_proj"):

@@ -1,0 +1,206 @@
+"""Model folders that are damaged, or saved into twice: one message that names what is wrong, or what was saved last."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from moe import (
+    CheckpointError,
+    ConfigError,
+    MeshConfig,
+    MoEError,
+    STMoEConfig,
+    STMoEForConditionalGeneration,
+    build_mesh,
+    load_complete,
+    load_model_on_mesh,
+)
+from tests.models.tiny import DENSE, FIELDS, tiny_model
+
+
+class RunsCode:
+    """A pickle that makes a folder when it is read without care."""
+
+    def __reduce__(self):
+        return os.mkdir, ("code-ran",)
+
+
+def config(**changes):
+    def damage(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def binary(content):
+    def damage(folder):
+        (folder / "model.safetensors").unlink()
+        torch.save(content, folder / "pytorch_model.bin")
+
+    return damage
+
+
+def index(content):
+    def damage(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(content)
+
+    return damage
+
+
+def weights(change):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+DAMAGES = {
+    "config cut": (text("config.json", '{"d_model": 2'), "config.json: .* is not JSON"),
+    "config empty": (text("config.json", ""), "config.json: .* is not JSON"),
+    "config a list": (text("config.json", "[]"), r"config.json: its content is \[\]"),
+    "config nested": (text("config.json", "[" * 100_000), "config.json: .* is not JSON"),
+    "config a long number": (
+        text("config.json", '{"d_ff": ' + "9" * 5000 + "}"),
+        "config.json: .* is not JSON .number out of range",
+    ),
+    "config points elsewhere": (config(configuration_files=3), "configuration_files: its content is 3"),
+    "config of another model": (config(model_type="bert"), "of a model of type 'bert'"),
+    "router a list": (config(router=["switch"]), r"router is \['switch'\]; expected the name of a router"),
+    "dtype": (config(dtype="float7"), "dtype is 'float7'; expected the name of a floating-point dtype"),
+    "dtype of integers": (config(torch_dtype="int8"), "torch_dtype is 'int8'; expected the name of a floating"),
+    "layers": (config(num_layers=100_000), "num_layers is 100000; expected an integer from 1 to 1,024"),
+    "width": (config(d_model=2**20, d_ff=2**24, num_layers=512), "parameters; expected at most"),
+    "width of other weights": (config(d_model=2**16), r"another shape: lm_head\.weight \(131, 29\) instead of"),
+    "labels": (config(num_labels=10**12), "num_labels is 1000000000000; expected"),
+    "label names": (config(id2label="x"), "id2label is 'x'; expected a mapping"),
+    "sizes by layer": (config(per_layer_config={"0": {"d_ff": 5}}), "per_layer_config is .*; expected nothing here"),
+    "a method": (config(num_parameters=5), "num_parameters cannot be a field"),
+    "generation a list": (text("generation_config.json", "[]"), r"generation_config.json: its content is \[\]"),
+    "generation torn": (text("generation_config.json", '{"num_beams'), "generation_config.json: .* is not JSON"),
+    "generation types": (text("generation_config.json", '{"num_beams": "x"}'), "num_beams of .* is 'x'"),
+    "generation ids": (text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id of .* is 'x'"),
+    "generation cache": (text("generation_config.json", '{"cache_implementation": [1]}'), "cannot be used"),
+    "adapter a list": (text("adapter_config.json", "[]"), r"adapter_config.json: its content is \[\]"),
+    "bin a list": (binary([1]), r"pytorch_model.bin cannot be read: it holds \[1\]; expected tensors by name"),
+    "bin of code": (binary(RunsCode()), "cannot be read: the file is torn, or holds more than tensors"),
+    "bin of texts": (binary({"lm_head.weight": "x"}), "it holds 'x' under 'lm_head.weight'"),
+    "bin cut": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "pytorch_model.bin cannot be read",
+    ),
+    "index a list": (index("[]"), r"index.json: its content is \[\]"),
+    "index torn": (index('{"weight_map"'), "index.json: .* is not JSON"),
+    "index without a map": (index('{"metadata": {}}'), "index.json: weight_map: its content is None"),
+    "index of numbers": (index('{"metadata": {}, "weight_map": {"a": 3}}'), "weight_map: a is 3"),
+    "index to elsewhere": (index('{"metadata": {}, "weight_map": {"a": "../x"}}'), "names the file '../x'"),
+    "index to nothing": (index('{"metadata": {}, "weight_map": {"a": "x.safetensors"}}'), "x.safetensors is missing"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights: expected one of model.s"),
+    "integers": (
+        weights(lambda tensors: tensors.update({"lm_head.weight": torch.ones(131, 29, dtype=torch.int8)})),
+        "lm_head.weight in .* holds numbers of type torch.int8; expected floating-point",
+    ),
+    "no numbers": (
+        weights(lambda tensors: tensors["lm_head.weight"][5].fill_(float("nan"))),
+        "lm_head.weight in .* holds numbers that are not finite: from nan to nan",
+    ),
+    "infinity": (
+        weights(lambda tensors: tensors["lm_head.weight"][5].fill_(float("-inf"))),
+        "lm_head.weight in .* holds numbers that are not finite: from -inf to",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A model folder that is not to be changed."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield build_mesh(MeshConfig(), "cpu")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_model_folder_is_refused_with_what_is_wrong(whole, tmp_path, monkeypatch, damage, message):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(whole, tmp_path / "model")
+    damage(folder)
+    for load in (STMoEForConditionalGeneration.from_pretrained, load_whole):
+        with pytest.raises(MoEError, match=message):
+            load(folder)
+    assert not (tmp_path / "code-ran").exists()
+
+
+def load_whole(folder):
+    return load_complete(STMoEForConditionalGeneration, folder)
+
+
+def test_a_mesh_refuses_numbers_that_are_none(whole, tmp_path, mesh):
+    for name in ("integers", "no numbers"):
+        damage, message = DAMAGES[name]
+        folder = shutil.copytree(whole, tmp_path / name)
+        damage(folder)
+        with pytest.raises(CheckpointError, match=message):
+            load_model_on_mesh(folder, mesh)
+
+
+@pytest.mark.parametrize("first", ["5KB", "5GB"])
+def test_a_second_save_takes_the_place_of_the_first(tmp_path, mesh, first):
+    sizes = {"5KB": "5GB", "5GB": "5KB"}
+    tiny_model(seed=1).save_pretrained(tmp_path, max_shard_size=first)
+    last = tiny_model(seed=2)
+    last.save_pretrained(tmp_path, max_shard_size=sizes[first])
+    for loaded in (load_whole(tmp_path), load_model_on_mesh(tmp_path, mesh)[0]):
+        assert torch.equal(loaded.lm_head.weight, last.lm_head.weight)
+    assert (tmp_path / "model.safetensors").exists() == (first == "5KB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (first == "5GB")
+
+
+def test_saves_under_another_name_stay(tmp_path):
+    tiny_model(seed=1).save_pretrained(tmp_path)
+    tiny_model(seed=2).save_pretrained(tmp_path, variant="best", max_shard_size="5KB")
+    tiny_model(seed=3).save_pretrained(tmp_path, variant="best")
+    kept = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    best = STMoEForConditionalGeneration.from_pretrained(tmp_path, variant="best")
+    assert torch.equal(kept.lm_head.weight, tiny_model(seed=1).lm_head.weight)
+    assert torch.equal(best.lm_head.weight, tiny_model(seed=3).lm_head.weight)
+
+
+def test_a_config_that_could_not_be_loaded_again_is_not_saved(tmp_path):
+    model = tiny_model()
+    model.config.lock = object()
+    with pytest.raises(ConfigError, match=r"lock of the config is <object .*, which config.json cannot hold"):
+        model.save_pretrained(tmp_path)
+    del model.config.lock
+    model.config.d_ff = "wide"
+    with pytest.raises(ConfigError, match="d_ff is 'wide'"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_are_computed_as_dispatch_says():
+    for dispatch, name, other in (("ragged", "grouped_mm", "batched_mm"), ("static", "batched_mm", "eager")):
+        fields = {**FIELDS, "dispatch": dispatch}
+        STMoEForConditionalGeneration(STMoEConfig(**fields, experts_implementation=name))
+        with pytest.raises(ConfigError, match=f"experts_implementation is '{other}'; expected .*dispatch '{dispatch}'"):
+            STMoEForConditionalGeneration(STMoEConfig(**fields, experts_implementation=other))
+    STMoEForConditionalGeneration(STMoEConfig(**{**FIELDS, **DENSE}, experts_implementation="eager"))
