@@ -23,7 +23,7 @@ SECONDS = 20
 """A case that takes longer hangs."""
 
 _MEMORY = 8 * 2**30
-_LONGEST_MESSAGE = 2_500
+_LONGEST_MESSAGE = 3_000
 _BARE = re.compile(
     r"\b(Key|Type|Attribute|Index|Value|Runtime|UnicodeDecode|UnicodeEncode|Recursion|Overflow|Memory|Assertion)Error\b"
     r"|Traceback"
