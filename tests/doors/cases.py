@@ -124,7 +124,14 @@ def _case(
     may_change, rewrites = tuple(door.get("changes") or ()), tuple(door.get("rewrites") or ())
     copied = tuple(dict.fromkeys(name.split("/")[0] for name in (file, *may_change) if name))
     return Case(
-        door=door["door"], name=label, knock=knock, copied=copied, may_change=may_change, rewrites=rewrites, **facts
+        door=door["door"],
+        name=label,
+        knock=knock,
+        copied=copied,
+        may_change=may_change,
+        rewrites=rewrites,
+        any_words=bool(door.get("any_words")),
+        **facts,
     )
 
 
