@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
+from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
 
@@ -85,6 +86,7 @@ def check_kind(folder: Path, kind: str) -> None:
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
+    _refuse_nul(folder)
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
@@ -130,6 +132,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
     Raises:
         DataError: With the text `taken`, when another process holds it.
     """
+    _refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK_FILE).open("w") as lock:
         if not _lock(lock.fileno(), wait=False):
@@ -250,6 +253,7 @@ def whole_file(target: Path) -> Iterator[Path]:
 
     Of two that write the same file at once the second waits for the first.
     """
+    _refuse_nul(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     lock = _lock_file(partial)
@@ -336,6 +340,11 @@ def _remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _refuse_nul(path: Path) -> None:
+    """Raises a ConfigError when a path holds the character NUL, which no file system takes."""
+    check("\0" not in str(path), "the path", str(path), "one without the character NUL; choose another name")
 
 
 def _remove_content(folder: Path) -> None:

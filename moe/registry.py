@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from moe.checks import shown
+from moe.checks import check, shown
 from moe.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -34,6 +34,9 @@ class Registry(Generic[T]):
                 f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of {self._base.__module__}."
                 f"{self._base.__name__}."
             )
+        check(
+            isinstance(name, str) and name.strip() != "", f"the name of a {self.kind}", name, "a text that is not empty"
+        )
         if name in self._entries:
             raise ConfigError(f"There is already a {self.kind} called {name!r}. Choose another name.")
         self._entries[name] = value

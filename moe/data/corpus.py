@@ -16,7 +16,7 @@ import datasets
 import pyarrow
 from pydantic import Field
 
-from moe.checks import check_number, shown
+from moe.checks import check_integer, check_number, shown
 from moe.checksums import refuse_damage, write_sums
 from moe.data.documents import Document
 from moe.errors import ConfigError, DataError
@@ -65,6 +65,7 @@ def build_corpus(
         DataError: When fewer than two documents have text, or a text is none that UTF-8 can write.
     """
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
+    check_integer("seed", seed)
     documents = sorted(documents, key=lambda document: document.source not in leave_out)  # the first of equals stays
     if missing := sorted(set(leave_out) - {document.source for document in documents}):
         raise ConfigError(f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away.")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe.checks import check, check_integer
+from moe.checks import check, check_choice, check_integer
 from moe.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
@@ -224,8 +224,9 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         device_type: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: When there are more or fewer ranks than the mesh has.
+        ConfigError: When there are more or fewer ranks than the mesh has, or no such devices.
     """
+    check_choice("device_type", device_type, ("cpu", "cuda"))
     world = dist.get_world_size() if dist.is_initialized() else 1
     if config.num_ranks != world:
         raise ConfigError(

@@ -48,6 +48,7 @@ def model_card(
         tags: Beside those of every card.
         stats: What the routers did in an evaluation, by stack: `encoder`, `decoder`; see `total_stats`.
     """
+    check_card({"stats": stats})
     total, active = parameters or (config.num_parameters(), config.num_active_parameters())
     sparse: dict[str, Any] = {}
     if config.num_experts:

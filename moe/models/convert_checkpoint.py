@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
+from moe.checks import check, check_choice
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.conversion import ConversionReport, Foreign, convert_weights, open_transformers
@@ -102,6 +103,10 @@ def convert_checkpoint(
         ConfigError: When the model cannot be written as `form`; gives every reason.
         CheckpointError: When a tensor of the source is not accounted for.
     """
+    check_choice("form", form, get_args(Format))
+    check(
+        dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, "a torch.dtype such as torch.bfloat16, or None"
+    )
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
     config, weights, report = open_checkpoint(source, **settings)
     report.refuse_unexplained()

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from moe.checks import shown
 from moe.distributed.agreement import together
 from moe.distributed.boxes import Box, box_of
 from moe.distributed.mesh import Mesh
@@ -23,6 +24,7 @@ from moe.models.pretrained import STMoEPreTrainedModel, load_generation_config, 
 from moe.models.sharding import shard_model
 from moe.models.weight_files import DTYPES, describe_misfits, find_weight_files, incomplete, refuse_integers
 from moe.models.weight_sums import check_weights, check_weights_together
+from moe.parsing import read_json
 
 
 def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
@@ -120,13 +122,21 @@ def check_model_folder(folder: Path | str) -> None:
     """Raises when there is no model in `folder`.
 
     Raises:
-        CheckpointError: When it has no config.json.
+        CheckpointError: When it has no config.json, or that does not say of which type the model is.
     """
-    if not (Path(folder) / "config.json").is_file():
+    path = Path(folder) / "config.json"
+    if not path.is_file():
         raise CheckpointError(
             f"{folder} holds no model: it has no config.json. Give a folder made by save_pretrained, e.g. the model/ "
             "folder of a run."
         )
+
+    # Without a type every setting would be at its default, and a model of another size would be built first.
+    advice = "Copy the whole folder again from where it was saved."
+    content = read_json(path, advice=advice, error=CheckpointError, nan=True)
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{path}: model_type is {shown(kind)}; expected a text such as 'st_moe'. {advice}")
 
 
 def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:

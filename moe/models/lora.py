@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from moe.checks import check_flag, check_integer, check_number
 from moe.errors import ConfigError, did_you_mean
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
@@ -55,7 +56,11 @@ def lora_config(
         from peft import LoraConfig
     except ImportError as error:
         raise ConfigError("lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.") from error
-    _check_options(options, experts, rank, LoraConfig)
+    check_flag("experts", experts)
+    check_flag("attention", attention)
+    check_integer("rank", rank, least=1)
+    check_number("alpha", alpha, above=0)
+    _check_options(options, experts, LoraConfig)
     if isinstance(model, STMoEForConditionalGeneration):
         options = {"task_type": "SEQ_2_SEQ_LM", **options}
     if not isinstance(model, STMoEPreTrainedModel):
@@ -81,7 +86,7 @@ def lora_config(
     )
 
 
-def _check_options(options: dict[str, Any], experts: bool, rank: int, kind: type) -> None:
+def _check_options(options: dict[str, Any], experts: bool, kind: type) -> None:
     """Raises a ConfigError when `LoraConfig` would not understand an option, or experts cannot serve it."""
     known = kind.__dataclass_fields__.keys() - {"r", "lora_alpha", "target_modules", "target_parameters"}
     if "target_modules" in options:
@@ -94,8 +99,6 @@ def _check_options(options: dict[str, Any], experts: bool, rank: int, kind: type
         if name not in known:
             own = known | {"rank", "alpha", "experts", "attention"}
             raise ConfigError(f"lora_config has no option {name!r}.{did_you_mean(name, own)} See peft.LoraConfig.")
-    if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"rank is {rank!r}; expected an integer of at least 1.")
     if experts and (idle := [name for name in _NOT_FOR_EXPERTS if options.get(name)]):
         raise ConfigError(
             f"{', '.join(f'{name} {options[name]!r}' for name in idle)}: PEFT does not heed that for the stacked "

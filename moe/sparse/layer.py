@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe.checks import check
 from moe.distributed.exchange import enter_shards, leave_shards
 from moe.distributed.mesh import ExpertAxis
 from moe.sparse.config import SparseConfig
@@ -60,6 +61,7 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
+        check(isinstance(config, SparseConfig), "config of a sparse layer", config, "a SparseConfig")
         self.config = config
         self.router = build_router(config)
         self.experts = Experts(config)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
-from moe.checks import check_choice, check_number
+from moe.checks import check, check_choice, check_number
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -36,6 +36,8 @@ class FeedForwardSlot(nn.Module):
 
     def __init__(self, layer: SparseFeedForward | SparseConfig) -> None:
         super().__init__()
+        expected = "a SparseFeedForward, or the SparseConfig of one"
+        check(isinstance(layer, SparseFeedForward | SparseConfig), "layer of a FeedForwardSlot", layer, expected)
         self.sparse = SparseFeedForward(layer) if isinstance(layer, SparseConfig) else layer
 
     def forward(self, x: Tensor) -> Tensor:

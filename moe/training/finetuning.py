@@ -65,7 +65,7 @@ def choose_data(recipe: FinetuneRecipe, task: str | None, train: Path | None, ty
         ConfigError: When there is nothing to train on, or more than one thing, or a setting that changes nothing.
     """
     every = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
-    given = [name for name, value in every.items() if value]
+    given = [name for name, value in every.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
     if len(chosen) != 1:
         found = " and ".join(f"{name} {every[name]}" for name in chosen) or "nothing"
@@ -74,7 +74,7 @@ def choose_data(recipe: FinetuneRecipe, task: str | None, train: Path | None, ty
         if idle := sorted(name for name in typed if name.startswith("mixture.")):
             raise ConfigError(f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out.")
         return dataclasses.replace(recipe, mixture=MixtureRecipe())
-    tasks = [task] if task and chosen == ["task"] else recipe.mixture.tasks
+    tasks = [task] if task is not None and chosen == ["task"] else recipe.mixture.tasks
     return dataclasses.replace(recipe, mixture=dataclasses.replace(recipe.mixture, tasks=tasks))
 
 

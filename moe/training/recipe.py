@@ -239,6 +239,7 @@ class Recipe:
                     f"{did_you_mean(name, self.model_fields)} Known: {', '.join(sorted(self.model_fields))}."
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
+        self._check_sections()
         self.build_schedule()
         rows, micro = self.training.batch_size, self.training.micro_batch_size or 1
         parts = self.mesh.num_data_ranks * micro
@@ -247,6 +248,14 @@ class Recipe:
                 f"training.batch_size is {rows}; expected a multiple of {parts}: {self.mesh.num_data_ranks} data ranks "
                 f"({self.mesh}) with micro-batches of {micro}. Choose another batch size or mesh."
             )
+
+    def _check_sections(self) -> None:
+        """Raises a ConfigError when a section is not the record that its field is made of."""
+        for item in dataclasses.fields(self):
+            if item.default_factory is dataclasses.MISSING or item.name == "model":
+                continue
+            kind, section = type(item.default_factory()), getattr(self, item.name)
+            check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
     def build_schedule(self) -> Schedule:
         """Returns the learning rate as a function of the step.

@@ -8,6 +8,7 @@ A door is a command with `argv`, or a function of knocks.py with `arguments`. Ar
   accepted, or either; `edits`, `harmless_edits` and `unsure_edits`: by file and key the values that are put there;
 - `drawn`, `drawn_bytes` and `drawn_arguments`: how many cases hypothesis draws;
 - `changes`: what the door may change of its copies when it accepts; `rewrites`: what it makes anew whatever happens;
+- `any_words`: whether a refusal may hold the name of an error of Python;
 - `says`: by option or argument further words of which a refusal may hold one.
 """
 
@@ -31,7 +32,7 @@ _DAMAGE = {"damage": "refused", "harmless": "accepted", "unsure": "either"}
 _EDITS = {"edits": "refused", "harmless_edits": "accepted", "unsure_edits": "either"}
 _DRAWN = {"drawn": drawn_edits, "drawn_bytes": drawn_bytes}
 _KEYS = {
-    *("door", "argv", "arguments", "module", "calls", "changes", "rewrites", "says", "drawn_arguments"),
+    *("door", "argv", "arguments", "module", "calls", "changes", "rewrites", "says", "any_words", "drawn_arguments"),
     *(*_EXPECTED, *_DAMAGE, *_EDITS, *_DRAWN),
 }
 
@@ -123,7 +124,14 @@ def _case(
     may_change, rewrites = tuple(door.get("changes") or ()), tuple(door.get("rewrites") or ())
     copied = tuple(dict.fromkeys(name.split("/")[0] for name in (file, *may_change) if name))
     return Case(
-        door=door["door"], name=label, knock=knock, copied=copied, may_change=may_change, rewrites=rewrites, **facts
+        door=door["door"],
+        name=label,
+        knock=knock,
+        copied=copied,
+        may_change=may_change,
+        rewrites=rewrites,
+        any_words=bool(door.get("any_words")),
+        **facts,
     )
 
 

@@ -23,7 +23,7 @@ SECONDS = 20
 """A case that takes longer hangs."""
 
 _MEMORY = 8 * 2**30
-_LONGEST_MESSAGE = 2_500
+_LONGEST_MESSAGE = 3_000
 _BARE = re.compile(
     r"\b(Key|Type|Attribute|Index|Value|Runtime|UnicodeDecode|UnicodeEncode|Recursion|Overflow|Memory|Assertion)Error\b"
     r"|Traceback"
@@ -46,6 +46,7 @@ class Case(NamedTuple):
         rewrites: Those that it makes anew whatever happens, as a report of what failed.
         expect: `refused`, `accepted`, or `either`.
         names: Texts of which a refusal must hold one.
+        any_words: Whether a refusal may hold Python's own words.
     """
 
     door: str
@@ -57,6 +58,7 @@ class Case(NamedTuple):
     rewrites: tuple[str, ...] = ()
     expect: str = "refused"
     names: tuple[str, ...] = ()
+    any_words: bool = False
 
 
 class Outcome(NamedTuple):
@@ -184,7 +186,7 @@ def _judge(case: Case, kind: str, text: str) -> tuple[str, str]:
         return "unclear", "refused without a word"
     if len(text) > _LONGEST_MESSAGE and not text.startswith("usage:"):  # argparse repeats what it is given
         return "unclear", f"{len(text):,} characters: {text}"
-    if _BARE.search(text):
+    if _BARE.search(text) and not case.any_words:
         return "unclear", f"Python's words: {text}"
     if case.names and not any(name.lower() in text.lower() for name in case.names):
         return "unclear", f"names none of {case.names}: {text}"
