@@ -27,7 +27,6 @@ from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Decoding, Task
 from moe.data.tokenizer import train_tokenizer
-from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -82,15 +81,6 @@ class EvaluationBenchmark:
     rounds: int
     json: Path | None
     case: EvaluationCase = EvaluationCase()
-
-    def __post_init__(self) -> None:
-        """Checks what argparse cannot.
-
-        Raises:
-            ConfigError: When a number is below 1.
-        """
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds is {self.rounds}; expected at least 1.")
 
 
 def run_evaluation(benchmark: EvaluationBenchmark) -> None:

@@ -69,8 +69,6 @@ class ExchangeBenchmark:
         Raises:
             ConfigError: When the machine or a case cannot do what was asked for.
         """
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds is {self.rounds}; expected at least 1.")
         for number in self.ranks:
             if number < 2:
                 raise ConfigError(f"--ranks is {number}; expected at least 2, since one sends nothing.")

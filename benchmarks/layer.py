@@ -59,8 +59,6 @@ class LayerBenchmark:
         Raises:
             ConfigError: When the machine cannot do what was asked for.
         """
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds is {self.rounds}; expected at least 1.")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device is cuda, but torch finds no GPU. Leave --device out, or write --device cpu.")
         for index in self.cases:

@@ -90,18 +90,14 @@ class ModelBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When a number is below 1.
+            ConfigError: When sparse layers do not divide the blocks.
         """
-        numbers = {"--rounds": [self.rounds], "--experts": self.experts, "--batches": self.batches}
         layers, most = self.case.sparse_layers, self.case.num_layers
         if layers < 1 or most % layers:
             fitting = [number for number in range(1, most + 1) if most % number == 0]
             raise ConfigError(
                 f"--sparse-layers is {layers}, which does not divide {most} blocks; expected one of {fitting}."
             )
-        for name, values in numbers.items():
-            if min(values) < 1:
-                raise ConfigError(f"{name} is {min(values)}; expected at least 1.")
 
 
 def run_model(benchmark: ModelBenchmark) -> None:

@@ -25,7 +25,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         given = options.get(name)
         numbers = given if isinstance(given, list) else [given]
         for number in numbers:
-            check_integer(f"--{name}", number, least=1, most=most, reason=reason, optional="nothing for the default")
+            check_integer(f"--{name}", number, least=1, most=most, reason=reason, optional="leave it out")
 
 
 def build_parser() -> Parser:

@@ -39,5 +39,5 @@ def test_the_task_has_inputs_of_all_lengths_and_two_to_four_answers():
 
 
 def test_rounds_below_one_are_refused():
-    with pytest.raises(ConfigError, match="--rounds is 0; expected at least 1"):
+    with pytest.raises(ConfigError, match="--rounds is 0; expected an integer from 1 to"):
         main(["eval", "--rounds", "0"])

@@ -45,7 +45,7 @@ def test_two_ranks_send_the_fewest_bytes_and_the_saved_tables_have_every_row(tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--rounds", "0"), "--rounds is 0; expected at least 1"),
+        (("--rounds", "0"), "--rounds is 0; expected an integer from 1 to"),
         (("--ranks", "3", "--cases", "0"), "--ranks is 3, but case 0 has 8 experts and 64 tokens"),
         (("--ranks", "1"), "--ranks is 1; expected at least 2"),
         (("--cases", "4"), "case 4 is for cuda, and --device is cpu"),

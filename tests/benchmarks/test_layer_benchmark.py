@@ -70,8 +70,8 @@ def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--rounds", "0"), "--rounds is 0; expected at least 1"),
-        (("--threads", "0"), "--threads is 0; expected at least 1"),
+        (("--rounds", "0"), "--rounds is 0; expected an integer from 1 to"),
+        (("--threads", "0"), "--threads is 0; expected an integer from 1 to"),
         (("--cases", "4"), "case 4 is for cuda, and --device is cpu"),
     ],
 )

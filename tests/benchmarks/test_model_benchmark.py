@@ -45,5 +45,5 @@ def test_sparse_layers_that_do_not_divide_the_blocks_are_refused():
 
 @pytest.mark.parametrize("option", ["--rounds", "--threads", "--experts", "--batches"])
 def test_numbers_below_one_are_refused(option):
-    with pytest.raises(ConfigError, match=f"{option} is 0; expected at least 1"):
+    with pytest.raises(ConfigError, match=f"{option} is 0; expected an integer from 1 to"):
         main(["model", option, "0"])
