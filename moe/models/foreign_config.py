@@ -7,7 +7,7 @@ from typing import Any, Literal
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
 
-from moe.checks import check, check_flag, check_integer, check_number, is_kind, shown
+from moe.checks import check, check_choice, check_flag, check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.configuration_checks import check_size
 
@@ -220,6 +220,8 @@ def _their_config(raw: Mapping[str, Any], family: Family) -> Any:
             check_flag(name, raw[name])
     for name in _TEXTS:
         check(isinstance(raw.get(name, ""), str), name, raw.get(name), "a text")
+    if "feed_forward_proj" in raw:
+        check_choice("feed_forward_proj", raw["feed_forward_proj"], ("relu", *_GATED_GELU))
     for name in _TOKEN_IDS:
         several = name == "eos_token_id" and isinstance(raw.get(name), list)
         ids = raw[name] if several else [raw.get(name)]

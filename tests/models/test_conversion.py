@@ -354,7 +354,11 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         ({"dropout_rate": None}, "dropout_rate is None; expected a finite number"),
         ({"pad_token_id": []}, r"pad_token_id is \[\]; expected the id of a token, or null"),
         ({"d_ff": None}, "d_ff is None; expected an integer"),
-        ({"feed_forward_proj": "nothing"}, "feed_forward_proj is 'nothing'; expected 'relu': the model has plain"),
+        ({"feed_forward_proj": "nothing"}, "feed_forward_proj is 'nothing'; expected one of relu, gated-gelu,"),
+        (
+            {"feed_forward_proj": "gated-gelu"},
+            "feed_forward_proj is 'gated-gelu'; expected 'relu': the model has plain",
+        ),
         ({"dtype": "float7"}, "dtype is 'float7'; expected the name of a floating-point dtype"),
         ({"tie_encoder_decoder": True}, "has tie_encoder_decoder True, which changes what the model computes"),
         ({"to_dict": 3}, "to_dict cannot be a field of a config.json"),

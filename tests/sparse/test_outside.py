@@ -307,7 +307,7 @@ def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
         x = torch.randn(B, L, D)
         assert slot(x).shape == x.shape
     for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
-        with pytest.raises(ConfigError, match=r"layer of a FeedForwardSlot is .*expected a SparseFeedForward"):
+        with pytest.raises(ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"):
             FeedForwardSlot(foreign)
 
 
