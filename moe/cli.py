@@ -79,11 +79,11 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def file_size(text: str) -> str:
-    """Returns a number of bytes above 0, as in `500MB`; the type of such an option."""
+def file_size(text: str) -> int | str:
+    """Returns a number of bytes above 0, as in `500MB` or without a unit; the type of such an option."""
     if not _SIZE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a size above 0, e.g. 500MB or 5GB")
-    return text
+    return int(text) if text.isdecimal() else text
 
 
 def word(text: str) -> str:

@@ -19,6 +19,7 @@ from moe.models.configuration_checks import (
     check_keywords,
     check_names,
     check_savable,
+    check_source,
 )
 from moe.models.foreign_config import family_of, own_fields
 from moe.models.presets import PRESETS
@@ -194,7 +195,7 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When it is of another model, or says what this library cannot represent.
         """
-        raw, unused = super().get_config_dict(*args, **kwargs)
+        raw, unused = cls._read(*args, **kwargs)
         return raw if family_of(raw) is None else own_fields(raw), unused
 
     @classmethod
@@ -209,7 +210,32 @@ class STMoEConfig(PreTrainedConfig):
             CheckpointError: When the file is torn or holds no object.
             OSError: When there is none.
         """
-        return super().get_config_dict(source, **download)[0]
+        return cls._read(source, **download)[0]
+
+    @classmethod
+    def _read(cls, source: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the config.json of a folder or hub name as it stands, and the arguments not used.
+
+        Raises:
+            ConfigError: When the source cannot be a folder or name.
+            OSError: When there is no config.json, which transformers takes for one without a field.
+        """
+        check_source(source)
+        try:
+            raw, unused = super().get_config_dict(source, **kwargs)
+        except OSError as error:
+            if error.errno is not None or Path(source).exists():
+                raise
+            raise OSError(
+                f"{str(source)!r} is no folder here, and the hub gives no such model: {' '.join(str(error).split())} "
+                "Correct the name, or give a folder."
+            ) from error
+        if not raw:
+            raise OSError(
+                f"{source} holds no model: it has no config.json, or one without a field. Give a folder made by "
+                "save_pretrained, e.g. the model/ folder of a run."
+            )
+        return raw, unused
 
     @classmethod
     def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import difflib
 import json
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -259,6 +260,13 @@ def check_config(config: "STMoEConfig") -> None:
             f"The model has {count:,} parameters; expected at most {_MOST_PARAMETERS:,} (400 TB in float32). Lower "
             "vocab_size, d_model, d_ff, num_layers or num_experts."
         )
+
+
+def check_source(source: object) -> None:
+    """Raises a ConfigError for what can be neither a folder nor a name of the hub."""
+    text = str(source) if isinstance(source, str | os.PathLike) else ""
+    holds = bool(text.strip()) and "\0" not in text
+    check(holds, "The source of the model", source, "a folder, or a name of the hub")
 
 
 def check_size(name: str, value: object) -> None:

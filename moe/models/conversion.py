@@ -51,7 +51,7 @@ class ConversionReport:
         if found := "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names):
             raise CheckpointError(
                 f"{self.source} cannot be converted: not every tensor is accounted for. {found}. Download or copy it "
-                "again; if config.json was edited, undo that."
+                "again; if config.json was edited or a setting was given, undo that."
             )
 
     def __str__(self) -> str:

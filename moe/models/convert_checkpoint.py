@@ -23,8 +23,9 @@ from moe.models.foreign_names import Weight, transformers_names
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, load_generation_config
 from moe.models.t5x import is_t5x, open_t5x
-from moe.models.weight_files import LazyTensor, find_weight_files, open_weights
+from moe.models.weight_files import COPY_AGAIN, LazyTensor, check_finite, find_weight_files, open_weights
 from moe.models.weight_sums import write_weight_sums
+from moe.parsing import read_json, to_record
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
@@ -62,12 +63,9 @@ def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
     try:
         config = STMoEConfig.from_pretrained(source, **download)
     except OSError as error:
-        if error.errno is not None or Path(source).exists():
+        if error.errno is not None:
             raise
-        raise CheckpointError(
-            f"{str(source)!r} is no folder here, and the hub gives no such model: {' '.join(str(error).split())} "
-            "Correct the name, or give a folder."
-        ) from error
+        raise CheckpointError(str(error)) from error
     config = config.replaced(**settings)
     if family_of(STMoEConfig.read_raw(source, **download)):
         return open_transformers(source, config, **download)
@@ -110,6 +108,7 @@ def convert_checkpoint(
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
     config, weights, report = open_checkpoint(source, **settings)
     report.refuse_unexplained()
+    tokenizer_files = {} if is_t5x(source) else _find_tokenizer_files(source, download)
     generation = GenerationConfig.from_model_config(config)
     if not is_t5x(source):
         generation = load_generation_config(source, download)
@@ -124,23 +123,49 @@ def convert_checkpoint(
         weights = _split(weights, transformers_names(config, _FAMILY[form]))
         if form == "switch" and not config.tie_word_embeddings:  # its class then has a table for each stack
             weights |= {f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")}
-    write_weights(folder, {name: _cast(weight, dtype) for name, weight in weights.items()}, max_shard_size)
+    cast = {name: _cast(weight, dtype) for name, weight in weights.items()}
+    write_weights(folder, cast, max_shard_size, source=source)
     write_weight_sums(folder)
     generation.save_pretrained(folder)
-    for name in () if is_t5x(source) else _TOKENIZER_FILES:
-        if path := cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download):
-            shutil.copyfile(path, folder / name)
+    for name, path in tokenizer_files.items():
+        shutil.copyfile(path, folder / name)
     return report
 
 
-def write_weights(folder: Path, weights: Mapping[str, LazyTensor], max_shard_size: int | str) -> None:
-    """Writes weights as `save_pretrained` does, reading them one after the other."""
+def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:
+    """Returns the files of a model's tokenizer by name.
+
+    Raises:
+        CheckpointError: When one of JSON is torn, or holds no object.
+    """
+    found = {}
+    for name in _TOKENIZER_FILES:
+        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
+        if path is None:
+            continue
+        if name.endswith(".json"):
+            content = read_json(Path(path), advice=COPY_AGAIN, error=CheckpointError, nan=True)
+            to_record(dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError)
+        found[name] = Path(path)
+    return found
+
+
+def write_weights(
+    folder: Path, weights: Mapping[str, LazyTensor], max_shard_size: int | str, *, source: Path | str
+) -> None:
+    """Writes weights as `save_pretrained` does, reading them one after the other.
+
+    Raises:
+        CheckpointError: When a weight of `source` holds NaN or infinity, or does so as the dtype that was asked for.
+    """
     files, index = plan_files({name: weight.empty() for name, weight in weights.items()}, max_shard_size)
     begin_files(folder, files, index)
     places = {name: (folder / file.name, start) for file in files for name, start in file.starts.items()}
     for name, weight in tqdm(weights.items(), desc="Converting", unit="tensor"):
+        tensor = weight.read()
+        check_finite(name, tensor, source)
         path, start = places[name]
-        write_tensor(path, weight.read(), start)
+        write_tensor(path, tensor, start)
 
 
 def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
 
-from moe.checks import check_flag, check_integer, check_number, shown
+from moe.checks import check, check_choice, check_flag, check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.configuration_checks import check_size
 
@@ -40,7 +40,17 @@ _SWITCH_INTEGERS = (
     *("num_experts", "num_selected_experts", "expert_capacity"),
     *("num_sparse_encoder_layers", "num_sparse_decoder_layers", "encoder_sparse_step", "decoder_sparse_step"),
 )
-_FLAGS = ("is_encoder_decoder", "is_gated_act", "router_bias", "scale_decoder_outputs", "tie_word_embeddings")
+_FLAGS = (
+    *("is_encoder_decoder", "is_gated_act", "router_bias", "scale_decoder_outputs", "tie_word_embeddings"),
+    "use_cache",
+)
+_NUMBERS = (
+    *("dropout_rate", "layer_norm_epsilon", "initializer_factor"),
+    *("router_jitter_noise", "router_aux_loss_coef", "router_z_loss_coef"),
+)
+_TEXTS = ("feed_forward_proj", "dense_act_fn", "router_type")
+_TOKEN_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+_GATED_GELU = ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh")
 
 _READ = {
     *_SAME,
@@ -176,12 +186,12 @@ def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields["eos_token_id"] = _one_id(theirs.eos_token_id)
     start = getattr(theirs, "decoder_start_token_id", None)
     fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
-    fields["feed_forward_proj"] = _feed_forward(theirs)
+    fields["feed_forward_proj"] = _feed_forward(theirs, raw.get("feed_forward_proj"))
     check_number("initializer_factor", theirs.initializer_factor, above=0, most=1e15, reason="weights are float32")
     fields["initializer_scale"] = float(theirs.initializer_factor) ** 2  # of the variance, not of the deviation
     fields["z_loss_weight"] = 0.0
     fields["tie_word_embeddings"] = theirs.scale_decoder_outputs if family == "t5" else theirs.tie_word_embeddings
-    fields["dtype"] = raw.get("dtype") or raw.get("torch_dtype")
+    fields["dtype"] = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     fields["architectures"] = raw.get("architectures")
 
     # What is for callers, and what nothing is known of.
@@ -198,8 +208,8 @@ def _their_config(raw: Mapping[str, Any], family: Family) -> Any:
     Raises:
         ConfigError: When a value is of another type than that class has, or no model could be so large.
     """
-    for name in _SAME:
-        if name in _INTEGERS and raw.get(name) is not None:
+    for name in sorted(_INTEGERS & raw.keys()):
+        if name != "num_decoder_layers" or raw[name] is not None:  # null: as many as the encoder has
             check_size(name, raw[name])
     for name in _SWITCH_INTEGERS:
         if family == "switch_transformers" and name in raw:
@@ -208,8 +218,22 @@ def _their_config(raw: Mapping[str, Any], family: Family) -> Any:
     for name in _FLAGS:
         if name in raw:
             check_flag(name, raw[name])
+    for name in _TEXTS:
+        check(isinstance(raw.get(name, ""), str), name, raw.get(name), "a text")
+    if "feed_forward_proj" in raw:
+        check_choice("feed_forward_proj", raw["feed_forward_proj"], ("relu", *_GATED_GELU))
+    for name in _TOKEN_IDS:
+        several = name == "eos_token_id" and isinstance(raw.get(name), list)
+        ids = raw[name] if several else [raw.get(name)]
+        holds = all(token_id is None or is_kind(token_id, int) for token_id in ids)
+        check(holds, name, raw.get(name), "the id of a token, or null")
 
+    # JSON has one kind of number; their classes take no integer where a fraction may stand.
     read = {name: value for name, value in raw.items() if name in _READ - {"dtype", "torch_dtype"}}
+    for name in _NUMBERS:
+        if name in read:
+            check_number(name, read[name])
+            read[name] = float(read[name])
     try:
         theirs = FAMILIES[family].from_dict(read)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as failure:
@@ -223,16 +247,25 @@ def _one_id(eos: object) -> object:
     return eos[0] if isinstance(eos, list) and len(eos) == 1 else eos
 
 
-def _feed_forward(theirs: Any) -> str:
+def _feed_forward(theirs: Any, named: str | None) -> str:
     """Returns our name of a feed-forward layer.
 
+    Args:
+        theirs: The configuration of transformers, which computes by `is_gated_act` and `dense_act_fn`.
+        named: What config.json calls it; None when it does not.
+
     Raises:
-        ConfigError: When we have none.
+        ConfigError: When we have none, or the name is of another layer.
     """
     gated, activation = getattr(theirs, "is_gated_act", False), theirs.dense_act_fn
+    computed = (
+        f"{'gated' if gated else 'plain'} feed-forward layers with {activation}, by is_gated_act and dense_act_fn"
+    )
     if not gated and activation == "relu":
+        check(named in (None, "relu"), "feed_forward_proj", named, f"'relu': the model has {computed}")
         return "relu"
     if gated and activation in ("gelu_new", "gelu_pytorch_tanh"):
+        check(named in (None, *_GATED_GELU), "feed_forward_proj", named, f"'gated-gelu': the model has {computed}")
         return "gated-gelu"
     raise ConfigError(
         f"config.json has {'gated' if gated else 'plain'} feed-forward layers with the activation {activation!r}; "

@@ -24,7 +24,7 @@ from moe.models.pretrained import STMoEPreTrainedModel, load_generation_config, 
 from moe.models.sharding import shard_model
 from moe.models.weight_files import DTYPES, describe_misfits, find_weight_files, incomplete, refuse_integers
 from moe.models.weight_sums import check_weights, check_weights_together
-from moe.parsing import read_json
+from moe.parsing import read_json, to_record
 
 
 def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
@@ -134,7 +134,8 @@ def check_model_folder(folder: Path | str) -> None:
     # Without a type every setting would be at its default, and a model of another size would be built first.
     advice = "Copy the whole folder again from where it was saved."
     content = read_json(path, advice=advice, error=CheckpointError, nan=True)
-    kind = content.get("model_type") if isinstance(content, dict) else None
+    raw = to_record(dict[str, Any], content, where=str(path), advice=advice, error=CheckpointError)
+    kind = raw.get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError(f"{path}: model_type is {shown(kind)}; expected a text such as 'st_moe'. {advice}")
 

@@ -21,12 +21,13 @@ from moe.errors import CheckpointError, ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
 from moe.models.card import CARD_NAME, add_tags, check_card, fetch_card, model_card, origin, write_card
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_config, check_savable
+from moe.models.configuration_checks import check_config, check_savable, check_source
 from moe.models.conversion import open_transformers
 from moe.models.foreign_config import family_of
 from moe.models.quantized import warn_of_plain_experts
 from moe.models.weight_files import (
     COPY_AGAIN,
+    check_finite,
     describe_misfits,
     find_weight_files,
     incomplete,
@@ -115,6 +116,8 @@ class STMoEPreTrainedModel(PreTrainedModel):
             ConfigError: When its config.json holds what this library cannot represent.
         """
         source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+        if source is not None:
+            check_source(source)
         _refuse_adapter_of_foreign(source, download)
         with _checking_local_weights(source, download):
             if _is_foreign(source, download):
@@ -324,17 +327,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
 @torch.no_grad()
 def refuse_not_finite(model: nn.Module, source: Any) -> None:
     """Raises a CheckpointError for a weight that holds NaN or infinity; names the first."""
-    ordinary = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for name, parameter in model.named_parameters():
         weight = local_shard(parameter)
-        if weight.device.type == "meta" or weight.dtype not in ordinary or weight.numel() == 0:
-            continue
-        least, largest = weight.aminmax()  # one pass over them
-        if not (largest.float() - least.float()).isfinite():
-            raise CheckpointError(
-                f"{name} in {source} holds numbers that are not finite: from {least.item()} to {largest.item()}. Load "
-                "an earlier checkpoint: training diverged, or the file is damaged."
-            )
+        if weight.device.type != "meta":
+            check_finite(name, weight, source)
 
 
 def _is_foreign(source: Any, download: dict[str, Any]) -> bool:

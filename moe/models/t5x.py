@@ -18,10 +18,11 @@ from moe.models.weight_files import LazyTensor
 
 _FILE = "checkpoint"
 _NDARRAY, _SCALAR = 1, 3
+"""Kinds of msgpack extension that flax writes for arrays."""
 
 _DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError)
 """What msgpack, tensorstore and torch raise for files that are torn or hold something else."""
-"""Kinds of msgpack extension that flax writes for arrays."""
+
 _SCANNED = r"subblock_|^(en|de)coder/((en|de)coder|layers)/"
 
 
@@ -45,7 +46,7 @@ def open_t5x(folder: Path | str, **settings: Any) -> Foreign:
         CheckpointError: When the files are torn or hold no encoder-decoder.
     """
     tree = _read_tree(Path(folder) / _FILE)
-    root = tree.get("optimizer", tree)
+    root = tree.get("optimizer", tree) if isinstance(tree, Mapping) else None
     if not isinstance(root, Mapping) or not isinstance(root.get("target"), Mapping):
         raise CheckpointError(f"{folder} holds no T5X model: {_FILE} has no tree called target or optimizer/target.")
     stored = {name: _lazy(Path(folder), name, leaf) for name, leaf in _leaves(root["target"])}
@@ -55,8 +56,8 @@ def open_t5x(folder: Path | str, **settings: Any) -> Foreign:
     return convert_weights(str(folder), config, t5x_names(config), stored, ignored=ignored)
 
 
-def _read_tree(path: Path) -> Mapping[str, Any]:
-    """Returns the tree of a msgpack file as flax writes it.
+def _read_tree(path: Path) -> object:
+    """Returns what a msgpack file holds: a tree, when flax wrote it.
 
     Raises:
         CheckpointError: When it is torn.

@@ -259,6 +259,28 @@ def refuse_integers(
             )
 
 
+def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
+    """Raises when a weight holds NaN or infinity.
+
+    Args:
+        name: Of the weight.
+        weight: <any>[...] its numbers; of quantised ones nothing is said.
+        source: The folder or hub name.
+
+    Raises:
+        CheckpointError: Names the weight, with its least and largest number.
+    """
+    ordinary = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if weight.dtype not in ordinary or weight.numel() == 0:
+        return
+    least, largest = weight.aminmax()  # one pass over them
+    if not (largest.float() - least.float()).isfinite():
+        raise CheckpointError(
+            f"{name} in {source} holds numbers that are not finite: from {least.item()} to {largest.item()}. Load "
+            "an earlier checkpoint: training diverged, or the file is damaged."
+        )
+
+
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
     """Returns what is wrong with a folder whose weights are not those of a class, and what to do."""
     return (

@@ -34,11 +34,17 @@ class FeedForwardSlot(nn.Module):
             block.layer[-1].DenseReluDense = FeedForwardSlot(config)
     """
 
-    def __init__(self, layer: SparseFeedForward | SparseConfig) -> None:
+    def __init__(self, layer: nn.Module | SparseConfig) -> None:
         super().__init__()
-        expected = "a SparseFeedForward, or the SparseConfig of one"
-        check(isinstance(layer, SparseFeedForward | SparseConfig), "layer of a FeedForwardSlot", layer, expected)
-        self.sparse = SparseFeedForward(layer) if isinstance(layer, SparseConfig) else layer
+        if isinstance(layer, SparseConfig):
+            layer = SparseFeedForward(layer)
+
+        # Adapters, compilation and activation checkpointing wrap a layer into a module of their own.
+        parts = layer.modules() if isinstance(layer, nn.Module) else ()
+        num_sparse = sum(isinstance(part, SparseFeedForward) for part in parts)
+        expected = "a SparseFeedForward, be it wrapped, or the SparseConfig of one"
+        check(num_sparse == 1, "layer of a FeedForwardSlot", layer, expected)
+        self.sparse = layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output.

@@ -9,7 +9,7 @@ A door is a command with `argv`, or a function of knocks.py with `arguments`. Ar
 - `drawn`, `drawn_bytes` and `drawn_arguments`: how many cases hypothesis draws;
 - `changes`: what the door may change of its copies when it accepts; `rewrites`: what it makes anew whatever happens;
 - `any_words`: whether a refusal may hold the name of an error of Python;
-- `says`: by option or argument further words of which a refusal may hold one.
+- `says`: by option, argument or key further words of which a refusal may hold one.
 """
 
 import importlib
@@ -98,10 +98,11 @@ def _file_cases(door: Door) -> Iterator[Case]:
     for section, expect in _EDITS.items():
         for file, keys in (door.get(section) or {}).items():
             for key, values in keys.items():
+                says = (door.get("says") or {}).get(key, [])
                 for value in values:
                     label = f"{file} {key}={str(value)[:50]}"
                     spoil = spoiler(file, (), key, value)
-                    names = (*_parts(file), key.split(".")[-1])
+                    names = (*_parts(file), key.split(".")[-1], *says)
                     yield _case(door, label, {}, expect=expect, names=names, spoil=spoil, file=file)
 
 

@@ -8,9 +8,11 @@ that the README shows.
 import copy
 import math
 
+import peft
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import T5Config, T5ForConditionalGeneration
 
 from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
@@ -290,6 +292,23 @@ def test_of_nested_masks_the_innermost_holds_and_the_callers_own_comes_first():
     assert [int(router.stats.num_tokens) // B for router in outer_routers] == [3, 5, 5, 3, 2]
     assert [int(router.stats.num_tokens) // B for router in middle_routers] == [3, 5, 5, 3, 2]
     assert [int(router.stats.num_tokens) // B for router in inner_routers] == [3, 5, 5, 3]
+
+
+def with_adapters(layer):
+    return peft.get_peft_model(layer, peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], r=2))
+
+
+@pytest.mark.parametrize("wrap", [with_adapters, checkpoint_wrapper, torch.compile])
+def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
+    layer = SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2))
+    slot = FeedForwardSlot(wrap(layer))
+    assert any(module is layer for module in slot.modules())
+    if wrap is not torch.compile:  # which would compile for seconds
+        x = torch.randn(B, L, D)
+        assert slot(x).shape == x.shape
+    for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
+        with pytest.raises(ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"):
+            FeedForwardSlot(foreign)
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
