@@ -146,7 +146,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
         name, separator, folder = value.partition("=")
         if not separator or "/" in name or Path(value).is_dir():
             name, folder = "model", value
-        if not name:
+        if not name or not folder.strip():
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
             raise ConfigError(f"Two models are called {name!r}. Give them names: NAME=FOLDER.")

@@ -178,7 +178,7 @@ def _model() -> STMoEForConditionalGeneration:
     with torch.device("meta"):
         return STMoEForConditionalGeneration(
             STMoEConfig(
-                vocab_size=2,
+                vocab_size=_VOCABULARY,
                 d_model=2,
                 d_kv=1,
                 d_ff=2,

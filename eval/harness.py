@@ -22,8 +22,11 @@ from moe.checks import check_integer
 from moe.cli import integer, path
 from moe.files import check_kind, claim_folder, output_path
 from moe.inspection.tables import format_table
+from moe.parsing import check_yaml
 
 BATCH_SIZE = 32
+# What a task's YAML file and data of any content make lm-evaluation-harness raise, beside errors of its own libraries.
+_FAILURES_OF_TASKS = (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError)
 ROLLING = (
     "it asks for loglikelihood_rolling, the probability of a text without an input. An encoder-decoder then reads a "
     "lone end token, and what comes out compares neither with a causal model's perplexity nor with the loss on "
@@ -117,10 +120,14 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
         ConfigError: When a name is unknown, or a task needs what an encoder-decoder cannot do.
         DataError: When data cannot be loaded.
     """
+    from datasets.exceptions import DatasetsError
+    from jinja2 import TemplateError
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(f"--include-path {include_path} is no folder. Give one with the YAML files of tasks.")
+    for file in sorted(include_path.rglob("*.yaml")) if include_path else []:
+        check_yaml(file)
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
     if manager is None or not set(names) <= set(manager.all_subtasks):  # all others are many files to read
         manager = TaskManager(include_path=include_path)
@@ -132,8 +139,9 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
             )
     try:
         loaded = manager.load(list(names))
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise DataError(f"The data of {', '.join(names)} cannot be loaded: {error}") from error
+    except (*_FAILURES_OF_TASKS, DatasetsError, TemplateError) as error:
+        where = f" Look into the YAML files in {include_path}, and the data that they name." if include_path else ""
+        raise DataError(f"The data of {', '.join(names)} cannot be loaded: {_reason(error)}.{where}") from error
     for name, task in loaded["tasks"].items():
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
             raise ConfigError(f"{name} cannot be run: {ROLLING}")
@@ -143,6 +151,16 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
         *(group for name, group in groups.items() if name in names),
         *(task for name, task in loaded["tasks"].items() if name not in inside),
     ]
+
+
+def _reason(error: BaseException) -> str:
+    """Returns why a task cannot be loaded; `datasets` says it in the error that was the cause of its own."""
+    if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    if isinstance(error, KeyError):
+        return f"there is no {text}"
+    return text or "a setting is of another type than lm-evaluation-harness expects"
 
 
 def format_results(results: dict[str, Any]) -> str:

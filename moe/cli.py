@@ -89,7 +89,8 @@ def file_size(text: str) -> int | str:
 def word(text: str) -> str:
     """Returns the text of an option, which is not empty; the type of such an option."""
     if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError(f"is {text!r}; give a value, or leave the option out")
+        given = repr(text) if text.strip() else "empty"
+        raise argparse.ArgumentTypeError(f"is {given}; give a value, or leave the option out")
     return text
 
 

@@ -314,6 +314,11 @@ def output_path(
             raise ConfigError(
                 f"{option} {path} {place} {given}, which is read: one would damage the other. Choose a place beside it."
             )
+    for folder in (far_end, *far_end.parents):
+        if folder.name == "checkpoints" and kind_of(folder.parent) == "training run":
+            raise ConfigError(
+                f"{option} {path} lies among the checkpoints of {folder.parent}. Choose a place beside it."
+            )
     for folder in far_end.parents:
         if (folder / SUMS_FILE).exists() and kind_of(folder) is not None:
             raise ConfigError(f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it.")

@@ -20,6 +20,10 @@ from moe.errors import ConfigError, DataError, MoEError
 
 T = TypeVar("T")
 
+_MOST_YAML = 2**20
+_DEEPEST_YAML = 100
+_PYTHON_TAG = "tag:yaml.org,2002:python/"
+
 
 def read_text(path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError) -> str:
     """Returns the text of a UTF-8 file; a byte order mark is dropped.
@@ -171,19 +175,67 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_yaml(path: Path) -> None:
+    """Raises when a YAML file would harm the reader of another library: one in C ends the process on deep nesting.
+
+    What its other tags and its aliases stand for is left to that reader.
+
+    Raises:
+        ConfigError: When it cannot be read, is no mapping, is larger than 1 MiB, nests more than 100 levels, or has a
+            tag that makes an object of Python.
+    """
+    advice = "Mend the file, or move it elsewhere."
+    text = read_text(path, advice=advice, error=ConfigError)
+    if len(text) > _MOST_YAML:
+        raise ConfigError(f"{path} has {len(text):,} characters; expected settings of at most {_MOST_YAML:,}. {advice}")
+
+    depth = 0
+    is_mapping = False
+    for event in _yaml_events(path, text, advice):
+        is_mapping |= depth == 0 and isinstance(event, yaml.MappingStartEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_YAML:
+            raise ConfigError(f"{path} nests more than {_DEEPEST_YAML} levels deep, as no settings do. {advice}")
+        if (getattr(event, "tag", None) or "").startswith(_PYTHON_TAG):
+            raise ConfigError(f"{path} has the tag {shown(event.tag)}, which makes an object of Python. {advice}")
+    if not is_mapping:
+        raise ConfigError(f"{path} holds no mapping; expected settings as `key: value` lines. {advice}")
+
+
+def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
+    """Yields the parts of a YAML text as they are read.
+
+    Raises:
+        ConfigError: When the text is no YAML.
+    """
+    try:
+        yield from yaml.parse(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError) as failure:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(failure).split())}. {advice}") from failure
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML without keys that are given twice, and without aliases, by which a value could hold itself."""
+
+    _depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Reads one node.
 
         Raises:
-            ComposerError: When it stands for another by `*name`.
+            ComposerError: When it stands for another by `*name`, or nests too deeply.
         """
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             raise ComposerError(None, None, f"*{event.anchor} repeats a value", event.start_mark)
-        return super().compose_node(parent, index)
+        if self._depth == _DEEPEST_YAML:
+            mark = self.peek_event().start_mark
+            raise ComposerError(None, None, f"it nests more than {_DEEPEST_YAML} levels deep", mark)
+
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of a node.

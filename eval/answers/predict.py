@@ -34,6 +34,7 @@ from moe import (
     total_stats,
 )
 from moe.checks import shown
+from moe.data.tokenizer import check_tokenizer_files
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 _ROWS = {"generate": 128, "rank": 128}
@@ -160,8 +161,9 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
         config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
         model, _ = load_model_on_mesh(folder, ranks.mesh, config=config, gather=False)
     try:
+        check_tokenizer_files(folder, advice="Restore the file.")
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))  # none for bytes
     if files and not any((folder / name).is_file() for name in files):  # transformers may make one up

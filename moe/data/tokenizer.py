@@ -139,18 +139,35 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     refuse_damage(folder, names, advice=advice)
 
     path = folder / TOKENIZER_FILE
-    read_json(path, advice=advice, nan=True)
-    with _failures_of_tokenizers(path, advice):
-        tokenizers.Tokenizer.from_file(str(path))
-
-    for name in settings:
-        content = read_json(folder / name, advice=advice, nan=True)
-        if not isinstance(content, dict):
-            raise DataError(f"{folder / name}: its content is {shown(content)}; expected an object. {advice}")
+    check_tokenizer_files(folder, advice=advice)
     with _failures_of_tokenizers(folder / settings[0] if settings else path, advice):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         tokenizer("a \U0010fffe")  # what does not fit together, as an unknown token that is none, shows only now
     return tokenizer
+
+
+def check_tokenizer_files(folder: Path, *, advice: str) -> None:
+    """Raises when a file of a fast tokenizer cannot be read, and names it; one that is missing is passed over.
+
+    Args:
+        folder: Of a tokenizer or a model, of this library or not.
+        advice: What the user can do.
+
+    Raises:
+        DataError: When a file is damaged.
+    """
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        read_json(path, advice=advice, nan=True)
+        with _failures_of_tokenizers(path, advice):
+            tokenizers.Tokenizer.from_file(str(path))
+
+    for name in _SETTINGS_FILES:
+        if not (folder / name).is_file():
+            continue
+        content = read_json(folder / name, advice=advice, nan=True)
+        if not isinstance(content, dict):
+            raise DataError(f"{folder / name}: its content is {shown(content)}; expected an object. {advice}")
 
 
 @contextmanager

@@ -101,6 +101,7 @@ class RecipeCommand(Generic[R]):
         for file in _config_files(argv):
             self._check_file(Path(file))
         _refuse_long_numbers(argv)
+        _refuse_empty_paths(argv, {name for name, own in self._own_arguments.items() if own.get("type") is Path})
 
         try:
             parsed = self._parser.parse_args(argv)
@@ -261,6 +262,14 @@ def _refuse_long_numbers(argv: list[str]) -> None:
         name, _, value = argument.rpartition("=")
         if re.fullmatch(r"[+-]?[\d_]{300,}|0x[0-9a-fA-F_]{250,}", value):
             raise ConfigError(f"{name or before} is {shown(value)}; expected a number of at most 300 digits.")
+
+
+def _refuse_empty_paths(argv: list[str], names: set[str]) -> None:
+    """Raises a ConfigError for the first of these options that is given an empty text: as a path, the folder here."""
+    for before, argument in itertools.pairwise(["", *argv]):
+        option, separator, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        if option.removeprefix("--") in names and separator and not value.strip():
+            raise ConfigError(f"{option} is empty; expected a path. Give one, or leave the option out.")
 
 
 def _in_words(kind: Any) -> str:

@@ -264,6 +264,7 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
     flip_a_bit(tmp_path / "flipped" / "model.safetensors")
     torn = tmp_path / "torn" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:1000])
+    (tmp_path / "torn index" / "model.safetensors").unlink()  # which would be read first
     (tmp_path / "torn index" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
     (tmp_path / "no model" / "config.json").unlink()
     ranks = tmp_path / "ranks"

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from moe.errors import MoEError
 from tests.doors.damage import DAMAGE, MARKER, edit
 
-SECONDS = 60
-"""A case that takes longer hangs; on a busy machine an import of seconds may be part of it."""
+SECONDS = 20
+"""A case that computes for longer hangs; so does one that waits for longer than PATIENCE."""
+
+PATIENCE = 90
 
 _MEMORY = 8 * 2**30
 _LONGEST_MESSAGE = 3_000
@@ -168,7 +170,7 @@ def _knock(case: Case, place: Place) -> tuple[str, str]:
             return "accepted", said
         return "refused", said
     except Hang:
-        return "hang", f"after {SECONDS} seconds"
+        return "hang", f"after {SECONDS} seconds of work or {PATIENCE} of waiting"
     except Exception as error:
         return "traceback", f"{_where(error)}: {type(error).__name__}: {error}"
     return "accepted", out.getvalue()[-300:] or type(result).__name__
@@ -202,13 +204,17 @@ def _surroundings(folder: Path) -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, _ring)
     if pages:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MEMORY, limits[1]))
-    remaining = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    profiler = signal.signal(signal.SIGPROF, _ring)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    remaining = signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     os.chdir(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, profiler)
         signal.setitimer(signal.ITIMER_REAL, *remaining)
         signal.signal(signal.SIGALRM, handler)
         resource.setrlimit(resource.RLIMIT_AS, limits)

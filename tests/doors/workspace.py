@@ -110,7 +110,7 @@ def _write_harness_task(folder: Path) -> None:
     task = {
         "task": "colours",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "colours.jsonl")}},
+        "dataset_kwargs": {"data_files": {"test": "harness_tasks/colours.jsonl"}},
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": "{{thing}}",

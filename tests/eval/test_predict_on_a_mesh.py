@@ -78,7 +78,7 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
             for one, other in zip(ours, theirs, strict=True):
                 assert one.keys() == other.keys()
                 if "routers" in one:
-                    assert one == other
+                    assert one["routers"] == other["routers"]
                 else:
                     assert (one["id"], one["output"]) == (other["id"], other["output"])
                     assert one["scores"] == (pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None)
@@ -126,7 +126,7 @@ def test_ranks_that_cannot_be_divided_so_are_refused_before_a_model_is_loaded(mo
         arrange(three, 2, 1, [models["ragged"]])
     with pytest.raises(ConfigError, match=r"8 experts cannot be spread evenly over ep 3"):
         arrange(three, 3, 1, [models["ragged"]])
-    with pytest.raises(ConfigError, match=r"mesh\.ep is 0; expected an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"mesh\.ep is 0; expected an integer from 1 to"):
         arrange(three, 0, 1, [models["ragged"]])
     with pytest.raises(ConfigError, match=r"holds a model of type t5, which cannot be cut over --ep 1 and --tp 3"):
         arrange(three, 1, 3, [models["t5"]])

@@ -399,8 +399,8 @@ REFUSED = {
     "a folder": (["--out", "{inputs}/run"], "expected a file that ends in .html"),
     "a folder of that name": (["--out", "{inputs}/folder.html"], "is a folder"),
     "another page": (["--out", "{inputs}/other.html"], "is no page of this command, so it is not overwritten"),
-    "inside a model": (["--out", "{inputs}/bare/model/page.html"], "would put the page into a model"),
-    "inside a tokenizer": (["--out", "{inputs}/tokenizer/page.html"], "would put the page into a tokenizer"),
+    "inside a model": (["--out", "{inputs}/bare/model/page.html"], "lies in .*model, a model"),
+    "inside a tokenizer": (["--out", "{inputs}/tokenizer/page.html"], "lies in .*tokenizer, a tokenizer"),
     "inside what is read": (["--out", "{inputs}/corpus/page.html"], "lies in .*corpus, which is read"),
     "below a file": (["--out", "{inputs}/other.html/page.html"], "would lie below .*other.html, which is a file"),
 }

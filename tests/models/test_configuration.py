@@ -344,5 +344,5 @@ def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_
     for name in ("_name_or_path", "id2label", "label2id"):
         before.pop(name, None)
         after.pop(name, None)
-    assert after == before
+    assert json.dumps(after, sort_keys=True) == json.dumps(before, sort_keys=True)  # where NaN is equal to NaN
     assert again.num_parameters() > 0

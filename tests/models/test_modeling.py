@@ -375,7 +375,7 @@ def test_wrong_inputs_are_refused_with_a_way_out():
 @pytest.mark.parametrize("field", [{"router_loss_reduction": "foo"}, {"pad_token_id": 999}], ids=str)
 def test_fields_given_to_from_pretrained_are_checked_like_any(tmp_path, field):
     tiny_model().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"STMoEConfig: {next(iter(field))} is "):
+    with pytest.raises(ConfigError, match=f"^{next(iter(field))} is "):
         STMoEForConditionalGeneration.from_pretrained(tmp_path, **field)
 
 

@@ -348,7 +348,7 @@ def test_a_disk_that_takes_no_more_ends_in_one_message_and_keeps_what_was_there(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert process.returncode == 2, process.stderr
-    assert "File too large" in process.stderr
+    assert "a file reached the largest size allowed while writing" in process.stderr
     assert "step_00000007" in process.stderr
     assert "Traceback" not in process.stderr
     assert list((out / "checkpoints").iterdir()) == []
