@@ -23,6 +23,7 @@ MOST_TOKENS = 1 << 16
 REASON = "a case is computed token by token"
 _NO_TARGET = -100
 _ANY_NUMBER = 10**9
+_VOCABULARY = 2**26  # the largest that a model can have
 
 
 class Deviation(NamedTuple):

@@ -25,7 +25,7 @@ from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
-from moe.files import kind_of, output_path
+from moe.files import output_path
 from moe.inspection.page import GENERATOR
 from moe.inspection.report import printable, write_report
 from moe.inspection.sources import TracedModel, TracedText, find_recipe, read_evaluation, read_stages
@@ -110,19 +110,13 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     """Returns where the page goes.
 
     Raises:
-        ConfigError: When it is no path of an .html file.
-        DataError: When something else than a page of this command lies there, or it would be mixed with a model.
+        ConfigError: When it is no path of an .html file, or it would be mixed with a model or what else is finished.
+        DataError: When something else than a page of this command lies there.
     """
     page = output_path(text, suffix=".html", inputs=inputs)
     parent = next(folder for folder in page.absolute().parents if folder.exists())
     if not parent.is_dir():
         raise DataError(f"--out {page} would lie below {parent}, which is a file. Choose another place.")
-
-    kind = kind_of(page.parent)
-    if kind in ("corpus", "tokenizer", "model", "best model", "checkpoint"):
-        raise DataError(
-            f"--out {page} would put the page into a {kind}, which holds nothing else. Choose another place."
-        )
 
     if page.exists():
         with page.open(encoding="utf-8", errors="replace") as file:

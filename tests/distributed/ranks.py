@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 90  # seconds; most of them are the imports of a fresh process on a busy machine
+TIMEOUT = 200  # seconds; most of them are the imports of a fresh process on a busy machine
 
 
 def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):

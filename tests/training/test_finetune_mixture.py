@@ -256,7 +256,11 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
         (["--mixture.tasks", "[first, first]"], ConfigError, "every task once; first is repeated"),
         (["--mixture.maximum", "0"], ConfigError, "mixture.maximum is 0; expected an integer of at least 1"),
         (["--mixture.temperature", "0"], ConfigError, "mixture.temperature is 0.0; expected a finite number above 0"),
-        (["--mixture.dev_examples", "-1"], ConfigError, "mixture.dev_examples is -1; expected an integer of at least 0"),
+        (
+            ["--mixture.dev_examples", "-1"],
+            ConfigError,
+            "mixture.dev_examples is -1; expected an integer of at least 0",
+        ),
         (["--seeds", "3", "3"], ConfigError, r"seeds is \[3, 3\]; expected one or more different"),
         (["--seeds", "-1"], ConfigError, "seed is -1"),
         (["--task", "first", "--train", "pairs.jsonl"], ConfigError, "task first and train pairs.jsonl given"),
