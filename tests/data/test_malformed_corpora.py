@@ -167,7 +167,7 @@ def test_a_damaged_file_of_a_corpus_is_named(tmp_path, name, damage):
 def test_a_damaged_list_of_checksums_is_noticed(tmp_path, damage):
     save_corpus(build_corpus(documents()), tmp_path / "corpus")
     damage(tmp_path / "corpus" / "SHA256SUMS")
-    with pytest.raises(DataError, match="is damaged: it (is missing in SHA256SUMS|holds no checksum)"):
+    with pytest.raises(DataError, match=r"is damaged: it (is missing in SHA256SUMS|holds no checksum)"):
         load_corpus(tmp_path / "corpus")
 
 
