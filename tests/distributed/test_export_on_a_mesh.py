@@ -277,8 +277,8 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
         assert "Weights 1 missing: lm_head.weight. Copy the whole folder" in said["missing"][0]
         assert "is damaged: model.safetensors has another SHA-256" in said["flipped"][0]
         assert "lm_head.weight (3, 5) instead of (53, 13)" in said["another shape"][0]
-        for name in ("torn", "torn index"):
-            assert f"CheckpointError: The model in {tmp_path / name} cannot be loaded: " in said[name][0]
+        assert f"CheckpointError: The model in {tmp_path / 'torn'} cannot be loaded: " in said["torn"][0]
+        assert f"CheckpointError: {tmp_path / 'torn index' / 'model.safetensors.index.json'}" in said["torn index"][0]
         assert said["disk"].startswith("OSError: [Errno 27] File too large: ")
         assert "model.safetensors" in said["disk"]
         assert said["after the disk"] == []
