@@ -5,6 +5,7 @@ classes that an index consists of, and its content is checked before it is used.
 """
 
 import pickle
+import struct
 import warnings
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -41,7 +42,7 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 _DAMAGE = (
     *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, LookupError, TypeError, ValueError),
-    *(RuntimeError, OverflowError, MemoryError),
+    *(RuntimeError, OverflowError, MemoryError, AssertionError, struct.error),
 )
 """What unpickling raises for a file that is torn or holds something else."""
 
@@ -50,8 +51,12 @@ class _ForbiddenNameError(Exception):
     """A pickle names something that no index consists of."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads the index of a checkpoint; whatever else a pickle could name is refused before it is even imported."""
+class _IndexUnpickler(pickle._Unpickler):
+    """Reads the index of a checkpoint; whatever else a pickle could name is refused before it is even imported.
+
+    It is Python's own form of the class: that in C makes room for any number that a damaged byte gives as the place of
+    a value, and the machine ends the process for the memory that it takes.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class that an index consists of.

@@ -298,6 +298,7 @@ def with_adapters(layer):
     return peft.get_peft_model(layer, peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], r=2))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own affair
 @pytest.mark.parametrize("wrap", [with_adapters, checkpoint_wrapper, torch.compile])
 def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
     layer = SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2))
