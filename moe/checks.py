@@ -52,9 +52,7 @@ def check_integer(
     if value is None and optional:
         return
 
-    holds = is_kind(value, int)
-    holds = holds and (least is None or value >= least)  # type: ignore[operator]
-    holds = holds and (most is None or value <= most)  # type: ignore[operator]
+    holds = is_kind(value, int) and _is_within(value, least, most)
     check(holds, name, value, _expected("an integer", _range(least, most), reason, optional))
 
 
@@ -87,11 +85,7 @@ def check_number(
     if value is None and optional:
         return
 
-    holds = is_kind(value, float)
-    holds = holds and (least is None or value >= least)  # type: ignore[operator]
-    holds = holds and (above is None or value > above)  # type: ignore[operator]
-    holds = holds and (most is None or value <= most)  # type: ignore[operator]
-    holds = holds and (below is None or value < below)  # type: ignore[operator]
+    holds = is_kind(value, float) and _is_within(value, least, most, above, below)
     check(holds, name, value, _expected("a finite number", _range(least, most, above, below), reason, optional))
 
 
@@ -153,6 +147,22 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond the largest float
         return False
+
+
+def _is_within(
+    number: Any,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> bool:
+    """Returns whether a number keeps all bounds that are given."""
+    return (
+        (least is None or number >= least)
+        and (most is None or number <= most)
+        and (above is None or number > above)
+        and (below is None or number < below)
+    )
 
 
 def _range(
