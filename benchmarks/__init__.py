@@ -1,1 +1,3 @@
-"""Benchmarks. Read: cases, variants, peers, timing, memory, layer; then ranks, transformers_ep, scaling, exchange."""
+"""Benchmarks. Read: cases, variants, peers, timing, memory, layer; then ranks, transformers_ep,
+scaling, exchange.
+"""

@@ -1,4 +1,6 @@
-"""What is measured: the cases, the tensors that all variants of a case share, and what a variant is."""
+"""What is measured: the cases, the tensors that all variants of a case share, and what a variant
+is.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +44,9 @@ class Case:
         return self.tokens * self.num_selected_experts
 
     def flops(self, rows: int, pass_name: Pass) -> int:
-        """Returns the floating-point operations of the experts' matrix products; the backward pass is two forwards."""
+        """Returns the floating-point operations of the experts' matrix products; the backward pass
+        is two forwards.
+        """
         forward = 2 * rows * self.d_model * self.d_ff * (3 if self.gated else 2)
         return forward if pass_name == "forward" else 3 * forward
 
@@ -92,7 +96,8 @@ class Variant:
         x: Its input, a leaf.
         gradient: The gradient of its output.
         parameters: What else gets a gradient.
-        rows: Rows of matrix products that its experts do, padding included and dropped places excluded.
+        rows: Rows of matrix products that its experts do, padding included and dropped places
+            excluded.
         note: What a reader of its row must know.
     """
 

@@ -1,6 +1,8 @@
-"""Evaluation: examples per second of `rank` and `generate` beside lm-evaluation-harness, same models and same task.
+"""Evaluation: examples per second of `rank` and `generate` beside lm-evaluation-harness, same
+models and same task.
 
-Both get the models in memory and hand back an answer for every example: tokens, batches and padding are their own.
+Both get the models in memory and hand back an answer for every example: tokens, batches and padding
+are their own.
 """
 
 import dataclasses
@@ -100,7 +102,9 @@ def run_evaluation(benchmark: EvaluationBenchmark) -> None:
     with TemporaryDirectory() as folder:
         for name, system in build_systems(benchmark.case, Path(folder)).items():
             for mode in BARS:
-                report["rows"] += measure_mode(benchmark, system, task, name, mode, Path(folder) / "made.jsonl")
+                report["rows"] += measure_mode(
+                    benchmark, system, task, name, mode, Path(folder) / "made.jsonl"
+                )
                 save_report(report, benchmark.json)
     print(format_report(report))
     if benchmark.json:
@@ -108,14 +112,20 @@ def run_evaluation(benchmark: EvaluationBenchmark) -> None:
 
 
 def make_task(case: EvaluationCase) -> Task:
-    """Returns a task of made-up words: inputs of mixed lengths, two to four answers of one or two words."""
+    """Returns a task of made-up words: inputs of mixed lengths, two to four answers of one or two
+    words.
+    """
     draw, words = random.Random(0), make_words()
     rows: list[Mapping[str, Any]] = []
     for number in range(case.num_examples):
         text = " ".join(draw.choices(words, k=draw.randint(*case.words)))
         picked = draw.sample(words, 8)
-        answers = tuple(" ".join(picked[2 * n :][: draw.randint(1, 2)]) for n in range(draw.randint(2, 4)))
-        rows.append({"id": str(number), "inputs": text, "targets": draw.choice(answers), "answers": answers})
+        answers = tuple(
+            " ".join(picked[2 * n :][: draw.randint(1, 2)]) for n in range(draw.randint(2, 4))
+        )
+        rows.append(
+            {"id": str(number), "inputs": text, "targets": draw.choice(answers), "answers": answers}
+        )
     return Task(
         name="made_up",
         version=1,
@@ -135,7 +145,9 @@ def make_words() -> list[str]:
     """Returns different words of one to three syllables."""
     draw = random.Random(0)
     syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
-    return list(dict.fromkeys("".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500)))
+    return list(
+        dict.fromkeys("".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500))
+    )
 
 
 def build_systems(case: EvaluationCase, folder: Path) -> dict[str, Seq2Seq]:
@@ -176,10 +188,13 @@ def measure_mode(
     """Returns a row for ours and one for lm-evaluation-harness, which has its best batch size."""
     cpu, requests = torch.device("cpu"), make_requests(task)
     ours = partial(answer_ours, system, task, requests, mode, path)
-    theirs = {batch: make_harness(system, task, requests, mode, batch) for batch in benchmark.case.batches}
+    theirs = {
+        batch: make_harness(system, task, requests, mode, batch) for batch in benchmark.case.batches
+    }
     best = min(theirs, key=lambda batch: measure(theirs[batch], cpu))
     differing = sum(
-        a != b if isinstance(b, str) else abs(a - b) > 1e-3 for a, b in zip(ours(), theirs[best](), strict=True)
+        a != b if isinstance(b, str) else abs(a - b) > 1e-3
+        for a, b in zip(ours(), theirs[best](), strict=True)
     )
     path.unlink()
     runs: dict[str, Callable[[], object]] = {"ours": ours, "lm_eval": theirs[best]}
@@ -192,7 +207,9 @@ def measure_mode(
             "mode": mode,
             "system": name,
             "batch_size": best if name == "lm_eval" else "own",
-            "examples_per_second": 1000 * len(requests) / statistics.median(each[name] for each in times),
+            "examples_per_second": 1000
+            * len(requests)
+            / statistics.median(each[name] for each in times),
             "over_lm_eval": 1 / median_ratio(times, name, "lm_eval"),
             "bar": BARS[mode],
             "differing": differing,
@@ -203,11 +220,17 @@ def measure_mode(
 
 def make_requests(task: Task) -> list[Request]:
     """Returns the questions of the task."""
-    return [Request(example.id, example.inputs, example.choices) for example in task.examples("test")]
+    return [
+        Request(example.id, example.inputs, example.choices) for example in task.examples("test")
+    ]
 
 
-def answer_ours(system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path) -> list[Any]:
-    """Returns log-probabilities of all choices without the end token, or texts; the predictions are written."""
+def answer_ours(
+    system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path
+) -> list[Any]:
+    """Returns log-probabilities of all choices without the end token, or texts; the predictions are
+    written.
+    """
     predictions: Sequence[Prediction] = predict(
         system, task, requests, mode, path, scoring=Scoring(include_eos=False)
     ).predictions
@@ -224,17 +247,24 @@ def make_harness(
     from lm_eval.models import huggingface
 
     hflm: Any = huggingface.HFLM
-    model = hflm(pretrained=system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=batch)
+    model = hflm(
+        pretrained=system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=batch
+    )
     kind = "generate_until" if mode == "generate" else "loglikelihood"
     instances = []
     for request in requests:
         arguments: list[Any] = [(request.inputs, choice) for choice in request.choices]
         if mode == "generate":
-            # Its own bound, max_gen_toks, grows with the input; random weights hardly ever end a text before it.
-            arguments = [(request.inputs, {"until": [], "max_length": 1 + task.decoding.max_tokens})]
+            # Its own bound, max_gen_toks, grows with the input; random weights hardly ever end a
+            # text before it.
+            arguments = [
+                (request.inputs, {"until": [], "max_length": 1 + task.decoding.max_tokens})
+            ]
         for each in arguments:
             metadata = (task.name, len(instances), 1)
-            instances.append(Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=metadata))
+            instances.append(
+                Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=metadata)
+            )
     if mode == "generate":
         return lambda: model.generate_until(instances, disable_tqdm=True)
     return lambda: [score for score, _ in model.loglikelihood(instances, disable_tqdm=True)]
@@ -243,7 +273,16 @@ def make_harness(
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
     machine = f"{report['device']}, {report['threads']} threads, torch {report['torch']}, {report['rounds']} rounds"
-    header = ("model", "mode", "system", "batch", "examples/s", "over lm_eval", "bar", "answers that differ")
+    header = (
+        "model",
+        "mode",
+        "system",
+        "batch",
+        "examples/s",
+        "over lm_eval",
+        "bar",
+        "answers that differ",
+    )
     cells = [
         [
             *(str(row[key]) for key in ("model", "mode", "system", "batch_size")),

@@ -1,7 +1,9 @@
-"""The exchange benchmark: one layer whose experts are spread over ranks, beside what it cannot do without.
+"""The exchange benchmark: one layer whose experts are spread over ranks, beside what it cannot do
+without.
 
-A layer must compute and must send rows; `ideal` is the time of one process for all tokens, divided by the ranks, and
-that of the same four all-to-alls with nothing around them. All of it is measured in turn, in one run.
+A layer must compute and must send rows; `ideal` is the time of one process for all tokens, divided
+by the ranks, and that of the same four all-to-alls with nothing around them. All of it is measured
+in turn, in one run.
 """
 
 import dataclasses
@@ -71,9 +73,13 @@ class ExchangeBenchmark:
         """
         for number in self.ranks:
             if number < 2:
-                raise ConfigError(f"--ranks is {number}; expected at least 2, since one sends nothing.")
+                raise ConfigError(
+                    f"--ranks is {number}; expected at least 2, since one sends nothing."
+                )
             if self.device == "cuda" and number > (gpus := torch.cuda.device_count()):
-                raise ConfigError(f"--ranks is {number}, but torch finds {gpus} GPUs. Write --device cpu, or fewer.")
+                raise ConfigError(
+                    f"--ranks is {number}, but torch finds {gpus} GPUs. Write --device cpu, or fewer."
+                )
             for index in self.cases:
                 case = CASES[index]
                 if case.device not in (None, self.device):
@@ -90,9 +96,17 @@ class ExchangeBenchmark:
 def run_exchange(benchmark: ExchangeBenchmark) -> None:
     """Measures, prints the tables and saves them; what is measured is saved as it goes."""
     report = benchmark.report
-    report.update(describe_machine(torch.device(benchmark.device)), threads=1, rounds=benchmark.rounds, rows=[])
+    report.update(
+        describe_machine(torch.device(benchmark.device)),
+        threads=1,
+        rounds=benchmark.rounds,
+        rows=[],
+    )
     groups = [
-        (number, case, dtype) for number in benchmark.ranks for case in benchmark.cases for dtype in benchmark.dtypes
+        (number, case, dtype)
+        for number in benchmark.ranks
+        for case in benchmark.cases
+        for dtype in benchmark.dtypes
     ]
     for number, case, dtype in tqdm(groups, desc="exchange", unit="case"):
         keys = {"ranks": number, "case": case, "dtype": dtype}
@@ -126,7 +140,9 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
         facts[name] = describe_bytes(sent, router, mine)
         bare = [sending.repeat(device) for sending in sent if sending.is_rows]
         jobs += [
-            Job(f"{name}/one", *_pass(alone, whole)) if dist.get_rank() == 0 else Job(f"{name}/one", None),
+            Job(f"{name}/one", *_pass(alone, whole))
+            if dist.get_rank() == 0
+            else Job(f"{name}/one", None),
             Job(f"{name}/bare", lambda bare=bare: [exchange() for exchange in bare]),
             Job(f"{name}/apart", *_pass(local, apart)),
             Job(name, *_pass(spread, mine)),
@@ -138,7 +154,9 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     except UnavailableError as error:
         note = str(error)
     times = measure_together(jobs, rounds, device)
-    rows: list[Row] = [{"layer": name, **describe_layer(name, times)} | facts[name] for name in LAYERS]
+    rows: list[Row] = [
+        {"layer": name, **describe_layer(name, times)} | facts[name] for name in LAYERS
+    ]
     if note:
         return [*rows, {"layer": PEER, "note": note}]
     rows[0]["over_transformers"] = median_ratio(times, "dropless", PEER)
@@ -146,18 +164,23 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
 
 
 def cut_problem(problem: Problem) -> tuple[Problem, Problem, Problem]:
-    """Returns what one process does for all; this rank's part with its experts; and a part that needs nobody else.
+    """Returns what one process does for all; this rank's part with its experts; and a part that
+    needs nobody else.
 
-    Tokens are routed in one group for each rank in all of them. The last has as many tokens and rows as this rank's
-    part, all of them for the experts that are here.
+    Tokens are routed in one group for each rank in all of them. The last has as many tokens and
+    rows as this rank's part, all of them for the experts that are here.
     """
     rank, size, case = dist.get_rank(), dist.get_world_size(), problem.case
     tokens, share = case.tokens // size, case.num_experts // size
     experts = slice(rank * share, (rank + 1) * share)
-    x, gradient = (rearrange(t.detach(), "1 (p s) d -> p s d", p=size) for t in (problem.x, problem.gradient))
+    x, gradient = (
+        rearrange(t.detach(), "1 (p s) d -> p s d", p=size) for t in (problem.x, problem.gradient)
+    )
 
     def replace(rows: slice, **changes: Any) -> Problem:
-        part = dataclasses.replace(problem, x=x[rows].clone().requires_grad_(), gradient=gradient[rows].clone())
+        part = dataclasses.replace(
+            problem, x=x[rows].clone().requires_grad_(), gradient=gradient[rows].clone()
+        )
         return dataclasses.replace(part, **changes)
 
     here = {name: getattr(problem, name)[experts].clone() for name in ("first", "down")}
@@ -171,7 +194,9 @@ def cut_problem(problem: Problem) -> tuple[Problem, Problem, Problem]:
     )
 
 
-def _pass(layer: SparseFeedForward, problem: Problem) -> tuple[Callable[[], object], Callable[[], object]]:
+def _pass(
+    layer: SparseFeedForward, problem: Problem
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns the forward and backward pass of a layer, and what gives its gradients back."""
 
     def clear() -> None:
@@ -190,9 +215,11 @@ def watch(layer: SparseFeedForward, problem: Problem) -> tuple[list[Sending], Ro
 
 
 def describe_bytes(sent: Sequence[Sending], router: RouterOutput, problem: Problem) -> Row:
-    """Returns the bytes that leave for other ranks, of all ranks together, and the fewest that could.
+    """Returns the bytes that leave for other ranks, of all ranks together, and the fewest that
+    could.
 
-    The fewest is the row of every kept place whose expert is elsewhere, once each way, in both passes.
+    The fewest is the row of every kept place whose expert is elsewhere, once each way, in both
+    passes.
     """
     share = problem.case.num_experts // dist.get_world_size()
     elsewhere = router.plan.expert_index // share != dist.get_rank()
@@ -247,7 +274,18 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 HEADER = (
-    *("ranks", "case", "dtype", "layer", "ms", "one process", "bare", "/ ideal", "/ (apart + bare)", "fullest rank"),
+    *(
+        "ranks",
+        "case",
+        "dtype",
+        "layer",
+        "ms",
+        "one process",
+        "bare",
+        "/ ideal",
+        "/ (apart + bare)",
+        "fullest rank",
+    ),
     *("MB sent", "/ fewest", "/ transformers", "note"),
 )
 
@@ -260,4 +298,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ratios = [row.get(name) for name in ("over_ideal", "over_apart", "fullest_rank")]
     sent = None if "row_bytes" not in row else row["row_bytes"] / 1e6
     ratios += [sent, row.get("bytes_ratio"), row.get("over_transformers")]
-    return [*cells, *("" if value is None else f"{value:.2f}" for value in ratios), row.get("note", "")]
+    return [
+        *cells,
+        *("" if value is None else f"{value:.2f}" for value in ratios),
+        row.get("note", ""),
+    ]

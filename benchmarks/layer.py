@@ -1,4 +1,6 @@
-"""The layer benchmark: forward and backward of one sparse layer beside the dense layer and the peers, in one table."""
+"""The layer benchmark: forward and backward of one sparse layer beside the dense layer and the
+peers, in one table.
+"""
 
 import platform
 import statistics
@@ -14,7 +16,13 @@ from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_
 from benchmarks.machine import describe_machine, save_report
 from benchmarks.memory import MEASURED, can_measure, peak_mib
 from benchmarks.peers import PEERS, UnavailableError, build_peer, close_peers
-from benchmarks.timing import capture_cuda_graph, measure, measure_rounds, median_ratio, square_tflops
+from benchmarks.timing import (
+    capture_cuda_graph,
+    measure,
+    measure_rounds,
+    median_ratio,
+    square_tflops,
+)
 from benchmarks.variants import OURS, moe_dropless, routing_only, stats_of
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
@@ -60,11 +68,15 @@ class LayerBenchmark:
             ConfigError: When the machine cannot do what was asked for.
         """
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device is cuda, but torch finds no GPU. Leave --device out, or write --device cpu.")
+            raise ConfigError(
+                "--device is cuda, but torch finds no GPU. Leave --device out, or write --device cpu."
+            )
         for index in self.cases:
             wanted = CASES[index].device or self.device.type
             if wanted != self.device.type:
-                raise ConfigError(f"case {index} is for {wanted}, and --device is {self.device}. Leave it out.")
+                raise ConfigError(
+                    f"case {index} is for {wanted}, and --device is {self.device}. Leave it out."
+                )
 
 
 def run_layer(benchmark: LayerBenchmark) -> None:
@@ -73,7 +85,10 @@ def run_layer(benchmark: LayerBenchmark) -> None:
     save_report(benchmark.report, benchmark.json)
     try:
         groups = [
-            (case, dtype) for case in benchmark.cases for dtype in benchmark.dtypes if dtype in CASES[case].dtypes
+            (case, dtype)
+            for case in benchmark.cases
+            for dtype in benchmark.dtypes
+            if dtype in CASES[case].dtypes
         ]
         total = len(groups) * len(benchmark.passes) * benchmark.rounds
         with tqdm(total=total, desc="layer", unit="round", mininterval=1.0) as bar:
@@ -83,7 +98,9 @@ def run_layer(benchmark: LayerBenchmark) -> None:
         if benchmark.memory:
             add_peaks(benchmark)
         if benchmark.profile:
-            benchmark.report["profile"] = [row for dtype in benchmark.dtypes for row in profile_layer(benchmark, dtype)]
+            benchmark.report["profile"] = [
+                row for dtype in benchmark.dtypes for row in profile_layer(benchmark, dtype)
+            ]
         save_report(benchmark.report, benchmark.json)
     finally:
         close_peers()
@@ -93,10 +110,15 @@ def run_layer(benchmark: LayerBenchmark) -> None:
 
 
 def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
-    """Returns what a reader must know of the machine, with the speed of one large square product by dtype."""
+    """Returns what a reader must know of the machine, with the speed of one large square product by
+    dtype.
+    """
     return describe_machine(benchmark.device) | {
         "rounds": benchmark.rounds,
-        "square_tflops": {name: square_tflops(name, benchmark.rounds, benchmark.device) for name in benchmark.dtypes},
+        "square_tflops": {
+            name: square_tflops(name, benchmark.rounds, benchmark.device)
+            for name in benchmark.dtypes
+        },
     }
 
 
@@ -137,19 +159,28 @@ def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[V
 
 @torch.no_grad()
 def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
-    """Returns |y - y'| / |y'| of every variant on the shared input, where y' is the output of `moe_dropless`."""
-    reference = next((variant for variant in variants if variant.name == moe_dropless.__name__), None)
+    """Returns |y - y'| / |y'| of every variant on the shared input, where y' is the output of
+    `moe_dropless`.
+    """
+    reference = next(
+        (variant for variant in variants if variant.name == moe_dropless.__name__), None
+    )
     if reference is None:
         return {}
     expected = reference.forward(reference.x).float()
     comparable = [variant for variant in variants if variant.x is reference.x]
-    return {v.name: float((v.forward(v.x).float() - expected).norm() / expected.norm()) for v in comparable}
+    return {
+        v.name: float((v.forward(v.x).float() - expected).norm() / expected.norm())
+        for v in comparable
+    }
 
 
 def describe_times(
     case: Case, variant: Variant, pass_name: Pass, times: Sequence[dict[str, float]], square: float
 ) -> Row:
-    """Returns the measured numbers of a row; FLOPs are those of the products that the variant really does."""
+    """Returns the measured numbers of a row; FLOPs are those of the products that the variant
+    really does.
+    """
     ms = statistics.median(round_[variant.name] for round_ in times)
     flops = case.flops(variant.rows, pass_name)
     return {
@@ -163,7 +194,9 @@ def describe_times(
 
 
 def add_peaks(benchmark: LayerBenchmark) -> None:
-    """Adds `peak_mib` and its ratio to dense to the forward_backward rows: float32, or the only dtype of a case."""
+    """Adds `peak_mib` and its ratio to dense to the forward_backward rows: float32, or the only
+    dtype of a case.
+    """
     if not can_measure(benchmark.device):
         print(f"memory: {platform.system()} does not tell the peak of a process; no peak_mib")
         return
@@ -186,20 +219,27 @@ def add_peaks(benchmark: LayerBenchmark) -> None:
 def _has_peak(row: Mapping[str, Any]) -> bool:
     """Returns whether the memory of a row is measured."""
     dtypes = CASES[row["case"]].dtypes
-    return row["variant"] in MEASURED and row["pass"] == "forward_backward" and row["dtype"] == dtypes[0]
+    return (
+        row["variant"] in MEASURED
+        and row["pass"] == "forward_backward"
+        and row["dtype"] == dtypes[0]
+    )
 
 
 def profile_layer(benchmark: LayerBenchmark, dtype: str) -> Iterator[Row]:
-    """Yields the share of routing, dispatch and combine in forward and backward of the dropless layer.
+    """Yields the share of routing, dispatch and combine in forward and backward of the dropless
+    layer.
 
-    It is the time of the same layer with experts that hand their rows through, losses and statistics included; and
-    that of the statistics alone.
+    It is the time of the same layer with experts that hand their rows through, losses and
+    statistics included; and that of the statistics alone.
     """
     problem = build_problem(CASES[PROFILED_CASE], DTYPES[dtype], benchmark.device)
     full, routing = moe_dropless(problem), routing_only(problem)
     variants = [full, routing]
     times = list(measure_rounds(variants, "forward_backward", benchmark.rounds, benchmark.device))
-    stats_ms = statistics.median(measure(stats_of(problem), benchmark.device) for _ in range(benchmark.rounds))
+    stats_ms = statistics.median(
+        measure(stats_of(problem), benchmark.device) for _ in range(benchmark.rounds)
+    )
     yield {
         "case": PROFILED_CASE,
         "dtype": dtype,
@@ -246,7 +286,10 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         "peak_ratio": row.get("peak_ratio"),
     }
     formats = {"ms": ".1f", "peak": ".0f"}
-    cells = ["" if value is None else format(value, formats.get(name, ".2f")) for name, value in numbers.items()]
+    cells = [
+        "" if value is None else format(value, formats.get(name, ".2f"))
+        for name, value in numbers.items()
+    ]
     difference = "" if row["difference"] is None else f"{row['difference']:.0e}"
     graph = f"CUDA graph: {row['cuda_graph']}" if "cuda_graph" in row else ""
     note = "; ".join(text for text in (row["note"], graph) if text)

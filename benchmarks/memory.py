@@ -1,7 +1,9 @@
-"""Memory: the peak of one training step beyond parameters and their gradients, each variant in a process of its own.
+"""Memory: the peak of one training step beyond parameters and their gradients, each variant in a
+process of its own.
 
-On a CPU it is resident memory as the system sees it, so that worker threads, scratch buffers of matrix libraries and
-pages that the allocator keeps all count. On CUDA it is what torch's allocator has handed out.
+On a CPU it is resident memory as the system sees it, so that worker threads, scratch buffers of
+matrix libraries and pages that the allocator keeps all count. On CUDA it is what torch's allocator
+has handed out.
 """
 
 import argparse
@@ -23,7 +25,9 @@ MEASURED = ("dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_m
 REPEATS = 3
 
 
-def peak_mib(case_index: int, dtype_name: str, name: str, device: torch.device, threads: int) -> float:
+def peak_mib(
+    case_index: int, dtype_name: str, name: str, device: torch.device, threads: int
+) -> float:
     """Returns the peak of a variant in MiB, measured in a fresh process.
 
     Raises:
@@ -46,8 +50,8 @@ def can_measure(device: torch.device) -> bool:
 def measure_step(variant: Variant, device: torch.device) -> float:
     """Returns the peak of one forward and backward in bytes beyond parameters and their gradients.
 
-    The backward pass holds its gradients only by and by, so that its peak counts without all of them and the peak of
-    the forward pass counts as it is; the larger one is the result.
+    The backward pass holds its gradients only by and by, so that its peak counts without all of
+    them and the peak of the forward pass counts as it is; the larger one is the result.
     """
     _release()
     base = _reset_peak(device)
@@ -97,7 +101,13 @@ def _status(name: str) -> int:
 def main() -> None:
     """Prints the peak of one variant in MiB: the child of `peak_mib`."""
     parser = argparse.ArgumentParser()
-    for name, kind in (("case", int), ("dtype", str), ("variant", str), ("device", str), ("threads", int)):
+    for name, kind in (
+        ("case", int),
+        ("dtype", str),
+        ("variant", str),
+        ("device", str),
+        ("threads", int),
+    ):
         parser.add_argument(name, type=kind)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -107,7 +117,9 @@ def main() -> None:
     variant = build_peer(options.variant, problem) if peer else OURS[options.variant](problem)
     variant.run("forward_backward")
     variant.clear()
-    print(json.dumps(statistics.median(measure_step(variant, device) for _ in range(REPEATS)) / 2**20))
+    print(
+        json.dumps(statistics.median(measure_step(variant, device) for _ in range(REPEATS)) / 2**20)
+    )
     close_peers()
 
 

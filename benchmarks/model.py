@@ -1,4 +1,6 @@
-"""Whole models: a training step and greedy decoding of ours, of transformers' Switch and of T5, in one table."""
+"""Whole models: a training step and greedy decoding of ours, of transformers' Switch and of T5, in
+one table.
+"""
 
 import dataclasses
 import gc
@@ -104,7 +106,9 @@ def run_model(benchmark: ModelBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
     report = benchmark.report
     sizes = dataclasses.asdict(benchmark.case)
-    report.update(describe_machine(torch.device("cpu")), rounds=benchmark.rounds, case=sizes, rows=[])
+    report.update(
+        describe_machine(torch.device("cpu")), rounds=benchmark.rounds, case=sizes, rows=[]
+    )
     for rows in measure_parts(benchmark):
         report["rows"] += rows
         save_report(report, benchmark.json)
@@ -131,7 +135,8 @@ def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
 def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
     """Returns the models by name; transformers' Switch has the weights of ours, in the same memory.
 
-    No token is dropped by either, so that all do the products of T5, whose attention is in both of its forms.
+    No token is dropped by either, so that all do the products of T5, whose attention is in both of
+    its forms.
     """
     sizes: dict[str, Any] = {
         "vocab_size": case.vocab_size,
@@ -152,13 +157,17 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
     )
     torch.manual_seed(0)
     dropless = {"expert_capacity": None, "capacity_factor": None, "eval_capacity_factor": None}
-    ours = STMoEForConditionalGeneration(STMoEConfig(**{**own_fields(config.to_diff_dict()), **dropless}))
+    ours = STMoEForConditionalGeneration(
+        STMoEConfig(**{**own_fields(config.to_diff_dict()), **dropless})
+    )
     with torch.device("meta"):
         switch = SwitchTransformersForConditionalGeneration(config)
     weights, parts = ours.state_dict(), {}
     for weight in transformers_names(ours.config, "switch_transformers"):
         parts |= weight.split(weights[weight.name])
-    switch.load_state_dict(parts, strict=False, assign=True)  # what is tied to another weight has no part
+    switch.load_state_dict(
+        parts, strict=False, assign=True
+    )  # what is tied to another weight has no part
     switch.tie_weights()
     models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
     for attention in ("eager", "sdpa"):
@@ -168,8 +177,12 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
     return models
 
 
-def measure_training(benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int) -> list[Row]:
-    """Returns a row for each model: forward with the losses it has by itself and backward, without an update."""
+def measure_training(
+    benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int
+) -> list[Row]:
+    """Returns a row for each model: forward with the losses it has by itself and backward, without
+    an update.
+    """
     case = benchmark.case
     inputs = draw_tokens(case, case.batch, case.input_length)
     labels = draw_tokens(case, case.batch, case.target_length)
@@ -183,7 +196,9 @@ def measure_training(benchmark: ModelBenchmark, models: Mapping[str, PreTrainedM
     runs = {name: step(model) for name, model in models.items()}
     times = measure_models(benchmark, runs, models, f"training, {experts} experts")
     tokens = case.batch * (case.input_length + case.target_length)
-    return describe_rows(times, tokens, {"part": "training", "experts": experts, "batch": case.batch})
+    return describe_rows(
+        times, tokens, {"part": "training", "experts": experts, "batch": case.batch}
+    )
 
 
 @torch.no_grad()
@@ -192,12 +207,17 @@ def measure_generation(
 ) -> list[Row]:
     """Returns a row for each model, with encoder and without it: greedy decoding with the cache.
 
-    Ours and Switch, which have the same weights, must decode the same tokens; if they do not, a line says so.
+    Ours and Switch, which have the same weights, must decode the same tokens; if they do not, a
+    line says so.
     """
     case = benchmark.case
     inputs = draw_tokens(case, batch, case.input_length)
     mask = torch.ones_like(inputs)
-    length = {"min_new_tokens": case.new_tokens, "max_new_tokens": case.new_tokens, "do_sample": False}
+    length = {
+        "min_new_tokens": case.new_tokens,
+        "max_new_tokens": case.new_tokens,
+        "do_sample": False,
+    }
 
     def decode(model: Any) -> Callable[[], Tensor]:
         return lambda: model.generate(inputs, attention_mask=mask, **length)
@@ -205,16 +225,29 @@ def measure_generation(
     def encode(model: Any) -> Callable[[], object]:
         return lambda: model.get_encoder()(input_ids=inputs, attention_mask=mask)
 
-    decoders = {name: model.eval() for name, model in models.items() if isinstance(model, GenerationMixin)}
+    decoders = {
+        name: model.eval() for name, model in models.items() if isinstance(model, GenerationMixin)
+    }
     where = f"generation, {experts} experts, batch {batch}"
     if not torch.equal(decode(decoders["ours"])(), decode(decoders["switch"])()):
-        print(f"{where}: tokens differ between ours and switch, which can happen where two logits tie")
+        print(
+            f"{where}: tokens differ between ours and switch, which can happen where two logits tie"
+        )
     keys = {"part": "generation", "experts": experts, "batch": batch}
-    whole = measure_models(benchmark, {name: decode(model) for name, model in decoders.items()}, models, where)
-    encoder = measure_models(benchmark, {name: encode(model) for name, model in decoders.items()}, models, where)
-    steps = [{name: both[name] - part[name] for name in both} for both, part in zip(whole, encoder, strict=True)]
+    whole = measure_models(
+        benchmark, {name: decode(model) for name, model in decoders.items()}, models, where
+    )
+    encoder = measure_models(
+        benchmark, {name: encode(model) for name, model in decoders.items()}, models, where
+    )
+    steps = [
+        {name: both[name] - part[name] for name in both}
+        for both, part in zip(whole, encoder, strict=True)
+    ]
     tokens = batch * case.new_tokens
-    return describe_rows(whole, tokens, keys) + describe_rows(steps, tokens, {**keys, "part": "decoder alone"})
+    return describe_rows(whole, tokens, keys) + describe_rows(
+        steps, tokens, {**keys, "part": "decoder alone"}
+    )
 
 
 def measure_models(
@@ -230,7 +263,9 @@ def measure_models(
 
 
 def describe_rows(times: Sequence[Mapping[str, float]], tokens: int, keys: Row) -> list[Row]:
-    """Returns a row for each model: milliseconds, tokens per second, and its time over that of every other."""
+    """Returns a row for each model: milliseconds, tokens per second, and its time over that of
+    every other.
+    """
     return [
         keys
         | {
@@ -253,7 +288,15 @@ def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
     machine = f"{report['device']}, {report['threads']} threads, torch {report['torch']}, {report['rounds']} rounds"
     names = list(report["rows"][0]["over"])
-    header = ("part", "experts", "batch", "model", "ms", "tokens/s", *(f"time / {name}" for name in names))
+    header = (
+        "part",
+        "experts",
+        "batch",
+        "model",
+        "ms",
+        "tokens/s",
+        *(f"time / {name}" for name in names),
+    )
     cells = [
         [
             *(str(row[key]) for key in ("part", "experts", "batch", "model")),

@@ -1,4 +1,6 @@
-"""The peers: what a user could take instead, over the same weights. Each builds a variant or says why it cannot."""
+"""The peers: what a user could take instead, over the same weights. Each builds a variant or says
+why it cannot.
+"""
 
 import contextlib
 import importlib
@@ -17,7 +19,9 @@ from transformers import NllbMoeConfig, OlmoeConfig, SwitchTransformersConfig
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
-from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersSparseMLP,
+)
 
 from benchmarks.cases import Problem, Variant
 from benchmarks.variants import CAPACITY_FACTOR, FeedForward, share_weights
@@ -33,11 +37,15 @@ class UnavailableError(Exception):
 def hf_grouped_mm(problem: Problem) -> Variant:
     """The `grouped_mm` experts of transformers under OLMoE's router."""
     module = build_olmoe(problem)
-    return _variant("hf_grouped_mm", problem, lambda x: run_olmoe(module, x), module, problem.case.rows)
+    return _variant(
+        "hf_grouped_mm", problem, lambda x: run_olmoe(module, x), module, problem.case.rows
+    )
 
 
 def build_olmoe(problem: Problem) -> nn.ModuleDict:
-    """Returns OLMoE's `router` and the `grouped_mm` `experts` of transformers over the shared weights."""
+    """Returns OLMoE's `router` and the `grouped_mm` `experts` of transformers over the shared
+    weights.
+    """
     case = problem.case
     config = OlmoeConfig(
         hidden_size=case.d_model,
@@ -55,12 +63,18 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
             self.num_experts = config.num_experts
             self.act_fn = nn.GELU("tanh") if case.gated else nn.ReLU()
 
-        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def forward(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
             raise NotImplementedError("the decorator takes grouped_mm instead")
 
     module = nn.ModuleDict({"router": OlmoeTopKRouter(config), "experts": StackedExperts(config)})
     first = "gate_up_proj" if case.gated else "up_proj"
-    weights = {"router.weight": problem.gate, f"experts.{first}": problem.first, "experts.down_proj": problem.down}
+    weights = {
+        "router.weight": problem.gate,
+        f"experts.{first}": problem.first,
+        "experts.down_proj": problem.down,
+    }
     share_weights(module, weights)
     return module
 
@@ -126,12 +140,16 @@ def hf_nllb(problem: Problem) -> Variant:
 
 
 def st_moe_pytorch(problem: Problem) -> Variant:
-    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens; its capacity factor does not count K either."""
+    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens; its capacity factor does
+    not count K either.
+    """
     case = problem.case
     _require(case.num_selected_experts >= 2, "at least two experts for a token")
     _require(problem.x.dtype == torch.float32, "float32 only")
     group = min(ST_MOE_GROUP, case.tokens)
-    factor = CAPACITY_FACTOR * case.num_selected_experts  # it cannot do without a capacity: room for most of the rows
+    factor = (
+        CAPACITY_FACTOR * case.num_selected_experts
+    )  # it cannot do without a capacity: room for most of the rows
     module = _import("st_moe_pytorch").MoE(
         dim=case.d_model,
         num_experts=case.num_experts,
@@ -156,14 +174,18 @@ def st_moe_pytorch(problem: Problem) -> Variant:
 
 
 def deepspeed(problem: Problem) -> Variant:
-    """The layer of DeepSpeed with as many slots as the fullest expert needs, in a group of one process."""
+    """The layer of DeepSpeed with as many slots as the fullest expert needs, in a group of one
+    process.
+    """
     case = problem.case
     _require(case.num_selected_experts <= 2, "at most two experts for a token")
     with contextlib.redirect_stdout(io.StringIO()):
         _import("deepspeed")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # a free port
+            dist.init_process_group(
+                "gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1
+            )  # a free port
         _import("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         with torch.device("meta"):
             expert = FeedForward(problem.first[0], problem.down[0], case.gated)
@@ -186,7 +208,8 @@ def deepspeed(problem: Problem) -> Variant:
 
 
 PEERS: dict[str, Callable[[Problem], Variant]] = {
-    build.__name__: build for build in (hf_grouped_mm, hf_switch, hf_nllb, st_moe_pytorch, deepspeed)
+    build.__name__: build
+    for build in (hf_grouped_mm, hf_switch, hf_nllb, st_moe_pytorch, deepspeed)
 }
 
 
@@ -222,7 +245,9 @@ def _require(holds: bool, reason: str) -> None:
 
 def _import(name: str) -> Any:
     """Returns an optional module."""
-    _require(importlib.util.find_spec(name) is not None, "not installed; pip install 'stmoe[bench]'")
+    _require(
+        importlib.util.find_spec(name) is not None, "not installed; pip install 'stmoe[bench]'"
+    )
     module: ModuleType = importlib.import_module(name)
     return module
 
@@ -234,7 +259,12 @@ def _feed_forwards(problem: Problem) -> list[FeedForward]:
 
 
 def _variant(
-    name: str, problem: Problem, forward: Callable[[Tensor], Tensor], module: nn.Module, rows: int, note: str = ""
+    name: str,
+    problem: Problem,
+    forward: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    rows: int,
+    note: str = "",
 ) -> Variant:
     """Returns the variant of a module in training mode on the shared input."""
     parameters = list(module.train().parameters())

@@ -1,4 +1,6 @@
-"""Ranks of a benchmark: fresh processes on this machine that do every job together, and what they send each other."""
+"""Ranks of a benchmark: fresh processes on this machine that do every job together, and what they
+send each other.
+"""
 
 import contextlib
 import json
@@ -32,8 +34,11 @@ class Job(NamedTuple):
     clear: Callable[[], object] = lambda: None
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any) -> Any:
-    """Returns what `function(device, *arguments)` returned on the first rank; every rank has one thread.
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
+) -> Any:
+    """Returns what `function(device, *arguments)` returned on the first rank; every rank has one
+    thread.
 
     Args:
         function: Of a module, since the processes are fresh; what it returns must go into JSON.
@@ -46,13 +51,21 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, device_type: str, *a
     """
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
-            _rank, (function, num_ranks, folder, device_type, arguments), nprocs=num_ranks, start_method="forkserver"
+            _rank,
+            (function, num_ranks, folder, device_type, arguments),
+            nprocs=num_ranks,
+            start_method="forkserver",
         )
         return json.loads((Path(folder) / "answer.json").read_text(encoding="utf-8"))
 
 
 def _rank(
-    rank: int, function: Callable[..., Any], num_ranks: int, folder: str, device_type: str, arguments: Sequence[Any]
+    rank: int,
+    function: Callable[..., Any],
+    num_ranks: int,
+    folder: str,
+    device_type: str,
+    arguments: Sequence[Any],
 ) -> None:
     """Runs on a rank."""
     torch.set_num_threads(1)
@@ -69,10 +82,13 @@ def _rank(
         dist.destroy_process_group()
 
 
-def measure_together(jobs: Sequence[Job], rounds: int, device: torch.device) -> list[dict[str, float]]:
+def measure_together(
+    jobs: Sequence[Job], rounds: int, device: torch.device
+) -> list[dict[str, float]]:
     """Returns the milliseconds of every job on the slowest rank, round by round.
 
-    A first round is not counted. The order is drawn anew for every round, and all ranks begin a job together.
+    A first round is not counted. The order is drawn anew for every round, and all ranks begin a job
+    together.
     """
     order, times = random.Random(0), []
     for _ in range(rounds + 1):
@@ -81,7 +97,9 @@ def measure_together(jobs: Sequence[Job], rounds: int, device: torch.device) -> 
             dist.barrier()
             found[job.name] = 0.0 if job.run is None else measure(job.run, device)
             job.clear()
-        slowest = torch.tensor([found[job.name] for job in jobs], dtype=torch.float64, device=device)
+        slowest = torch.tensor(
+            [found[job.name] for job in jobs], dtype=torch.float64, device=device
+        )
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(dict(zip((job.name for job in jobs), slowest.tolist(), strict=True)))
     return times[1:]
@@ -135,7 +153,9 @@ def sendings() -> Iterator[list[Sending]]:
         kept = input_split_sizes[rank] if input_split_sizes else input.shape[0] // size
         away = (input.shape[0] - kept) * input[:1].numel() * input.element_size()
         found.append(Sending(input.shape, input.dtype, input_split_sizes, output_split_sizes, away))
-        return exchange(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+        return exchange(
+            output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+        )
 
     with mock.patch.object(dist, "all_to_all_single", note):
         yield found

@@ -1,4 +1,6 @@
-"""Weak scaling: a whole training step on a mesh, where every rank has as many rows as one process has alone."""
+"""Weak scaling: a whole training step on a mesh, where every rank has as many rows as one process
+has alone.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +53,8 @@ class ScalingCase:
 def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> dict[str, Any]:
     """Returns the times of a training step; runs on every rank.
 
-    `one` is the first rank's step while the others wait; `apart` the same step on every rank at once, which exchange
+    `one` is the first rank's step while the others wait; `apart` the same step on every rank at
+    once, which exchange
     nothing: what that takes longer is the machine's doing, not ours.
     """
     ranks = dist.get_world_size()
@@ -59,9 +62,14 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
     meshes = {f"ep {ranks}": MeshConfig(ep=ranks), f"dp_shard {ranks}": MeshConfig(dp_shard=ranks)}
     if ranks % 2 == 0 and ranks > 2:
         meshes[f"dp_shard {ranks // 2}, ep 2"] = MeshConfig(dp_shard=ranks // 2, ep=2)
-    steps = {name: build_step(case, device, build_mesh(config, device.type)) for name, config in meshes.items()}
+    steps = {
+        name: build_step(case, device, build_mesh(config, device.type))
+        for name, config in meshes.items()
+    }
     jobs = [Job("one", alone if dist.get_rank() == 0 else None), Job("apart", alone)]
-    times = measure_together([*jobs, *(Job(name, step) for name, step in steps.items())], rounds, device)
+    times = measure_together(
+        [*jobs, *(Job(name, step) for name, step in steps.items())], rounds, device
+    )
     rows = [
         {
             "mesh": name,

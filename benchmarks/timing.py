@@ -1,4 +1,6 @@
-"""Time: variants in turn, round by round, so that whatever disturbs the machine disturbs all of them."""
+"""Time: variants in turn, round by round, so that whatever disturbs the machine disturbs all of
+them.
+"""
 
 import random
 import statistics
@@ -16,7 +18,9 @@ def measure_rounds(
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every variant, round by round; see `measure_in_turn`."""
     runs = {variant.name: partial(variant.run, pass_name) for variant in variants}
-    return measure_in_turn(runs, {variant.name: variant.clear for variant in variants}, rounds, device)
+    return measure_in_turn(
+        runs, {variant.name: variant.clear for variant in variants}, rounds, device
+    )
 
 
 def measure_in_turn(
@@ -27,8 +31,9 @@ def measure_in_turn(
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every run, round by round.
 
-    A first round is not counted. The order is drawn anew for every round, since memory that one run frees makes the
-    next one faster or slower. What `clears` frees, such as gradients, is freed in between.
+    A first round is not counted. The order is drawn anew for every round, since memory that one run
+    frees makes the next one faster or slower. What `clears` frees, such as gradients, is freed in
+    between.
     """
     order = random.Random(0)
     for index in range(rounds + 1):
@@ -61,7 +66,9 @@ def median_ratio(times: Sequence[Mapping[str, float]], name: str, base: str) -> 
 
 
 def square_tflops(dtype_name: str, rounds: int, device: torch.device) -> float:
-    """Returns the TFLOP/s of one large square matrix product: what the machine gives at most, in this very run."""
+    """Returns the TFLOP/s of one large square matrix product: what the machine gives at most, in
+    this very run.
+    """
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype_name]) for _ in range(2))
     times = [measure(lambda: a @ b, device) for _ in range(rounds + 1)][1:]
@@ -69,7 +76,9 @@ def square_tflops(dtype_name: str, rounds: int, device: torch.device) -> float:
 
 
 def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:
-    """Returns `yes` when the pass can be captured into a CUDA graph and replayed, else `no: ` and why."""
+    """Returns `yes` when the pass can be captured into a CUDA graph and replayed, else `no: ` and
+    why.
+    """
     try:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -23,7 +23,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, first: Tensor, down: Tensor, gated: bool) -> None:
         super().__init__()
-        self.first, self.down, self.gated = nn.Parameter(first.detach()), nn.Parameter(down.detach()), gated
+        self.first, self.down, self.gated = (
+            nn.Parameter(first.detach()),
+            nn.Parameter(down.detach()),
+            gated,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns <dtype>[..., D] of <dtype>[..., D]."""
@@ -35,7 +39,9 @@ class FeedForward(nn.Module):
 
 
 def share_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replaces the named parameters of a module built on `meta` by leaves over the storage of `weights`."""
+    """Replaces the named parameters of a module built on `meta` by leaves over the storage of
+    `weights`.
+    """
     for path, tensor in weights.items():
         holder, _, name = path.rpartition(".")
         setattr(module.get_submodule(holder), name, nn.Parameter(tensor.detach()))
@@ -48,8 +54,12 @@ def dense(problem: Problem) -> Variant:
     """One expert on tokens x K rows: the matrix products of the layer without any routing."""
     case = problem.case
     module = FeedForward(problem.first[0], problem.down[0], case.gated)
-    x, gradient = (t.detach().repeat(1, case.num_selected_experts, 1) for t in (problem.x, problem.gradient))
-    return Variant("dense", module, x.requires_grad_(), gradient, list(module.parameters()), case.rows)
+    x, gradient = (
+        t.detach().repeat(1, case.num_selected_experts, 1) for t in (problem.x, problem.gradient)
+    )
+    return Variant(
+        "dense", module, x.requires_grad_(), gradient, list(module.parameters()), case.rows
+    )
 
 
 def moe_dropless(problem: Problem) -> Variant:
@@ -63,22 +73,35 @@ def moe_capacity(problem: Problem) -> Variant:
 
 
 def moe_static(problem: Problem) -> Variant:
-    """Our layer with a capacity and shapes that do not depend on the data: empty slots are computed, too."""
+    """Our layer with a capacity and shapes that do not depend on the data: empty slots are
+    computed, too.
+    """
     return _ours("moe_static", problem, CAPACITY_FACTOR, "static")
 
 
 def routing_only(problem: Problem) -> Variant:
-    """The dropless layer with experts that hand their rows through: routing, dispatch and combine, and nothing else."""
+    """The dropless layer with experts that hand their rows through: routing, dispatch and combine,
+    and nothing else.
+    """
     layer = build_layer(problem, None, "ragged")
     layer.register_module("experts", _HandThrough())
-    return Variant("routing_only", lambda x: layer(x)[0], problem.x, problem.gradient, list(layer.parameters()), 0)
+    return Variant(
+        "routing_only",
+        lambda x: layer(x)[0],
+        problem.x,
+        problem.gradient,
+        list(layer.parameters()),
+        0,
+    )
 
 
 def stats_of(problem: Problem) -> Callable[[], object]:
     """Returns the making of the statistics of the dropless layer, alone."""
     layer = build_layer(problem, None, "ragged")
     scores = layer.router(RouterInputs(problem.x))
-    plan = layer.router.assign(scores, torch.ones(problem.x.shape[:2], dtype=torch.bool, device=problem.x.device))
+    plan = layer.router.assign(
+        scores, torch.ones(problem.x.shape[:2], dtype=torch.bool, device=problem.x.device)
+    )
     losses = layer.router.losses(scores, plan)
     return lambda: router_stats(scores, plan, losses)
 
@@ -87,7 +110,9 @@ class _HandThrough(nn.Module):
     """Experts that return what they get."""
 
     def product_dtype(self) -> torch.dtype:
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        return (
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        )
 
     def forward(self, tokens: Tensor, rows: ExpertRows) -> Tensor:
         return _Rows.apply(tokens, rows.weight, rows)
@@ -109,17 +134,26 @@ class _Rows(torch.autograd.Function):
         d_rows = grad_outputs[0].index_select(0, ctx.rows.token)
         d_weight = torch.linalg.vecdot(d_rows, outputs)
         d_rows *= weight.to(d_rows.dtype)[:, None]
-        tokens.index_select(0, ctx.rows.token)  # for the gradient of the first product, which needs its input
+        tokens.index_select(
+            0, ctx.rows.token
+        )  # for the gradient of the first product, which needs its input
         return sum_by_token(d_rows, ctx.rows, None), d_weight.to(weight.dtype), None
 
 
-def _ours(name: str, problem: Problem, capacity_factor: float | None, dispatch: Literal["ragged", "static"]) -> Variant:
+def _ours(
+    name: str,
+    problem: Problem,
+    capacity_factor: float | None,
+    dispatch: Literal["ragged", "static"],
+) -> Variant:
     """Returns our layer as a variant."""
     layer = build_layer(problem, capacity_factor, dispatch)
     with torch.no_grad():
         stats = layer(problem.x)[1].stats
     rows = int(stats.num_slots if dispatch == "static" else stats.accepted_load.sum())
-    variant = Variant(name, lambda x: layer(x)[0], problem.x, problem.gradient, list(layer.parameters()), rows)
+    variant = Variant(
+        name, lambda x: layer(x)[0], problem.x, problem.gradient, list(layer.parameters()), rows
+    )
     if capacity_factor is None:
         return variant
     lost = 1 - float(stats.accepted_load.sum()) / problem.case.rows
@@ -133,7 +167,11 @@ def build_layer(
     with torch.device("meta"):
         layer = SparseFeedForward(build_config(problem, capacity_factor, dispatch))
     first = "gate_up_proj" if problem.case.gated else "up_proj"
-    weights = {f"experts.{first}": problem.first, "experts.down_proj": problem.down, "router.gate": problem.gate}
+    weights = {
+        f"experts.{first}": problem.first,
+        "experts.down_proj": problem.down,
+        "router.gate": problem.gate,
+    }
     share_weights(layer, weights)
     return layer
 

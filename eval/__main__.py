@@ -1,6 +1,8 @@
-"""python -m eval run --model DIR --tasks NAME[,NAME]; also compare A B, harness TASK, conformance FILE.json, list.
+"""python -m eval run --model DIR --tasks NAME[,NAME]; also compare A B, harness TASK, conformance
+FILE.json, list.
 
-Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
+Under torchrun, e.g. `torchrun --standalone --nproc-per-node 4 -m eval run ... --ep 2`, ranks share
+the work.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -37,7 +39,9 @@ MOST_SECONDS = 30 * 24 * 3600
 
 def main(argv: list[str]) -> None:
     """Runs a sub-command."""
-    parser = Parser(prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints.")
+    parser = Parser(
+        prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="lists the tasks")
     add_run_command(commands)
@@ -60,14 +64,28 @@ def main(argv: list[str]) -> None:
 def add_run_command(commands: Any) -> None:
     """Adds `run` to the sub-commands."""
     run: argparse.ArgumentParser = commands.add_parser("run", help="evaluates models on tasks")
-    run.add_argument("--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report")
-    run.add_argument("--also", action="append", default=[], help="a further NAME=FOLDER to stand beside it")
+    run.add_argument(
+        "--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report"
+    )
+    run.add_argument(
+        "--also", action="append", default=[], help="a further NAME=FOLDER to stand beside it"
+    )
     run.add_argument("--tasks", required=True, help="names, separated by commas")
-    run.add_argument("--modes", help=f"of {', '.join(MODES)} (default: all that a task can be answered in)")
+    run.add_argument(
+        "--modes", help=f"of {', '.join(MODES)} (default: all that a task can be answered in)"
+    )
     run.add_argument("--split", choices=SPLITS, help="default: each task's own")
     run.add_argument("--limit", type=integer(least=1), help="most examples of a task")
-    run.add_argument("--data", type=path, help="folder with a folder TASK of .jsonl or .parquet instead of the hub")
-    run.add_argument("--revision", type=word, help="branch or commit of the data on the hub (default: each task's own)")
+    run.add_argument(
+        "--data",
+        type=path,
+        help="folder with a folder TASK of .jsonl or .parquet instead of the hub",
+    )
+    run.add_argument(
+        "--revision",
+        type=word,
+        help="branch or commit of the data on the hub (default: each task's own)",
+    )
     run.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
     run.add_argument(
         "--normalize",
@@ -75,14 +93,26 @@ def add_run_command(commands: Any) -> None:
         default="none",
         help="length that a choice's score is divided by (default: none)",
     )
-    run.add_argument("--out", default="runs/eval", help="folder of the reports (default: runs/eval)")
+    run.add_argument(
+        "--out", default="runs/eval", help="folder of the reports (default: runs/eval)"
+    )
     axis = integer(least=1)
     run.add_argument(
-        "--ep", type=axis, default=1, help="ranks that the experts of a layer are spread over (default: 1)"
+        "--ep",
+        type=axis,
+        default=1,
+        help="ranks that the experts of a layer are spread over (default: 1)",
     )
-    run.add_argument("--tp", type=axis, default=1, help="ranks that heads and d_ff are spread over (default: 1)")
+    run.add_argument(
+        "--tp", type=axis, default=1, help="ranks that heads and d_ff are spread over (default: 1)"
+    )
     seconds = real(above=0, most=MOST_SECONDS)
-    run.add_argument("--timeout", type=seconds, default=600.0, help="seconds that ranks wait for others (default: 600)")
+    run.add_argument(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        help="seconds that ranks wait for others (default: 600)",
+    )
 
 
 def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
@@ -91,7 +121,9 @@ def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
     out = output_path(arguments.out, inputs=[arguments.data, *models.values()])
     logging.disable_progress_bar()
     with launch(arguments.timeout) as world:
-        starter = ["python"] if world.size == 1 else ["torchrun", "--nproc-per-node", str(world.size)]
+        starter = (
+            ["python"] if world.size == 1 else ["torchrun", "--nproc-per-node", str(world.size)]
+        )
         report = evaluate(
             models,
             split_names("--tasks", arguments.tasks),
@@ -110,7 +142,9 @@ def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
     if report is None:  # rank 0 speaks
         return
     print_scores(report)
-    print(f"The reports are {', '.join(str(out / f'report.{kind}') for kind in ('html', 'md', 'json'))}.")
+    print(
+        f"The reports are {', '.join(str(out / f'report.{kind}') for kind in ('html', 'md', 'json'))}."
+    )
     if report["earlier"]:
         print(describe_earlier(str(out / report["earlier"])))
     for failure in report["failed"]:
@@ -127,16 +161,22 @@ def print_scores(report: dict[str, Any]) -> None:
         for row in task["systems"]
         for score in row["scores"]
     ]
-    lines += [("SuperGLUE", one["name"], one["mode"], {**one, "metric": "average"}) for one in report["averages"]]
+    lines += [
+        ("SuperGLUE", one["name"], one["mode"], {**one, "metric": "average"})
+        for one in report["averages"]
+    ]
     for task, name, mode, score in lines:
         spread = interval(score["low"], score["high"])
-        print(f"{task}  {name:<20} {mode:<9} {score['metric']:<12} {number(score['value']):>5}  ({spread})")
+        print(
+            f"{task}  {name:<20} {mode:<9} {score['metric']:<12} {number(score['value']):>5}  ({spread})"
+        )
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:
     """Returns folders by name of `FOLDER` or `NAME=FOLDER`; without a name it is called model.
 
-    A name is part of the names of files: what is a folder, or has a slash before the first `=`, has none.
+    A name is part of the names of files: what is a folder, or has a slash before the first `=`, has
+    none.
 
     Raises:
         ConfigError: When two have one name, or one an empty one.

@@ -24,20 +24,25 @@ _MOST_COMPARED = 1000
 
 
 def has_baselines(task: Task) -> bool:
-    """Returns whether `baseline_outputs` knows what to do with a task: the same choices for all, or summaries."""
+    """Returns whether `baseline_outputs` knows what to do with a task: the same choices for all, or
+    summaries.
+    """
     return is_classification(task) or _is_summarization(task)
 
 
-def baseline_outputs(task: Task, train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
+def baseline_outputs(
+    task: Task, train: Sequence[Example], test: Sequence[Example]
+) -> dict[str, list[str]]:
     """Returns the answers of baselines to `test`, fitted to `train`, by name.
 
-    A classification has `majority` (the most frequent target), `naive Bayes` and `logistic regression` on counts of
-    words. A summarization has `majority` (the most frequent summary; of equals the one with the highest mean
-    ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers as pickers of a sentence.
+    A classification has `majority` (the most frequent target), `naive Bayes` and `logistic
+    regression` on counts of words. A summarization has `majority` (the most frequent summary; of
+    equals the one with the highest mean ROUGE-1 against the others), `lead` (the first sentence),
+    and the two classifiers as pickers of a sentence.
 
     Returns:
-        An answer for each of `test`, in their order; no baselines for tasks of other kinds, without training examples,
-        or with more than MOST_CHARACTERS characters of them.
+        An answer for each of `test`, in their order; no baselines for tasks of other kinds, without
+        training examples, or with more than MOST_CHARACTERS characters of them.
     """
     if not train or sum(len(example.inputs) for example in train) > MOST_CHARACTERS:
         return {}
@@ -53,7 +58,10 @@ def _is_summarization(task: Task) -> bool:
 
 def _classifiers() -> dict[str, Pipeline]:
     """Returns two classifiers of texts by name, on counts of words, not fitted."""
-    models = {"naive Bayes": MultinomialNB(), "logistic regression": LogisticRegression(max_iter=1000)}
+    models = {
+        "naive Bayes": MultinomialNB(),
+        "logistic regression": LogisticRegression(max_iter=1000),
+    }
     return {name: make_pipeline(CountVectorizer(), model) for name, model in models.items()}
 
 
@@ -62,15 +70,18 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
     inputs, targets = [example.inputs for example in train], [example.targets for example in train]
     outputs = {"majority": [Counter(targets).most_common(1)[0][0]] * len(test)}
     for name, classifier in _classifiers().items():
-        outputs[name] = list(classifier.fit(inputs, targets).predict([example.inputs for example in test]))
+        outputs[name] = list(
+            classifier.fit(inputs, targets).predict([example.inputs for example in test])
+        )
     return outputs
 
 
 def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
     """Returns the baselines of a summarization.
 
-    The two pickers see the words of a sentence and, as one more word, its place. They learn which sentence of a text
-    has the highest ROUGE-1 against the summary, from texts of several sentences; they answer the most probable one.
+    The two pickers see the words of a sentence and, as one more word, its place. They learn which
+    sentence of a text has the highest ROUGE-1 against the summary, from texts of several sentences;
+    they answer the most probable one.
     """
     texts = [_sentences(example) for example in test]
     outputs = {
@@ -88,7 +99,9 @@ def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, l
         return outputs
     for name, classifier in _classifiers().items():
         classifier.fit(features, is_best)
-        outputs[name] = [text[int(classifier.predict_proba(_with_place(text))[:, 1].argmax())] for text in texts]
+        outputs[name] = [
+            text[int(classifier.predict_proba(_with_place(text))[:, 1].argmax())] for text in texts
+        ]
     return outputs
 
 
@@ -105,22 +118,32 @@ def _with_place(sentences: Sequence[str]) -> list[str]:
 def _most_like(sentences: Sequence[str], summary: str) -> int:
     """Returns the number of the sentence with the highest ROUGE-1, the first of several."""
     scorer = RougeScorer(["rouge1"])
-    return int(np.argmax([scorer.score(summary, sentence)["rouge1"].fmeasure for sentence in sentences]))
+    return int(
+        np.argmax([scorer.score(summary, sentence)["rouge1"].fmeasure for sentence in sentences])
+    )
 
 
 def _most_typical(summaries: Sequence[str]) -> str:
-    """Returns the most frequent summary; of several, out of evenly taken ones, that which is most like the others."""
+    """Returns the most frequent summary; of several, out of evenly taken ones, that which is most
+    like the others.
+    """
     counts = Counter(summaries)
     most = max(counts.values())
     frequent = [summary for summary, count in counts.items() if count == most]
     candidates, others = _thin_out(frequent), _thin_out(summaries)
-    vectorizer = CountVectorizer(binary=True, token_pattern=r"[A-Za-z0-9]+").fit([*candidates, *others])
-    ours, theirs = (vectorizer.transform(texts).toarray().astype(np.float32) for texts in (candidates, others))
+    vectorizer = CountVectorizer(binary=True, token_pattern=r"[A-Za-z0-9]+").fit(
+        [*candidates, *others]
+    )
+    ours, theirs = (
+        vectorizer.transform(texts).toarray().astype(np.float32) for texts in (candidates, others)
+    )
     return candidates[int(_f_measures(ours, theirs).mean(axis=1).argmax())]
 
 
 def _f_measures(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns <float32>[N, M]: ROUGE-1 of N against M texts as sets of words, <float32>[N, V] and <float32>[M, V]."""
+    """Returns <float32>[N, M]: ROUGE-1 of N against M texts as sets of words, <float32>[N, V] and
+    <float32>[M, V].
+    """
     return 2 * ours @ theirs.T / np.maximum(ours.sum(1)[:, None] + theirs.sum(1)[None], 1)
 
 

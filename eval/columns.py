@@ -1,6 +1,7 @@
 """What the rows of a dataset have to look like, and what is said of those that do not.
 
-A kind is `str` or `int`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of lists may also come as a list
+A kind is `str` or `int`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of lists may
+also come as a list
 of structs: mirrors of the same dataset differ in that, and both become a struct of lists.
 """
 
@@ -48,7 +49,9 @@ def fit_row(row: Any, columns: Columns, where: str) -> dict[str, Any]:
     return {name: _fit(row[name], kind, name, where) for name, kind in columns.items()}
 
 
-def require_label(value: Any, allowed: Collection[Any], column: str, where: str, *, hidden: bool) -> None:
+def require_label(
+    value: Any, allowed: Collection[Any], column: str, where: str, *, hidden: bool
+) -> None:
     """Refuses a label out of range.
 
     Args:
@@ -79,11 +82,17 @@ def _fit(value: Any, kind: Any, column: str, where: str) -> Any:
     """Returns a value of `kind`, or refuses it."""
     if isinstance(kind, Mapping):
         if isinstance(value, list) and all(isinstance(part, list) for part in kind.values()):
-            items = [fit_row(item, {name: part[0] for name, part in kind.items()}, where) for item in value]
+            items = [
+                fit_row(item, {name: part[0] for name, part in kind.items()}, where)
+                for item in value
+            ]
             return {name: [item[name] for item in items] for name in kind}
         if isinstance(value, Mapping):
             require_columns(value, kind, f"{column} of {_lower_first(where)}")
-            return {name: _fit(value[name], part, f"{column}.{name}", where) for name, part in kind.items()}
+            return {
+                name: _fit(value[name], part, f"{column}.{name}", where)
+                for name, part in kind.items()
+            }
     elif isinstance(kind, list):
         if isinstance(value, list):
             return [_fit(item, kind[0], column, where) for item in value]

@@ -54,7 +54,9 @@ def add_compare_command(commands: Any) -> None:
     parser.add_argument("b", metavar="B", help=side)
     parser.add_argument("--tasks", help="names, separated by commas (default: all that both have)")
     parser.add_argument("--mode", choices=MODES, help="default: all that both have")
-    parser.add_argument("--out", default="runs/compare", help="folder of the reports (default: runs/compare)")
+    parser.add_argument(
+        "--out", default="runs/compare", help="folder of the reports (default: runs/compare)"
+    )
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
@@ -65,7 +67,9 @@ def run_compare(arguments: argparse.Namespace) -> None:
     result = compare_runs(arguments.a, arguments.b, tasks=tasks, mode=arguments.mode)
     text = markdown(result)
     with claim_folder(
-        out, "comparison", taken=f"Another comparison writes to {out}. Wait for it, or give another --out."
+        out,
+        "comparison",
+        taken=f"Another comparison writes to {out}. Wait for it, or give another --out.",
     ):
         write_whole(out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         write_whole(out / "compare.md", text)
@@ -73,7 +77,9 @@ def run_compare(arguments: argparse.Namespace) -> None:
     print(f"The comparison is {out / 'compare.json'} and {out / 'compare.md'}.")
 
 
-def compare_runs(a: str, b: str, *, tasks: Sequence[str] | None = None, mode: str | None = None) -> dict[str, Any]:
+def compare_runs(
+    a: str, b: str, *, tasks: Sequence[str] | None = None, mode: str | None = None
+) -> dict[str, Any]:
     """Returns how two runs differ on every task, mode and metric that both have.
 
     Args:
@@ -84,11 +90,14 @@ def compare_runs(a: str, b: str, *, tasks: Sequence[str] | None = None, mode: st
 
     Raises:
         ConfigError: When a task or model is in neither run, or both sides are one.
-        DataError: When nothing is in common, something is missing, or the examples are not the same.
+        DataError: When nothing is in common, something is missing, or the examples are not the
+            same.
     """
     first, second = _side(a), _side(b)
     if (first.name, first.folder.resolve()) == (second.name, second.folder.resolve()):
-        raise ConfigError(f"A and B are both model {first.name!r} of {first.folder}. Name another: NAME=FOLDER.")
+        raise ConfigError(
+            f"A and B are both model {first.name!r} of {first.folder}. Name another: NAME=FOLDER."
+        )
     pairs, left_out = _common(first, second, tasks, mode)
     return {
         "a": {"name": first.name, "folder": str(first.folder)},
@@ -110,7 +119,9 @@ def markdown(result: dict[str, Any]) -> str:
         "Difference is A - B in points, with the 95 % interval of paired bootstrap draws; p is two-sided, of the "
         "paired permutation test that swaps whole groups. Wins are examples that A answers better.",
         "",
-        f"Of {num_tests} tests one in twenty falls below 0.05 by chance alone." if num_tests > 1 else "",
+        f"Of {num_tests} tests one in twenty falls below 0.05 by chance alone."
+        if num_tests > 1
+        else "",
         "",
     ]
     for task in result["tasks"]:
@@ -124,10 +135,22 @@ def _section(task: dict[str, Any]) -> list[str]:
     rows = []
     for row in task["metrics"]:
         low, high = number(row["low"], sign=True), number(row["high"], sign=True)
-        p = "-" if row["p_value"] is None else f"{row['p_value']:.4f}{' (exact)' if row['exact'] else ''}"
+        p = (
+            "-"
+            if row["p_value"] is None
+            else f"{row['p_value']:.4f}{' (exact)' if row['exact'] else ''}"
+        )
         interval = f"{low} to {high}" if row["low"] is not None else "-"
         scores = [number(row["a"]), number(row["b"]), number(row["difference"], sign=True)]
-        rows.append([row["metric"], *scores, interval, p, *(str(row[name]) for name in ("wins", "losses", "ties"))])
+        rows.append(
+            [
+                row["metric"],
+                *scores,
+                interval,
+                p,
+                *(str(row[name]) for name in ("wins", "losses", "ties")),
+            ]
+        )
     lines = [
         f"## {task['task']} by {task['mode']}",
         "",
@@ -157,7 +180,9 @@ def _side(value: str) -> Side:
     name, separator, folder = value.partition("=") if not Path(value).exists() else ("", "", value)
     name, folder = (name, Path(folder)) if separator else ("", Path(value))
     if (separator and not name) or not value or "\0" in value:
-        raise ConfigError(f"{value!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER.")
+        raise ConfigError(
+            f"{value!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER."
+        )
     report = read_report(folder)
     names = list(report.fingerprints)
     if name and name not in names:
@@ -167,7 +192,9 @@ def _side(value: str) -> Side:
     return Side(name or names[0], report)
 
 
-def _common(a: Side, b: Side, tasks: Sequence[str] | None, mode: str | None) -> tuple[list[tuple[str, str]], list[str]]:
+def _common(
+    a: Side, b: Side, tasks: Sequence[str] | None, mode: str | None
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Returns the tasks and modes of both, and a sentence for each that one of them lacks."""
     pairs, left_out = [], []
     for name in tasks or dict.fromkeys([*a.tasks, *b.tasks]):
@@ -185,7 +212,10 @@ def _common(a: Side, b: Side, tasks: Sequence[str] | None, mode: str | None) -> 
             else:
                 left_out.append(f"{name} by {each} is in {'A' if each in modes[0] else 'B'} only.")
     if not pairs:
-        has = [", ".join(f"{name} ({', '.join(_modes(side, name))})" for name in side.tasks) for side in (a, b)]
+        has = [
+            ", ".join(f"{name} ({', '.join(_modes(side, name))})" for name in side.tasks)
+            for side in (a, b)
+        ]
         wanted = f" of --mode {mode}" if mode else ""
         raise DataError(
             f"The runs have nothing{wanted} in common: `{a.name}` of {a.folder} has {has[0] or 'nothing'}; "
@@ -211,7 +241,12 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> dict[str, Any]:
         pair = compare_answers(metric, first, second, groups, seed_of(name))
         difference = pair.difference
         metrics.append(
-            {**pair._asdict(), "difference": difference.value, "low": difference.low, "high": difference.high}
+            {
+                **pair._asdict(),
+                "difference": difference.value,
+                "low": difference.low,
+                "high": difference.high,
+            }
         )
     scores = (first.examples, second.examples)
     gaps = scores[0] - scores[1]
@@ -224,7 +259,9 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> dict[str, Any]:
         "num_examples": len(examples),
         "num_groups": len(set(groups)),
         "metrics": metrics,
-        "num_outputs_differ": sum(x != y for x, y in zip(answers[0].outputs, answers[1].outputs, strict=True)),
+        "num_outputs_differ": sum(
+            x != y for x, y in zip(answers[0].outputs, answers[1].outputs, strict=True)
+        ),
         "num_scores_differ": len(order),
         "examples": [_difference(answers, scores, row) for row in order],
     }

@@ -1,7 +1,9 @@
-"""python -m eval conformance FILE.json: the library's functions on cases with expected values, one by one.
+"""python -m eval conformance FILE.json: the library's functions on cases with expected values, one
+by one.
 
-A case has an `id`, a `kind` (preprocess, postprocess, metric), a `task`, an `input` and an `expected` value. What is
-called for it stands in three tables; data_conformance.py has those of the training data.
+A case has an `id`, a `kind` (preprocess, postprocess, metric), a `task`, an `input` and an
+`expected` value. What is called for it stands in three tables; data_conformance.py has those of the
+training data.
 """
 
 import argparse
@@ -25,7 +27,15 @@ from moe.parsing import read_json
 
 _TOLERANCE = 1e-6
 _MOST_WORDS = 20  # of the name of a function
-_SIZES = ("length", "inputs_length", "max_length", "num_sentinels", "extra_ids", "base_pieces", "num_classes")
+_SIZES = (
+    "length",
+    "inputs_length",
+    "max_length",
+    "num_sentinels",
+    "extra_ids",
+    "base_pieces",
+    "num_classes",
+)
 
 Input = dict[str, Any]
 Function = Callable[[Input], Any]
@@ -33,7 +43,9 @@ Function = Callable[[Input], Any]
 
 def add_conformance_command(commands: Any) -> None:
     """Adds the sub-command to a parser's sub-commands."""
-    command = commands.add_parser("conformance", help="runs the library's functions on cases with expected values")
+    command = commands.add_parser(
+        "conformance", help="runs the library's functions on cases with expected values"
+    )
     command.add_argument("files", nargs="+", type=path, metavar="FILE.json", help="cases to run")
 
 
@@ -52,7 +64,15 @@ def run_conformance(arguments: argparse.Namespace) -> None:
             difference, deviation = check(case, number)
             wrong += [difference] * (difference is not None)
             deviations += [deviation] * (deviation is not None)
-        print("\n".join([*wrong, *deviations, f"{file}: {len(cases) - len(wrong)} of {len(cases)} cases agree."]))
+        print(
+            "\n".join(
+                [
+                    *wrong,
+                    *deviations,
+                    f"{file}: {len(cases) - len(wrong)} of {len(cases)} cases agree.",
+                ]
+            )
+        )
         differing += len(wrong)
     if differing:
         sys.exit(1)
@@ -72,11 +92,20 @@ def read_cases(file: Path) -> list[Any]:
 
 
 def check(case: Any, number: int = 0) -> tuple[str | None, str | None]:
-    """Returns one line on how a case differs, None when it agrees; and one on a documented deviation, None for none."""
+    """Returns one line on how a case differs, None when it agrees; and one on a documented
+    deviation, None for none.
+    """
     name = str(case.get("id", f"case {number}")) if isinstance(case, dict) else f"case {number}"
-    lacking = [key for key in ("kind", "task", "input", "expected") if not isinstance(case, dict) or key not in case]
+    lacking = [
+        key
+        for key in ("kind", "task", "input", "expected")
+        if not isinstance(case, dict) or key not in case
+    ]
     if lacking or not isinstance(case["input"], dict):
-        return f"{name}: no case; expected a mapping with kind, task, input (a mapping) and expected.", None
+        return (
+            f"{name}: no case; expected a mapping with kind, task, input (a mapping) and expected.",
+            None,
+        )
     try:
         _check_sizes(case["input"])
         got = function_of(case["kind"], case["task"], case["input"])(case["input"])
@@ -103,7 +132,9 @@ def _check_sizes(given: Input) -> None:
 
 
 def _mapping(value: Any) -> Input:
-    """Returns the lengths of a case under names that tell them from others; nothing when it has none."""
+    """Returns the lengths of a case under names that tell them from others; nothing when it has
+    none.
+    """
     return {"max_length": max(value.values())} if isinstance(value, dict) and value else {}
 
 
@@ -114,7 +145,9 @@ def function_of(kind: Any, task: Any, given: Input) -> Function:
         DataError: When none is known.
     """
     if kind not in TABLES:
-        raise DataError(f"there is no kind {kind!r}.{did_you_mean(kind, TABLES)} Choose from {', '.join(TABLES)}.")
+        raise DataError(
+            f"there is no kind {kind!r}.{did_you_mean(kind, TABLES)} Choose from {', '.join(TABLES)}."
+        )
     table = {name.lower(): function for name, function in TABLES[kind].items()}
     wanted = str(given.get("fn") or given.get("metric") or task)
     for spelling in _spellings(wanted):
@@ -124,7 +157,9 @@ def function_of(kind: Any, task: Any, given: Input) -> Function:
 
 
 def _spellings(name: str) -> list[str]:
-    """Returns a name, and the first words of it and of what follows its slash, the most words first."""
+    """Returns a name, and the first words of it and of what follows its slash, the most words
+    first.
+    """
     name, spellings = name.lower(), [name.lower()]
     for part in (name, name.partition("/")[2]):
         words = re.findall(r"[\w./]+", part)[:_MOST_WORDS]
@@ -133,7 +168,9 @@ def _spellings(name: str) -> list[str]:
 
 
 def agrees(expected: Any, got: Any, *, subset: bool = False) -> bool:
-    """Returns whether two values are equal, floats to 1e-6; with `subset`, `got` may have further keys."""
+    """Returns whether two values are equal, floats to 1e-6; with `subset`, `got` may have further
+    keys.
+    """
     if isinstance(expected, Mapping) and isinstance(got, Mapping):
         keys = set(expected) <= set(got) if subset else set(expected) == set(got)
         return keys and all(agrees(value, got[key]) for key, value in expected.items())
@@ -157,12 +194,18 @@ def _show(value: Any) -> str:
 
 
 def _on_row(function: Callable[..., list[Input]], **renamed: str) -> Function:
-    """Returns what calls `function` with the row of an input and its options, some under another name."""
+    """Returns what calls `function` with the row of an input and its options, some under another
+    name.
+    """
 
     def call(given: Input) -> list[Input]:
         if "example" not in given:
             return function(given)
-        options = {renamed.get(key, key): value for key, value in given.items() if key not in ("example", "fn")}
+        options = {
+            renamed.get(key, key): value
+            for key, value in given.items()
+            if key not in ("example", "fn")
+        }
         return function(given["example"], **options)
 
     return call
@@ -170,11 +213,15 @@ def _on_row(function: Callable[..., list[Input]], **renamed: str) -> Function:
 
 def _translate(given: Input) -> list[Input]:
     """Returns the translation of `example` from `source` to `target`."""
-    source, target = (given[key] if key in given else given[f"{key}_language"] for key in ("source", "target"))
+    source, target = (
+        given[key] if key in given else given[f"{key}_language"] for key in ("source", "target")
+    )
     return preprocess.translate(source, target)(given["example"])
 
 
-_ranked = _on_row(preprocess.rank_classification_formatter, label_key="label_field", weight_key="weight_field")
+_ranked = _on_row(
+    preprocess.rank_classification_formatter, label_key="label_field", weight_key="weight_field"
+)
 
 PREPROCESSORS: dict[str, Function] = {
     **{name: _on_row(preprocess.glue_task(name)) for name in preprocess.LABELS},
@@ -202,7 +249,8 @@ PREPROCESSORS: dict[str, Function] = {
 }
 
 
-# --- postprocessors: of {text, is_target, example}, to a value; of {values: [text, ...]}, to a list of values ---
+# --- postprocessors: of {text, is_target, example}, to a value; of {values: [text, ...]}, to a list
+# of values ---
 
 _TEXT_KEYS = ("string", "prediction", "answer", "text", "output", "string_label", "value", "score")
 
@@ -229,7 +277,9 @@ def _label_index(given: Input) -> postprocess.Postprocess:
 
 
 def _multirc(text: str, fields: Row, is_target: bool) -> Input:
-    """Returns MultiRC's value as T5 has it: the group is the question's number alone, without its paragraph's."""
+    """Returns MultiRC's value as T5 has it: the group is the question's number alone, without its
+    paragraph's.
+    """
     value = postprocess.multirc(text, fields, is_target)
     return value | {"group": fields["idx/question"]} if is_target else value
 
@@ -255,16 +305,22 @@ POSTPROCESSORS: dict[str, Function] = {
     "wsc": _on_text(_wsc_simple),
     "wsc.fixed": _on_text(_wsc_simple),
     "wsc_simple": _on_text(_wsc_simple),
-    "string_to_float": _on_text(lambda given: postprocess.string_to_float(given.get("default", -1.0))),
+    "string_to_float": _on_text(
+        lambda given: postprocess.string_to_float(given.get("default", -1.0))
+    ),
     "stsb": _on_text(lambda given: postprocess.string_to_float(given.get("default", -1.0))),
     "lower_text": _on_text(lambda given: postprocess.lower_text),
     **dict.fromkeys(("qa", "squad", "trivia_qa"), _on_text(lambda given: postprocess.qa)),
-    **dict.fromkeys(("nq_open", "web_questions", "trivia_qa_open"), _on_text(lambda given: postprocess.qa)),
+    **dict.fromkeys(
+        ("nq_open", "web_questions", "trivia_qa_open"), _on_text(lambda given: postprocess.qa)
+    ),
     "span_qa": _on_text(lambda given: postprocess.span_qa),
     "natural_questions": _on_text(lambda given: postprocess.natural_questions),
     "rank_classification": _on_text(lambda given: postprocess.rank_classification),
     **dict.fromkeys(("remove_sentinel", "sentinel", "without_sentinels"), _on_text(_sentinels)),
-    **dict.fromkeys(("add_task_with_sentinels", "_postprocess_fn_remove_sentinel"), _on_text(_sentinels)),
+    **dict.fromkeys(
+        ("add_task_with_sentinels", "_postprocess_fn_remove_sentinel"), _on_text(_sentinels)
+    ),
 }
 
 
@@ -296,13 +352,20 @@ def _members(given: Input) -> list[list[int]]:
 
 
 def _inner(given: Input, numbers: Sequence[int]) -> dict[str, float]:
-    """Returns the scores of some examples by the metric in brackets, as in `mean_group_metric(squad)`.
+    """Returns the scores of some examples by the metric in brackets, as in
+    `mean_group_metric(squad)`.
 
-    Without brackets it is the metric that T5 has there: SQuAD's of ReCoRD, else whether all of a question is right.
+    Without brackets it is the metric that T5 has there: SQuAD's of ReCoRD, else whether all of a
+    question is right.
     """
     named = re.search(r"\((?:\w+\.)*([^()]*)\)", given["metric"])
-    name = named[1] if named else "squad" if given["metric"].startswith("deduplicate") else "all_match"
-    values = {key: [given[key][number]["value"] for number in numbers] for key in ("targets", "predictions")}
+    name = (
+        named[1] if named else "squad" if given["metric"].startswith("deduplicate") else "all_match"
+    )
+    values = {
+        key: [given[key][number]["value"] for number in numbers]
+        for key in ("targets", "predictions")
+    }
     return function_of("metric", "", {"metric": name})({"metric": name, **values})
 
 
@@ -350,7 +413,9 @@ def _gender_parity(given: Input) -> dict[str, float]:
 
 _rouge = _scores(metrics.ROUGE1, metrics.ROUGE2, metrics.ROUGELSUM)
 _f1 = _scores(metrics.F1_WITH_INVALID)
-_exact = dict.fromkeys(("exact_match", "multirc_exact_match", "multirc_em", "all_match"), _multirc_exact_match)
+_exact = dict.fromkeys(
+    ("exact_match", "multirc_exact_match", "multirc_em", "all_match"), _multirc_exact_match
+)
 
 METRICS: dict[str, Function] = {
     "accuracy": _scores(metrics.ACCURACY),
@@ -364,12 +429,19 @@ METRICS: dict[str, Function] = {
     "squad": _scores(metrics.SQUAD_EM, metrics.SQUAD_F1),
     "trivia_qa": _scores(metrics.TRIVIA_EM, metrics.TRIVIA_F1),
     "deduplicate_metric": _deduplicate_metric,
-    **dict.fromkeys(("deduplicate_metric(squad)", "record"), _scores(metrics.RECORD_EM, metrics.RECORD_F1)),
+    **dict.fromkeys(
+        ("deduplicate_metric(squad)", "record"), _scores(metrics.RECORD_EM, metrics.RECORD_F1)
+    ),
     "normalize_squad": lambda given: metrics.normalize_squad(given["text"]),
     "normalize_trivia_qa": lambda given: metrics.normalize_trivia_qa(given["text"]),
-    **dict.fromkeys(("natural_questions", "natural_questions_recall", "nq_recall"), _natural_questions),
+    **dict.fromkeys(
+        ("natural_questions", "natural_questions_recall", "nq_recall"), _natural_questions
+    ),
     **dict.fromkeys(("rouge", "rouge_mean"), _rouge),
-    **{metric.name: _scores(metric) for metric in (metrics.ROUGE1, metrics.ROUGE2, metrics.ROUGELSUM)},
+    **{
+        metric.name: _scores(metric)
+        for metric in (metrics.ROUGE1, metrics.ROUGE2, metrics.ROUGELSUM)
+    },
     **dict.fromkeys(("pearson_corrcoef", "pearson"), _scores(metrics.PEARSON)),
     **dict.fromkeys(("spearman_corrcoef", "spearman"), _scores(metrics.SPEARMAN)),
     **dict.fromkeys(("matthews_corrcoef", "sklearn_metrics_wrapper"), _scores(metrics.MATTHEWS)),
@@ -378,7 +450,9 @@ METRICS: dict[str, Function] = {
         ("superglue_average", "super_glue_average"),
         lambda given: {"average": metrics.superglue_average(given["scores"])},
     ),
-    **dict.fromkeys(("auc", "score_auc"), lambda given: metrics.auc(given["targets"], given["predictions"])),
+    **dict.fromkeys(
+        ("auc", "score_auc"), lambda given: metrics.auc(given["targets"], given["predictions"])
+    ),
     "rank_classification": _rank_classification,
 }
 

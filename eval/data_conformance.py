@@ -1,4 +1,6 @@
-"""Cases of the training data for conformance.py: span corruption, packing, shifting, mixtures, sentinels."""
+"""Cases of the training data for conformance.py: span corruption, packing, shifting, mixtures,
+sentinels.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,7 +16,14 @@ from moe.checks import check_integer, check_number
 from moe.data.mixture import mixing_rate
 from moe.data.packing import fill_row, pack_rows
 from moe.data.pipeline import enclose
-from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, count_noise, spread_noise, tokens_length
+from moe.data.span_corruption import (
+    Noise,
+    corrupt,
+    corrupted_lengths,
+    count_noise,
+    spread_noise,
+    tokens_length,
+)
 from moe.data.tokenizer import EOS, PAD, UNK, SpecialIds, to_transformers
 
 Input = dict[str, Any]
@@ -27,7 +36,9 @@ _VOCABULARY = 2**26  # the largest that a model can have
 
 
 class Deviation(NamedTuple):
-    """A value where this library departs from T5 on purpose: what T5 has, and why the library has another."""
+    """A value where this library departs from T5 on purpose: what T5 has, and why the library has
+    another.
+    """
 
     theirs: Any
     reason: str
@@ -37,7 +48,9 @@ def _planned_lengths(given: Input) -> Input | Deviation:
     """Returns how many tokens, corrupted, fill the inputs, and the length of their targets."""
     extras = [given.get(f"extra_tokens_per_span_{side}", 1) for side in ("inputs", "targets")]
     if extras != [1, 1]:
-        raise DataError(f"{extras} extra tokens a span; this library puts one sentinel for each on both sides.")
+        raise DataError(
+            f"{extras} extra tokens a span; this library puts one sentinel for each on both sides."
+        )
     noise = _noise(given)
     inputs_length = given["inputs_length"]
     check_integer("inputs_length", inputs_length, least=2, most=MOST_TOKENS, reason=REASON)
@@ -47,7 +60,9 @@ def _planned_lengths(given: Input) -> Input | Deviation:
         most=2 * MOST_TOKENS,
         reason=REASON,
     )
-    theirs = dict(zip(("tokens_length", "targets_length"), _t5_lengths(inputs_length, noise), strict=True))
+    theirs = dict(
+        zip(("tokens_length", "targets_length"), _t5_lengths(inputs_length, noise), strict=True)
+    )
     masked, spans = _unbounded_counts(theirs["tokens_length"], noise)
     if noise.density == 0.5 or (masked, spans) != count_noise(theirs["tokens_length"], noise):
         return Deviation(theirs, "T5 plans lengths that its own masks do not have")
@@ -56,7 +71,9 @@ def _planned_lengths(given: Input) -> Input | Deviation:
 
 
 def _t5_lengths(inputs_length: int, noise: Noise) -> tuple[int, int]:
-    """Returns the tokens and targets that T5's `random_spans_helper` plans, spans or none, masks or none."""
+    """Returns the tokens and targets that T5's `random_spans_helper` plans, spans or none, masks or
+    none.
+    """
     length = inputs_length - 1
     while True:
         masked, spans = _unbounded_counts(length + 1, noise)
@@ -69,7 +86,9 @@ def _t5_lengths(inputs_length: int, noise: Noise) -> tuple[int, int]:
 
 
 def _unbounded_counts(length: int, noise: Noise) -> tuple[int, int]:
-    """Returns masked tokens and spans as rounded, though there may be none, or too many to keep apart."""
+    """Returns masked tokens and spans as rounded, though there may be none, or too many to keep
+    apart.
+    """
     masked = round(length * noise.density)
     return masked, round(masked / noise.mean_span_length)
 
@@ -87,7 +106,9 @@ def _mask_counts(given: Input) -> Input | Deviation:
         "last_is_noise": bool(mask[-1]),
     }
     if half and theirs != counts:
-        return Deviation(value, f"half a token is rounded to even here ({counts[0]} masked), in float32 there")
+        return Deviation(
+            value, f"half a token is rounded to even here ({counts[0]} masked), in float32 there"
+        )
     return value
 
 
@@ -114,7 +135,9 @@ def _noise(given: Input) -> Noise:
 def _corrupted(given: Input) -> dict[str, list[int]]:
     """Returns inputs and targets of a mask, without the end token."""
     ids = SpecialIds(0, 1, given.get("vocab_size", _ANY_NUMBER) - 1, _ANY_NUMBER)
-    inputs, targets = corrupt(np.asarray(given["tokens"]), np.asarray(given["noise_mask"], dtype=np.bool_), ids)
+    inputs, targets = corrupt(
+        np.asarray(given["tokens"]), np.asarray(given["noise_mask"], dtype=np.bool_), ids
+    )
     return {"inputs": inputs[:-1].tolist(), "targets": targets[:-1].tolist()}
 
 
@@ -130,11 +153,17 @@ def _without_sentinels(side: str) -> Callable[[Input], list[int]]:
 
 
 def _rows(given: Input) -> list[dict[str, list[int]]]:
-    """Returns what a model gets of examples, packed when the case says so, under the names of seqio."""
+    """Returns what a model gets of examples, packed when the case says so, under the names of
+    seqio.
+    """
     pack = "pack=True" in given["fn"].replace(" ", "")
     lengths = [given["task_feature_lengths"][side] for side in ("inputs", "targets")]
     examples = [(e["inputs"][: lengths[0]], e["targets"][: lengths[1]]) for e in given["examples"]]
-    rows = pack_rows(examples, lengths[0], lengths[1]) if pack else [[number] for number in range(len(examples))]
+    rows = (
+        pack_rows(examples, lengths[0], lengths[1])
+        if pack
+        else [[number] for number in range(len(examples))]
+    )
     return [_features([examples[number] for number in row], lengths, pack) for row in rows]
 
 
@@ -145,7 +174,9 @@ def _features(examples: list[Any], lengths: list[int], pack: bool) -> dict[str, 
     features = {
         "encoder_input_tokens": inputs.tolist(),
         "decoder_target_tokens": targets.tolist(),
-        "decoder_input_tokens": _shift(targets.tolist(), target_segments.tolist() if pack else None),
+        "decoder_input_tokens": _shift(
+            targets.tolist(), target_segments.tolist() if pack else None
+        ),
         "decoder_loss_weights": (target_segments > 0).astype(int).tolist(),
     }
     if pack:
@@ -194,19 +225,26 @@ def _model() -> STMoEForConditionalGeneration:
 
 
 def _sentinel_vocabulary(given: Input) -> Input:
-    """Returns a text's ids in a vocabulary of the word start and letters from a on, with sentinels above them."""
+    """Returns a text's ids in a vocabulary of the word start and letters from a on, with sentinels
+    above them.
+    """
     letters = [chr(ord("a") + number) for number in range(given["base_pieces"] - 4)]
     model, kinds = ModelProto(), ModelProto.SentencePiece.Type
     for piece in (PAD, EOS, UNK, "\u2581", *letters):
         kind = {PAD: kinds.CONTROL, EOS: kinds.CONTROL, UNK: kinds.UNKNOWN}.get(piece, kinds.NORMAL)
         model.pieces.add(piece=piece, score=-1.0, type=kind)
     tokenizer = to_transformers(model, given["extra_ids"])
-    return {"ids": tokenizer(given["text"], add_special_tokens=False)["input_ids"], "vocab_size": len(tokenizer)}
+    return {
+        "ids": tokenizer(given["text"], add_special_tokens=False)["input_ids"],
+        "vocab_size": len(tokenizer),
+    }
 
 
 def _with_sentinels(given: Input) -> dict[str, list[int]]:
     """Returns inputs that end with sentinels and targets that begin with them."""
-    sentinels = [given["vocab_size"] - 1 - number for number in range(given.get("num_sentinels", 1))]
+    sentinels = [
+        given["vocab_size"] - 1 - number for number in range(given.get("num_sentinels", 1))
+    ]
     return {
         "inputs": enclose(given["inputs"], given.get("max_length"), end=sentinels),
         "targets": enclose(given["targets"], given.get("max_length"), start=sentinels),
@@ -223,8 +261,12 @@ DATA: dict[str, Callable[[Input], Any]] = {
     "drop_nonnoise_tokens": _without_sentinels("targets"),
     "EncDecFeatureConverter": _rows,
     "shift_right": lambda given: _shift(given["targets"], given.get("segment_ids")),
-    "append_eos_after_trim": lambda given: enclose(given["tokens"], given.get("max_length"), end=[given["eos_id"]]),
-    "mixture_rate": lambda given: mixing_rate(**{key: value for key, value in given.items() if key != "fn"}),
+    "append_eos_after_trim": lambda given: enclose(
+        given["tokens"], given.get("max_length"), end=[given["eos_id"]]
+    ),
+    "mixture_rate": lambda given: mixing_rate(
+        **{key: value for key, value in given.items() if key != "fn"}
+    ),
     "sentinel vocabulary": _sentinel_vocabulary,
     "sentinel fine-tuning variant": _with_sentinels,
 }

@@ -1,4 +1,6 @@
-"""Tasks for fine-tuning: their training pairs, and the scores of a model on their dev splits while it is tuned."""
+"""Tasks for fine-tuning: their training pairs, and the scores of a model on their dev splits while
+it is tuned.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,14 +32,19 @@ class TaskData(NamedTuple):
 
     def dev_pairs(self) -> list[Pair]:
         """Returns input and target texts of the dev splits of all tasks."""
-        return [(example.inputs, example.targets) for examples in self.dev.values() for example in examples]
+        return [
+            (example.inputs, example.targets)
+            for examples in self.dev.values()
+            for example in examples
+        ]
 
     def scores(self, limit: int | None, ranks: Ranks) -> DevScores | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
-        Answers are generated as each task says, by beams for summaries. `mean` is the mean of tasks: of each its first
-        metric, in cb, multirc and record the mean of two, so that it is the leaderboard's for the tasks of SuperGLUE.
-        Every rank must call it, and each gets the scores.
+        Answers are generated as each task says, by beams for summaries. `mean` is the mean of
+        tasks: of each its first metric, in cb, multirc and record the mean of two, so that it is
+        the leaderboard's for the tasks of SuperGLUE. Every rank must call it, and each gets the
+        scores.
 
         Args:
             limit: Most examples of a task; whole groups are taken, evenly. None for all.
@@ -49,7 +56,9 @@ class TaskData(NamedTuple):
         if limit == 0:
             return None
         if not self.dev:
-            raise ConfigError(f"mixture.dev_examples is {limit}, and no task has a dev split. Set it to 0.")
+            raise ConfigError(
+                f"mixture.dev_examples is {limit}, and no task has a dev split. Set it to 0."
+            )
         taken = {name: thin_out(examples, limit) for name, examples in self.dev.items()}
 
         def scores(model: Path, folder: Path) -> dict[str, float]:
@@ -58,7 +67,9 @@ class TaskData(NamedTuple):
             by_task: list[float] = []
             for name, examples in taken.items():
                 task = TASKS.get(name)
-                made = predict(system, task, requests_of(examples), "generate", folder / f"{name}.jsonl").predictions
+                made = predict(
+                    system, task, requests_of(examples), "generate", folder / f"{name}.jsonl"
+                ).predictions
                 found = score(task, examples, [prediction.output for prediction in made])
                 by_metric |= {f"{name}/{metric}": value for metric, value in found.items()}
                 by_task.append(task_score(name, list(found.values())))
@@ -72,19 +83,28 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
 
     Args:
         names: Of tasks.
-        folder: Holds a folder of files for each task, called as the task is; None for the tasks' own sources.
+        folder: Holds a folder of files for each task, called as the task is; None for the tasks'
+            own sources.
 
     Raises:
         ConfigError: When there is no such task; names the closest.
         DataError: When a task has no training examples, or rows cannot be had.
     """
-    tasks, data, rows = [TASKS.get(name) for name in names], TaskData({}, {}), Path(folder) if folder else None
+    tasks, data, rows = (
+        [TASKS.get(name) for name in names],
+        TaskData({}, {}),
+        Path(folder) if folder else None,
+    )
     if rows is not None and not rows.is_dir():
-        raise DataError(f"mixture.folder is {rows}, which is no folder. Give one that holds FOLDER/TASK/train.jsonl.")
+        raise DataError(
+            f"mixture.folder is {rows}, which is no folder. Give one that holds FOLDER/TASK/train.jsonl."
+        )
     for task in tasks:
         examples = task.examples("train", rows)
         if not examples:
-            raise DataError(f"Task {task.name!r} has no training examples. Leave it out, or give its training rows.")
+            raise DataError(
+                f"Task {task.name!r} has no training examples. Leave it out, or give its training rows."
+            )
         data.train[task.name] = [(example.inputs, example.targets) for example in examples]
         if "validation" in task.source.splits:
             data.dev[task.name] = task.examples("validation", rows)

@@ -1,6 +1,8 @@
-"""What a run leaves in its folder, and how it is read back: report.json, the examples, and what models answered.
+"""What a run leaves in its folder, and how it is read back: report.json, the examples, and what
+models answered.
 
-Nothing that is read back is trusted: each file has a checksum, and must be about the same model, task and examples.
+Nothing that is read back is trusted: each file has a checksum, and must be about the same model,
+task and examples.
 """
 
 import hashlib
@@ -132,14 +134,25 @@ def predictions_path(folder: Path, task: str, name: str, mode: str) -> Path:
 
 
 def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> dict[str, str]:
-    """Writes the examples of a task, whole or not at all, and returns `digest` and `examples_sha256` of `Entry`."""
+    """Writes the examples of a task, whole or not at all, and returns `digest` and
+    `examples_sha256` of `Entry`.
+    """
     lines = []
     for example in examples:
-        rest = {name: value for name, value in example.fields.items() if name not in ("inputs", "targets")}
-        lines.append(json.dumps({**example._asdict(), "fields": rest}, ensure_ascii=False, default=_plain))
+        rest = {
+            name: value
+            for name, value in example.fields.items()
+            if name not in ("inputs", "targets")
+        }
+        lines.append(
+            json.dumps({**example._asdict(), "fields": rest}, ensure_ascii=False, default=_plain)
+        )
     path = examples_path(folder, task.name)
     write_whole(path, "".join(line + "\n" for line in lines))
-    return {"digest": digest_of(task.name, task.version, examples), "examples_sha256": sha256_of(path)}
+    return {
+        "digest": digest_of(task.name, task.version, examples),
+        "examples_sha256": sha256_of(path),
+    }
 
 
 def digest_of(task: str, version: int, examples: Sequence[Example]) -> str:
@@ -156,7 +169,9 @@ def read_report(folder: Path) -> Report:
     """
     path = folder / REPORT if folder.is_dir() else folder
     if not path.is_file():
-        raise DataError(f"There is no {REPORT} in {folder}. Expected the --out folder of `python -m eval run`.")
+        raise DataError(
+            f"There is no {REPORT} in {folder}. Expected the --out folder of `python -m eval run`."
+        )
     text = read_text(path, advice=_AGAIN)
     value = parse_json(text, where=str(path), advice=_AGAIN)
     content = _part(_Content, value, str(path))
@@ -214,12 +229,16 @@ def read_answers(report: Report, task: str, name: str, mode: str) -> Answers:
 
     written = read_journal(_existing(path), check_header)
     if not written.sealed:
-        raise DataError(f"{path} has no checksums: an earlier version of this library wrote it. {_AGAIN}")
+        raise DataError(
+            f"{path} has no checksums: an earlier version of this library wrote it. {_AGAIN}"
+        )
 
     known = {example.id for example in examples}
     for id, number in written.numbers.items():
         if id not in known:
-            raise DataError(f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_AGAIN}")
+            raise DataError(
+                f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_AGAIN}"
+            )
     outputs = {made.id: made.output for batch in written.batches for made in batch.predictions}
     missing = [example.id for example in examples if example.id not in outputs]
     if missing:
@@ -231,22 +250,26 @@ def read_answers(report: Report, task: str, name: str, mode: str) -> Answers:
 
 
 def set_aside(folder: Path, results: Set[Result]) -> Path | None:
-    """Copies the report of an earlier run that has results which a new one lacks, and returns where it is.
+    """Copies the report of an earlier run that has results which a new one lacks, and returns where
+    it is.
 
-    It is done before the new report takes its place, so that a run that fails or is stopped loses nothing.
+    It is done before the new report takes its place, so that a run that fails or is stopped loses
+    nothing.
 
     Args:
         folder: Of both runs.
         results: Those of the new report.
 
     Returns:
-        The copy of report.json, called report.1.json or with the next number that is free; None when there is no
-        earlier report, or the new one has all of its results.
+        The copy of report.json, called report.1.json or with the next number that is free; None
+        when there is no earlier report, or the new one has all of its results.
     """
     if not (folder / REPORT).exists() or covers(folder / REPORT, results):
         return None
 
-    number = next(number for number in itertools.count(1) if not (folder / f"report.{number}.json").exists())
+    number = next(
+        number for number in itertools.count(1) if not (folder / f"report.{number}.json").exists()
+    )
     for name in (*VIEWS, REPORT):
         if (folder / name).is_file():
             with whole_file(_numbered(folder / name, number)) as partial:
@@ -295,7 +318,9 @@ def _read_examples(report: Report, entry: Entry) -> list[Example]:
         if line.id in examples:
             raise DataError(f"{where}: the example {shown(line.id)} is there twice. {_AGAIN}")
         fields = {"inputs": line.inputs, "targets": line.targets, **line.fields}
-        examples[line.id] = Example(**{**line._asdict(), "choices": tuple(line.choices), "fields": fields})
+        examples[line.id] = Example(
+            **{**line._asdict(), "choices": tuple(line.choices), "fields": fields}
+        )
 
     if len(examples) != entry.num_examples:
         raise DataError(
@@ -303,13 +328,22 @@ def _read_examples(report: Report, entry: Entry) -> list[Example]:
         )
     digest = digest_of(entry.task, entry.version, list(examples.values()))
     if digest != entry.digest or sha256_of(path) != entry.examples_sha256:
-        raise DataError(f"{path} does not hold the examples that the report is about: its SHA-256 differs. {_AGAIN}")
+        raise DataError(
+            f"{path} does not hold the examples that the report is about: its SHA-256 differs. {_AGAIN}"
+        )
     return list(examples.values())
 
 
-def _check_header(path: Path, header: Header, report: Report, entry: Entry, name: str, mode: str) -> None:
+def _check_header(
+    path: Path, header: Header, report: Report, entry: Entry, name: str, mode: str
+) -> None:
     """Raises a DataError when a file of predictions is not about what the report is about."""
-    expected = {"model": report.fingerprints[name], "task": entry.task, "version": entry.version, "mode": mode}
+    expected = {
+        "model": report.fingerprints[name],
+        "task": entry.task,
+        "version": entry.version,
+        "mode": mode,
+    }
     if mode == "generate":
         expected["decoding"] = entry.decoding
     else:
@@ -341,7 +375,9 @@ def _part(kind: type[T], value: Any, where: str) -> T:
 def _existing(path: Path) -> Path:
     """Returns the path of a file that is there."""
     if not path.is_file():
-        raise DataError(f"There is no {path}. Run `python -m eval run` again: what is there is kept.")
+        raise DataError(
+            f"There is no {path}. Run `python -m eval run` again: what is there is kept."
+        )
     return path
 
 

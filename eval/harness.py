@@ -1,9 +1,11 @@
-"""python -m eval harness: tasks of lm-evaluation-harness (EleutherAI) through our own scoring and decoding.
+"""python -m eval harness: tasks of lm-evaluation-harness (EleutherAI) through our own scoring and
+decoding.
 
-A task with choices costs one encoder pass for all choices of a context, where `lm_eval --model hf` makes one for each;
-the log-likelihoods are the same. That command serves our checkpoints too:
+A task with choices costs one encoder pass for all choices of a context, where `lm_eval --model hf`
+makes one for each; the log-likelihoods are the same. That command serves our checkpoints too:
 
-    lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True,backend=seq2seq --tasks NAME
+    lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True,backend=seq2seq --tasks
+    NAME
 """
 
 import argparse
@@ -25,8 +27,17 @@ from moe.inspection.tables import format_table
 from moe.parsing import check_yaml
 
 BATCH_SIZE = 32
-# What a task's YAML file and data of any content make lm-evaluation-harness raise, beside errors of its own libraries.
-_FAILURES_OF_TASKS = (OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError)
+# What a task's YAML file and data of any content make lm-evaluation-harness raise, beside errors of
+# its own libraries.
+_FAILURES_OF_TASKS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 ROLLING = (
     "it asks for loglikelihood_rolling, the probability of a text without an input. An encoder-decoder then reads a "
     "lone end token, and what comes out compares neither with a causal model's perplexity nor with the loss on "
@@ -39,11 +50,18 @@ def add_harness_command(commands: Any) -> None:
     parser = commands.add_parser("harness", help="runs tasks of lm-evaluation-harness")
     parser.add_argument("tasks", help="names, separated by commas")
     parser.add_argument("--model", required=True, type=path, help="checkpoint folder")
-    parser.add_argument("--include-path", type=path, help="folder with the YAML files of tasks of your own")
-    parser.add_argument("--limit", type=integer(least=1), help="most examples of a task")
-    parser.add_argument("--out", default="runs/harness", help="folder of results.json (default: runs/harness)")
     parser.add_argument(
-        "--batch-size", type=integer(least=1), default=BATCH_SIZE, help=f"contexts at once ({BATCH_SIZE})"
+        "--include-path", type=path, help="folder with the YAML files of tasks of your own"
+    )
+    parser.add_argument("--limit", type=integer(least=1), help="most examples of a task")
+    parser.add_argument(
+        "--out", default="runs/harness", help="folder of results.json (default: runs/harness)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=integer(least=1),
+        default=BATCH_SIZE,
+        help=f"contexts at once ({BATCH_SIZE})",
     )
 
 
@@ -62,7 +80,9 @@ def run_harness(arguments: argparse.Namespace) -> None:
     taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
     with claim_folder(out, "harness evaluation", taken=taken):
         save_results(results, out)
-    print(f"The results are in {out / 'results.json'}, each example in samples.TASK.jsonl beside it.")
+    print(
+        f"The results are in {out / 'results.json'}, each example in samples.TASK.jsonl beside it."
+    )
 
 
 def evaluate_on_harness(
@@ -73,7 +93,8 @@ def evaluate_on_harness(
     limit: int | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> dict[str, Any]:
-    """Returns what lm-evaluation-harness says of a checkpoint, with `samples`: every example by task.
+    """Returns what lm-evaluation-harness says of a checkpoint, with `samples`: every example by
+    task.
 
     Args:
         tasks: Names of its tasks, groups and tags, and of those in `include_path`.
@@ -84,8 +105,8 @@ def evaluate_on_harness(
 
     Raises:
         CheckpointError: When the folder holds no such model.
-        ConfigError: When the package is missing, a task is unknown or needs what an encoder-decoder cannot do, or a
-            number is below 1.
+        ConfigError: When the package is missing, a task is unknown or needs what an encoder-decoder
+            cannot do, or a number is below 1.
         DataError: When the data of a task cannot be loaded.
     """
     check_integer("--limit", limit, least=1, optional="none for all")
@@ -95,13 +116,23 @@ def evaluate_on_harness(
 
     from eval.harness_model import HarnessModel
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its advice is for its own models and options
+    logging.getLogger("lm_eval").setLevel(
+        logging.ERROR
+    )  # its advice is for its own models and options
     manager, chosen = load_tasks(tasks, include_path)
     system = load_seq2seq(model)
     evaluate: Any = evaluator.simple_evaluate
-    found = evaluate(HarnessModel(system, batch_size), tasks=chosen, task_manager=manager, limit=limit)
-    found["config"] |= {"model": str(model), "fingerprint": system.fingerprint, "batch_size": batch_size}
-    found["command"] = shlex.join(["python", "-m", "eval", "harness", ",".join(tasks), "--model", str(model)])
+    found = evaluate(
+        HarnessModel(system, batch_size), tasks=chosen, task_manager=manager, limit=limit
+    )
+    found["config"] |= {
+        "model": str(model),
+        "fingerprint": system.fingerprint,
+        "batch_size": batch_size,
+    }
+    found["command"] = shlex.join(
+        ["python", "-m", "eval", "harness", ",".join(tasks), "--model", str(model)]
+    )
     return found
 
 
@@ -110,11 +141,14 @@ def require_harness() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"lm-evaluation-harness is missing: pip install 'stmoe[harness]'. ({error})") from error
+        raise ConfigError(
+            f"lm-evaluation-harness is missing: pip install 'stmoe[harness]'. ({error})"
+        ) from error
 
 
 def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[Any, list[Any]]:
-    """Returns lm-evaluation-harness's manager of tasks, and its tasks and groups of these names with their data.
+    """Returns lm-evaluation-harness's manager of tasks, and its tasks and groups of these names
+    with their data.
 
     Raises:
         ConfigError: When a name is unknown, or a task needs what an encoder-decoder cannot do.
@@ -125,11 +159,17 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
-        raise ConfigError(f"--include-path {include_path} is no folder. Give one with the YAML files of tasks.")
+        raise ConfigError(
+            f"--include-path {include_path} is no folder. Give one with the YAML files of tasks."
+        )
     for file in sorted(include_path.rglob("*.yaml")) if include_path else []:
         check_yaml(file)
-    manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
-    if manager is None or not set(names) <= set(manager.all_subtasks):  # all others are many files to read
+    manager = (
+        TaskManager(include_path=include_path, include_defaults=False) if include_path else None
+    )
+    if manager is None or not set(names) <= set(
+        manager.all_subtasks
+    ):  # all others are many files to read
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.task_index:
@@ -140,8 +180,14 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
     try:
         loaded = manager.load(list(names))
     except (*_FAILURES_OF_TASKS, DatasetsError, TemplateError) as error:
-        where = f" Look into the YAML files in {include_path}, and the data that they name." if include_path else ""
-        raise DataError(f"The data of {', '.join(names)} cannot be loaded: {_reason(error)}.{where}") from error
+        where = (
+            f" Look into the YAML files in {include_path}, and the data that they name."
+            if include_path
+            else ""
+        )
+        raise DataError(
+            f"The data of {', '.join(names)} cannot be loaded: {_reason(error)}.{where}"
+        ) from error
     for name, task in loaded["tasks"].items():
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
             raise ConfigError(f"{name} cannot be run: {ROLLING}")
@@ -154,7 +200,9 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[
 
 
 def _reason(error: BaseException) -> str:
-    """Returns why a task cannot be loaded; `datasets` says it in the error that was the cause of its own."""
+    """Returns why a task cannot be loaded; `datasets` says it in the error that was the cause of
+    its own.
+    """
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())[:300].rstrip(".")
@@ -164,16 +212,25 @@ def _reason(error: BaseException) -> str:
 
 
 def format_results(results: dict[str, Any]) -> str:
-    """Returns a table of every score of tasks and groups, with its standard error where there is one."""
+    """Returns a table of every score of tasks and groups, with its standard error where there is
+    one.
+    """
     header, rows = ("task", "version", "shots", "filter", "metric", "value", "standard error"), []
     for name, scores in {**results["results"], **results.get("groups", {})}.items():
         for key, value in scores.items():
             metric, separator, kind = key.partition(",")
             if not separator or metric.endswith("_stderr"):
                 continue
-            cells = (results["versions"].get(name, ""), results["n-shot"].get(name, ""), kind, metric)
+            cells = (
+                results["versions"].get(name, ""),
+                results["n-shot"].get(name, ""),
+                kind,
+                metric,
+            )
             numbers = [value, scores.get(f"{metric}_stderr,{kind}", "")]
-            numbers = [f"{number:.4f}" if isinstance(number, float) else str(number) for number in numbers]
+            numbers = [
+                f"{number:.4f}" if isinstance(number, float) else str(number) for number in numbers
+            ]
             rows.append([name, *map(str, cells), *numbers])
     return format_table(header, rows)
 

@@ -1,4 +1,5 @@
-"""A checkpoint as lm-evaluation-harness asks it: log-likelihoods by one encoder pass for each context, generation.
+"""A checkpoint as lm-evaluation-harness asks it: log-likelihoods by one encoder pass for each
+context, generation.
 
 Only `eval.harness` imports this file, once it knows that the package is there.
 """
@@ -30,11 +31,12 @@ _MAX_NEW_TOKENS = 256  # lm_eval's own, for a task that says nothing
 
 
 class HarnessModel(TemplateLM):
-    """Answers what `lm_eval --model hf` does with `backend=seq2seq`, and splits and cuts texts as that does.
+    """Answers what `lm_eval --model hf` does with `backend=seq2seq`, and splits and cuts texts as
+    that does.
 
-    It differs where that one is at fault: a generation ends after as many tokens as the task asks for, where that one
-    adds the length of the input, and at the task's stop strings, which that one finds only afterwards; a model that
-    was fine-tuned with a token before every target is given it.
+    It differs where that one is at fault: a generation ends after as many tokens as the task asks
+    for, where that one adds the length of the input, and at the task's stop strings, which that one
+    finds only afterwards; a model that was fine-tuned with a token before every target is given it.
     """
 
     backend = "seq2seq"
@@ -61,23 +63,37 @@ class HarnessModel(TemplateLM):
         """Most tokens of a context; of a longer one the end is kept."""
         return resolve_max_length(self.system.model.config, self.tokenizer)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """Returns the tokens of a text, with the end token unless `add_special_tokens` is False."""
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens is not False)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Returns for each (texts, context, continuation) the log-probability, and whether greedy decoding says so."""
-        pairs = [(tuple(context[-self.max_length :]), tuple(continuation)) for _, context, continuation in requests]
+        """Returns for each (texts, context, continuation) the log-probability, and whether greedy
+        decoding says so.
+        """
+        pairs = [
+            (tuple(context[-self.max_length :]), tuple(continuation))
+            for _, context, continuation in requests
+        ]
         known: dict[Tokens, dict[Tokens, tuple[float, bool]]] = {}
         for (context, continuation), (texts, *_) in zip(pairs, requests, strict=True):
             if not continuation:
-                raise DataError(f"A choice of a task is {texts[1]!r}, which is no token. Its context: {texts[0]!r}.")
+                raise DataError(
+                    f"A choice of a task is {texts[1]!r}, which is no token. Its context: {texts[0]!r}."
+                )
             known.setdefault(context, {})[continuation] = (0.0, False)
         model, (first, *forced) = self.system.model, self.system.start
-        with tqdm(total=len(known), desc="Contexts scored", mininterval=1.0, disable=disable_tqdm) as bar:
+        with tqdm(
+            total=len(known), desc="Contexts scored", mininterval=1.0, disable=disable_tqdm
+        ) as bar:
             for batch in self._batches(known):
                 inputs = self._padded(batch)
                 memory = Memory(model.get_encoder()(**inputs), inputs["attention_mask"])
@@ -104,12 +120,21 @@ class HarnessModel(TemplateLM):
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        with tqdm(total=len(requests), desc="Texts generated", mininterval=1.0, disable=disable_tqdm) as bar:
+        with tqdm(
+            total=len(requests), desc="Texts generated", mininterval=1.0, disable=disable_tqdm
+        ) as bar:
             for settings, numbers in by_settings.items():
-                texts = self.tokenizer([requests[number].args[0] for number in numbers])["input_ids"]
-                contexts = {number: text[-self.max_length :] for number, text in zip(numbers, texts, strict=True)}
+                texts = self.tokenizer([requests[number].args[0] for number in numbers])[
+                    "input_ids"
+                ]
+                contexts = {
+                    number: text[-self.max_length :]
+                    for number, text in zip(numbers, texts, strict=True)
+                }
                 for batch in self._batches(contexts, key=contexts.__getitem__):
-                    made = self._generate([contexts[number] for number in batch], json.loads(settings))
+                    made = self._generate(
+                        [contexts[number] for number in batch], json.loads(settings)
+                    )
                     for number, text in zip(batch, made, strict=True):
                         answers[number] = text
                     bar.update(len(batch))
@@ -118,7 +143,9 @@ class HarnessModel(TemplateLM):
     def _generate(self, contexts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]:
         """Returns a text for each context, cut before the first stop string."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
-        stops = handle_stop_sequences(options.pop("until"), eos=self.tokenizer.decode(self.eot_token_id))
+        stops = handle_stop_sequences(
+            options.pop("until"), eos=self.tokenizer.decode(self.eot_token_id)
+        )
         if not options["do_sample"]:
             options.pop("temperature", None)
         inputs = self._padded(contexts)
@@ -132,8 +159,12 @@ class HarnessModel(TemplateLM):
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
-    def _batches(self, items: Iterable[T], key: Callable[[T], Any] = lambda item: item) -> Iterator[list[T]]:
-        """Gives all items, those with the longest keys first, so that what does not fit into memory shows at once."""
+    def _batches(
+        self, items: Iterable[T], key: Callable[[T], Any] = lambda item: item
+    ) -> Iterator[list[T]]:
+        """Gives all items, those with the longest keys first, so that what does not fit into memory
+        shows at once.
+        """
         ordered = sorted(items, key=lambda item: -len(key(item)))
         for start in range(0, len(ordered), self.batch_size):
             yield ordered[start : start + self.batch_size]

@@ -9,7 +9,15 @@ LEGEND = """\
 train/validation/test: rows of the splits that there are; * is the one that is reported on, (labels are hidden) in ().
 scores: the first is the headline. prompt: where inputs and targets are from.
 --data FOLDER with FOLDER/TASK/SPLIT.jsonl or .parquet takes the place of the hub; a variant reads its task's folder."""
-_HEAD: tuple[str, ...] = ("task", "version", "scores", "train/validation/test", "prompt", "data", "licence")
+_HEAD: tuple[str, ...] = (
+    "task",
+    "version",
+    "scores",
+    "train/validation/test",
+    "prompt",
+    "data",
+    "licence",
+)
 
 
 def tasks_table() -> str:
@@ -31,7 +39,15 @@ def _line(task: Task) -> tuple[str, ...]:
     if isinstance(task.source, HubData):
         data = f"{task.source.repository} {task.source.config}"
     splits = "/".join(_split(task, split) for split in task.source.splits)
-    return (f"  {task.name}", str(task.version), scores, splits, task.prompt_source, data, task.licence)
+    return (
+        f"  {task.name}",
+        str(task.version),
+        scores,
+        splits,
+        task.prompt_source,
+        data,
+        task.licence,
+    )
 
 
 def _split(task: Task, split: str) -> str:
@@ -47,5 +63,6 @@ def _aligned(lines: Iterable[tuple[str, ...]]) -> str:
     lines = list(lines)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )

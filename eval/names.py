@@ -15,5 +15,7 @@ def split_names(option: str, text: str) -> list[str]:
     """
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise ConfigError(f"{option} is {text!r}, in which a name is empty; expected names separated by commas.")
+        raise ConfigError(
+            f"{option} is {text!r}, in which a name is empty; expected names separated by commas."
+        )
     return list(dict.fromkeys(names))

@@ -12,7 +12,15 @@ from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2se
 from eval.answers.rank import Scoring
 from eval.answers.ranks import ALONE, arrange
 from eval.baselines import baseline_outputs, has_baselines
-from eval.folder import covers, drop_aside, entry_of, predictions_path, results_of, set_aside, write_examples
+from eval.folder import (
+    covers,
+    drop_aside,
+    entry_of,
+    predictions_path,
+    results_of,
+    set_aside,
+    write_examples,
+)
 from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
 from eval.reports.paper import SUPERGLUE
 from eval.reports.report import describe_model, describe_place, write_reports
@@ -45,13 +53,14 @@ def evaluate(
     ep: int = 1,
     tp: int = 1,
 ) -> dict[str, Any] | None:
-    """Evaluates every model on every task in every mode, writes the reports and returns their content.
+    """Evaluates every model on every task in every mode, writes the reports and returns their
+    content.
 
-    The reports are written after each task. One that fails, as its data cannot be had, is reported with its message,
-    and the others go on.
+    The reports are written after each task. One that fails, as its data cannot be had, is reported
+    with its message, and the others go on.
 
-    Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone scores, writes and
-    has something to return. Nothing depends on the number of ranks.
+    Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone
+    scores, writes and has something to return. Nothing depends on the number of ranks.
 
     Args:
         models: Checkpoint folders by name; the first is the one that the report is about.
@@ -62,17 +71,19 @@ def evaluate(
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
-        out: Receives examples/, predictions/ and the reports. A report that is there, with results that the new one
-            lacks, is kept as report.1.json.
+        out: Receives examples/, predictions/ and the reports. A report that is there, with results
+            that the new one lacks, is kept as report.1.json.
         command: How it was called, for the report.
         world: The ranks.
         ep: Ranks that the experts of a layer are spread over.
         tp: Ranks that heads and hidden units are spread over.
 
     Raises:
-        ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided so.
+        ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
+            so.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation writes there.
+        DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation
+            writes there.
     """
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
@@ -111,7 +122,9 @@ def evaluate(
                 answers = _answers(systems, task, examples, modes, scoring, out)
                 if world.rank == 0:
                     entry |= write_examples(out, task, examples)
-                    report["tasks"].append(_scored(entry, task, examples, answers, systems, report["models"], draws))
+                    report["tasks"].append(
+                        _scored(entry, task, examples, answers, systems, report["models"], draws)
+                    )
             if world.rank == 0:
                 report["averages"] = _averages(report["tasks"], draws)
                 _write(report, out, last=task is chosen[-1])
@@ -122,12 +135,15 @@ def check_tasks(tasks: Sequence[str], modes: Sequence[str] | None, split: str | 
     """Returns the tasks of these names, each once.
 
     Raises:
-        ConfigError: When there is no such task, mode or split, or a task can be answered in none of the modes.
+        ConfigError: When there is no such task, mode or split, or a task can be answered in none of
+            the modes.
     """
     chosen = [TASKS.get(name) for name in dict.fromkeys(name.strip() for name in tasks)]
     for mode in modes or ():
         if mode not in MODES:
-            raise ConfigError(f"There is no mode {mode!r}.{did_you_mean(mode, MODES)} Choose from {', '.join(MODES)}.")
+            raise ConfigError(
+                f"There is no mode {mode!r}.{did_you_mean(mode, MODES)} Choose from {', '.join(MODES)}."
+            )
     if split is not None and split not in SPLITS:
         raise ConfigError(f"There is no split {split!r}. Choose from {', '.join(SPLITS)}.")
     for task in chosen:
@@ -140,12 +156,17 @@ def check_tasks(tasks: Sequence[str], modes: Sequence[str] | None, split: str | 
 
 
 def read_task(
-    task: Task, split: str, limit: int | None = None, data: Path | None = None, revision: str | None = None
+    task: Task,
+    split: str,
+    limit: int | None = None,
+    data: Path | None = None,
+    revision: str | None = None,
 ) -> tuple[dict[str, Any], list[Example]]:
     """Returns what the report says of a task before any answer, and its examples.
 
     Raises:
-        DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide their labels.
+        DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide
+            their labels.
     """
     read: list[Any] = []
     built_in = isinstance(task.source, BuiltIn)
@@ -153,9 +174,13 @@ def read_task(
     together(lambda: read.extend(task.rows(split, folder, revision)))
     every = task.examples_of(read, split)
     if not every:
-        raise DataError(f"No example of {task.name} can be made of the {len(read):,} rows of split {split!r}.")
+        raise DataError(
+            f"No example of {task.name} can be made of the {len(read):,} rows of split {split!r}."
+        )
     # The target of wsc is the candidate, hidden label or not.
-    if num_hidden := sum(example.targets == HIDDEN or example.fields.get("label") == -1 for example in every):
+    if num_hidden := sum(
+        example.targets == HIDDEN or example.fields.get("label") == -1 for example in every
+    ):
         raise DataError(
             f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
             f"answers cannot be judged. Choose another split, as {task.split}."
@@ -175,7 +200,8 @@ def read_task(
             "repository": getattr(task.source, "repository", None),
             "config": getattr(task.source, "config", None),
             "split": getattr(task.source, "hub_splits", {}).get(split, split),
-            "revision": revision or (None if built_in else " or ".join(getattr(task.source, "revisions", ()))),
+            "revision": revision
+            or (None if built_in else " or ".join(getattr(task.source, "revisions", ()))),
         },
         "num_rows": len(read),
         "num_expected": task.source.expected(split),
@@ -198,7 +224,9 @@ def thin_out(examples: Sequence[Example], limit: int | None) -> list[Example]:
     for num_taken in range(min(len(groups), limit), 0, -1):
         taken = [groups[i * len(groups) // num_taken] for i in range(num_taken)]
         if sum(map(len, taken)) <= limit or num_taken == 1:
-            return [examples[number] for number in sorted(number for group in taken for number in group)]
+            return [
+                examples[number] for number in sorted(number for group in taken for number in group)
+            ]
     return []
 
 
@@ -239,7 +267,9 @@ def _scored(
     models: Mapping[str, dict[str, Any]],
     draws: Draws,
 ) -> dict[str, Any]:
-    """Returns the entry of a task with all scores; classes and worst answers are those of the first model and mode."""
+    """Returns the entry of a task with all scores; classes and worst answers are those of the first
+    model and mode.
+    """
     rows, judged = [], []
     for (name, mode), made in answers.items():
         outputs = [prediction.output for prediction in made.predictions]
@@ -252,7 +282,9 @@ def _scored(
             rows.append(score_row(task, examples, outputs, name, "baseline")[0])
     outputs, each = judged[0]
     entry["systems"] = rows
-    entry["inputs"] = input_lengths(examples, next(iter(systems.values())).tokenizer, task.inputs_length)
+    entry["inputs"] = input_lengths(
+        examples, next(iter(systems.values())).tokenizer, task.inputs_length
+    )
     entry["published"] = [
         {"own_metric": metric.name, **one._asdict()}
         for metric in task.metrics
@@ -295,7 +327,9 @@ def _write(report: dict[str, Any], out: Path, *, last: bool) -> None:
         last: Whether there is no further task.
     """
     fingerprints = {name: model["fingerprint"] for name, model in report["models"].items()}
-    entries = [entry_of(task, f"task {number}") for number, task in enumerate(report["tasks"], start=1)]
+    entries = [
+        entry_of(task, f"task {number}") for number, task in enumerate(report["tasks"], start=1)
+    ]
     results = results_of(fingerprints, entries)
 
     if report["earlier"] is None:
@@ -333,7 +367,9 @@ def _check_folder(out: Path) -> None:
 
 def _unwritable(out: Path, error: OSError) -> DataError:
     """Returns what the user is told of a folder that cannot be written."""
-    return DataError(f"Nothing can be written to {out}: {error.strerror or error}. Give another --out.")
+    return DataError(
+        f"Nothing can be written to {out}: {error.strerror or error}. Give another --out."
+    )
 
 
 @contextlib.contextmanager
@@ -343,7 +379,8 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
     Two that write at once would take each other's answers for their own.
 
     Raises:
-        DataError: When the folder cannot be written, is no evaluation's, or another process holds it.
+        DataError: When the folder cannot be written, is no evaluation's, or another process holds
+            it.
     """
     with contextlib.ExitStack() as held:
 
@@ -364,7 +401,8 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
 def _reporting_failure(task: str, failed: list[dict[str, str]], *, alone: bool) -> Iterator[None]:
     """Adds what goes wrong inside to `failed`, unless it ends the ranks' work together.
 
-    An error of this library or of the system is raised on all ranks alike; another one may be one rank's only.
+    An error of this library or of the system is raised on all ranks alike; another one may be one
+    rank's only.
     """
     try:
         yield

@@ -1,4 +1,6 @@
-"""The checksum that a JSON object of an evaluation ends with, by which an edit or a damaged byte is noticed."""
+"""The checksum that a JSON object of an evaluation ends with, by which an edit or a damaged byte is
+noticed.
+"""
 
 import hashlib
 from typing import Any
@@ -10,7 +12,8 @@ _START = f', "{SEAL}": "'
 
 
 def seal(text: str, before: str = "") -> str:
-    """Returns the text of a JSON object with one more field at its end: the SHA-256 of all that stands before it.
+    """Returns the text of a JSON object with one more field at its end: the SHA-256 of all that
+    stands before it.
 
     Args:
         text: The object, which has fields.

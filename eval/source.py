@@ -1,4 +1,6 @@
-"""Where the rows of tasks come from: Python itself, a dataset on the hub, or files of the user in its place."""
+"""Where the rows of tasks come from: Python itself, a dataset on the hub, or files of the user in
+its place.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,14 +48,19 @@ class BuiltIn:
         """Returns None: the number of rows depends on the version of Python."""
         return None
 
-    def rows(self, split: str, folder: Path | None = None, revision: str | None = None) -> list[Row]:
-        """Returns the rows of a split; `revision` is about data of the hub and says nothing of them.
+    def rows(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> list[Row]:
+        """Returns the rows of a split; `revision` is about data of the hub and says nothing of
+        them.
 
         Raises:
             DataError: When there are files for them in `folder`.
         """
         if folder is not None and folder.exists():
-            raise DataError(f"{folder} was given for a task whose rows come with Python. Take it away.")
+            raise DataError(
+                f"{folder} was given for a task whose rows come with Python. Take it away."
+            )
         return list(self.read(split))
 
 
@@ -90,24 +97,28 @@ class HubData:
         """Returns the number of rows on the hub; files of the user may have another."""
         return self.counts[split]
 
-    def rows(self, split: str, folder: Path | None = None, revision: str | None = None) -> list[Row]:
+    def rows(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> list[Row]:
         """Returns the rows of a split.
 
         Args:
             split: Which; one of `splits`.
-            folder: Holds SPLIT.jsonl, SPLIT.parquet or a folder SPLIT of such files, with the columns of the hub's
-                dataset; any number of rows. None for the hub.
+            folder: Holds SPLIT.jsonl, SPLIT.parquet or a folder SPLIT of such files, with the
+                columns of the hub's dataset; any number of rows. None for the hub.
             revision: Branch or commit of the repository; None for `revisions`.
 
         Raises:
-            DataError: When they cannot be had, there are none, or one is not what is expected; on the hub also when
-                there are more or fewer than `counts` says.
+            DataError: When they cannot be had, there are none, or one is not what is expected; on
+                the hub also when there are more or fewer than `counts` says.
         """
         if folder is None:
             return self._from_hub(split, revision)
         found = [self._checked(row, split, where) for where, row in self._read_files(folder, split)]
         if not found:
-            raise DataError(f"The files of split {split!r} in {folder} hold no row. Give at least one.")
+            raise DataError(
+                f"The files of split {split!r} in {folder} hold no row. Give at least one."
+            )
         return found
 
     def _from_hub(self, split: str, revision: str | None) -> list[Row]:
@@ -127,7 +138,9 @@ class HubData:
                 continue
             return self._checked_dataset(dataset, split, place)
         raise DataError(
-            f"{self._named(split)} cannot be loaded. " + " ".join(f"At {failure}." for failure in failures) + " Name "
+            f"{self._named(split)} cannot be loaded. "
+            + " ".join(f"At {failure}." for failure in failures)
+            + " Name "
             "another branch or commit with --revision, or give a folder of files in its place: --data FOLDER with "
             f"FOLDER/TASK/{split}.jsonl or .parquet."
         )
@@ -155,7 +168,10 @@ class HubData:
                 f"FOLDER/TASK/{split}.jsonl or .parquet with --data FOLDER, where any number of rows is taken."
             )
         rows = dataset.select_columns(list(self.columns))
-        return [self._checked(row, split, f"Row {number} of {named}") for number, row in enumerate(rows, 1)]
+        return [
+            self._checked(row, split, f"Row {number} of {named}")
+            for number, row in enumerate(rows, 1)
+        ]
 
     def _named(self, split: str, revision: str | None = None) -> str:
         """Returns what was asked of the hub, in words."""
@@ -179,7 +195,8 @@ class HubData:
 
 
 def find_files(folder: Path, split: str, columns: Columns) -> list[Path]:
-    """Returns the files of a split in `folder`: SPLIT.jsonl, SPLIT.parquet, or those in the folder SPLIT, in order.
+    """Returns the files of a split in `folder`: SPLIT.jsonl, SPLIT.parquet, or those in the folder
+    SPLIT, in order.
 
     Raises:
         DataError: When there is none, or more than one of these.
@@ -197,16 +214,22 @@ def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
     """Returns the files of a split; see `find_files`."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
-    found = [path for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if path.is_file()]
+    found = [
+        path for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if path.is_file()
+    ]
     for suffix in ("jsonl", "parquet"):
         shards = sorted((folder / split).glob(f"*.{suffix}"))
         found += [folder / split / f"*.{suffix}"] if shards else []
     if not found:
         there = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-        raise DataError(f"{folder} has no rows of split {split!r}; it holds {there}. Expected {expected}.")
+        raise DataError(
+            f"{folder} has no rows of split {split!r}; it holds {there}. Expected {expected}."
+        )
     if len(found) > 1:
         names = " and ".join(str(path.relative_to(folder)) for path in found)
-        raise DataError(f"{folder} has the split {split!r} more than once: {names}. Keep one of them.")
+        raise DataError(
+            f"{folder} has the split {split!r} more than once: {names}. Keep one of them."
+        )
     return sorted(found[0].parent.glob(found[0].name))
 
 
@@ -225,7 +248,9 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
             require_columns(names, columns, str(path))
             for name in columns:
                 if names.count(name) > 1:
-                    raise DataError(f"{path} has the column {name!r} {names.count(name)} times. Keep one of them.")
+                    raise DataError(
+                        f"{path} has the column {name!r} {names.count(name)} times. Keep one of them."
+                    )
             number = 0
             for batch in file.iter_batches(columns=list(columns)):
                 for row in batch.to_pylist():
@@ -233,5 +258,11 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
                     yield f"Row {number} of {path}", row
     except DataError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:  # a text that is no UTF-8 is a ValueError
-        raise DataError(f"{path} cannot be read as parquet: {error}. Write or download it again.") from error
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+    ) as error:  # a text that is no UTF-8 is a ValueError
+        raise DataError(
+            f"{path} cannot be read as parquet: {error}. Write or download it again."
+        ) from error

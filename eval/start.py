@@ -1,4 +1,5 @@
-"""Ctrl-C while a command starts: importing torch takes seconds, in which no other code of ours runs.
+"""Ctrl-C while a command starts: importing torch takes seconds, in which no other code of ours
+runs.
 
 It stands here, on the lowest floor that loads without torch, which `import moe` needs.
 """

@@ -1,8 +1,9 @@
-"""What a task is: rows of a dataset, the text that a model sees of each, and how its answer is judged.
+"""What a task is: rows of a dataset, the text that a model sees of each, and how its answer is
+judged.
 
-A row goes through `preprocess` to one or more mappings with `inputs` and `targets`, T5's form, and these become
-examples. An output and the targets go through `postprocess` to the values that metrics compare. TASKS finds every file
-in eval/tasks.
+A row goes through `preprocess` to one or more mappings with `inputs` and `targets`, T5's form, and
+these become examples. An output and the targets go through `postprocess` to the values that metrics
+compare. TASKS finds every file in eval/tasks.
 """
 
 import importlib
@@ -49,7 +50,8 @@ class Decoding(NamedTuple):
     Attributes:
         max_tokens: Most tokens of an answer; T5 evaluates with 128.
         num_beams: 1 is greedy.
-        alpha: Of the length penalty ((5 + length) / 6) ** alpha by which a beam's log-probability is divided.
+        alpha: Of the length penalty ((5 + length) / 6) ** alpha by which a beam's log-probability
+            is divided.
     """
 
     max_tokens: int = 128
@@ -70,14 +72,18 @@ class Source(Protocol):
 
     @property
     def hidden(self) -> Sequence[str]:
-        """Those whose labels the authors keep to themselves: predictions can be made of them, scores cannot."""
+        """Those whose labels the authors keep to themselves: predictions can be made of them,
+        scores cannot.
+        """
         ...
 
     def expected(self, split: str) -> int | None:
         """Returns how many rows a split has where it is published; None when that is not fixed."""
         ...
 
-    def rows(self, split: str, folder: Path | None = None, revision: str | None = None) -> Sequence[Row]:
+    def rows(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> Sequence[Row]:
         """Returns the rows of a split, from `folder` when it is given; checked.
 
         Raises:
@@ -97,7 +103,8 @@ class Task:
         licence: Of the data.
         source: Where rows come from.
         preprocess: Makes of a row mappings with `inputs`, `targets` and what `postprocess` needs.
-        postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid answer.
+        postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid
+            answer.
         metrics: The first is the task's headline.
         choices: All targets of a classification, or a function of fields; () for free text.
         ids: Fields that tell an example from others; () for its number.
@@ -107,7 +114,8 @@ class Task:
         decoding: How answers are generated.
         split: What is reported on: labels of others may be hidden.
         for_training: Another `preprocess` of the training split; None for the same.
-        prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published alternative.
+        prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published
+            alternative.
         variant_of: The task of which this is another prompt; None for itself.
         family: Under which `python -m eval list` shows it.
     """
@@ -132,13 +140,15 @@ class Task:
     variant_of: str | None = None
     family: str = "Offline"
 
-    def examples(self, split: str, folder: Path | None = None, revision: str | None = None) -> list[Example]:
+    def examples(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> list[Example]:
         """Returns the examples of `split`, one of SPLITS.
 
         Args:
             split: Which.
-            folder: Holds a folder with the name of the task (of a variant: of the task that it varies), and in it
-                files that take the place of the hub's.
+            folder: Holds a folder with the name of the task (of a variant: of the task that it
+                varies), and in it files that take the place of the hub's.
             revision: Branch or commit on the hub in place of the task's.
 
         Raises:
@@ -146,17 +156,25 @@ class Task:
         """
         return self.examples_of(self.rows(split, folder, revision), split)
 
-    def rows(self, split: str, folder: Path | None = None, revision: str | None = None) -> Sequence[Row]:
-        """Returns the rows of a split as they are published; arguments and errors are those of `examples`."""
+    def rows(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> Sequence[Row]:
+        """Returns the rows of a split as they are published; arguments and errors are those of
+        `examples`.
+        """
         if split not in self.source.splits:
             raise DataError(
                 f"There is no split {split!r} of {self.name}. Choose one of {', '.join(self.source.splits)}."
             )
-        return self.source.rows(split, folder / (self.variant_of or self.name) if folder else None, revision)
+        return self.source.rows(
+            split, folder / (self.variant_of or self.name) if folder else None, revision
+        )
 
     def examples_of(self, rows: Sequence[Row], split: str) -> list[Example]:
         """Returns the examples of rows of `split`."""
-        preprocess = self.for_training if split == "train" and self.for_training else self.preprocess
+        preprocess = (
+            self.for_training if split == "train" and self.for_training else self.preprocess
+        )
         examples: list[Example] = []
         seen: Counter[str] = Counter()
         for fields in (made for row in rows for made in preprocess(row)):
@@ -166,11 +184,14 @@ class Task:
             examples.append(example._replace(id=example.id + repeated))
         return examples
 
-    def values(self, examples: Sequence[Example], outputs: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    def values(
+        self, examples: Sequence[Example], outputs: Sequence[str]
+    ) -> tuple[list[Any], list[Any]]:
         """Returns what metrics take: the values of the targets, and those of the outputs."""
         targets = [self.postprocess(example.targets, example.fields, True) for example in examples]
         answers = [
-            self.postprocess(output, example.fields, False) for example, output in zip(examples, outputs, strict=True)
+            self.postprocess(output, example.fields, False)
+            for example, output in zip(examples, outputs, strict=True)
         ]
         return targets, answers
 

@@ -9,7 +9,14 @@ from moe.cli import run_main
 from moe.distributed.agreement import together
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
-from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError, did_you_mean
+from moe.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    MoEError,
+    did_you_mean,
+)
 from moe.files import locked_folder, whole_file
 from moe.models.card import model_card
 from moe.models.configuration import STMoEConfig
@@ -25,7 +32,13 @@ from moe.models.subsets import select_parameters
 from moe.registry import Registry
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals, balance_within
+from moe.sparse.losses import (
+    BalanceTotals,
+    RouterLosses,
+    add_totals,
+    balance_totals,
+    balance_within,
+)
 from moe.sparse.outside import FeedForwardSlot, collect_routers, router_loss, total_stats
 from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router, RouterInputs, load_routers

@@ -86,7 +86,12 @@ def check_number(
         return
 
     holds = is_kind(value, float) and _is_within(value, least, most, above, below)
-    check(holds, name, value, _expected("a finite number", _range(least, most, above, below), reason, optional))
+    check(
+        holds,
+        name,
+        value,
+        _expected("a finite number", _range(least, most, above, below), reason, optional),
+    )
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -122,7 +127,9 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
 
 
 def is_kind(value: object, kind: type) -> bool:
-    """Returns whether `value` is a bool, an integer or a finite number, as `kind` (bool, int or float) says."""
+    """Returns whether `value` is a bool, an integer or a finite number, as `kind` (bool, int or
+    float) says.
+    """
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is int:
@@ -166,7 +173,10 @@ def _is_within(
 
 
 def _range(
-    least: float | None = None, most: float | None = None, above: float | None = None, below: float | None = None
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> str:
     """Returns the bounds of a number in words."""
     if least is not None and most is not None:

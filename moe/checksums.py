@@ -1,6 +1,7 @@
 """What a folder was written with: the SHA-256 of each of its files, by which damage is noticed.
 
-`SHA256SUMS` is in the format of coreutils: `sha256sum --check SHA256SUMS` does what `find_damage` does.
+`SHA256SUMS` is in the format of coreutils: `sha256sum --check SHA256SUMS` does what `find_damage`
+does.
 """
 
 import hashlib
@@ -29,7 +30,11 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         """Returns both in a sentence's middle: `NAME is missing`."""
-        name = self.name if self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS else shown(self.name)
+        name = (
+            self.name
+            if self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS
+            else shown(self.name)
+        )
         return f"{name} {self.reason}"
 
 
@@ -53,9 +58,11 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """Returns the SHA-256 of each file of a folder by name; None when the folder was written without.
+    """Returns the SHA-256 of each file of a folder by name; None when the folder was written
+    without.
 
-    A line that is damaged itself counts as an empty checksum of the name that can be read, which no file has.
+    A line that is damaged itself counts as an empty checksum of the name that can be read, which no
+    file has.
     """
     try:
         text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
@@ -69,8 +76,11 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     return digests
 
 
-def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int = 0, num_parts: int = 1) -> list[Damage]:
-    """Returns the files of a folder that are not what was written; nothing when it has no checksums.
+def find_damage(
+    folder: Path, names: Iterable[str] | None = None, *, part: int = 0, num_parts: int = 1
+) -> list[Damage]:
+    """Returns the files of a folder that are not what was written; nothing when it has no
+    checksums.
 
     Args:
         folder: With a file of checksums, or without.
@@ -101,7 +111,8 @@ def find_damage(folder: Path, names: Iterable[str] | None = None, *, part: int =
 
 
 def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
-    """Raises for the first file that is not what was written, of a folder that was written with checksums.
+    """Raises for the first file that is not what was written, of a folder that was written with
+    checksums.
 
     Args:
         folder: With a file of checksums, or without.
@@ -120,7 +131,9 @@ def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
 
     wanted = set(names)
     damaged = find_damage(folder, wanted)
-    damaged += [Damage(name, f"is missing in {SUMS_FILE}") for name in sorted(wanted - digests.keys())]
+    damaged += [
+        Damage(name, f"is missing in {SUMS_FILE}") for name in sorted(wanted - digests.keys())
+    ]
     if damaged:
         raise DataError(
             f"{folder / damaged[0].name} is damaged: it {damaged[0].reason}. {advice} If it was changed on purpose, "
@@ -131,5 +144,7 @@ def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
 
 def _files_below(folder: Path) -> list[str]:
     """Returns the names of all files below a folder."""
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [
+        path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
+    ]
     return [name for name in names if name != SUMS_FILE]

@@ -1,4 +1,6 @@
-"""What all commands share: options that are checked as they are read, and how a command ends on an error."""
+"""What all commands share: options that are checked as they are read, and how a command ends on an
+error.
+"""
 
 import argparse
 import errno
@@ -21,11 +23,13 @@ _OUT_OF_MEMORY = (
 )
 AGAIN = "Nothing half-written is left. Run the same command again."
 
-_SIZE = re.compile(r"[1-9][0-9]{0,14}|[0-9]{0,6}[1-9](\.[0-9]{1,3})?[KMGT]B|[1-9][0-9]{0,6}[KMGT]B", re.IGNORECASE)
+_SIZE = re.compile(
+    r"[1-9][0-9]{0,14}|[0-9]{0,6}[1-9](\.[0-9]{1,3})?[KMGT]B|[1-9][0-9]{0,6}[KMGT]B", re.IGNORECASE
+)
 _MOST_CHARACTERS = 2_000  # of a message: a value in it may be as long as the command line
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Options
 
 
@@ -42,13 +46,17 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             options = re.findall(r"--[\w-]+", self.format_usage())
             closest = did_you_mean(unknown[1], options)
-            raise ConfigError(f"There is no option {unknown[1]}.{closest} --help lists all of them.")
+            raise ConfigError(
+                f"There is no option {unknown[1]}.{closest} --help lists all of them."
+            )
 
         text = message.removeprefix("argument ").replace(": is ", " is ", 1)
         raise ConfigError(f"{text.rstrip('.')}. --help explains all options.")
 
 
-def integer(*, least: int | None = None, most: int | None = None, reason: str = "") -> Callable[[str], int]:
+def integer(
+    *, least: int | None = None, most: int | None = None, reason: str = ""
+) -> Callable[[str], int]:
     """Returns the type of an option that is an integer; see `check_integer`."""
 
     def read(text: str) -> int:
@@ -60,7 +68,11 @@ def integer(*, least: int | None = None, most: int | None = None, reason: str = 
 
 
 def real(
-    *, least: float | None = None, above: float | None = None, most: float | None = None, below: float | None = None
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> Callable[[str], float]:
     """Returns the type of an option that is a finite number; see `check_number`."""
 
@@ -80,7 +92,9 @@ def path(text: str) -> Path:
 
 
 def file_size(text: str) -> int | str:
-    """Returns a number of bytes above 0, as in `500MB` or without a unit; the type of such an option."""
+    """Returns a number of bytes above 0, as in `500MB` or without a unit; the type of such an
+    option.
+    """
     if not _SIZE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a size above 0, e.g. 500MB or 5GB")
     return int(text) if text.isdecimal() else text
@@ -103,22 +117,25 @@ def _parsed(kind: Callable[[str], Any], text: str) -> Any:
 
 
 def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> None:
-    """Raises what argparse puts behind the name of the option when a value is outside of its bounds."""
+    """Raises what argparse puts behind the name of the option when a value is outside of its
+    bounds.
+    """
     try:
         check_value("", value, **bounds)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).strip()) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # The end
 
 
 def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> None:
     """Runs a command and turns its failure into one message and an exit code.
 
-    A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback, Ctrl-C with 130, a
-    reader of the output that went away with 141. `--debug` anywhere on the command line shows the traceback instead.
+    A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback,
+    Ctrl-C with 130, a reader of the output that went away with 141. `--debug` anywhere on the
+    command line shows the traceback instead.
 
     Args:
         main: The command; receives the arguments without the program name and without `--debug`.
@@ -128,7 +145,9 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     _write_any_character()
     try:
-        if callable(signal.getsignal(signal.SIGINT)):  # not where the starter wants it ignored, as `nohup` does
+        if callable(
+            signal.getsignal(signal.SIGINT)
+        ):  # not where the starter wants it ignored, as `nohup` does
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main(arguments)
         sys.stdout.flush()
@@ -160,9 +179,15 @@ def _write_any_character() -> None:
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Returns whether the machine or its device has no memory left; torch says so of a CPU in words alone."""
+    """Returns whether the machine or its device has no memory left; torch says so of a CPU in words
+    alone.
+    """
     names = [kind.__name__ for kind in type(error).__mro__]
-    return isinstance(error, MemoryError) or "OutOfMemoryError" in names or "can't allocate memory" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or "OutOfMemoryError" in names
+        or "can't allocate memory" in str(error)
+    )
 
 
 def _forget_output_that_fails() -> None:
@@ -183,7 +208,15 @@ def _message(error: Exception, again: str) -> str:
     """Returns the text of an error; a full disk says what to do."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         place = f" while writing {error.filename}" if error.filename else ""
-        reason = "a file reached the largest size allowed" if error.errno == errno.EFBIG else "the disk is full"
+        reason = (
+            "a file reached the largest size allowed"
+            if error.errno == errno.EFBIG
+            else "the disk is full"
+        )
         return f"{reason}{place}. Free some space. {again}"
     text = str(error) or type(error).__name__
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+    return (
+        text
+        if len(text) <= _MOST_CHARACTERS
+        else f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+    )

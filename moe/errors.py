@@ -5,7 +5,9 @@ from collections.abc import Iterable
 
 
 class MoEError(Exception):
-    """Any error that this library raises on purpose; its text says what, which value, what was expected, what to do."""
+    """Any error that this library raises on purpose; its text says what, which value, what was
+    expected, what to do.
+    """
 
 
 class ConfigError(MoEError, ValueError):
@@ -25,7 +27,8 @@ class DistributedError(MoEError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is close.
+    """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is
+    close.
 
     Neither a private name is suggested nor the one that was given.
     """

@@ -1,7 +1,8 @@
 """Files and folders that are whole or absent, and that say what they are.
 
-A folder that appears at once (a corpus, a tokenizer, a model, a checkpoint) is filled by `whole_folder`; one that grows
-(a run, an evaluation) is held by `claim_folder`. Both refuse a folder of another kind.
+A folder that appears at once (a corpus, a tokenizer, a model, a checkpoint) is filled by
+`whole_folder`; one that grows (a run, an evaluation) is held by `claim_folder`. Both refuse a
+folder of another kind.
 """
 
 import os
@@ -19,8 +20,9 @@ from moe.errors import ConfigError, DataError
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
 
-# What tells a folder of each kind, for those without a KIND_FILE: appeared at once, or made by an earlier version.
-# In order: a model's folder holds a tokenizer too, a job's folder the metrics of its runs.
+# What tells a folder of each kind, for those without a KIND_FILE: appeared at once, or made by an
+# earlier version. In order: a model's folder holds a tokenizer too, a job's folder the metrics of
+# its runs.
 _MARKERS = {
     "corpus": ("corpus.json",),
     "best model": ("scores.json",),
@@ -35,8 +37,8 @@ _MARKERS = {
 }
 FOLDER_KINDS = tuple(_MARKERS)
 
-# Patterns of what a folder of a kind is written with, whatever its checksums say: files that have none since users may
-# edit them, and all of those whose checksums may be damaged.
+# Patterns of what a folder of a kind is written with, whatever its checksums say: files that have
+# none since users may edit them, and all of those whose checksums may be damaged.
 _PARTS = {
     "checkpoint": ("__*.distcp", ".metadata", "state.json"),
     "model": (
@@ -57,7 +59,7 @@ _PARTS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # What a folder is
 
 
@@ -127,7 +129,8 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path, taken: str) -> Iterator[None]:
-    """Makes the folder, and holds it inside the block; the lock goes with the process, however it ends.
+    """Makes the folder, and holds it inside the block; the lock goes with the process, however it
+    ends.
 
     Raises:
         DataError: With the text `taken`, when another process holds it.
@@ -140,7 +143,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Whole or absent
 
 
@@ -148,16 +151,16 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
 def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """Gives an empty sibling folder to fill; when the block ends well, it becomes `target`.
 
-    A run killed half-way leaves `target` as it was, and a hidden `.partial` sibling that the next run removes. An
-    earlier folder of the same kind is replaced; anything else is left alone.
+    A run killed half-way leaves `target` as it was, and a hidden `.partial` sibling that the next
+    run removes. An earlier folder of the same kind is replaced; anything else is left alone.
 
     Args:
         target: The folder to make.
         kind: What it is, one of `FOLDER_KINDS`.
 
     Raises:
-        DataError: When `target` is something else, holds files that such a folder was not written with, or another
-            process is writing it.
+        DataError: When `target` is something else, holds files that such a folder was not written
+            with, or another process is writing it.
     """
     target = _absolute(target)
     check_replaceable(target, kind=kind)
@@ -167,7 +170,8 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
 
     lock = _lock_folder(partial, target)
     try:
-        # Runs that were killed: one between the two renames below, and those that left something half filled.
+        # Runs that were killed: one between the two renames below, and those that left something
+        # half filled.
         if replaced.exists() and not target.exists():
             replaced.rename(target)
         _remove(replaced)
@@ -190,10 +194,12 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
 
 
 def check_replaceable(target: Path, *, kind: str) -> None:
-    """Raises when writing a folder to `target` would delete something that is not a folder of this kind.
+    """Raises when writing a folder to `target` would delete something that is not a folder of this
+    kind.
 
     Raises:
-        DataError: When `target` is a file, a folder of another kind, or holds files that it was not written with.
+        DataError: When `target` is a file, a folder of another kind, or holds files that it was not
+            written with.
     """
     check_kind(target, kind)
     if not target.exists():
@@ -210,7 +216,11 @@ def check_replaceable(target: Path, *, kind: str) -> None:
     else:
         written = read_sums(target)
         strange = sorted(entries - {name.split("/")[0] for name in written}) if written else []
-        strange = [name for name in strange if not any(fnmatch(name, part) for part in _PARTS.get(kind, ()))]
+        strange = [
+            name
+            for name in strange
+            if not any(fnmatch(name, part) for part in _PARTS.get(kind, ()))
+        ]
     if strange:
         raise DataError(
             f"{target} exists and holds something else ({strange[0]!r} is no part of {_a(kind)}), so it is not "
@@ -219,7 +229,8 @@ def check_replaceable(target: Path, *, kind: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder so that, killed at any moment, it is there whole or not at all under its name.
+    """Removes a folder so that, killed at any moment, it is there whole or not at all under its
+    name.
 
     What a killed process leaves is a hidden `.removed` sibling; see `remove_leftovers`.
     """
@@ -274,29 +285,39 @@ def write_text(target: Path, text: str) -> None:
 
 
 def output_path(
-    text: str | Path, *, suffix: str = "", option: str = "--out", inputs: Iterable[Path | str | None] = ()
+    text: str | Path,
+    *,
+    suffix: str = "",
+    option: str = "--out",
+    inputs: Iterable[Path | str | None] = (),
 ) -> Path:
     """Returns where a command is to write, from what the user gave.
 
     Args:
         text: The path; of a folder, or with `suffix` of a file.
-        suffix: Ending that the file must have, e.g. `.html`, so that no file of another kind is overwritten.
+        suffix: Ending that the file must have, e.g. `.html`, so that no file of another kind is
+            overwritten.
         option: What gave it, for the message.
-        inputs: Files and folders that are read, which what is written would damage; None for one that is not given.
+        inputs: Files and folders that are read, which what is written would damage; None for one
+            that is not given.
 
     Raises:
-        ConfigError: When it is empty, no possible path, has another ending, or lies in what is read or
-            in a folder that is finished.
+        ConfigError: When it is empty, no possible path, has another ending, or lies in what is read
+            or in a folder that is finished.
     """
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
     if "\0" in str(text):
-        raise ConfigError(f"{option} is {str(text)!r}; a path cannot hold the character NUL. Choose another name.")
+        raise ConfigError(
+            f"{option} is {str(text)!r}; a path cannot hold the character NUL. Choose another name."
+        )
 
     path = Path(text)
     if suffix and path.suffix.lower() != suffix:
         example = path.with_suffix(suffix) if path.name else f"runs/mine{suffix}"
-        raise ConfigError(f"{option} is {path}; expected a file that ends in {suffix}, e.g. {example}.")
+        raise ConfigError(
+            f"{option} is {path}; expected a file that ends in {suffix}, e.g. {example}."
+        )
     if suffix and path.is_dir():
         raise ConfigError(
             f"{option} {path} is a folder; expected the name of a file. Give e.g. {path / f'report{suffix}'}."
@@ -304,7 +325,9 @@ def output_path(
 
     far_end = Path(os.path.realpath(path))
     if not far_end.name:
-        raise ConfigError(f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine.")
+        raise ConfigError(
+            f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine."
+        )
     for given in inputs:
         if given is None or "\0" in str(given):  # what reads it says so
             continue
@@ -321,11 +344,13 @@ def output_path(
             )
     for folder in far_end.parents:
         if (folder / SUMS_FILE).exists() and kind_of(folder) is not None:
-            raise ConfigError(f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it.")
+            raise ConfigError(
+                f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it."
+            )
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Inside
 
 
@@ -349,7 +374,12 @@ def _remove(path: Path) -> None:
 
 def _refuse_nul(path: Path) -> None:
     """Raises a ConfigError when a path holds the character NUL, which no file system takes."""
-    check("\0" not in str(path), "the path", str(path), "one without the character NUL; choose another name")
+    check(
+        "\0" not in str(path),
+        "the path",
+        str(path),
+        "one without the character NUL; choose another name",
+    )
 
 
 def _remove_content(folder: Path) -> None:
@@ -362,7 +392,8 @@ def _remove_content(folder: Path) -> None:
 
 
 def _lock_folder(partial: Path, target: Path) -> int:
-    """Makes and locks the folder that is being filled, and returns the descriptor that holds the lock.
+    """Makes and locks the folder that is being filled, and returns the descriptor that holds the
+    lock.
 
     Raises:
         DataError: When another process has it.
@@ -375,14 +406,18 @@ def _lock_folder(partial: Path, target: Path) -> int:
             continue
         if not _lock(descriptor, wait=False):
             os.close(descriptor)
-            raise DataError(f"Another process is writing {target}. Wait for it, or choose another folder.")
+            raise DataError(
+                f"Another process is writing {target}. Wait for it, or choose another folder."
+            )
         if _is_still(descriptor, partial):
             return descriptor
         os.close(descriptor)
 
 
 def _lock_file(partial: Path) -> int:
-    """Makes and locks the file that is being written, and returns the descriptor that holds the lock."""
+    """Makes and locks the file that is being written, and returns the descriptor that holds the
+    lock.
+    """
     while True:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
         _lock(descriptor, wait=True)
@@ -402,7 +437,9 @@ def _is_still(descriptor: int, path: Path) -> bool:
 
 
 def _lock(descriptor: BinaryIO | int, *, wait: bool) -> bool:
-    """Locks an open file or folder until it is closed; returns False when another has it and `wait` is not set."""
+    """Locks an open file or folder until it is closed; returns False when another has it and `wait`
+    is not set.
+    """
     import fcntl  # Unix alone has it, and `import moe` reads this file
 
     try:

@@ -1,7 +1,9 @@
-"""From the text of a file to values: JSON, JSON lines and YAML, refused with one message, and typed records of them.
+"""From the text of a file to values: JSON, JSON lines and YAML, refused with one message, and typed
+records of them.
 
-Nothing that is read here runs code, and nothing in it is trusted: bytes that are no UTF-8, halves of characters,
-numbers of thousands of digits, nesting without end and other types than expected all end in an error of this library.
+Nothing that is read here runs code, and nothing in it is trusted: bytes that are no UTF-8, halves
+of characters, numbers of thousands of digits, nesting without end and other types than expected all
+end in an error of this library.
 """
 
 from collections.abc import Iterator
@@ -25,7 +27,9 @@ _DEEPEST_YAML = 100
 _PYTHON_TAG = "tag:yaml.org,2002:python/"
 
 
-def read_text(path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError) -> str:
+def read_text(
+    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError
+) -> str:
     """Returns the text of a UTF-8 file; a byte order mark is dropped.
 
     Args:
@@ -54,7 +58,12 @@ def read_text(path: Path, *, advice: str = "Restore the file.", error: type[MoEE
 
 
 def parse_json(
-    text: str, *, where: str, advice: str = "Restore the file.", error: type[MoEError] = DataError, nan: bool = False
+    text: str,
+    *,
+    where: str,
+    advice: str = "Restore the file.",
+    error: type[MoEError] = DataError,
+    nan: bool = False,
 ) -> Any:
     """Returns the value of a JSON text.
 
@@ -66,7 +75,8 @@ def parse_json(
         nan: Whether NaN and Infinity, which JSON does not have, are numbers, as Python writes them.
 
     Raises:
-        MoEError: When the text is no JSON, or nests deeper or has longer numbers than anything of use.
+        MoEError: When the text is no JSON, or nests deeper or has longer numbers than anything of
+            use.
     """
     try:
         return from_json(text.encode(), allow_inf_nan=nan)
@@ -78,7 +88,11 @@ def parse_json(
 
 
 def read_json(
-    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError, nan: bool = False
+    path: Path,
+    *,
+    advice: str = "Restore the file.",
+    error: type[MoEError] = DataError,
+    nan: bool = False,
 ) -> Any:
     """Returns the value of a JSON file; see `read_text` and `parse_json`."""
     text = read_text(path, advice=advice, error=error)
@@ -88,12 +102,14 @@ def read_json(
 def read_json_lines(
     path: Path, *, advice: str = "Restore the file.", torn_end: bool = False, nan: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number, from 1, and the object of each line of a JSONL file; empty lines are passed over.
+    """Yields the number, from 1, and the object of each line of a JSONL file; empty lines are
+    passed over.
 
     Args:
         path: The file.
         advice: What the user can do.
-        torn_end: Whether a last line that is no object is left out: that of a file that is written as a run goes on.
+        torn_end: Whether a last line that is no object is left out: that of a file that is written
+            as a run goes on.
         nan: Whether NaN and Infinity are numbers.
 
     Raises:
@@ -118,23 +134,33 @@ def read_json_lines(
 
 
 def to_record(
-    kind: type[T], value: Any, *, where: str, advice: str = "Restore the file.", error: type[MoEError] = DataError
+    kind: type[T],
+    value: Any,
+    *,
+    where: str,
+    advice: str = "Restore the file.",
+    error: type[MoEError] = DataError,
 ) -> T:
     """Returns a typed record of plain values.
 
     Args:
-        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; bounds stand in its annotations as
-            `Annotated[int, Field(ge=0)]`.
+        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; bounds stand in
+            its annotations as `Annotated[int, Field(ge=0)]`.
         value: What was read.
         where: File and line, for the message.
         advice: What the user can do.
         error: Class of the error.
 
     Raises:
-        MoEError: When fields are missing, unknown or of another type; names the first with its value.
+        MoEError: When fields are missing, unknown or of another type; names the first with its
+            value.
     """
-    if hasattr(kind, "_fields") and not isinstance(value, dict):  # pydantic would take a list for a NamedTuple
-        raise error(f"{where}: its content is {shown(value)}; expected an object with fields. {advice}")
+    if hasattr(kind, "_fields") and not isinstance(
+        value, dict
+    ):  # pydantic would take a list for a NamedTuple
+        raise error(
+            f"{where}: its content is {shown(value)}; expected an object with fields. {advice}"
+        )
 
     try:
         return _reader(kind).validate_python(value, strict=True)
@@ -143,23 +169,36 @@ def to_record(
         name = ".".join(str(part) for part in first["loc"]) or "its content"
         if first["type"].startswith("missing"):
             raise error(f"{where}: {name} is missing. {advice}") from failure
-        raise error(f"{where}: {name} is {shown(first['input'])}: {first['msg']}. {advice}") from failure
+        raise error(
+            f"{where}: {name} is {shown(first['input'])}: {first['msg']}. {advice}"
+        ) from failure
     except RecursionError as failure:
         raise error(f"{where}: nests too deeply. {advice}") from failure
 
 
 def read_record(
-    path: Path, kind: type[T], *, advice: str = "Restore the file.", error: type[MoEError] = DataError
+    path: Path,
+    kind: type[T],
+    *,
+    advice: str = "Restore the file.",
+    error: type[MoEError] = DataError,
 ) -> T:
     """Returns a typed record of a JSON file; see `read_json` and `to_record`."""
-    return to_record(kind, read_json(path, advice=advice, error=error), where=str(path), advice=advice, error=error)
+    return to_record(
+        kind,
+        read_json(path, advice=advice, error=error),
+        where=str(path),
+        advice=advice,
+        error=error,
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the settings in a YAML file.
 
     Raises:
-        ConfigError: When there is no such file, it is no YAML mapping in UTF-8, gives a key twice, or holds itself.
+        ConfigError: When there is no such file, it is no YAML mapping in UTF-8, gives a key twice,
+            or holds itself.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
     text = read_text(path, advice=advice, error=ConfigError)
@@ -176,30 +215,41 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_yaml(path: Path) -> None:
-    """Raises when a YAML file would harm the reader of another library: one in C ends the process on deep nesting.
+    """Raises when a YAML file would harm the reader of another library: one in C ends the process
+    on deep nesting.
 
     What its other tags and its aliases stand for is left to that reader.
 
     Raises:
-        ConfigError: When it cannot be read, is no mapping, is larger than 1 MiB, nests more than 100 levels, or has a
-            tag that makes an object of Python.
+        ConfigError: When it cannot be read, is no mapping, is larger than 1 MiB, nests more than
+            100 levels, or has a tag that makes an object of Python.
     """
     advice = "Mend the file, or move it elsewhere."
     text = read_text(path, advice=advice, error=ConfigError)
     if len(text) > _MOST_YAML:
-        raise ConfigError(f"{path} has {len(text):,} characters; expected settings of at most {_MOST_YAML:,}. {advice}")
+        raise ConfigError(
+            f"{path} has {len(text):,} characters; expected settings of at most {_MOST_YAML:,}. {advice}"
+        )
 
     depth = 0
     is_mapping = False
     for event in _yaml_events(path, text, advice):
         is_mapping |= depth == 0 and isinstance(event, yaml.MappingStartEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > _DEEPEST_YAML:
-            raise ConfigError(f"{path} nests more than {_DEEPEST_YAML} levels deep, as no settings do. {advice}")
+            raise ConfigError(
+                f"{path} nests more than {_DEEPEST_YAML} levels deep, as no settings do. {advice}"
+            )
         if (getattr(event, "tag", None) or "").startswith(_PYTHON_TAG):
-            raise ConfigError(f"{path} has the tag {shown(event.tag)}, which makes an object of Python. {advice}")
+            raise ConfigError(
+                f"{path} has the tag {shown(event.tag)}, which makes an object of Python. {advice}"
+            )
     if not is_mapping:
-        raise ConfigError(f"{path} holds no mapping; expected settings as `key: value` lines. {advice}")
+        raise ConfigError(
+            f"{path} holds no mapping; expected settings as `key: value` lines. {advice}"
+        )
 
 
 def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
@@ -211,11 +261,15 @@ def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
     try:
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError) as failure:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(failure).split())}. {advice}") from failure
+        raise ConfigError(
+            f"{path} is not YAML: {' '.join(str(failure).split())}. {advice}"
+        ) from failure
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without keys that are given twice, and without aliases, by which a value could hold itself."""
+    """YAML without keys that are given twice, and without aliases, by which a value could hold
+    itself.
+    """
 
     _depth = 0
 
@@ -248,10 +302,15 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise ConstructorError(
-                    None, None, f"the key {shown(key)} is no text; write it in quotes", key_node.start_mark
+                    None,
+                    None,
+                    f"the key {shown(key)} is no text; write it in quotes",
+                    key_node.start_mark,
                 )
             if key in seen:
-                raise ConstructorError(None, None, f"the key {shown(key)} is given twice", key_node.start_mark)
+                raise ConstructorError(
+                    None, None, f"the key {shown(key)} is given twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 

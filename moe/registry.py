@@ -29,16 +29,23 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: When the name is taken, or the value is no class of this kind.
         """
-        if self._base is not None and not (isinstance(value, type) and issubclass(value, self._base)):
+        if self._base is not None and not (
+            isinstance(value, type) and issubclass(value, self._base)
+        ):
             raise ConfigError(
                 f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of {self._base.__module__}."
                 f"{self._base.__name__}."
             )
         check(
-            isinstance(name, str) and name.strip() != "", f"the name of a {self.kind}", name, "a text that is not empty"
+            isinstance(name, str) and name.strip() != "",
+            f"the name of a {self.kind}",
+            name,
+            "a text that is not empty",
         )
         if name in self._entries:
-            raise ConfigError(f"There is already a {self.kind} called {name!r}. Choose another name.")
+            raise ConfigError(
+                f"There is already a {self.kind} called {name!r}. Choose another name."
+            )
         self._entries[name] = value
         return value
 

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Fine-tune a sparse model with transformers' Trainer
 #
-# Run `make demo` first, or set `MOE_MODEL` to the folder of another model; `MOE_OUT` is where the result goes. It runs
-# as a script (`python -m notebooks.fine_tune`, from the root of the repository) and cell by cell in editors that know
-# `# %%`, in about a minute on 2 cores.
+# Run `make demo` first, or set `MOE_MODEL` to the folder of another model; `MOE_OUT` is where the
+# result goes. It runs as a script (`python -m notebooks.fine_tune`, from the root of the
+# repository) and cell by cell in editors that know `# %%`, in about a minute on 2 cores.
 
 # %%
 import os
@@ -22,18 +22,23 @@ from moe.inspection.trace import trace_tokens
 folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
 out = Path(os.environ.get("MOE_OUT", "runs/fine_tune/model"))
 if not (folder / "config.json").is_file():
-    sys.exit(f"There is no model in {folder}. Run `make demo` first, or set MOE_MODEL to the folder of a model.")
+    sys.exit(
+        f"There is no model in {folder}. Run `make demo` first, or set MOE_MODEL to the folder of a model."
+    )
 
 set_seed(0)
 model = load_complete(STMoEForConditionalGeneration, folder)
 tokenizer = load_tokenizer(folder)
-print(f"{model.num_parameters():,} parameters; a token uses {model.config.num_active_parameters():,}")
+print(
+    f"{model.num_parameters():,} parameters; a token uses {model.config.num_active_parameters():,}"
+)
 
 # %% [markdown]
 # ## The task
 #
-# The name of a Unicode character in, its category in words out: real data that every Python carries. Four of the
-# seventeen categories are enough here; `python -m scripts.finetune` trains on them all.
+# The name of a Unicode character in, its category in words out: real data that every Python
+# carries. Four of the seventeen categories are enough here; `python -m scripts.finetune` trains on
+# them all.
 
 # %%
 TASK = TASKS.get("unicode_category")
@@ -52,25 +57,31 @@ def encode(examples):
     encoded = tokenizer(inputs, text_target=targets, truncation=True, max_length=64)
     return [
         {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        for ids, mask, labels in zip(encoded.input_ids, encoded.attention_mask, encoded.labels, strict=True)
+        for ids, mask, labels in zip(
+            encoded.input_ids, encoded.attention_mask, encoded.labels, strict=True
+        )
     ]
 
 
 train, validation = examples_of("train", 1200), examples_of("validation", 120)
-print(f"{len(train)} examples for training, {len(validation)} for validation, for instance {validation[0]}")
+print(
+    f"{len(train)} examples for training, {len(validation)} for validation, for instance {validation[0]}"
+)
 
 # %% [markdown]
 # ## The trainer
 #
-# The routers' losses are in the loss that the model returns; the callback logs the cross-entropy apart, and what the
-# routers did. A prediction counts when it is the target to the letter.
+# The routers' losses are in the loss that the model returns; the callback logs the cross-entropy
+# apart, and what the routers did. A prediction counts when it is the target to the letter.
 
 
 # %%
 def exact_match(prediction):
     """Share of the predictions that are the target."""
     texts = [
-        tokenizer.batch_decode([[t for t in row if t >= 0] for row in rows.tolist()], skip_special_tokens=True)
+        tokenizer.batch_decode(
+            [[t for t in row if t >= 0] for row in rows.tolist()], skip_special_tokens=True
+        )
         for rows in (prediction.predictions, prediction.label_ids)
     ]
     return {"exact_match": sum(a == b for a, b in zip(*texts, strict=True)) / len(texts[0])}
@@ -109,7 +120,11 @@ trainer.train()
 after = trainer.evaluate()
 names = ("loss", "ce_loss", "router/encoder/load_balance_loss", "router/encoder/fraction_dropped")
 logged = [entry for entry in trainer.state.log_history if "ce_loss" in entry]
-print(format_table(["step", *names], [[str(e["step"]), *(f"{e[name]:.3f}" for name in names)] for e in logged]))
+print(
+    format_table(
+        ["step", *names], [[str(e["step"]), *(f"{e[name]:.3f}" for name in names)] for e in logged]
+    )
+)
 rows = [
     [name, f"{100 * found['eval_exact_match']:.1f} %", f"{found['eval_loss']:.3f}"]
     for name, found in (("before", before), ("after", after))
@@ -130,8 +145,8 @@ print(format_table(HEALTH_HEADER, health_rows(trace)))
 # %% [markdown]
 # ## Save, load, generate
 #
-# The model card beside the weights says what was measured. Loaded with `eval_capacity_factor=None` the model drops
-# no token, and an answer does not depend on the questions beside it.
+# The model card beside the weights says what was measured. Loaded with `eval_capacity_factor=None`
+# the model drops no token, and an answer does not depend on the questions beside it.
 
 # %%
 stats = {
@@ -147,5 +162,8 @@ shown = validation[:: len(validation) // 5]
 batch = tokenizer([example.inputs for example in shown], padding=True, return_tensors="pt")
 tokens = model.generate(**batch, max_new_tokens=TASK.decoding.max_tokens, do_sample=False)
 answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-rows = [[example.inputs, example.targets, answer] for example, answer in zip(shown, answers, strict=True)]
+rows = [
+    [example.inputs, example.targets, answer]
+    for example, answer in zip(shown, answers, strict=True)
+]
 print(format_table(["asked", "expected", "generated"], rows))

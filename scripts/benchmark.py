@@ -1,12 +1,15 @@
-"""Measures a sparse layer beside the dense layer and peers, experts spread over ranks, whole models and evaluation.
+"""Measures a sparse layer beside the dense layer and peers, experts spread over ranks, whole models
+and evaluation.
 
-python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7] [--threads 4] [--profile]
-python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--cases 0 1] [--ranks 2 4] [--rounds 7]
-python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--parts training generation] [--experts 8]
-python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--rounds 7] [--threads 4]
+python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
+[--threads 4] [--profile] python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json]
+[--cases 0 1] [--ranks 2 4] [--rounds 7] python -m scripts.benchmark model [--json
+benchmarks/model_cpu.json] [--parts training generation] [--experts 8] python -m scripts.benchmark
+eval [--json benchmarks/eval_cpu.json] [--rounds 7] [--threads 4]
 
-The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is left out with a line.
-`exchange` starts its ranks itself, each with one thread (gloo) or, on a machine with GPUs, one of them (NCCL).
+The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
+left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
+machine with GPUs, one of them (NCCL).
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -47,7 +50,9 @@ def main(argv: list[str]) -> None:
     cases = options.pop("cases")
     if benchmark == "exchange":
         scaling = ScalingCase() if options.pop("scaling") else None
-        run_exchange(ExchangeBenchmark(**options, cases=cases or [0, 1], scaling=scaling, device=device))
+        run_exchange(
+            ExchangeBenchmark(**options, cases=cases or [0, 1], scaling=scaling, device=device)
+        )
         return
     cases = cases or [index for index, case in CASES.items() if case.device in (None, device)]
     run_layer(LayerBenchmark(**options, cases=cases, device=torch.device(device)))

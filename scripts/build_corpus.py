@@ -19,19 +19,32 @@ from moe.files import check_replaceable, output_path
 
 def tested_files(task: str) -> set[str]:
     """Returns the files that the validation and test examples of a task are from."""
-    return {example.group for split in ("validation", "test") for example in TASKS.get(task).examples(split)}
+    return {
+        example.group
+        for split in ("validation", "test")
+        for example in TASKS.get(task).examples(split)
+    }
 
 
 def main(argv: list[str]) -> None:
     """Builds, saves and describes a corpus."""
     parser = Parser(prog="python -m scripts.build_corpus", description="Builds a corpus.")
     parser.add_argument("--out", required=True, help="folder for the corpus")
-    parser.add_argument("--data", type=path, nargs="+", help="your .txt, .md or .jsonl files, or folders of them")
     parser.add_argument(
-        "--held-out", type=real(above=0, below=1), default=0.05, help="share of documents held out (default 0.05)"
+        "--data", type=path, nargs="+", help="your .txt, .md or .jsonl files, or folders of them"
     )
-    parser.add_argument("--seed", type=integer(), default=0, help="another seed holds out other documents")
-    parser.add_argument("--unseen", type=word, help="task of eval/ whose validation and test files are left out")
+    parser.add_argument(
+        "--held-out",
+        type=real(above=0, below=1),
+        default=0.05,
+        help="share of documents held out (default 0.05)",
+    )
+    parser.add_argument(
+        "--seed", type=integer(), default=0, help="another seed holds out other documents"
+    )
+    parser.add_argument(
+        "--unseen", type=word, help="task of eval/ whose validation and test files are left out"
+    )
     arguments = parser.parse_args(argv)
     out = output_path(arguments.out, inputs=arguments.data or ())
     check_replaceable(out, kind="corpus")  # before the work, not after

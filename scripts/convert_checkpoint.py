@@ -2,7 +2,8 @@
 
 python -m scripts.convert_checkpoint --from google/switch-base-8 --to runs/switch-base-8
 python -m scripts.convert_checkpoint --from runs/switch-base-8 --to runs/theirs --format switch
-python -m scripts.convert_checkpoint --from checkpoint_500100/ --to runs/t5x --set eval_capacity_factor=null
+python -m scripts.convert_checkpoint --from checkpoint_500100/ --to runs/t5x --set
+eval_capacity_factor=null
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -26,15 +27,29 @@ OTHER_OPTIONS = ("self", "source", "folder", "form", "format", "dtype", "max_sha
 
 def main(argv: list[str]) -> None:
     """Converts a checkpoint and says what became of every tensor."""
-    parser = Parser(prog="python -m scripts.convert_checkpoint", description="Converts a checkpoint.")
+    parser = Parser(
+        prog="python -m scripts.convert_checkpoint", description="Converts a checkpoint."
+    )
     parser.add_argument(
-        "--from", dest="source", type=word, required=True, help="a folder of T5, Switch, T5X or ours, or hub name"
+        "--from",
+        dest="source",
+        type=word,
+        required=True,
+        help="a folder of T5, Switch, T5X or ours, or hub name",
     )
     parser.add_argument("--to", help="the folder to make; without it, only the report is printed")
-    parser.add_argument("--format", choices=("ours", "switch", "t5"), default="ours", help="what to write (ours)")
+    parser.add_argument(
+        "--format", choices=("ours", "switch", "t5"), default="ours", help="what to write (ours)"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (as they are)")
     parser.add_argument("--max-shard-size", type=file_size, default="5GB", help="of a file (5GB)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=JSON", help="fields of STMoEConfig that differ")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=JSON",
+        help="fields of STMoEConfig that differ",
+    )
     options = parser.parse_args(argv)
     settings = read_settings(options.set)
 
@@ -43,7 +58,9 @@ def main(argv: list[str]) -> None:
         return
     target = output_path(options.to, option="--to", inputs=[options.source])
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"--to {target} exists already. Give the name of a new folder, or remove it.")
+        raise ConfigError(
+            f"--to {target} exists already. Give the name of a new folder, or remove it."
+        )
     with whole_folder(target, kind="model") as folder:
         report = convert_checkpoint(
             options.source,
@@ -68,9 +85,13 @@ def read_settings(texts: list[str]) -> dict[str, object]:
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign:
-            raise ConfigError(f"--set {shown(text)} has no value. Write FIELD=VALUE, e.g. expert_capacity=64.")
+            raise ConfigError(
+                f"--set {shown(text)} has no value. Write FIELD=VALUE, e.g. expert_capacity=64."
+            )
         if not name.isidentifier():
-            raise ConfigError(f"--set {shown(text)} names no field. Write FIELD=VALUE, e.g. expert_capacity=64.")
+            raise ConfigError(
+                f"--set {shown(text)} names no field. Write FIELD=VALUE, e.g. expert_capacity=64."
+            )
         if name in settings:
             raise ConfigError(f"--set gives {name} twice. Leave one away.")
         if name in OTHER_OPTIONS:

@@ -1,4 +1,5 @@
-"""The main job: a tiny ST-MoE is pre-trained, fine-tuned, evaluated and explained, on text that Python carries.
+"""The main job: a tiny ST-MoE is pre-trained, fine-tuned, evaluated and explained, on text that
+Python carries.
 
     python -m scripts.demo --out runs/demo [--resume] [--data my.txt more.jsonl]
 
@@ -35,7 +36,10 @@ STAGES = ("pretrain", "finetune", "scratch")
 def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
     """Prints what it does and how to do it alone, then does it."""
     argv = [str(argument) for argument in arguments]
-    print(f"\n== {title}\n   python -m {module.__name__.removesuffix('.__main__')} {shlex.join(argv)}", flush=True)
+    print(
+        f"\n== {title}\n   python -m {module.__name__.removesuffix('.__main__')} {shlex.join(argv)}",
+        flush=True,
+    )
     module.main(argv)
 
 
@@ -51,9 +55,15 @@ def job_parser(name: str, description: str, *, finetune_config: str) -> Parser:
     parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
     recipe = "recipes/st_moe_tiny_pretrain.yaml"
     parser.add_argument("--pretrain-config", type=word, default=recipe, help=f"recipe ({recipe})")
-    parser.add_argument("--finetune-config", type=word, default=finetune_config, help=f"recipe ({finetune_config})")
-    parser.add_argument("--vocab-size", type=integer(), default=2048, help="of the tokenizer (2048)")
-    parser.add_argument("--data", type=path, nargs="+", help="your text or JSONL files instead of Python's own text")
+    parser.add_argument(
+        "--finetune-config", type=word, default=finetune_config, help=f"recipe ({finetune_config})"
+    )
+    parser.add_argument(
+        "--vocab-size", type=integer(), default=2048, help="of the tokenizer (2048)"
+    )
+    parser.add_argument(
+        "--data", type=path, nargs="+", help="your text or JSONL files instead of Python's own text"
+    )
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
     return parser
 
@@ -71,7 +81,9 @@ def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
     """
     stages = ["--tokenizer", "tokenizer", "--corpus", "corpus", "--out", "run"]
     recipe, _ = pretrain.pretrain_command().parse(["--config", options.pretrain_config, *stages])
-    finetune.finetune_command().parse(["--config", options.finetune_config, "--pretrained", "model", "--out", "run"])
+    finetune.finetune_command().parse(
+        ["--config", options.finetune_config, "--pretrained", "model", "--out", "run"]
+    )
 
     size = recipe.build_config().vocab_size
     if options.vocab_size > size and not tokenizer.exists():
@@ -89,7 +101,9 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
     """Checks what a job is given, and holds its folder inside the block."""
     out = output_path(options.out, inputs=options.data or ())
     check_inputs(options, out / "tokenizer")
-    with claim_folder(out, "job", taken=f"Another process works in {out}. Wait for it, or choose another --out."):
+    with claim_folder(
+        out, "job", taken=f"Another process works in {out}. Wait for it, or choose another --out."
+    ):
         settings = {name: str(value) for name, value in vars(options).items() if name != "resume"}
         keep_settings(out, settings, options.resume)
         yield out
@@ -98,7 +112,9 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
 def main(argv: list[str]) -> None:
     """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
     finetune_config = "recipes/st_moe_tiny_finetune.yaml"
-    options = job_parser("demo", "Runs the main job.", finetune_config=finetune_config).parse_args(argv)
+    options = job_parser("demo", "Runs the main job.", finetune_config=finetune_config).parse_args(
+        argv
+    )
     logging.disable_progress_bar()
     with job_folder(options) as out:
         run_stages(options, out)
@@ -107,17 +123,49 @@ def main(argv: list[str]) -> None:
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not done."""
     resume = ["--resume"] if options.resume else []
-    corpus, tokenizer, model, report = (out / name for name in ("corpus", "tokenizer", "model", "report.html"))
+    corpus, tokenizer, model, report = (
+        out / name for name in ("corpus", "tokenizer", "model", "report.html")
+    )
     if not corpus.exists():
-        run("1 Corpus", build_corpus, "--out", corpus, *(["--data", *options.data] if options.data else []))
+        run(
+            "1 Corpus",
+            build_corpus,
+            "--out",
+            corpus,
+            *(["--data", *options.data] if options.data else []),
+        )
     text = ["--corpus", corpus]
     if not tokenizer.exists():
-        run("2 Tokenizer", train_tokenizer, *text, "--out", tokenizer, "--vocab-size", str(options.vocab_size))
+        run(
+            "2 Tokenizer",
+            train_tokenizer,
+            *text,
+            "--out",
+            tokenizer,
+            "--vocab-size",
+            str(options.vocab_size),
+        )
     settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer, *resume]
     run("3 Pre-train", pretrain, *settings, "--out", out / "pretrain")
-    settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model", "--task", TASK, *resume]
+    settings = [
+        "--config",
+        options.finetune_config,
+        "--pretrained",
+        out / "pretrain/model",
+        "--task",
+        TASK,
+        *resume,
+    ]
     run("4 Fine-tune", finetune, *settings, "--out", out / "finetune")
-    run("  and the same from scratch", finetune, *settings, "--init", "scratch", "--out", out / "scratch")
+    run(
+        "  and the same from scratch",
+        finetune,
+        *settings,
+        "--init",
+        "scratch",
+        "--out",
+        out / "scratch",
+    )
     with whole_folder(model, kind="model") as partial:
         shutil.copytree(out / "finetune/model", partial, dirs_exist_ok=True)
     merge_metrics(out, STAGES)

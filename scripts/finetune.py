@@ -1,7 +1,9 @@
-"""Fine-tunes a model on tasks of eval/, one or a mixture, or on your own pairs of texts, with one seed or several.
+"""Fine-tunes a model on tasks of eval/, one or a mixture, or on your own pairs of texts, with one
+seed or several.
 
     python -m scripts.finetune --config recipes/st_moe_base_superglue.yaml [--resume]
-    python -m scripts.finetune --pretrained runs/pretrain/model --task unicode_category --out runs/finetune
+    python -m scripts.finetune --pretrained runs/pretrain/model --task unicode_category --out
+    runs/finetune
 
 Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object a line.
 """
@@ -34,11 +36,19 @@ from moe.training.seeds import seed_runs, write_summary
 from moe.training.stages import JOB, claim_job
 
 
-def build_run(recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Path, world: World) -> Run:
+def build_run(
+    recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Path, world: World
+) -> Run:
     """Returns the run that recipe and data describe, on the ranks that are running."""
-    config, tokenizer, mixture = kit.finetuning_config(pretrained, recipe), load_tokenizer(pretrained), recipe.mixture
+    config, tokenizer, mixture = (
+        kit.finetuning_config(pretrained, recipe),
+        load_tokenizer(pretrained),
+        recipe.mixture,
+    )
     rows = {**asdict(recipe.data), "batch_size": recipe.training.batch_size, "seed": recipe.seed}
-    source = build_source(data.train, tokenizer, maximum=mixture.maximum, temperature=mixture.temperature, **rows)
+    source = build_source(
+        data.train, tokenizer, maximum=mixture.maximum, temperature=mixture.temperature, **rows
+    )
     check_placement(recipe, config, world.size, source.lengths)
     held_out = None
     if data.dev and recipe.training.held_out_batches:
@@ -48,7 +58,11 @@ def build_run(recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Pat
     world.say(f"{sum(map(len, data.train.values())):,} training pairs; {recipe.init} weights.")
     world.say(str(kit.select_parameters(placed.model, recipe.parameters)))
     tokenizer = kit.remember_sentinels(placed.model, tokenizer, recipe.data.sentinels)
-    slots = pretrained.absolute().parent / CHECKPOINTS_FOLDER if recipe.optimizer_slots == "keep" else None
+    slots = (
+        pretrained.absolute().parent / CHECKPOINTS_FOLDER
+        if recipe.optimizer_slots == "keep"
+        else None
+    )
     dev = data.scores(mixture.dev_examples, Ranks(world, recipe.mesh, placed.mesh))
     return Run(out, recipe, placed, tokenizer, source, held_out, slots, dev)
 
@@ -56,11 +70,19 @@ def build_run(recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Pat
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
-    command.add_argument("--pretrained", type=Path, required=True, help="model to start from; gives the architecture")
-    command.add_argument("--task", type=str, help="the only task of eval/, instead of mixture.tasks")
-    command.add_argument("--train", type=Path, help="JSONL file with inputs and targets, instead of tasks")
+    command.add_argument(
+        "--pretrained", type=Path, required=True, help="model to start from; gives the architecture"
+    )
+    command.add_argument(
+        "--task", type=str, help="the only task of eval/, instead of mixture.tasks"
+    )
+    command.add_argument(
+        "--train", type=Path, help="JSONL file with inputs and targets, instead of tasks"
+    )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument("--seeds", type=int, nargs="+", help="a run in out/seed-N for each, instead of seed")
+    command.add_argument(
+        "--seeds", type=int, nargs="+", help="a run in out/seed-N for each, instead of seed"
+    )
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command.add_timeout()
     return command
@@ -75,7 +97,9 @@ def main(argv: list[str]) -> None:
         out = output_path(arguments.out, inputs=[arguments.pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
-        from_first_rank(lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs])
+        from_first_rank(
+            lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs]
+        )
         kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
         data = read_tasks(recipe.mixture.tasks, recipe.mixture.folder)
         if not data.train:
@@ -84,7 +108,9 @@ def main(argv: list[str]) -> None:
             run = build_run(of_seed, arguments.pretrained, data, folder, world)
             if arguments.seeds is not None:
                 from_first_rank(lambda: claim_job(out))
-            world.say(f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}.")
+            world.say(
+                f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}."
+            )
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
             world.say(write_summary(out, runs))
 

@@ -1,7 +1,8 @@
-"""Explains a model's routers on held-out text: tables on the terminal, and a page.
+r"""Explains a model's routers on held-out text: tables on the terminal, and a page.
 
-python -m scripts.inspect_router --model runs/demo/pretrain/model --corpus runs/demo/corpus --out report.html \
-        [--metrics pretrain=runs/demo/pretrain/metrics.jsonl ...] [--evaluation runs/demo/eval/report.json]
+python -m scripts.inspect_router --model runs/demo/pretrain/model --corpus runs/demo/corpus \
+        --out report.html [--metrics pretrain=runs/demo/pretrain/metrics.jsonl ...] \
+        [--evaluation runs/demo/eval/report.json]
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -28,7 +29,13 @@ from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.page import GENERATOR
 from moe.inspection.report import printable, write_report
-from moe.inspection.sources import TracedModel, TracedText, find_recipe, read_evaluation, read_stages
+from moe.inspection.sources import (
+    TracedModel,
+    TracedText,
+    find_recipe,
+    read_evaluation,
+    read_stages,
+)
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
 from moe.models.loading import load_complete
@@ -44,14 +51,33 @@ _EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>
 def build_parser() -> Parser:
     """Returns what reads the command line."""
     parser = Parser(prog="python -m scripts.inspect_router", description="Explains the routers.")
-    parser.add_argument("--model", type=path, required=True, help="folder of a model with its tokenizer")
-    parser.add_argument("--corpus", type=path, required=True, help="folder made by scripts.build_corpus")
+    parser.add_argument(
+        "--model", type=path, required=True, help="folder of a model with its tokenizer"
+    )
+    parser.add_argument(
+        "--corpus", type=path, required=True, help="folder made by scripts.build_corpus"
+    )
     parser.add_argument("--out", required=True, help="the .html file to write")
-    parser.add_argument("--metrics", nargs="+", default=[], help="NAME=FILE for the metrics.jsonl of each run to show")
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        default=[],
+        help="NAME=FILE for the metrics.jsonl of each run to show",
+    )
     parser.add_argument("--evaluation", type=path, help="report.json of python -m eval run")
     batches = integer(least=1, most=_MOST_BATCHES, reason="more change nothing that is seen")
-    parser.add_argument("--batches", type=batches, default=16, help=f"batches of {_BATCH_SIZE} examples to trace (16)")
-    parser.add_argument("--inputs-length", type=integer(least=4), default=64, help="encoder tokens of an example (64)")
+    parser.add_argument(
+        "--batches",
+        type=batches,
+        default=16,
+        help=f"batches of {_BATCH_SIZE} examples to trace (16)",
+    )
+    parser.add_argument(
+        "--inputs-length",
+        type=integer(least=4),
+        default=64,
+        help="encoder tokens of an example (64)",
+    )
     return parser
 
 
@@ -110,13 +136,16 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     """Returns where the page goes.
 
     Raises:
-        ConfigError: When it is no path of an .html file, or it would be mixed with a model or what else is finished.
+        ConfigError: When it is no path of an .html file, or it would be mixed with a model or what
+            else is finished.
         DataError: When something else than a page of this command lies there.
     """
     page = output_path(text, suffix=".html", inputs=inputs)
     parent = next(folder for folder in page.absolute().parents if folder.exists())
     if not parent.is_dir():
-        raise DataError(f"--out {page} would lie below {parent}, which is a file. Choose another place.")
+        raise DataError(
+            f"--out {page} would lie below {parent}, which is a file. Choose another place."
+        )
 
     if page.exists():
         with page.open(encoding="utf-8", errors="replace") as file:
@@ -129,7 +158,9 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     return page
 
 
-def load_with_tokenizer(folder: Path) -> tuple[STMoEForConditionalGeneration, PreTrainedTokenizerFast]:
+def load_with_tokenizer(
+    folder: Path,
+) -> tuple[STMoEForConditionalGeneration, PreTrainedTokenizerFast]:
     """Returns a model with routers, and its tokenizer.
 
     Raises:
@@ -139,7 +170,9 @@ def load_with_tokenizer(folder: Path) -> tuple[STMoEForConditionalGeneration, Pr
     model = load_complete(STMoEForConditionalGeneration, folder)
     config = model.config
     if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
-        raise DataError(f"The model in {folder} has no sparse layer, so there is no router to explain. Give another.")
+        raise DataError(
+            f"The model in {folder} has no sparse layer, so there is no router to explain. Give another."
+        )
 
     tokenizer = load_tokenizer(folder)
     if len(tokenizer) > config.vocab_size:
@@ -162,7 +195,9 @@ def held_out_batches(
     reason = "the held-out text has so many tokens"
     check_integer("--inputs-length", inputs_length, least=4, most=tokens.size, reason=reason)
     ids = SpecialIds.of(tokenizer)
-    source = SpanCorruptionSource(tokens, ids, inputs_length=inputs_length, batch_size=_BATCH_SIZE, seed=_SEED)
+    source = SpanCorruptionSource(
+        tokens, ids, inputs_length=inputs_length, batch_size=_BATCH_SIZE, seed=_SEED
+    )
     return source, tokens.size
 
 

@@ -1,9 +1,11 @@
 """Pre-trains a model by span corruption.
 
 python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
-        --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
+        --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr
+        0.5]
 
-On several devices: torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard 2
+On several devices: torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard
+2
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -29,7 +31,9 @@ from moe.training.placement import check_placement, new_model
 from moe.training.recipe import PretrainRecipe
 
 
-def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path, world: World) -> Run:
+def build_run(
+    recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path, world: World
+) -> Run:
     """Returns the run that the recipe describes, with fresh weights, on the ranks that are running."""
     config = recipe.build_config()
     corpus, tokenizer = load_corpus(corpus_folder), load_tokenizer(tokenizer_folder)
@@ -44,18 +48,35 @@ def build_run(recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Pat
         "batch_size": recipe.training.batch_size,
         "noise": Noise(recipe.data.noise_density, recipe.data.mean_noise_span_length),
     }
-    source = SpanCorruptionSource(tokenize_corpus(corpus.train, tokenizer), ids, seed=recipe.seed, **settings)
-    held_out = SpanCorruptionSource(tokenize_corpus(corpus.held_out, tokenizer), ids, seed=recipe.seed, **settings)
+    source = SpanCorruptionSource(
+        tokenize_corpus(corpus.train, tokenizer), ids, seed=recipe.seed, **settings
+    )
+    held_out = SpanCorruptionSource(
+        tokenize_corpus(corpus.held_out, tokenizer), ids, seed=recipe.seed, **settings
+    )
     check_placement(recipe, config, world.size, source.lengths)
     placed = new_model(recipe, config, world.device_type)
-    return Run(out, recipe, placed, tokenizer, source, HeldOut(held_out, recipe.training.held_out_batches, ids))
+    return Run(
+        out,
+        recipe,
+        placed,
+        tokenizer,
+        source,
+        HeldOut(held_out, recipe.training.held_out_batches, ids),
+    )
 
 
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
-    command = RecipeCommand(PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption.")
-    command.add_argument("--corpus", type=Path, required=True, help="folder made by scripts.build_corpus")
-    command.add_argument("--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer")
+    command = RecipeCommand(
+        PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption."
+    )
+    command.add_argument(
+        "--corpus", type=Path, required=True, help="folder made by scripts.build_corpus"
+    )
+    command.add_argument(
+        "--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer"
+    )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command.add_timeout()
@@ -71,8 +92,12 @@ def main(argv: list[str]) -> None:
         check_kind(out, "training run")  # before any data are read
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.placed.model.config
-        world.say(f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token.")
-        world.say(f"The model is in {train(run, resume=arguments.resume, description='pre-train')}.")
+        world.say(
+            f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token."
+        )
+        world.say(
+            f"The model is in {train(run, resume=arguments.resume, description='pre-train')}."
+        )
 
 
 if __name__ == "__main__":

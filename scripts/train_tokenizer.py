@@ -17,15 +17,24 @@ from moe.files import output_path
 def main(argv: list[str]) -> None:
     """Trains and saves a tokenizer."""
     parser = Parser(prog="python -m scripts.train_tokenizer", description="Trains a vocabulary.")
-    parser.add_argument("--corpus", type=path, required=True, help="folder made by scripts.build_corpus")
+    parser.add_argument(
+        "--corpus", type=path, required=True, help="folder made by scripts.build_corpus"
+    )
     parser.add_argument("--out", required=True, help="folder for the tokenizer")
-    parser.add_argument("--vocab-size", type=integer(), default=2048, help="pieces, with 100 sentinels (default 2048)")
+    parser.add_argument(
+        "--vocab-size",
+        type=integer(),
+        default=2048,
+        help="pieces, with 100 sentinels (default 2048)",
+    )
     arguments = parser.parse_args(argv)
     out = output_path(arguments.out, inputs=[arguments.corpus])
 
     corpus = load_corpus(arguments.corpus)
     tokenizer = train_tokenizer(corpus.train["text"], arguments.vocab_size, out)
-    print(f"A vocabulary of {len(tokenizer):,} is in {out}; AutoTokenizer.from_pretrained loads it.")
+    print(
+        f"A vocabulary of {len(tokenizer):,} is in {out}; AutoTokenizer.from_pretrained loads it."
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Every option of every command refuses what it cannot use with one line; Ctrl-C ends a command at any time."""
+"""Every option of every command refuses what it cannot use with one line; Ctrl-C ends a command at
+any time.
+"""
 
 import argparse
 import os
@@ -16,7 +18,15 @@ from moe.data.corpus import build_corpus, save_corpus
 from moe.data.documents import Document
 from moe.files import check_kind, check_replaceable, output_path, whole_folder
 from scripts import build_corpus as corpus_command
-from scripts import convert_checkpoint, demo, finetune, inspect_router, pretrain, train_tokenizer, transfer
+from scripts import (
+    convert_checkpoint,
+    demo,
+    finetune,
+    inspect_router,
+    pretrain,
+    train_tokenizer,
+    transfer,
+)
 from tests.training.test_resume import ENVIRONMENT
 
 JUNK = ["", " ", "lots", "nan", "-inf", "1e999", "9" * 5_000, "a\0b", "-1", "0x1"]
@@ -29,12 +39,16 @@ def corpus(tmp_path):
     return tmp_path / "corpus"
 
 
-@pytest.mark.parametrize("kind", [integer(least=0, most=7, reason="so"), real(above=0, below=1), file_size])
+@pytest.mark.parametrize(
+    "kind", [integer(least=0, most=7, reason="so"), real(above=0, below=1), file_size]
+)
 @pytest.mark.parametrize("text", JUNK)
 def test_a_value_that_is_no_number_of_use_is_one_line_with_its_option(kind, text):
     parser = Parser(prog="command")
     parser.add_argument("--size", type=kind)
-    with pytest.raises(ConfigError, match=r"^--size is .*; expected .*\. --help explains all options\.$") as error:
+    with pytest.raises(
+        ConfigError, match=r"^--size is .*; expected .*\. --help explains all options\.$"
+    ) as error:
         parser.parse_args([f"--size={text}"])
     assert len(str(error.value)) < 5_200
 
@@ -64,7 +78,10 @@ def test_a_text_that_is_empty_or_no_path_is_refused(kind, text):
     [
         ([], "the following arguments are required: --out"),
         (["--out"], "--out: expected one argument"),
-        (["--out", "x", "--hold-out", "0.1"], "There is no option --hold-out. Did you mean '--held-out'?"),
+        (
+            ["--out", "x", "--hold-out", "0.1"],
+            "There is no option --hold-out. Did you mean '--held-out'?",
+        ),
         (["--out", "x", "--data"], "--data: expected at least one argument"),
         (["--out", "x", "--seed", "one"], "--seed is 'one'; expected an integer"),
         (["--out", "x", "--data", "no.txt"], "no.txt does not exist"),
@@ -75,7 +92,9 @@ def test_arguments_that_do_not_fit_are_one_line(tmp_path, monkeypatch, arguments
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
     with pytest.raises(MoEError) as error:
-        corpus_command.main([*arguments, *(["--data", "a.jsonl"] if "--unseen" in arguments else [])])
+        corpus_command.main(
+            [*arguments, *(["--data", "a.jsonl"] if "--unseen" in arguments else [])]
+        )
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "x").exists()
@@ -94,16 +113,30 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_no_command_writes_where_something_would_be_lost_or_mixed(command, corpus, tmp_path, monkeypatch):
+def test_no_command_writes_where_something_would_be_lost_or_mixed(
+    command, corpus, tmp_path, monkeypatch
+):
     (tmp_path / "inputs").mkdir()
-    (tmp_path / "inputs/0.jsonl").write_text('{"text": "One.", "inputs": "a", "targets": "b"}\n{"text": "Two."}\n')
+    (tmp_path / "inputs/0.jsonl").write_text(
+        '{"text": "One.", "inputs": "a", "targets": "b"}\n{"text": "Two."}\n'
+    )
     (tmp_path / "link").symlink_to("nothing")
     monkeypatch.chdir(tmp_path / "inputs")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
 
     given, option = COMMANDS[command]
     filled = [text.format(corpus=corpus, inputs=tmp_path / "inputs") for text in given]
-    places = ["", " ", "a\0b", "/", ".", str(corpus), f"{corpus}/x", f"{corpus}/x.html", f"{tmp_path}/inputs/0.jsonl"]
+    places = [
+        "",
+        " ",
+        "a\0b",
+        "/",
+        ".",
+        str(corpus),
+        f"{corpus}/x",
+        f"{corpus}/x.html",
+        f"{tmp_path}/inputs/0.jsonl",
+    ]
     places += [f"{tmp_path}/link", str(tmp_path)]
     refused = 0
     for place in places:
@@ -184,7 +217,10 @@ def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
+    assert (
+        errors
+        == b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
+    )
 
 
 def test_a_reader_that_goes_away_and_letters_that_a_terminal_lacks_are_no_failure():
@@ -192,7 +228,10 @@ def test_a_reader_that_goes_away_and_letters_that_a_terminal_lacks_are_no_failur
     code = f"from moe.cli import run_main\n{lines}\nrun_main(main)"
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
     ) as process:
         assert process.stdout.readline() == b"\\u6f22\\udcff\n"
         process.stdout.close()
@@ -220,4 +259,6 @@ def test_too_little_memory_is_one_line(monkeypatch, capsys):
     for run in (lambda argv: torch.empty(2**61, dtype=torch.int8), lambda argv: bytearray(2**61)):
         with pytest.raises(SystemExit, match="2"):
             run_main(run)
-        assert "error: There is not enough memory. Choose a smaller model" in capsys.readouterr().err
+        assert (
+            "error: There is not enough memory. Choose a smaller model" in capsys.readouterr().err
+        )

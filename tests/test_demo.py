@@ -15,7 +15,9 @@ from tests.training.tiny_run import MODEL, write_inputs
 
 def call(*arguments):
     command = [sys.executable, "-m", "scripts.demo", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT
+    )
 
 
 class Page(HTMLParser):
@@ -28,12 +30,16 @@ class Page(HTMLParser):
         self.open, self.text, self.references = [], [], []
 
     def handle_starttag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href") and value]
+        self.references += [
+            value for name, value in attributes if name in ("src", "href") and value
+        ]
         if tag not in self.EMPTY:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href") and value]
+        self.references += [
+            value for name, value in attributes if name in ("src", "href") and value
+        ]
 
     def handle_endtag(self, tag):
         if tag not in self.EMPTY:
@@ -46,23 +52,45 @@ class Page(HTMLParser):
 @pytest.mark.slow
 def test_the_demo_makes_everything_it_says(tmp_path):
     inputs, out = write_inputs(tmp_path), tmp_path / "demo"
-    recipes = ["--pretrain-config", inputs["pretrain.yaml"], "--finetune-config", inputs["finetune.yaml"]]
-    options = ["--out", out, "--data", inputs["texts"], "--vocab-size", MODEL["vocab_size"], *recipes]
+    recipes = [
+        "--pretrain-config",
+        inputs["pretrain.yaml"],
+        "--finetune-config",
+        inputs["finetune.yaml"],
+    ]
+    options = [
+        "--out",
+        out,
+        "--data",
+        inputs["texts"],
+        "--vocab-size",
+        MODEL["vocab_size"],
+        *recipes,
+    ]
     done = call(*options)
     assert done.returncode == 0, done.stderr
     assert (out / "report.html").resolve().as_uri() in done.stdout
 
-    stages = {json.loads(line)["stage"] for line in (out / "metrics.jsonl").read_text().splitlines()}
+    stages = {
+        json.loads(line)["stage"] for line in (out / "metrics.jsonl").read_text().splitlines()
+    }
     assert stages == {"pretrain", "finetune", "scratch"}
     systems = json.loads((out / "eval/report.json").read_text())["tasks"][0]["systems"]
-    assert {row["name"] for row in systems} >= {"fine-tuned", "from-scratch", "majority", "naive Bayes"}
+    assert {row["name"] for row in systems} >= {
+        "fine-tuned",
+        "from-scratch",
+        "majority",
+        "naive Bayes",
+    }
     assert "| fine-tuned | generate |" in (out / "eval/report.md").read_text()
 
     model, tokenizer = (
         STMoEForConditionalGeneration.from_pretrained(out / "model"),
         AutoTokenizer.from_pretrained(out / "model"),
     )
-    model.generate(**tokenizer(["unicode category name: digit one"], return_tensors="pt"), max_new_tokens=3)
+    model.generate(
+        **tokenizer(["unicode category name: digit one"], return_tensors="pt"), max_new_tokens=3
+    )
 
     page = Page()
     page.feed((out / "report.html").read_text())

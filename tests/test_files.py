@@ -68,7 +68,9 @@ def test_each_kind_of_folder_refuses_every_other(tmp_path, kind):
     with claim_folder(tmp_path / "mine", kind, taken="taken"):
         assert kind_of(tmp_path / "mine") == kind
     for other in set(FOLDER_KINDS) - {kind}:
-        with pytest.raises(DataError, match=f"holds an? {kind}, and an? {other} would be mixed with it"):
+        with pytest.raises(
+            DataError, match=f"holds an? {kind}, and an? {other} would be mixed with it"
+        ):
             check_replaceable(tmp_path / "mine", kind=other)
         refused = pytest.raises(DataError, match="would be mixed")
         with refused, claim_folder(tmp_path / "mine", other, taken="taken"):
@@ -94,7 +96,9 @@ def test_what_a_user_put_into_a_folder_of_ours_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("sums", ["0" * 64 + "  model.safetensors\n", "damaged", ""])
-def test_a_model_whose_settings_have_no_checksums_is_replaced_and_one_with_notes_is_not(tmp_path, sums):
+def test_a_model_whose_settings_have_no_checksums_is_replaced_and_one_with_notes_is_not(
+    tmp_path, sums
+):
     for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "SHA256SUMS").write_text(sums)
@@ -156,7 +160,8 @@ def test_a_flipped_bit_a_missing_file_and_a_damaged_sum_are_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("", "is empty"), ("a\0b", "NUL"), ("model.safetensors", r"ends in \.html")]
+    ("text", "message"),
+    [("", "is empty"), ("a\0b", "NUL"), ("model.safetensors", r"ends in \.html")],
 )
 def test_an_output_that_is_no_place_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):

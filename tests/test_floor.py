@@ -15,7 +15,9 @@ def test_an_unknown_name_says_which_was_meant_and_lists_all():
     shapes.register("circle")(0)
     assert shapes.get("square") == 4
     assert shapes.names() == ["circle", "square"]
-    with pytest.raises(ConfigError, match=r"no shape called 'sqare'. Did you mean 'square'\? Known: circle, square"):
+    with pytest.raises(
+        ConfigError, match=r"no shape called 'sqare'. Did you mean 'square'\? Known: circle, square"
+    ):
         shapes.get("sqare")
     with pytest.raises(ConfigError, match="already a shape called 'square'"):
         shapes.add("square", 5)
@@ -40,7 +42,10 @@ def run(monkeypatch, error, *arguments):
     [
         (ConfigError("d_ff is 0"), "error: d_ff is 0"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt"),
-        (OSError(errno.ENOSPC, "No space left", "out/model"), "the disk is full while writing out/model"),
+        (
+            OSError(errno.ENOSPC, "No space left", "out/model"),
+            "the disk is full while writing out/model",
+        ),
     ],
 )
 def test_a_user_error_is_one_message_and_exit_code_2(monkeypatch, capsys, error, text):

@@ -49,7 +49,9 @@ def test_any_bytes_are_a_value_or_one_error(tmp_path_factory, content):
 
 
 def test_a_missing_file_says_what_to_do(tmp_path):
-    with pytest.raises(CheckpointError, match=r"none\.json cannot be read: No such file.*Copy it again\."):
+    with pytest.raises(
+        CheckpointError, match=r"none\.json cannot be read: No such file.*Copy it again\."
+    ):
         read_json(tmp_path / "none.json", advice="Copy it again.", error=CheckpointError)
     with pytest.raises(DataError, match="Is a directory"):
         read_text(tmp_path)
@@ -91,7 +93,9 @@ def test_a_record_of_another_shape_names_the_field(value, message):
 
 
 def test_a_record_is_typed():
-    assert to_record(State, {"step": 3, "name": "x", "sizes": {"a": 1}}, where="") == State(3, "x", {"a": 1})
+    assert to_record(State, {"step": 3, "name": "x", "sizes": {"a": 1}}, where="") == State(
+        3, "x", {"a": 1}
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Promises about the tree: small files, every one named in the README, packages without code in their face."""
+"""Promises about the tree: small files, every one named in the README, packages without code in
+their face.
+"""
 
 import ast
 from pathlib import Path
@@ -6,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for folder in ("moe", "eval", "scripts") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path for folder in ("moe", "eval", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
 FORBIDDEN = {"utils.py", "helpers.py", "common.py", "misc.py"}
 
 
@@ -41,7 +45,11 @@ def test_public_functions_of_tensors_state_shapes():
         body = ast.parse(path.read_text(encoding="utf-8")).body
         methods = [node for holder in body if _is_public_class(holder) for node in holder.body]
         for node in body + methods:
-            if isinstance(node, ast.FunctionDef) and node.returns is not None and not node.name.startswith("_"):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.returns is not None
+                and not node.name.startswith("_")
+            ):
                 docstring = ast.get_docstring(node) or ""
                 if ast.unparse(node.returns) == "Tensor":
                     assert "[" in docstring, f"{path.name}: {node.name} states no shape"

@@ -28,12 +28,13 @@ def beam_search(
 ) -> tuple[Tensor, Tensor]:
     """Returns for each of N inputs the best answer found, and its score.
 
-    There are K beams that go on and the K best answers that have ended. In a step each beam is continued by every
-    token, the 2 K best continuations are kept, and those that end with an end token compete with the answers that
-    ended before. A score is a log-probability divided by ((5 + length) / 6) ** alpha, the end token counted in length.
-    The search ends when for every input the worst ended answer is better than the best beam can become; an input's
-    best answer is then the same whatever goes on beside it. Where no answer ends in time the best beam is returned,
-    scored without the division.
+    There are K beams that go on and the K best answers that have ended. In a step each beam is
+    continued by every token, the 2 K best continuations are kept, and those that end with an end
+    token compete with the answers that ended before. A score is a log-probability divided by ((5 +
+    length) / 6) ** alpha, the end token counted in length. The search ends when for every input the
+    worst ended answer is better than the best beam can become; an input's best answer is then the
+    same whatever goes on beside it. Where no answer ends in time the best beam is returned, scored
+    without the division.
 
     Args:
         logits: <float>[N, V] of the first token.
@@ -49,9 +50,10 @@ def beam_search(
         <int64>[N, T] tokens, and <float32>[N].
 
     Source:
-        GNMT (arXiv:1609.08144) eq. 14; Mesh-TensorFlow beam_search.py at 0529176. Differs: the most tokens are a
-        setting, whereas its Bitransformer derives them from the longest input of the batch; all tokens compete, whereas
-        on a TPU mesh it keeps, by `num_prefilter`, the two likeliest of each beam and part of the vocabulary.
+        GNMT (arXiv:1609.08144) eq. 14; Mesh-TensorFlow beam_search.py at 0529176. Differs: the most
+        tokens are a setting, whereas its Bitransformer derives them from the longest input of the
+        batch; all tokens compete, whereas on a TPU mesh it keeps, by `num_prefilter`, the two
+        likeliest of each beam and part of the vocabulary.
     """
     num_inputs, vocab_size, device = len(logits), logits.shape[-1], logits.device
     shape = (num_inputs, num_beams)
@@ -103,7 +105,8 @@ def generate_greedily(
     ranks: Ranks = ALONE,
     **options: Any,
 ) -> tuple[Tensor, list[RouterOutput]]:
-    """Returns <int64>[N, T]: `start` and the likeliest token after each, and what the decoder's routers did.
+    """Returns <int64>[N, T]: `start` and the likeliest token after each, and what the decoder's
+    routers did.
 
     transformers' `generate` makes the same tokens; it does not say what the routers did.
 
@@ -115,7 +118,8 @@ def generate_greedily(
         eos: End tokens.
         pad: Fills an answer behind its end; the routers do not count it.
         ranks: Those in step go on until the last of them is done.
-        options: Further arguments of the model's forward; where there are any, the routers are told what is padding.
+        options: Further arguments of the model's forward; where there are any, the routers are told
+            what is padding.
     """
     device, routers = memory.mask.device, []
     tokens = torch.tensor([list(start)] * len(memory.mask), device=device)
@@ -123,7 +127,9 @@ def generate_greedily(
     real, answer, cache = goes_on[:, None].expand_as(tokens), [tokens], None
     for length in range(1, max_tokens + 1):
         told = {"decoder_attention_mask": real.long(), **options} if options else {}
-        output = model(**memory.inputs, decoder_input_ids=tokens, past_key_values=cache, use_cache=True, **told)
+        output = model(
+            **memory.inputs, decoder_input_ids=tokens, past_key_values=cache, use_cache=True, **told
+        )
         cache = output.past_key_values
         routers += getattr(output, "decoder_router_outputs", None) or ()
         tokens = output.logits[:, -1].argmax(dim=-1).where(goes_on, pad)[:, None]
@@ -147,7 +153,8 @@ def generate_beams(
     pad: int,
     ranks: Ranks = ALONE,
 ) -> Tensor:
-    """Returns <int64>[N, T]: `start` and the answer of `beam_search` for each input, decoded with a cache.
+    """Returns <int64>[N, T]: `start` and the answer of `beam_search` for each input, decoded with a
+    cache.
 
     Args:
         model: Any encoder-decoder of transformers' form whose cache is an EncoderDecoderCache.
@@ -168,8 +175,12 @@ def generate_beams(
     inputs = memory.repeated(torch.arange(len(begun), device=device).repeat_interleave(num_beams))
 
     def step(tokens: Tensor, beams: Tensor) -> Tensor:
-        cache.self_attention_cache.reorder_cache(beams)  # that of cross-attention is one for all beams of an input
-        return model(**inputs, decoder_input_ids=tokens[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+        cache.self_attention_cache.reorder_cache(
+            beams
+        )  # that of cross-attention is one for all beams of an input
+        return model(
+            **inputs, decoder_input_ids=tokens[:, None], past_key_values=cache, use_cache=True
+        ).logits[:, -1]
 
     answers, _ = beam_search(
         output.logits[:, -1],

@@ -1,7 +1,9 @@
-"""The file of a run's predictions: JSON lines that are written as they are made and read back after an interruption.
+"""The file of a run's predictions: JSON lines that are written as they are made and read back after
+an interruption.
 
-The first line says what was asked of which model. Then come the predictions of each batch, and after them the line
-that closes the batch, with what its routers did and a checksum of all lines up to there.
+The first line says what was asked of which model. Then come the predictions of each batch, and
+after them the line that closes the batch, with what its routers did and a checksum of all lines up
+to there.
 """
 
 import json
@@ -58,7 +60,9 @@ class Header(NamedTuple):
     def line(self) -> str:
         """Returns the line of the file."""
         decoding = None if self.decoding is None else self.decoding._asdict()
-        return json.dumps({**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()})
+        return json.dumps(
+            {**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()}
+        )
 
 
 class Prediction(NamedTuple):
@@ -98,8 +102,8 @@ class Batch(NamedTuple):
 
     Attributes:
         predictions: One for each request.
-        routers: Counts of what the routers of `encoder` and `decoder` did, by field of RouterStats; empty for a dense
-            model.
+        routers: Counts of what the routers of `encoder` and `decoder` did, by field of RouterStats;
+            empty for a dense model.
     """
 
     predictions: list[Prediction]
@@ -134,8 +138,8 @@ class Journal:
 
     Args:
         path: The file.
-        header: What the predictions depend on; a file of another header is replaced, one of another scoring alone is
-            scored anew.
+        header: What the predictions depend on; a file of another header is replaced, one of another
+            scoring alone is scored anew.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -143,22 +147,26 @@ class Journal:
         self._last = ""  # the line that the next checksum counts first
 
     def open(self, ids: Sequence[Sequence[str]], keep: Callable[[int], int]) -> list[Batch]:
-        """Returns the whole batches that the file holds; after it the file holds these and nothing else.
+        """Returns the whole batches that the file holds; after it the file holds these and nothing
+        else.
 
         Args:
             ids: Of what is asked in each batch.
             keep: Returns how many to keep of as many whole batches.
 
         Raises:
-            DataError: When the file cannot be read or written, is none of predictions, or was changed by others; what
-                it held is then still there.
+            DataError: When the file cannot be read or written, is none of predictions, or was
+                changed by others; what it held is then still there.
         """
         if self.path is None:
             return []
         try:
             written = read_journal(self.path)
             batches = written.batches
-            if written.header is None or written.header._replace(scoring=self.header.scoring) != self.header:
+            if (
+                written.header is None
+                or written.header._replace(scoring=self.header.scoring) != self.header
+            ):
                 batches = []
             for asked, batch in zip(ids, batches, strict=False):
                 self._check_answered(asked, batch)
@@ -180,7 +188,8 @@ class Journal:
         """Writes further batches.
 
         Raises:
-            DataError: When the file cannot be written; the next run goes on behind the last whole batch.
+            DataError: When the file cannot be written; the next run goes on behind the last whole
+                batch.
         """
         if self.path is None:
             return
@@ -200,7 +209,9 @@ class Journal:
         """Raises a DataError when a batch answers something else than these."""
         answered = [prediction.id for prediction in batch.predictions]
         if answered != list(ids):
-            raise DataError(f"{self.path} answers {shown(answered)} where {shown(list(ids))} were asked. {_ADVICE}")
+            raise DataError(
+                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were asked. {_ADVICE}"
+            )
 
     def _failure(self, error: OSError) -> DataError:
         """Returns what the user is told."""
@@ -212,22 +223,30 @@ class Journal:
 
 def read_predictions(path: Path) -> dict[str, Prediction]:
     """Returns the predictions of the whole batches in a file by id; none when it is missing."""
-    return {prediction.id: prediction for batch in read_journal(path).batches for prediction in batch.predictions}
+    return {
+        prediction.id: prediction
+        for batch in read_journal(path).batches
+        for prediction in batch.predictions
+    }
 
 
 def read_journal(path: Path, check_header: Callable[[Header], None] | None = None) -> Written:
-    """Returns what a file of predictions holds; a torn end is left out, and a missing file holds nothing.
+    """Returns what a file of predictions holds; a torn end is left out, and a missing file holds
+    nothing.
 
     Args:
         path: The file.
         check_header: Raises when its first line is not that of the file which is wanted.
 
     Raises:
-        DataError: When it cannot be read, a line is not what such a file holds, or was changed; names the line.
+        DataError: When it cannot be read, a line is not what such a file holds, or was changed;
+            names the line.
     """
     if not path.exists():
         return Written(None, [], {}, True)
-    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]  # what no newline ends was being written
+    lines = read_text(path, advice=_ADVICE).split("\n")[
+        :-1
+    ]  # what no newline ends was being written
     if not lines:
         return Written(None, [], {}, True)
     values = list(_values(path, lines))
@@ -246,7 +265,9 @@ def read_journal(path: Path, check_header: Callable[[Header], None] | None = Non
             prediction = _prediction(value, header.mode, where)
             if prediction.id in numbers:
                 first = numbers[prediction.id]
-                raise DataError(f"{where}: {shown(prediction.id)} was answered in line {first} already. {_ADVICE}")
+                raise DataError(
+                    f"{where}: {shown(prediction.id)} was answered in line {first} already. {_ADVICE}"
+                )
             numbers[prediction.id] = number
             made.append(prediction)
             continue
@@ -260,7 +281,9 @@ def read_journal(path: Path, check_header: Callable[[Header], None] | None = Non
             )
         batches.append(Batch(made, closing.routers))
         if _sizes(closing.routers) != _sizes(batches[0].routers):
-            raise DataError(f"{where}: routers has other counts than that of the first batch. {_ADVICE}")
+            raise DataError(
+                f"{where}: routers has other counts than that of the first batch. {_ADVICE}"
+            )
         made = []
         start = number - 1
     return Written(header, batches, numbers, sealed)
@@ -275,7 +298,9 @@ def _values(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         value = parse_json(line, where=f"{path}, line {number}", advice=_ADVICE, nan=True)
         if not isinstance(value, dict):
-            raise DataError(f"{path}, line {number}: {shown(line[:60])} is no JSON object. {_ADVICE}")
+            raise DataError(
+                f"{path}, line {number}: {shown(line[:60])} is no JSON object. {_ADVICE}"
+            )
         yield value
 
 
@@ -289,7 +314,11 @@ def _prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
     choices = prediction.choices
     fits = choices is None and prediction.scores is None
     if mode == "rank":
-        fits = bool(choices) and choices.keys() == (prediction.scores or {}).keys() and prediction.output in choices
+        fits = (
+            bool(choices)
+            and choices.keys() == (prediction.scores or {}).keys()
+            and prediction.output in choices
+        )
     if not fits:
         raise DataError(f"{where}: {shown(value)} is no answer of mode {mode}. {_ADVICE}")
     return prediction

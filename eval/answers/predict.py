@@ -1,4 +1,6 @@
-"""A model's predictions, written as they are made: from requests, which never hold the reference, to a JSONL file."""
+"""A model's predictions, written as they are made: from requests, which never hold the reference,
+to a JSONL file.
+"""
 
 import hashlib
 import json
@@ -39,7 +41,10 @@ from moe.data.tokenizer import check_tokenizer_files
 MODES: tuple[Mode, ...] = get_args(Mode)
 _ROWS = {"generate": 128, "rank": 128}
 _TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
-_FEW = {"generate": 8, "rank": 4}  # rows of a batch whatever their lengths; of more, each input has at least ...
+_FEW = {
+    "generate": 8,
+    "rank": 4,
+}  # rows of a batch whatever their lengths; of more, each input has at least ...
 _ALIKE = 0.8  # ... this share of the longest's tokens
 _CHUNK = 1 << 24  # bytes
 _REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
@@ -58,9 +63,10 @@ class Predicted(NamedTuple):
 
     Attributes:
         predictions: One for each request, in their order.
-        router: By stack, `encoder` and `decoder`, what its routers did with all inputs and answers: `fraction_dropped`,
-            `load_cv`, `max_over_mean`, `dead_experts` (see `moe.summarize`) and `expert_load`, how often each expert
-            was asked for. Padding is not counted. None for a dense model.
+        router: By stack, `encoder` and `decoder`, what its routers did with all inputs and answers:
+            `fraction_dropped`, `load_cv`, `max_over_mean`, `dead_experts` (see `moe.summarize`) and
+            `expert_load`, how often each expert was asked for. Padding is not counted. None for a
+            dense model.
     """
 
     predictions: list[Prediction]
@@ -85,23 +91,34 @@ class Seq2Seq(NamedTuple):
     @property
     def sparse(self) -> bool:
         """Whether the model says what its routers do."""
-        return isinstance(self.model, STMoEForConditionalGeneration) and bool(self.model.sparse_layers())
+        return isinstance(self.model, STMoEForConditionalGeneration) and bool(
+            self.model.sparse_layers()
+        )
 
     @property
     def start(self) -> list[int]:
-        """Tokens that every answer begins with: the decoder's start, and the sentinel of a model that learnt one."""
+        """Tokens that every answer begins with: the decoder's start, and the sentinel of a model
+        that learnt one.
+        """
         config, generation = self.model.config, self.model.generation_config
         first, forced = generation.decoder_start_token_id, generation.forced_bos_token_id
-        first = next(token for token in (first, config.decoder_start_token_id, self.pad) if token is not None)
+        first = next(
+            token for token in (first, config.decoder_start_token_id, self.pad) if token is not None
+        )
         return [first] if forced is None else [first, forced]
 
     @property
     def pad(self) -> int:
         """Token that fills short rows."""
-        return next(t for t in (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0) if t is not None)
+        return next(
+            t
+            for t in (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0)
+            if t is not None
+        )
 
     def tokenize(self, texts: Sequence[str], length: int) -> tuple[list[list[int]], list[bool]]:
-        """Returns the tokens of each text, and whether they were cut; what the tokenizer ends them with is kept.
+        """Returns the tokens of each text, and whether they were cut; what the tokenizer ends them
+        with is kept.
 
         Args:
             texts: Inputs.
@@ -112,7 +129,9 @@ class Seq2Seq(NamedTuple):
         cut = [len(tokens) > length for tokens in whole]
         for number, too_long in enumerate(cut):
             if too_long:
-                whole[number] = self.tokenizer(texts[number], truncation=True, max_length=length)["input_ids"]
+                whole[number] = self.tokenizer(texts[number], truncation=True, max_length=length)[
+                    "input_ids"
+                ]
         return [tokens or [self.tokenizer.eos_token_id] for tokens in whole], cut
 
 
@@ -131,17 +150,19 @@ class Question(NamedTuple):
 
 
 def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
-    """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of transformers.
+    """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of
+    transformers.
 
-    How it generates is the task's to say: of the checkpoint's own habits (beams, least lengths, penalties) only the
-    special tokens stay.
+    How it generates is the task's to say: of the checkpoint's own habits (beams, least lengths,
+    penalties) only the special tokens stay.
 
     Args:
         folder: The checkpoint.
         ranks: Who will predict with it; those of a mesh read their parts only.
 
     Raises:
-        CheckpointError: When the folder is missing, or holds no such model with all its weights and a tokenizer.
+        CheckpointError: When the folder is missing, or holds no such model with all its weights and
+            a tokenizer.
     """
     check_model_folder(folder)
     try:
@@ -157,7 +178,8 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_complete(AutoModelForSeq2SeqLM, folder).eval().to(device)
     else:
-        # Fixed slots would need batches of one shape on all ranks; which token goes where is the same either way.
+        # Fixed slots would need batches of one shape on all ranks; which token goes where is the
+        # same either way.
         config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
         model, _ = load_model_on_mesh(folder, ranks.mesh, config=config, gather=False)
     try:
@@ -166,12 +188,20 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))  # none for bytes
-    if files and not any((folder / name).is_file() for name in files):  # transformers may make one up
+    if files and not any(
+        (folder / name).is_file() for name in files
+    ):  # transformers may make one up
         raise CheckpointError(
             f"{folder} holds no tokenizer: none of {', '.join(files)} is there. Put that of the model beside it, with "
             "the tokenizer's save_pretrained."
         )
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
+    names = (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+    )
     special = {name: getattr(model.generation_config, name) for name in names}
     if special["eos_token_id"] is None:
         special["eos_token_id"] = tokenizer.eos_token_id
@@ -182,7 +212,11 @@ def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
 def fingerprint(folder: Path) -> str:
     """Returns 16 hexadecimal digits that tell a checkpoint from others."""
     digest = hashlib.sha256()
-    for path in [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.bin")), folder / "config.json"]:
+    for path in [
+        *sorted(folder.glob("*.safetensors")),
+        *sorted(folder.glob("*.bin")),
+        folder / "config.json",
+    ]:
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
@@ -204,12 +238,13 @@ def predict(
 ) -> Predicted:
     """Returns a prediction for every request, in their order, on every rank.
 
-    Predictions are appended to `path` as they are made, by rank 0. A sparse model drops tokens by group, so a
-    prediction may depend on the requests beside it; the batches are therefore a function of all requests, and not of
-    the ranks that share them. An interrupted run that goes on, on as many ranks or not, reads back the batches that
-    the file holds whole and makes the others again: its file equals, byte for byte, that of a run that was never
-    stopped on the same machine. A file of another model, task, mode, decoding or list of requests is replaced. One of
-    another scoring is scored anew, without the model.
+    Predictions are appended to `path` as they are made, by rank 0. A sparse model drops tokens by
+    group, so a prediction may depend on the requests beside it; the batches are therefore a
+    function of all requests, and not of the ranks that share them. An interrupted run that goes on,
+    on as many ranks or not, reads back the batches that
+    the file holds whole and makes the others again: its file equals, byte for byte, that of a run
+    that was never stopped on the same machine. A file of another model, task, mode, decoding or
+    list of requests is replaced. One of another scoring is scored anew, without the model.
 
     Args:
         system: The model.
@@ -228,7 +263,9 @@ def predict(
     tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
     questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
     num_beams = task.decoding.num_beams if mode == "generate" else 1
-    batches = cut_batches(questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _FEW[mode])
+    batches = cut_batches(
+        questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _FEW[mode]
+    )
     header = Header(
         model=system.fingerprint,
         task=task.name,
@@ -241,13 +278,19 @@ def predict(
     leads = ranks.world.rank == 0
     journal = Journal(path if leads else None, header)
     ids = [[question.request.id for question in batch] for batch in batches]
-    made = together(lambda: journal.open(ids, lambda number: ranks.whole_rounds(number, len(batches))))[0]
+    made = together(
+        lambda: journal.open(ids, lambda number: ranks.whole_rounds(number, len(batches)))
+    )[0]
     num_read = sum(len(batch.predictions) for batch in made)
     label = f"{task.name} {mode}"
-    with tqdm(total=len(requests), initial=num_read, desc=label, mininterval=1.0, disable=not leads) as bar:
+    with tqdm(
+        total=len(requests), initial=num_read, desc=label, mininterval=1.0, disable=not leads
+    ) as bar:
         for dealt in ranks.deal(batches[len(made) :]):
             batch = ranks.share(dealt)
-            fresh = ranks.collect([_answer(system, task, batch, mode, scoring)] if batch or ranks.in_step else [])
+            fresh = ranks.collect(
+                [_answer(system, task, batch, mode, scoring)] if batch or ranks.in_step else []
+            )
             fresh = fresh[: len(dealt)]  # what ranks in step did without a batch is nothing
             _check_scores(fresh, header)
             together(lambda fresh=fresh: journal.append(fresh))
@@ -272,17 +315,20 @@ def _check_scores(batches: Sequence[Batch], header: Header) -> None:
                 )
 
 
-def cut_batches(questions: Sequence[Question], rows: int, tokens: int, few: int) -> list[list[Question]]:
+def cut_batches(
+    questions: Sequence[Question], rows: int, tokens: int, few: int
+) -> list[list[Question]]:
     """Returns all questions in batches, the longest first, so that a batch needs little padding.
 
-    Padding costs what tokens cost, above all where the encoder is most of the work: a batch of more than a few holds
-    no input that is much shorter than its longest.
+    Padding costs what tokens cost, above all where the encoder is most of the work: a batch of more
+    than a few holds no input that is much shorter than its longest.
 
     Args:
         questions: Each with an id of its own.
         rows: Most questions of a batch.
         tokens: Most tokens of a batch, padding included; a single longer question is a batch.
-        few: Questions that may share a batch whatever their lengths. More of them decode together; fewer pad less.
+        few: Questions that may share a batch whatever their lengths. More of them decode together;
+            fewer pad less.
     """
     ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
     batches = []
@@ -301,10 +347,16 @@ def sum_routers(batches: Sequence[Batch]) -> dict[str, dict[str, Any]] | None:
     for stack in batches[0].routers if batches else ():
         every = [batch.routers[stack] for batch in batches]
         total = reduce(
-            add_stats, (RouterStats(*(torch.tensor(b.get(name, 0.0)) for name in RouterStats._fields)) for b in every)
+            add_stats,
+            (
+                RouterStats(*(torch.tensor(b.get(name, 0.0)) for name in RouterStats._fields))
+                for b in every
+            ),
         )
         summary = summarize(total)
-        reports[stack] = {name: summary[name] for name in _REPORTED} | {"expert_load": total.expert_load.tolist()}
+        reports[stack] = {name: summary[name] for name in _REPORTED} | {
+            "expert_load": total.expert_load.tolist()
+        }
     return reports or None
 
 
@@ -322,11 +374,15 @@ def _check(task: Task, requests: Sequence[Request], mode: str) -> None:
 
 
 @torch.inference_mode()
-def _answer(system: Seq2Seq, task: Task, batch: Sequence[Question], mode: str, scoring: Scoring) -> Batch:
+def _answer(
+    system: Seq2Seq, task: Task, batch: Sequence[Question], mode: str, scoring: Scoring
+) -> Batch:
     """Returns the predictions of a batch; of none, on ranks in step, what keeps the others going."""
     rows = [question.tokens for question in batch] or [[system.pad]]
     longest = max(map(len, rows))
-    ids = torch.tensor([row + [system.pad] * (longest - len(row)) for row in rows], device=system.model.device)
+    ids = torch.tensor(
+        [row + [system.pad] * (longest - len(row)) for row in rows], device=system.model.device
+    )
     lengths = torch.tensor([len(row) for row in rows] if batch else [0], device=ids.device)
     mask = (torch.arange(longest, device=ids.device) < lengths[:, None]).long()
     options = {"output_router_logits": True} if system.sparse else {}
@@ -349,14 +405,21 @@ def _generate(
     """Returns generated answers; on ranks in step, all go on until the last of them is done."""
     decoding, eos = task.decoding, system.model.generation_config.eos_token_id
     ends = [eos] if isinstance(eos, int) else list(eos)
-    shared = {"max_tokens": decoding.max_tokens, "eos": ends, "pad": system.pad, "ranks": system.ranks}
+    shared = {
+        "max_tokens": decoding.max_tokens,
+        "eos": ends,
+        "pad": system.pad,
+        "ranks": system.ranks,
+    }
     if decoding.num_beams > 1:
         beams = {"num_beams": decoding.num_beams, "alpha": decoding.alpha}
         tokens = generate_beams(system.model, memory, system.start, **beams, **shared)
         routers = _routers_of_answers(system, memory, tokens, ends) if options else []
     else:
         tokens, routers = generate_greedily(system.model, memory, system.start, **shared, **options)
-    texts = system.tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = system.tokenizer.batch_decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     predictions = [
         Prediction(question.request.id, text, None, truncated=question.truncated)
         for question, text in zip(batch, texts, strict=False)
@@ -364,7 +427,9 @@ def _generate(
     return predictions, routers
 
 
-def _routers_of_answers(system: Seq2Seq, memory: Memory, tokens: Tensor, ends: list[int]) -> list[RouterOutput]:
+def _routers_of_answers(
+    system: Seq2Seq, memory: Memory, tokens: Tensor, ends: list[int]
+) -> list[RouterOutput]:
     """Returns what the decoder's routers did with the answers <int64>[N, T], seen again at once.
 
     In the search itself the beams that lost would count.
@@ -388,20 +453,33 @@ def _rank(
 ) -> tuple[list[Prediction], list[RouterOutput]]:
     """Returns the log-probabilities of the choices of each request."""
     eos, (first, *forced) = system.tokenizer.eos_token_id, system.start
-    texts = list(dict.fromkeys(text for question in batch for text in question.request.choices)) or [""]
-    tokens = dict(zip(texts, system.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+    texts = list(
+        dict.fromkeys(text for question in batch for text in question.request.choices)
+    ) or [""]
+    tokens = dict(
+        zip(texts, system.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
+    )
     choices = [list(dict.fromkeys(question.request.choices)) for question in batch] or [texts]
     targets = [[[*forced, *tokens[text], eos] for text in own] for own in choices]
-    found, _, routers = target_log_probs(system.model, memory, first, targets, system.ranks, **options)
+    found, _, routers = target_log_probs(
+        system.model, memory, first, targets, system.ranks, **options
+    )
     predictions = []
     for question, own, log_probs in zip(batch, choices, found, strict=False):
         made = {
-            text: Choice(float(sum(one[:-1])), one[-1], len(one) - 1) for text, one in zip(own, log_probs, strict=True)
+            text: Choice(float(sum(one[:-1])), one[-1], len(one) - 1)
+            for text, one in zip(own, log_probs, strict=True)
         }
         predictions.append(Prediction(question.request.id, "", {}, made, question.truncated))
     return predictions, routers
 
 
 def _counts(stats: RouterStats) -> dict[str, Any]:
-    """Returns the counts among statistics as JSON can hold them: unlike sums, they are the same on any ranks."""
-    return {name: value.tolist() for name, value in stats._asdict().items() if not value.is_floating_point()}
+    """Returns the counts among statistics as JSON can hold them: unlike sums, they are the same on
+    any ranks.
+    """
+    return {
+        name: value.tolist()
+        for name, value in stats._asdict().items()
+        if not value.is_floating_point()
+    }

@@ -36,9 +36,11 @@ class Scoring:
     """What decides between choices.
 
     Attributes:
-        include_eos: Whether the end token counts. T5 and T0 count it, lm-evaluation-harness does not.
-        normalize: What the log-probability is divided by: `none`, the number of `tokens` that it is the sum of
-            (T5's `normalize_by_target_length`), or that of `characters` (lm-evaluation-harness's `acc_norm`).
+        include_eos: Whether the end token counts. T5 and T0 count it, lm-evaluation-harness does
+            not.
+        normalize: What the log-probability is divided by: `none`, the number of `tokens` that it is
+            the sum of (T5's `normalize_by_target_length`), or that of `characters`
+            (lm-evaluation-harness's `acc_norm`).
 
     Raises:
         ConfigError: When there is no such normalisation.
@@ -49,12 +51,20 @@ class Scoring:
 
     def __post_init__(self) -> None:
         if self.normalize not in get_args(Normalization):
-            raise ConfigError(f"normalize is {self.normalize!r}; expected one of {', '.join(get_args(Normalization))}.")
+            raise ConfigError(
+                f"normalize is {self.normalize!r}; expected one of {', '.join(get_args(Normalization))}."
+            )
 
     def score(self, text: str, choice: Choice) -> float:
-        """Returns the score of the choice that reads `text`; the highest wins. An empty one counts as of length 1."""
+        """Returns the score of the choice that reads `text`; the highest wins. An empty one counts
+        as of length 1.
+        """
         total = choice.log_prob + choice.eos_log_prob * self.include_eos
-        lengths = {"none": 1, "tokens": choice.num_tokens + self.include_eos, "characters": len(text)}
+        lengths = {
+            "none": 1,
+            "tokens": choice.num_tokens + self.include_eos,
+            "characters": len(text),
+        }
         return total / max(1, lengths[self.normalize])
 
 
@@ -77,10 +87,14 @@ class Memory(NamedTuple):
     def repeated(self, rows: Tensor) -> dict[str, Any]:
         """Returns what a decoding step takes that continues the rows <int64>[R] with a cache.
 
-        The cache holds keys and values of the memory, so that of the hidden states only the shape is read.
+        The cache holds keys and values of the memory, so that of the hidden states only the shape
+        is read.
         """
         hidden = self.output.last_hidden_state[:1].expand(len(rows), -1, -1)
-        return {"encoder_outputs": replace(self.output, last_hidden_state=hidden), "attention_mask": self.mask[rows]}
+        return {
+            "encoder_outputs": replace(self.output, last_hidden_state=hidden),
+            "attention_mask": self.mask[rows],
+        }
 
 
 def target_log_probs(
@@ -91,13 +105,15 @@ def target_log_probs(
     ranks: Ranks = ALONE,
     **options: Any,
 ) -> tuple[list[list[list[float]]], list[list[bool]], list[RouterOutput]]:
-    """Returns the log-probability of each token of each target, whether greedy decoding says it, what routers did.
+    """Returns the log-probability of each token of each target, whether greedy decoding says it,
+    what routers did.
 
-    The decoder runs with a cache, as it does in generation: the tokens that all targets begin with go through it once
-    for each input, which also makes the keys and values of cross-attention; they are then repeated for the targets
-    and what is left of these goes through at once. A sparse decoder of this library therefore drops no token, as in
-    generation, and a score depends on no other target; teacher forcing with a capacity factor could drop some.
-    Without a capacity factor both are the same.
+    The decoder runs with a cache, as it does in generation: the tokens that all targets begin with
+    go through it once for each input, which also makes the keys and values of cross-attention; they
+    are then repeated for the targets and what is left of these goes through at once. A sparse
+    decoder of this library therefore drops no token, as in generation, and a score depends on no
+    other target; teacher forcing with a capacity factor could drop some. Without a capacity factor
+    both are the same.
 
     Args:
         model: Any encoder-decoder of transformers' form whose cache is an EncoderDecoderCache.
@@ -127,8 +143,12 @@ def target_log_probs(
 
     past = output.past_key_values
     bytes_per_token = 2 * output.logits.shape[-1] * 4
-    order = sorted((n for n, target in enumerate(every) if len(target) > width), key=lambda n: -len(every[n]))
-    slices = list(_slices([(n, len(every[n]) - width) for n in order], _bytes_per_row(past), bytes_per_token))
+    order = sorted(
+        (n for n, target in enumerate(every) if len(target) > width), key=lambda n: -len(every[n])
+    )
+    slices = list(
+        _slices([(n, len(every[n]) - width) for n in order], _bytes_per_row(past), bytes_per_token)
+    )
     slices += [[]] * (ranks.most(len(slices)) - len(slices))
     for members in slices:  # an empty one only keeps ranks in step
         tails = [every[n][width:] for n in members] or [[start]]
@@ -139,7 +159,8 @@ def target_log_probs(
         output = model(
             **memory.repeated(rows),
             decoder_input_ids=_padded(inputs, start, device),
-            decoder_attention_mask=torch.tensor(mask, device=device) * (real[rows] if members else 0),
+            decoder_attention_mask=torch.tensor(mask, device=device)
+            * (real[rows] if members else 0),
             past_key_values=_rows_of(past, rows),
             use_cache=True,
             **options,
@@ -157,8 +178,11 @@ def target_log_probs(
     )
 
 
-def _picked(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> tuple[list[list[float]], list[list[bool]]]:
-    """Returns what is said of tokens <int64>[R, T] under <float>[N, T, V], by row <int64>[R] or row by row.
+def _picked(
+    logits: Tensor, tokens: Tensor, rows: Tensor | None = None
+) -> tuple[list[list[float]], list[list[bool]]]:
+    """Returns what is said of tokens <int64>[R, T] under <float>[N, T, V], by row <int64>[R] or row
+    by row.
 
     Returns:
         [R][T] log-probabilities, and whether no token is likelier.
@@ -190,11 +214,17 @@ def _rows_of(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
 def _bytes_per_row(cache: EncoderDecoderCache) -> int:
     """Returns how much memory the cache of one row takes."""
     layers = cast(Any, [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers])
-    return sum(x[0].numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+    return sum(
+        x[0].numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values)
+    )
 
 
-def _slices(lengths: list[tuple[int, int]], bytes_per_row: int, bytes_per_token: int) -> Iterator[list[int]]:
-    """Gives the names of rows that fit into memory together; `lengths` has (name, tokens), the longest first."""
+def _slices(
+    lengths: list[tuple[int, int]], bytes_per_row: int, bytes_per_token: int
+) -> Iterator[list[int]]:
+    """Gives the names of rows that fit into memory together; `lengths` has (name, tokens), the
+    longest first.
+    """
     while lengths:
         size = max(1, _SLICE // (bytes_per_row + lengths[0][1] * bytes_per_token))
         yield [name for name, _ in lengths[:size]]

@@ -1,4 +1,6 @@
-"""An evaluation on several ranks: whole batches are dealt out to data ranks, and what they make comes together."""
+"""An evaluation on several ranks: whole batches are dealt out to data ranks, and what they make
+comes together.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -53,19 +55,23 @@ class Ranks(NamedTuple):
     def whole_rounds(self, made: int, total: int) -> int:
         """Returns how many of the first `made` of `total` batches a later run can keep.
 
-        Ranks in step share the experts' products, whose last bits depend on all batches of a round: they keep whole
-        rounds.
+        Ranks in step share the experts' products, whose last bits depend on all batches of a round:
+        they keep whole rounds.
         """
         size = self.sizes.num_data_ranks if self.in_step else 1
         return made if made == total else made // size * size
 
     def share(self, batches: list[list[T]]) -> list[T]:
-        """Returns this rank's batch of a round, empty when none is left; ranks of one `tp` have the same."""
+        """Returns this rank's batch of a round, empty when none is left; ranks of one `tp` have the
+        same.
+        """
         part = self.world.rank // self.sizes.tp
         return batches[part] if part < len(batches) else []
 
     def most(self, number: int) -> int:
-        """Returns the largest number that any rank in step has; this rank's own when ranks need no step."""
+        """Returns the largest number that any rank in step has; this rank's own when ranks need no
+        step.
+        """
         return max(together(lambda: number)) if self.in_step else number
 
     def collect(self, made: list[T]) -> list[T]:
@@ -87,7 +93,8 @@ def arrange(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Ranks:
         folders: Checkpoints.
 
     Raises:
-        CheckpointError: When a folder holds no model; on one rank, or with both sizes 1, only loading it tells.
+        CheckpointError: When a folder holds no model; on one rank, or with both sizes 1, only
+            loading it tells.
         ConfigError: When the ranks, or the sizes of a model, cannot be divided so.
     """
     sizes = MeshConfig(ep=ep, tp=tp)

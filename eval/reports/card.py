@@ -9,11 +9,20 @@ from eval.reports.markdown import interval, number, table
 
 
 def card(report: dict[str, Any]) -> str:
-    """Returns card.md: the header and the section on results for the README of the report's first model."""
+    """Returns card.md: the header and the section on results for the README of the report's first
+    model.
+    """
     name = next(iter(report["models"]))
-    rows = [(task, row) for task in report["tasks"] for row in task["systems"] if row["name"] == name]
+    rows = [
+        (task, row) for task in report["tasks"] for row in task["systems"] if row["name"] == name
+    ]
     rows = [(task, row) for task, row in rows if row["mode"] in MODES]
-    results = [_result(task, row, score) for task, row in rows for score in row["scores"] if score["value"] is not None]
+    results = [
+        _result(task, row, score)
+        for task, row in rows
+        for score in row["scores"]
+        if score["value"] is not None
+    ]
     header = ModelCardData(model_name=name, eval_results=results).to_yaml() if results else ""
     lines = [*(["---", header, "---", ""] if header else []), "## Results", ""]
     cells = [
@@ -34,16 +43,22 @@ def card(report: dict[str, Any]) -> str:
             value, spread = number(average["value"]), interval(average["low"], average["high"])
             cells.append(["SuperGLUE", "", "average", value, spread, average["mode"], ""])
     lines += table(["task", "split", "metric", "score", "95 % interval", "mode", "examples"], cells)
-    lines += ["", f"Made by `{report['command']}`; intervals are 95 % bootstrap intervals over groups of examples.", ""]
+    lines += [
+        "",
+        f"Made by `{report['command']}`; intervals are 95 % bootstrap intervals over groups of examples.",
+        "",
+    ]
     lines += [f"- {task['task']}: {note}" for task in report["tasks"] for note in task["notes"]]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _result(task: dict[str, Any], row: dict[str, Any], score: dict[str, Any]) -> EvalResult:
-    """Returns a score as the hub's header has it; rows of a folder are not passed off as those of the hub.
+    """Returns a score as the hub's header has it; rows of a folder are not passed off as those of
+    the hub.
 
-    The header puts results of one repository, config and split under the name of the first of them. Tasks therefore
-    differ in one of these, but for a task and its variants, which are told apart by the prompt.
+    The header puts results of one repository, config and split under the name of the first of them.
+    Tasks therefore differ in one of these, but for a task and its variants, which are told apart by
+    the prompt.
     """
     data, limit = task["data"], task["limit"]
     hub = data["folder"] is None and data["repository"] is not None

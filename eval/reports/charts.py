@@ -12,7 +12,9 @@ _BAR, _ROW, _GAP, _HEAD = 14, 21, 12, 18
 
 
 def bar_chart(board: Scoreboard) -> str:
-    """Returns a bar for each of our systems, baseline and published one; whiskers are 95 % intervals."""
+    """Returns a bar for each of our systems, baseline and published one; whiskers are 95 %
+    intervals.
+    """
     parts: list[str] = []
     top = _HEAD
     for line in (line for line in board.lines if line.headline):
@@ -37,7 +39,9 @@ def bar_chart(board: Scoreboard) -> str:
     return _svg(top + 4, title, grid + "".join(parts))
 
 
-def _bars(board: Scoreboard, line: Line) -> list[tuple[str, str, float, float | None, float | None]]:
+def _bars(
+    board: Scoreboard, line: Line
+) -> list[tuple[str, str, float, float | None, float | None]]:
     """Returns the kind, name, value and interval of each bar of a line."""
     bars = []
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
@@ -53,17 +57,22 @@ def _bars(board: Scoreboard, line: Line) -> list[tuple[str, str, float, float | 
     return bars
 
 
-def _bar(top: float, kind: str, name: str, value: float, low: float | None, high: float | None) -> str:
+def _bar(
+    top: float, kind: str, name: str, value: float, low: float | None, high: float | None
+) -> str:
     """Returns one bar with its name, its value and its interval."""
     end = _x(max(0.0, value))
     baseline = top + _BAR - 3
 
-    # The interval lies along the lower edge of the bar, so that the value can stand at the bar's end.
+    # The interval lies along the lower edge of the bar, so that the value can stand at the bar's
+    # end.
     edge = top + _BAR + 1
     whisker = ""
     if low is not None and high is not None:
         ends = "".join(f"M{_x(x):.1f} {edge - 3}v6" for x in (low, high))
-        whisker = f'<path class="whisker" fill="none" d="M{_x(low):.1f} {edge}H{_x(high):.1f}{ends}"/>'
+        whisker = (
+            f'<path class="whisker" fill="none" d="M{_x(low):.1f} {edge}H{_x(high):.1f}{ends}"/>'
+        )
 
     tip = f"{name}: {number(value)}" + (f" ({interval(low, high)})" if low is not None else "")
     return (
@@ -94,7 +103,10 @@ def load_bars(stack: str, load: Sequence[float]) -> str:
     total = sum(load) or 1
     shares = [100 * one / total for one in load]
     return _columns(
-        [(str(i), share, "ours", f"expert {i}: {share:.1f} %") for i, share in enumerate(shares, 1)],
+        [
+            (str(i), share, "ours", f"expert {i}: {share:.1f} %")
+            for i, share in enumerate(shares, 1)
+        ],
         f"Share of the load by expert, {stack}",
     )
 
@@ -112,7 +124,9 @@ def _columns(columns: Sequence[tuple[str, float, str, str]], title: str) -> str:
             f'width="{max(0.5, width - 2):.1f}" height="{tall:.1f}"/></g>'
         )
         if number_ % max(1, step) == 0:
-            parts.append(f'<text class="soft" x="{left + 1:.1f}" y="{height + 35}">{escape(label)}</text>')
+            parts.append(
+                f'<text class="soft" x="{left + 1:.1f}" y="{height + 35}">{escape(label)}</text>'
+            )
     return _svg(height + 40, title, "".join(parts))
 
 

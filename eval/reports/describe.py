@@ -1,4 +1,6 @@
-"""What a report says of one task: scores, classes, worst answers, lengths, and what makes them not comparable."""
+"""What a report says of one task: scores, classes, worst answers, lengths, and what makes them not
+comparable.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,8 @@ def score_row(
     mode: str,
     router: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
-    """Returns one line of the report, the draws of each metric, and <float64>[N] how well each example was answered.
+    """Returns one line of the report, the draws of each metric, and <float64>[N] how well each
+    example was answered.
 
     Args:
         task: Gives metrics and choices.
@@ -53,7 +56,9 @@ def score_row(
 
 
 def count_unparsable(targets: Values, answers: Values) -> int | None:
-    """Returns how many post-processed answers are -1, no valid one; None where targets are no numbers but texts."""
+    """Returns how many post-processed answers are -1, no valid one; None where targets are no
+    numbers but texts.
+    """
     if not all(isinstance(target, int) for target in bare_values(targets)):
         return None
     return sum(answer == -1 for answer in bare_values(answers))
@@ -64,22 +69,36 @@ def is_classification(task: Task) -> bool:
     return bool(task.choices) and not callable(task.choices)
 
 
-def by_class(task: Task, examples: Sequence[Example], outputs: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns for each target of a classification its examples, the right ones, and how often it was answered."""
+def by_class(
+    task: Task, examples: Sequence[Example], outputs: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns for each target of a classification its examples, the right ones, and how often it
+    was answered.
+    """
     if not is_classification(task):
         return []
     totals = Counter(example.targets for example in examples)
-    right = Counter(e.targets for e, output in zip(examples, outputs, strict=True) if e.targets == output)
+    right = Counter(
+        e.targets for e, output in zip(examples, outputs, strict=True) if e.targets == output
+    )
     answered = Counter(outputs)
     return [
-        {"target": target, "right": right[target], "total": totals[target], "answered": answered[target]}
+        {
+            "target": target,
+            "right": right[target],
+            "total": totals[target],
+            "answered": answered[target],
+        }
         for target in sorted(totals | Counter({choice: 0 for choice in examples[0].choices}))
         if totals[target] or answered[target]
     ]
 
 
-def worst(examples: Sequence[Example], outputs: Sequence[str], each: NDArray[np.float64]) -> list[dict[str, Any]]:
-    """Returns the examples of the lowest score below full marks; where many have the lowest, some evenly among them.
+def worst(
+    examples: Sequence[Example], outputs: Sequence[str], each: NDArray[np.float64]
+) -> list[dict[str, Any]]:
+    """Returns the examples of the lowest score below full marks; where many have the lowest, some
+    evenly among them.
 
     Args:
         examples: That were asked.
@@ -103,7 +122,8 @@ def worst(examples: Sequence[Example], outputs: Sequence[str], each: NDArray[np.
 
 
 def input_lengths(examples: Sequence[Example], tokenizer: Any, most: int) -> dict[str, Any]:
-    """Returns how the lengths of inputs in tokens, end included, are distributed, and how many were cut.
+    """Returns how the lengths of inputs in tokens, end included, are distributed, and how many were
+    cut.
 
     Args:
         examples: Whose inputs.
@@ -111,7 +131,9 @@ def input_lengths(examples: Sequence[Example], tokenizer: Any, most: int) -> dic
         most: Tokens that the model sees of an input; the tokenizer's own limit may be lower.
     """
     most = min(most, tokenizer.model_max_length)
-    encoded = tokenizer([example.inputs for example in examples], truncation=False, verbose=False)["input_ids"]
+    encoded = tokenizer([example.inputs for example in examples], truncation=False, verbose=False)[
+        "input_ids"
+    ]
     lengths = np.asarray([len(ids) for ids in encoded])
     top = int(lengths.max())
     width = max(1, -(-(top + 1) // _BINS))
@@ -123,7 +145,8 @@ def input_lengths(examples: Sequence[Example], tokenizer: Any, most: int) -> dic
         "limit": most,
         "num_cut": int((lengths > most).sum()),
         "histogram": [
-            {"from": i * width, "to": (i + 1) * width - 1, "count": int(count)} for i, count in enumerate(counts)
+            {"from": i * width, "to": (i + 1) * width - 1, "count": int(count)}
+            for i, count in enumerate(counts)
         ],
     }
 
@@ -152,8 +175,12 @@ def notes_of(entry: dict[str, Any], models: Mapping[str, dict[str, Any]]) -> lis
         )
     known = [score["metric"] for row in entry["systems"] for score in row["scores"]]
     names = (entry["task"], entry["variant_of"] or "")
-    if entry["prompt_source"] != "T5" and any(published(name, metric) for name in names for metric in known):
-        notes.append(f"The prompt is of {entry['prompt_source']}; published results may stand on another one.")
+    if entry["prompt_source"] != "T5" and any(
+        published(name, metric) for name in names for metric in known
+    ):
+        notes.append(
+            f"The prompt is of {entry['prompt_source']}; published results may stand on another one."
+        )
     if entry["inputs"] and (num_cut := entry["inputs"]["num_cut"]):
         notes.append(f"{num_cut:,} inputs were cut to {entry['inputs']['limit']:,} tokens.")
     for name, model in models.items():
@@ -172,11 +199,13 @@ def headline(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_score(task: str, scores: Sequence[Any]) -> Any:
-    """Returns a task's part in an average: its first metric, in cb, multirc and record the mean of its two.
+    """Returns a task's part in an average: its first metric, in cb, multirc and record the mean of
+    its two.
 
     Args:
         task: Its name.
-        scores: Of its metrics in their order; numbers, None for what is not defined, or <float64>[R] draws of them.
+        scores: Of its metrics in their order; numbers, None for what is not defined, or
+            <float64>[R] draws of them.
     """
     values = [np.asarray(np.nan if score is None else score) for score in scores]
     part = np.mean(values[:2] if task in _TWO_METRICS else values[:1], axis=0)

@@ -7,7 +7,11 @@ SHOWN_CHARACTERS = 300
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table."""
-    lines = [header, ["---"] * len(header), *([text.replace("|", "\\|") for text in row] for row in rows)]
+    lines = [
+        header,
+        ["---"] * len(header),
+        *([text.replace("|", "\\|") for text in row] for row in rows),
+    ]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
@@ -17,7 +21,9 @@ def cell(text: str, length: int = SHOWN_CHARACTERS) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """Returns at most about `length` characters: two thirds of them from the start, the others from the end."""
+    """Returns at most about `length` characters: two thirds of them from the start, the others from
+    the end.
+    """
     if len(text) <= length:
         return text
     head = 2 * length // 3

@@ -1,4 +1,6 @@
-"""report.html: one page, with nothing outside it, that shows an evaluation beside what was published."""
+"""report.html: one page, with nothing outside it, that shows an evaluation beside what was
+published.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -67,7 +69,8 @@ def page(report: dict[str, Any], board: Scoreboard) -> str:
 def _failures(failed: list[dict[str, str]]) -> str:
     """Returns what failed, first of all."""
     return "".join(
-        f'<p class="failed"><b>{escape(one["task"])} failed.</b> {escape(one["message"])}</p>' for one in failed
+        f'<p class="failed"><b>{escape(one["task"])} failed.</b> {escape(one["message"])}</p>'
+        for one in failed
     )
 
 
@@ -78,7 +81,11 @@ def _setting(report: dict[str, Any]) -> str:
         for name, model in report["models"].items()
     )
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    earlier = f'<p class="warn">{_inline(describe_earlier(report["earlier"]))}</p>' if report["earlier"] else ""
+    earlier = (
+        f'<p class="warn">{_inline(describe_earlier(report["earlier"]))}</p>'
+        if report["earlier"]
+        else ""
+    )
     return (
         f"<p>Made by <code>{escape(report['command'])}</code></p><ul>{models}</ul>"
         f'<p class="read">{escape(versions)}; {escape(report["device"])}.</p>{earlier}'
@@ -89,16 +96,29 @@ def _scores(board: Scoreboard) -> str:
     """Returns the table of all scores, the chart, and the way to each task."""
     if not board.lines:
         return _section("Scores", "<p>There are no scores.</p>")
-    header = ["task", "metric", *(f"{name}, {mode}" for name, mode in board.systems), *board.published]
+    header = [
+        "task",
+        "metric",
+        *(f"{name}, {mode}" for name, mode in board.systems),
+        *board.published,
+    ]
     before = ["", *(line.task for line in board.lines)]
-    rows = [_line(line, again=line.task == last) for line, last in zip(board.lines, before, strict=False)]
+    rows = [
+        _line(line, again=line.task == last)
+        for line, last in zip(board.lines, before, strict=False)
+    ]
     legend = "".join(f"<li>{escape(sentence)}</li>" for sentence in board.legend)
     tasks = [line.task for line in board.lines if line.metric != "average"]
     hint = " Point at a published score to see its source." if board.published else ""
-    links = "".join(f'<a href="#{escape(task)}">{escape(task)}</a>' for task in dict.fromkeys(tasks))
+    links = "".join(
+        f'<a href="#{escape(task)}">{escape(task)}</a>' for task in dict.fromkeys(tasks)
+    )
     return _section(
         "Scores",
-        _read("In small letters the split, and 95 % bootstrap intervals over groups of examples." + hint)
+        _read(
+            "In small letters the split, and 95 % bootstrap intervals over groups of examples."
+            + hint
+        )
         + _table(header, rows, numbers=range(2, len(header)), kind="board")
         + f'<ul class="soft">{legend}</ul><figure>{bar_chart(board)}</figure>'
         + (f"<nav>{links}</nav>" if len(set(tasks)) > 1 else ""),
@@ -107,7 +127,11 @@ def _scores(board: Scoreboard) -> str:
 
 def _line(line: Line, *, again: bool) -> list[str]:
     """Returns the cells of one metric; `again` when it is not the first of its task."""
-    task = "" if again else f"<b>{escape(line.task)}</b>{line.marks}<small>{escape(line.split)}</small>"
+    task = (
+        ""
+        if again
+        else f"<b>{escape(line.task)}</b>{line.marks}<small>{escape(line.split)}</small>"
+    )
     cells = [task, escape(line.metric)]
     for score in line.ours:
         cells.append(_score(score) if score else "")
@@ -143,7 +167,16 @@ def _task(task: dict[str, Any]) -> str:
         for row in task["systems"]
         for score in row["scores"]
     ]
-    header = ["system", "mode", "metric", "score", "95 % interval", "standard error", "unparsable", "empty"]
+    header = [
+        "system",
+        "mode",
+        "metric",
+        "score",
+        "95 % interval",
+        "standard error",
+        "unparsable",
+        "empty",
+    ]
     parts = [
         f"<p>{_inline(task['description'])}</p>",
         _read(describe_data(task)),
@@ -165,12 +198,17 @@ def _routers(task: dict[str, Any]) -> str:
         return ""
     first = next(row for row in task["systems"] if row["router"])
     loads = "".join(
-        f"<figure>{load_bars(stack, found['expert_load'])}</figure>" for stack, found in first["router"].items()
+        f"<figure>{load_bars(stack, found['expert_load'])}</figure>"
+        for stack, found in first["router"].items()
     )
     return (
         "<h3>Routers</h3>"
-        + _read("A dropped token reached no expert. Load CV is the standard deviation of the load over its mean.")
-        + _table(ROUTER_HEADER, [[escape(text) for text in row] for row in rows], numbers=range(3, 7))
+        + _read(
+            "A dropped token reached no expert. Load CV is the standard deviation of the load over its mean."
+        )
+        + _table(
+            ROUTER_HEADER, [[escape(text) for text in row] for row in rows], numbers=range(3, 7)
+        )
         + f"<details><summary>Load of experts: {escape(first['name'])} by {first['mode']}</summary>{loads}</details>"
     )
 
@@ -191,7 +229,9 @@ def _classes(task: dict[str, Any]) -> str:
         return ""
     cells = []
     for row in task["by_class"]:
-        cells.append([escape(row["target"]), *(f"{row[name]:,}" for name in ("right", "total", "answered"))])
+        cells.append(
+            [escape(row["target"]), *(f"{row[name]:,}" for name in ("right", "total", "answered"))]
+        )
     table = _table(["target", "right", "examples", "answered"], cells, numbers=range(1, 4))
     return f"<h3>By class ({escape(first_system(task))})</h3>{table}"
 
@@ -207,7 +247,9 @@ def _worst(task: dict[str, Any]) -> str:
         + [number(row["score"])]
         for row in rows
     ]
-    body = _table(["id", "inputs", "target", "output", "score"], cells, numbers=[4], texts=[1, 2, 3])
+    body = _table(
+        ["id", "inputs", "target", "output", "score"], cells, numbers=[4], texts=[1, 2, 3]
+    )
     summary = f"{len(rows)} example{'s' if len(rows) > 1 else ''}"
     title = f"Worst answers ({escape(first_system(task))})"
     return f"<h3>{title}</h3><details><summary>{summary}</summary>{body}</details>"
@@ -247,7 +289,10 @@ def _table(
     kinds = {**dict.fromkeys(texts, ' class="text"'), **dict.fromkeys(numbers, ' class="number"')}
     head = "".join(f"<th{kinds.get(i, '')}>{escape(text)}</th>" for i, text in enumerate(header))
     body = "".join(
-        "<tr>" + "".join(f"<td{kinds.get(i, '')}>{text}</td>" for i, text in enumerate(row)) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(f"<td{kinds.get(i, '')}>{text}</td>" for i, text in enumerate(row))
+        + "</tr>"
+        for row in rows
     )
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll"><table class="{kind}">{table}</table></div>'

@@ -1,7 +1,8 @@
 """Published results, each with its table and split, to stand beside one's own.
 
-Source: ST-MoE (arXiv:2202.08906) tables 10 and 12; Switch Transformer (arXiv:2101.03961) table 5, whose SQuAD and
-closed-book numbers are exact matches and whose XSum is ROUGE-2. All are of models fine-tuned on the task.
+Source: ST-MoE (arXiv:2202.08906) tables 10 and 12; Switch Transformer (arXiv:2101.03961) table 5,
+whose SQuAD and closed-book numbers are exact matches and whose XSum is ROUGE-2. All are of models
+fine-tuned on the task.
 """
 
 from typing import NamedTuple
@@ -69,7 +70,14 @@ _TABLE_12 = (
     ("squad_v2", "f1", "F1", "validation", 96.2, 96.3),
     ("squad_v2", "em", "acc", "validation", 91.3, 90.8),
     ("superglue", "average", "avg", "test", 90.9, 91.2),
-    ("superglue", "average", "avg", "validation", None, 93.2),  # printed beside 91.2; of two, the last is shown
+    (
+        "superglue",
+        "average",
+        "avg",
+        "validation",
+        None,
+        93.2,
+    ),  # printed beside 91.2; of two, the last is shown
     ("boolq", "accuracy", "acc", "test", 92.0, 92.4),
     ("copa", "accuracy", "acc", "test", 98.2, 99.2),
     ("rte", "accuracy", "acc", "test", 94.1, 93.5),
@@ -89,7 +97,8 @@ _TABLE_12 = (
     ("web_questions", "em", "em", "test", 42.8, 47.4),
 )
 
-# task, metric here, metric as printed, T5-Base, Switch-Base, T5-Large, Switch-Large; all on validation.
+# task, metric here, metric as printed, T5-Base, Switch-Base, T5-Large, Switch-Large; all on
+# validation.
 _SWITCH_TABLE_5 = (
     ("squad", "em", "EM", 85.5, 87.2, 88.1, 88.6),
     ("superglue", "average", "avg", 75.1, 79.5, 82.7, 84.7),
@@ -105,7 +114,9 @@ _SWITCH_TABLE_5 = (
 
 
 def published(task: str, metric: str) -> list[Published]:
-    """Returns what was published of a task's metric, in the order of SYSTEMS; nothing for most metrics."""
+    """Returns what was published of a task's metric, in the order of SYSTEMS; nothing for most
+    metrics.
+    """
     found = []
     for name, own, printed, dense, sparse in _TABLE_10:
         if (name, own) == (task, metric):
@@ -118,6 +129,10 @@ def published(task: str, metric: str) -> list[Published]:
                     found.append(Published(system, value, printed, split, "ST-MoE, table 12"))
     for name, own, printed, *values in _SWITCH_TABLE_5:
         if (name, own) == (task, metric):
-            for system, value in zip(("T5-Base", "Switch-Base", "T5-Large", "Switch-Large"), values, strict=True):
-                found.append(Published(system, value, printed, "validation", "Switch Transformer, table 5"))
+            for system, value in zip(
+                ("T5-Base", "Switch-Base", "T5-Large", "Switch-Large"), values, strict=True
+            ):
+                found.append(
+                    Published(system, value, printed, "validation", "Switch Transformer, table 5")
+                )
     return sorted(found, key=lambda one: SYSTEMS.index(one.system))

@@ -1,4 +1,6 @@
-"""The reports of an evaluation: report.json for programs, report.md and report.html for people, card.md for a card."""
+"""The reports of an evaluation: report.json for programs, report.md and report.html for people,
+card.md for a card.
+"""
 
 import json
 import math
@@ -31,7 +33,16 @@ from moe import CheckpointError, STMoEConfig
 from moe.checks import is_kind
 from moe.parsing import read_json, to_record
 
-_LIBRARIES = ("stmoe", "torch", "transformers", "datasets", "numpy", "scipy", "scikit-learn", "rouge-score")
+_LIBRARIES = (
+    "stmoe",
+    "torch",
+    "transformers",
+    "datasets",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "rouge-score",
+)
 
 
 def describe_place() -> dict[str, Any]:
@@ -43,11 +54,16 @@ def describe_place() -> dict[str, Any]:
         except PackageNotFoundError:  # run from a source tree that is not installed
             continue
     on_gpu = torch.cuda.is_available()
-    return {"versions": versions, "device": torch.cuda.get_device_name() if on_gpu else f"cpu ({platform.machine()})"}
+    return {
+        "versions": versions,
+        "device": torch.cuda.get_device_name() if on_gpu else f"cpu ({platform.machine()})",
+    }
 
 
 def describe_model(folder: Path, system: Seq2Seq) -> dict[str, Any]:
-    """Returns what the report says of a checkpoint; `chosen_by` is None unless its run kept its best one there."""
+    """Returns what the report says of a checkpoint; `chosen_by` is None unless its run kept its
+    best one there.
+    """
     config = system.model.config
     known = isinstance(config, STMoEConfig)
     return {
@@ -55,20 +71,29 @@ def describe_model(folder: Path, system: Seq2Seq) -> dict[str, Any]:
         "fingerprint": system.fingerprint,
         "class": type(system.model).__name__,
         "parameters": config.num_parameters() if known else system.model.num_parameters(),
-        "active_parameters": config.num_active_parameters() if known else system.model.num_parameters(),
+        "active_parameters": config.num_active_parameters()
+        if known
+        else system.model.num_parameters(),
         "chosen_by": _chosen_by(folder),
-        "last_of_run": folder.name == "model" and (folder.absolute().parent / "recipe.yaml").is_file(),
+        "last_of_run": folder.name == "model"
+        and (folder.absolute().parent / "recipe.yaml").is_file(),
     }
 
 
 def _chosen_by(folder: Path) -> dict[str, Any] | None:
-    """Returns by which dev scores a fine-tuning chose this checkpoint: it keeps the best in best/model."""
+    """Returns by which dev scores a fine-tuning chose this checkpoint: it keeps the best in
+    best/model.
+    """
     path = folder.absolute().parent / "scores.json"
     if not path.is_file():
         return None
-    advice = "Restore it, or remove it: the report then says nothing of how the checkpoint was chosen."
+    advice = (
+        "Restore it, or remove it: the report then says nothing of how the checkpoint was chosen."
+    )
     content = read_json(path, advice=advice, error=CheckpointError, nan=True)
-    scores = to_record(dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError)
+    scores = to_record(
+        dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError
+    )
     if not is_kind(scores.get("step", 0), int):
         raise CheckpointError(f"{path}: step is {scores['step']}; expected an integer. {advice}")
     tasks = list(dict.fromkeys(name.split("/")[0] for name in scores if "/" in name))
@@ -81,7 +106,9 @@ def write_reports(report: dict[str, Any], out: Path) -> None:
     """Writes report.json, report.md, report.html and card.md to `out`, each whole or not at all."""
     report = _plain(report)
     board = scoreboard(report)
-    write_whole(out / REPORT, seal(json.dumps(_finite(report), indent=1, ensure_ascii=False)) + "\n")
+    write_whole(
+        out / REPORT, seal(json.dumps(_finite(report), indent=1, ensure_ascii=False)) + "\n"
+    )
     write_whole(out / "report.md", markdown(report, board))
     write_whole(out / "report.html", page(report, board))
     write_whole(out / "card.md", card(report))
@@ -110,7 +137,9 @@ def markdown(report: dict[str, Any], board: Scoreboard) -> str:
     parts = ["# Evaluation", "", f"Made by `{report['command']}`", ""]
     for name, model in report["models"].items():
         parts.append(f"- `{name}`: {describe_checkpoint(model)}")
-    parts.append("- " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()))
+    parts.append(
+        "- " + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    )
     parts += [f"- device: {report['device']}", ""]
     if report["earlier"]:
         parts += [describe_earlier(report["earlier"]), ""]
@@ -134,10 +163,17 @@ def _scores(board: Scoreboard) -> list[str]:
             for score in line.ours
         ]
         row += [
-            f"{number(one.value)}{'' if one.split == line.split else DIFFERS}" if one else "" for one in line.published
+            f"{number(one.value)}{'' if one.split == line.split else DIFFERS}" if one else ""
+            for one in line.published
         ]
         rows.append(row)
-    header = ["task", "metric", "split", *(f"{name}, {mode}" for name, mode in board.systems), *board.published]
+    header = [
+        "task",
+        "metric",
+        "split",
+        *(f"{name}, {mode}" for name, mode in board.systems),
+        *board.published,
+    ]
     return [
         "## Scores",
         "",
@@ -162,7 +198,16 @@ def _task_section(task: dict[str, Any]) -> list[str]:
         *(f"- {sentence}" for sentence in task["notes"]),
         "",
         *table(
-            ["system", "mode", "metric", "score", "95 % interval", "standard error", "unparsable", "empty"],
+            [
+                "system",
+                "mode",
+                "metric",
+                "score",
+                "95 % interval",
+                "standard error",
+                "unparsable",
+                "empty",
+            ],
             [
                 [
                     row["name"],
@@ -187,11 +232,15 @@ def _task_section(task: dict[str, Any]) -> list[str]:
     lines += ["### Lengths of inputs", "", describe_lengths(task), ""]
     if task["by_class"]:
         header = ["target", "right", "examples", "answered"]
-        rows = [[str(row[name]) for name in ("target", "right", "total", "answered")] for row in task["by_class"]]
+        rows = [
+            [str(row[name]) for name in ("target", "right", "total", "answered")]
+            for row in task["by_class"]
+        ]
         lines += [f"### By class ({first_system(task)})", "", *table(header, rows), ""]
     if task["worst"]:
         rows = [
-            [cell(row[name]) for name in ("id", "inputs", "target", "output")] + [number(row["score"])]
+            [cell(row[name]) for name in ("id", "inputs", "target", "output")]
+            + [number(row["score"])]
             for row in task["worst"]
         ]
         lines += [f"### Worst answers ({first_system(task)})", ""]

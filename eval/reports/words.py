@@ -18,12 +18,16 @@ def describe_checkpoint(model: dict[str, Any]) -> str:
         rule = "the last of its run"
     if chosen:
         rule = f"chosen by the {chosen['rule']} of {', '.join(chosen['tasks'])} (step {chosen.get('step', '?')})"
-    return f"{model['folder']} ({model['class']}, {size}; fingerprint {model['fingerprint']}; {rule})"
+    return (
+        f"{model['folder']} ({model['class']}, {size}; fingerprint {model['fingerprint']}; {rule})"
+    )
 
 
 def describe_earlier(name: str) -> str:
     """Returns a sentence on the copy of an earlier report."""
-    return f"An earlier report of this folder has results that this one lacks: it is kept as `{name}`."
+    return (
+        f"An earlier report of this folder has results that this one lacks: it is kept as `{name}`."
+    )
 
 
 def describe_data(task: dict[str, Any]) -> str:
@@ -42,7 +46,9 @@ def describe_data(task: dict[str, Any]) -> str:
 
 
 def compare_models(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns a sentence for each further model: whether its interval overlaps that of the first in the same mode."""
+    """Returns a sentence for each further model: whether its interval overlaps that of the first in
+    the same mode.
+    """
     sentences = []
     for mode in MODES:
         of_mode = [row for row in rows if row["mode"] == mode]
@@ -51,7 +57,11 @@ def compare_models(rows: list[dict[str, Any]]) -> list[str]:
             if ours["low"] is None or theirs["low"] is None:
                 continue
             overlap = ours["low"] <= theirs["high"] and theirs["low"] <= ours["high"]
-            relation = "overlap; `python -m eval compare` tests them in pairs" if overlap else "do not overlap"
+            relation = (
+                "overlap; `python -m eval compare` tests them in pairs"
+                if overlap
+                else "do not overlap"
+            )
             sentences.append(
                 f"{mode}: `{first['name']}` is {ours['value'] - theirs['value']:+.1f} points from `{other['name']}`; "
                 f"their 95 % intervals {relation}."
@@ -60,7 +70,9 @@ def compare_models(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def first_system(task: dict[str, Any]) -> str:
-    """Returns which system's answers the classes, the worst answers and the lengths of a task are of."""
+    """Returns which system's answers the classes, the worst answers and the lengths of a task are
+    of.
+    """
     row = task["systems"][0]
     return f"{row['name']} by {row['mode']}"
 

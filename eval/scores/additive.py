@@ -1,4 +1,6 @@
-"""Scores that are a function of sums over examples, so that a thousand resamples of them cost next to nothing."""
+"""Scores that are a function of sums over examples, so that a thousand resamples of them cost next
+to nothing.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -53,7 +55,10 @@ def matthews(labels: Sequence[int]) -> Additive:
         return np.concatenate([right, wanted, given], axis=-1).astype(np.float64)
 
     def of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        right, (wanted, given) = sums[..., 0], rearrange(sums[..., 1:], "... (kind label) -> kind ... label", kind=2)
+        right, (wanted, given) = (
+            sums[..., 0],
+            rearrange(sums[..., 1:], "... (kind label) -> kind ... label", kind=2),
+        )
         total = wanted.sum(axis=-1)
         spread = (total**2 - (wanted**2).sum(axis=-1)) * (total**2 - (given**2).sum(axis=-1))
         covariance = right * total - (wanted * given).sum(axis=-1)
@@ -63,11 +68,15 @@ def matthews(labels: Sequence[int]) -> Additive:
 
 
 def mean_parts(each: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the parts <float64>[N, 2] of the mean of scores <float64>[N], of which NaN does not count."""
+    """Returns the parts <float64>[N, 2] of the mean of scores <float64>[N], of which NaN does not
+    count.
+    """
     counted = ~np.isnan(each)
     return np.stack([np.where(counted, each, 0.0), counted], axis=-1)
 
 
 def mean_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the means <float64>[...] of sums <float64>[..., 2] of parts; NaN where nothing counts."""
+    """Returns the means <float64>[...] of sums <float64>[..., 2] of parts; NaN where nothing
+    counts.
+    """
     return np.where(sums[..., 1] > 0, sums[..., 0] / np.maximum(sums[..., 1], 1), np.nan)

@@ -1,4 +1,6 @@
-"""Scores with their uncertainty: whole groups of examples are drawn again, and every metric is taken of each draw."""
+"""Scores with their uncertainty: whole groups of examples are drawn again, and every metric is
+taken of each draw.
+"""
 
 import math
 import warnings
@@ -24,7 +26,8 @@ class Score(NamedTuple):
 
     Attributes:
         value: In the metric's unit; None when no example counts.
-        stderr: Standard deviation of the score over draws of groups; None with fewer than two groups.
+        stderr: Standard deviation of the score over draws of groups; None with fewer than two
+            groups.
         low: The 2.5th percentile of these draws.
         high: The 97.5th.
         note: What to know before believing the interval; empty for nothing.
@@ -38,7 +41,9 @@ class Score(NamedTuple):
 
 
 def rows_by_group(groups: Sequence[str]) -> list[NDArray[np.int64]]:
-    """Returns for each group, in the order of their names, the numbers <int64>[n] of its examples, in their order."""
+    """Returns for each group, in the order of their names, the numbers <int64>[n] of its examples,
+    in their order.
+    """
     _, member = np.unique(np.asarray(groups, dtype=object).astype(str), return_inverse=True)
     order = np.argsort(member, kind="stable")
     return np.split(order, np.cumsum(np.bincount(member))[:-1]) if len(order) else []
@@ -51,7 +56,8 @@ class Judged(NamedTuple):
         metrics: Of the task.
         targets: N post-processed targets.
         answers: N post-processed answers.
-        each: By metric, <float64>[N] scores of examples, NaN where one does not count; only of metrics that are means.
+        each: By metric, <float64>[N] scores of examples, NaN where one does not count; only of
+            metrics that are means.
     """
 
     metrics: Sequence[Metric]
@@ -61,7 +67,9 @@ class Judged(NamedTuple):
 
     @property
     def examples(self) -> NDArray[np.float64]:
-        """<float64>[N] how well each example was answered: by the first metric if it is a mean, else right or wrong."""
+        """<float64>[N] how well each example was answered: by the first metric if it is a mean,
+        else right or wrong.
+        """
         headline = self.metrics[0].name
         if headline in self.each:
             return self.each[headline]
@@ -69,10 +77,14 @@ class Judged(NamedTuple):
 
     def only(self, metric: Metric) -> "Judged":
         """Returns the same for one of the metrics."""
-        return self._replace(metrics=(metric,), each={n: each for n, each in self.each.items() if n == metric.name})
+        return self._replace(
+            metrics=(metric,), each={n: each for n, each in self.each.items() if n == metric.name}
+        )
 
     def parts(self, metric: Metric) -> tuple[NDArray[np.float64], OfSums] | None:
-        """Returns what each example adds to sums <float64>[N, P], and the metric of the sums; None if it has none."""
+        """Returns what each example adds to sums <float64>[N, P], and the metric of the sums; None
+        if it has none.
+        """
         if metric.name in self.each:
             return mean_parts(self.each[metric.name]), mean_of_sums
         if metric.additive is not None:
@@ -88,15 +100,17 @@ class Judged(NamedTuple):
 
 def judge(metrics: Sequence[Metric], targets: Values, answers: Values) -> Judged:
     """Returns answers beside their targets, each judged once by every metric that is a mean."""
-    each = {metric.name: metric.each(targets, answers) for metric in metrics if metric.each is not None}
+    each = {
+        metric.name: metric.each(targets, answers) for metric in metrics if metric.each is not None
+    }
     return Judged(metrics, targets, answers, each)
 
 
 def statistic_of(judged: Judged, metric: Metric, rows: list[NDArray[np.int64]]) -> Statistic:
     """Returns a metric as a function of drawn groups.
 
-    What sums can tell is taken of sums of groups. Any other metric is taken anew of the drawn examples, those of a
-    group that was drawn twice standing there twice.
+    What sums can tell is taken of sums of groups. Any other metric is taken anew of the drawn
+    examples, those of a group that was drawn twice standing there twice.
     """
     additive = judged.parts(metric)
     if additive is not None:
@@ -124,19 +138,24 @@ def quiet_score(metric: Metric, targets: Values, answers: Values) -> float:
 
 
 def draw_groups(statistic: Statistic, num_groups: int, seed: Sequence[int]) -> NDArray[np.float64]:
-    """Returns <float64>[RESAMPLES] the statistic of as many groups as there are, drawn with replacement.
+    """Returns <float64>[RESAMPLES] the statistic of as many groups as there are, drawn with
+    replacement.
 
-    Statistics of the same groups and seed see the same draws, so that their differences and means are paired. With
-    fewer than two groups there is nothing to draw, and the result is empty.
+    Statistics of the same groups and seed see the same draws, so that their differences and means
+    are paired. With fewer than two groups there is nothing to draw, and the result is empty.
     """
     if num_groups < 2:
         return np.empty(0)
     rng = np.random.default_rng(list(seed))
-    return np.asarray([statistic(rng.integers(num_groups, size=num_groups)) for _ in range(RESAMPLES)])
+    return np.asarray(
+        [statistic(rng.integers(num_groups, size=num_groups)) for _ in range(RESAMPLES)]
+    )
 
 
 def seed_of(name: str, seed: int = 0) -> tuple[int, int]:
-    """Returns the seed of a task's draws: those of different tasks have nothing to do with each other."""
+    """Returns the seed of a task's draws: those of different tasks have nothing to do with each
+    other.
+    """
     return seed, crc32(name.encode())
 
 
@@ -162,8 +181,8 @@ def score_metrics(
 ) -> tuple[dict[str, Score], dict[str, NDArray[np.float64]]]:
     """Returns every metric's score with its interval, and the draws that the intervals are of.
 
-    The interval says how much another choice of groups would have changed the score. Examples of one group are alike
-    and are drawn together.
+    The interval says how much another choice of groups would have changed the score. Examples of
+    one group are alike and are drawn together.
 
     Args:
         judged: N answers.

@@ -1,7 +1,8 @@
 """Metrics in 0..100 of post-processed targets and answers.
 
-Source of all of it: T5 `t5/evaluation/metrics.py` and `qa_utils.py` (google-research/text-to-text-transfer-transformer
-at e081111) unless another is named. Values of MultiRC and ReCoRD are mappings: `value`, and `group` in targets.
+Source of all of it: T5 `t5/evaluation/metrics.py` and `qa_utils.py`
+(google-research/text-to-text-transfer-transformer at e081111) unless another is named. Values of
+MultiRC and ReCoRD are mappings: `value`, and `group` in targets.
 """
 
 import re
@@ -33,8 +34,9 @@ class Metric:
     Attributes:
         name: As in the report.
         score: (targets, answers) to a number in 0..100; correlations may be below 0.
-        each: (targets, answers) to <float64>[N] scores whose mean over those that are not NaN is `score`: examples
-            that do not count, as a repeated query, are NaN. None for a score that is no mean.
+        each: (targets, answers) to <float64>[N] scores whose mean over those that are not NaN is
+            `score`: examples that do not count, as a repeated query, are NaN. None for a score that
+            is no mean.
         additive: The same score of sums, for those that are no mean and have it.
     """
 
@@ -62,7 +64,9 @@ def bare_values(values: Values) -> list[Any]:
 
 def exact_matches(targets: Values, answers: Values) -> NDArray[np.float64]:
     """Returns <float64>[N] 100 where an answer equals its target, 0 elsewhere."""
-    return np.asarray([100.0 * (target == answer) for target, answer in zip(targets, answers, strict=True)])
+    return np.asarray(
+        [100.0 * (target == answer) for target, answer in zip(targets, answers, strict=True)]
+    )
 
 
 ACCURACY = mean_of("accuracy", exact_matches)
@@ -70,7 +74,9 @@ SEQUENCE_ACCURACY = mean_of("sequence_accuracy", exact_matches)
 
 
 def mean_multiclass_f1(num_classes: int) -> Metric:
-    """Returns the mean F1 of the classes 0 .. num_classes - 1; that of a class that never occurs is 0."""
+    """Returns the mean F1 of the classes 0 .. num_classes - 1; that of a class that never occurs is
+    0.
+    """
     labels = range(num_classes)
 
     def score(targets: Values, answers: Values) -> float:
@@ -95,7 +101,9 @@ MACRO_F1 = mean_multiclass_f1(3)
 F1_WITH_INVALID = Metric(
     "f1",
     f1_score_with_invalid,
-    additive=_F1._replace(parts=lambda targets, answers: _F1.parts(targets, _without_invalid(targets, answers))),
+    additive=_F1._replace(
+        parts=lambda targets, answers: _F1.parts(targets, _without_invalid(targets, answers))
+    ),
 )
 MULTIRC_F1A = Metric(
     "f1",
@@ -109,45 +117,61 @@ MULTIRC_F1A = Metric(
 
 
 def _multirc_questions(targets: Values, answers: Values) -> NDArray[np.float64]:
-    """Returns <float64>[N] 100 at the first answer of a question that is all right, 0 of others, NaN elsewhere."""
+    """Returns <float64>[N] 100 at the first answer of a question that is all right, 0 of others,
+    NaN elsewhere.
+    """
     right: dict[Any, bool] = {}
     matches = exact_matches(bare_values(targets), bare_values(answers)) == 100
     for group, match in zip(_groups(targets), matches, strict=True):
         right[group] = right.get(group, True) and bool(match)
-    return np.where(_first_of_group(targets), [100.0 * right[group] for group in _groups(targets)], np.nan)
+    return np.where(
+        _first_of_group(targets), [100.0 * right[group] for group in _groups(targets)], np.nan
+    )
 
 
 MULTIRC_EM = mean_of("exact_match", _multirc_questions)
 
 
 def normalize_squad(text: str) -> str:
-    """Returns the text in lower case without ASCII punctuation and articles, words parted by one space."""
+    """Returns the text in lower case without ASCII punctuation and articles, words parted by one
+    space.
+    """
     return _normalize(text, string.punctuation, "")
 
 
 def normalize_trivia_qa(text: str) -> str:
-    """Returns the text in lower case without articles, punctuation (curly quotes too) turned to spaces."""
+    """Returns the text in lower case without articles, punctuation (curly quotes too) turned to
+    spaces.
+    """
     return _normalize(text, string.punctuation + "‘’´`_", " ")  # noqa: RUF001  the quotes are meant
 
 
 def best_match(normalize: Callable[[str], str], score: Callable[[str, str], float]) -> Each:
-    """Returns what scores normalised answers against the best of the lists of answers that the targets are."""
+    """Returns what scores normalised answers against the best of the lists of answers that the
+    targets are.
+    """
 
     def each(targets: Values, answers: Values) -> NDArray[np.float64]:
         best = []
         for target, answer in zip(targets, answers, strict=True):
             given = normalize(answer)
-            best.append(100.0 * max((score(normalize(wanted), given) for wanted in target), default=0.0))
+            best.append(
+                100.0 * max((score(normalize(wanted), given) for wanted in target), default=0.0)
+            )
         return np.asarray(best)
 
     return each
 
 
 def first_of_each_group(each: Each) -> Each:
-    """Returns `each` for targets and answers that are mappings; all but the first of a group are NaN."""
+    """Returns `each` for targets and answers that are mappings; all but the first of a group are
+    NaN.
+    """
 
     def deduplicated(targets: Values, answers: Values) -> NDArray[np.float64]:
-        return np.where(_first_of_group(targets), each(bare_values(targets), bare_values(answers)), np.nan)
+        return np.where(
+            _first_of_group(targets), each(bare_values(targets), bare_values(answers)), np.nan
+        )
 
     return deduplicated
 
@@ -165,8 +189,13 @@ def _overlap(target: str, answer: str) -> float:
 _squad_em = best_match(normalize_squad, lambda target, answer: float(target == answer))
 _squad_f1 = best_match(normalize_squad, _overlap)
 SQUAD_EM, SQUAD_F1 = mean_of("em", _squad_em), mean_of("f1", _squad_f1)
-RECORD_EM, RECORD_F1 = mean_of("em", first_of_each_group(_squad_em)), mean_of("f1", first_of_each_group(_squad_f1))
-TRIVIA_EM = mean_of("em", best_match(normalize_trivia_qa, lambda target, answer: float(target == answer)))
+RECORD_EM, RECORD_F1 = (
+    mean_of("em", first_of_each_group(_squad_em)),
+    mean_of("f1", first_of_each_group(_squad_f1)),
+)
+TRIVIA_EM = mean_of(
+    "em", best_match(normalize_trivia_qa, lambda target, answer: float(target == answer))
+)
 TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, _overlap))
 
 
@@ -178,8 +207,8 @@ def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True
         normalize: Whether answers are compared as SQuAD's.
 
     Source:
-        t5_cbqa `metrics.natural_questions` (google-research/google-research). Differs: NaN, not an error, when no
-        question counts.
+        t5_cbqa `metrics.natural_questions` (google-research/google-research). Differs: NaN, not an
+        error, when no question counts.
     """
 
     def as_set(answers: Collection[str]) -> frozenset[str]:
@@ -187,9 +216,16 @@ def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True
 
     def one(target: Sequence[Collection[str]], answer: Sequence[Collection[str]]) -> float:
         wanted = [as_set(group) for group in target if group]
-        return 100.0 * (as_set(answer[0]) in wanted) if len(wanted) >= non_null_threshold else float("nan")
+        return (
+            100.0 * (as_set(answer[0]) in wanted)
+            if len(wanted) >= non_null_threshold
+            else float("nan")
+        )
 
-    return mean_of("recall", lambda targets, answers: np.asarray(list(map(one, targets, answers)), dtype=np.float64))
+    return mean_of(
+        "recall",
+        lambda targets, answers: np.asarray(list(map(one, targets, answers)), dtype=np.float64),
+    )
 
 
 def rouge(kind: str) -> Metric:
@@ -202,12 +238,19 @@ def rouge(kind: str) -> Metric:
     """
 
     def each(targets: Values, answers: Values) -> NDArray[np.float64]:
-        from rouge_score.rouge_scorer import RougeScorer  # slow to import, and only summaries need it
+        from rouge_score.rouge_scorer import (
+            RougeScorer,
+        )  # slow to import, and only summaries need it
 
         scorer = RougeScorer([kind])
         pairs = zip(targets, answers, strict=True)
-        sentences = [(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n")) for target, answer in pairs]
-        return np.asarray([100.0 * scorer.score(target, answer)[kind].fmeasure for target, answer in sentences])
+        sentences = [
+            (target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
+            for target, answer in pairs
+        ]
+        return np.asarray(
+            [100.0 * scorer.score(target, answer)[kind].fmeasure for target, answer in sentences]
+        )
 
     return mean_of(kind, each)
 
@@ -253,7 +296,9 @@ MATTHEWS = replace(correlation("matthews_corrcoef", _matthews), additive=matthew
 
 
 def _equal_pairs(targets: Values, answers: Values) -> NDArray[np.float64]:
-    """Returns <float64>[N] 100 where answers 2i and 2i + 1 are equal, 0 where not, at 2i; NaN elsewhere."""
+    """Returns <float64>[N] 100 where answers 2i and 2i + 1 are equal, 0 where not, at 2i; NaN
+    elsewhere.
+    """
     scores = np.full(len(answers), np.nan)
     scores[: len(answers) // 2 * 2 : 2] = exact_matches(answers[0:-1:2], answers[1::2])
     return scores
@@ -270,20 +315,28 @@ def superglue_average(scores: Mapping[str, float | Mapping[str, float]]) -> floa
     """Returns the leaderboard's number: the mean of eight tasks, each the mean of its metrics.
 
     Args:
-        scores: By task, as in SUPERGLUE, its score or its two scores by metric; others, as AX-b, do not count.
+        scores: By task, as in SUPERGLUE, its score or its two scores by metric; others, as AX-b, do
+            not count.
 
     Raises:
         ConfigError: When a task is missing.
     """
     missing = [task for task in SUPERGLUE if task not in scores]
     if missing:
-        raise ConfigError(f"The SuperGLUE average needs {', '.join(SUPERGLUE)}; missing: {', '.join(missing)}.")
-    means = [np.mean(list(s.values()) if isinstance(s := scores[task], Mapping) else s) for task in SUPERGLUE]
+        raise ConfigError(
+            f"The SuperGLUE average needs {', '.join(SUPERGLUE)}; missing: {', '.join(missing)}."
+        )
+    means = [
+        np.mean(list(s.values()) if isinstance(s := scores[task], Mapping) else s)
+        for task in SUPERGLUE
+    ]
     return float(np.mean(means))
 
 
 def auc(targets: Values, scores: Sequence[float], weights: Any = None) -> dict[str, float]:
-    """Returns the areas under the ROC and the precision-recall curve, in 0..1, of scores of class 1."""
+    """Returns the areas under the ROC and the precision-recall curve, in 0..1, of scores of class
+    1.
+    """
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     return {
@@ -301,14 +354,15 @@ def rank_classification(
     """Returns metrics of the choices with the best scores, all in 0..100.
 
     Args:
-        targets: Of each choice (row, choice), whether it is right, the weight of its row, and its length in tokens.
+        targets: Of each choice (row, choice), whether it is right, the weight of its row, and its
+            length in tokens.
         scores: Log-probabilities of the choices.
         num_classes: Choices of every row; None when they differ, which leaves accuracy alone.
         normalize_by_target_length: Whether scores are divided by lengths.
 
     Returns:
-        `accuracy`; without rows that have several right choices also `mean_Nclass_f1`, or with two classes `f1`,
-        `auc-roc` and `auc-pr` of class 1.
+        `accuracy`; without rows that have several right choices also `mean_Nclass_f1`, or with two
+        classes `f1`, `auc-roc` and `auc-pr` of class 1.
 
     Raises:
         DataError: When the number of choices is no multiple of `num_classes`.
@@ -324,14 +378,27 @@ def rank_classification(
     ]
     choices.sort(key=lambda choice: choice[:2])
     if num_classes is not None:
-        return _of_classes(np.asarray([choice[2:] for choice in choices], dtype=np.float64).reshape(-1, num_classes, 3))
-    chosen = [max(row, key=lambda choice: choice[2]) for _, row in groupby(choices, key=lambda choice: choice[0])]
-    return {"accuracy": 100 * float(np.average([c[3] for c in chosen], weights=[c[4] for c in chosen]))}
+        return _of_classes(
+            np.asarray([choice[2:] for choice in choices], dtype=np.float64).reshape(
+                -1, num_classes, 3
+            )
+        )
+    chosen = [
+        max(row, key=lambda choice: choice[2])
+        for _, row in groupby(choices, key=lambda choice: choice[0])
+    ]
+    return {
+        "accuracy": 100 * float(np.average([c[3] for c in chosen], weights=[c[4] for c in chosen]))
+    }
 
 
 def _of_classes(choices: NDArray[np.float64]) -> dict[str, float]:
     """Returns the metrics of <float64>[N, C, 3] score, rightness and weight of every choice."""
-    scores, right, weights = choices[..., 0].astype(np.float32), choices[..., 1] == 1, choices[:, 0, 2]
+    scores, right, weights = (
+        choices[..., 0].astype(np.float32),
+        choices[..., 1] == 1,
+        choices[:, 0, 2],
+    )
     picked = scores.argmax(axis=-1)
     hits = right[np.arange(len(right)), picked]
     accuracy = {"accuracy": 100 * float(np.average(hits, weights=weights))}
@@ -364,10 +431,15 @@ def _groups(targets: Values) -> list[Any]:
 def _first_of_group(targets: Values) -> NDArray[np.bool_]:
     """Returns <bool>[N] whether a target is the first of its group."""
     first: dict[Any, int] = {}
-    return np.asarray([first.setdefault(group, n) == n for n, group in enumerate(_groups(targets))], dtype=np.bool_)
+    return np.asarray(
+        [first.setdefault(group, n) == n for n, group in enumerate(_groups(targets))],
+        dtype=np.bool_,
+    )
 
 
 def _normalize(text: str, punctuation: str, replacement: str) -> str:
-    """Returns the text in lower case, its punctuation replaced, without articles, words parted by one space."""
+    """Returns the text in lower case, its punctuation replaced, without articles, words parted by
+    one space.
+    """
     text = "".join(replacement if letter in punctuation else letter for letter in text.lower())
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())

@@ -52,7 +52,9 @@ class Pair(NamedTuple):
     ties: int
 
 
-def compare_answers(metric: Metric, a: Judged, b: Judged, groups: Sequence[str], seed: Sequence[int] = (0,)) -> Pair:
+def compare_answers(
+    metric: Metric, a: Judged, b: Judged, groups: Sequence[str], seed: Sequence[int] = (0,)
+) -> Pair:
     """Returns how two systems differ in a metric.
 
     Args:
@@ -67,7 +69,9 @@ def compare_answers(metric: Metric, a: Judged, b: Judged, groups: Sequence[str],
     value_a, value_b = a.score(metric), b.score(metric)
     draws = draw_groups(lambda drawn: of_a(drawn) - of_b(drawn), len(rows), seed)
     difference = with_interval(value_a - value_b, draws)
-    p_value, exact = (None, False) if difference.value is None else permutation_test(metric, a, b, rows, seed)
+    p_value, exact = (
+        (None, False) if difference.value is None else permutation_test(metric, a, b, rows, seed)
+    )
     gaps = a.only(metric).examples - b.only(metric).examples
     counted = gaps[~np.isnan(gaps)]
     wins, losses = int((counted > _SAME).sum()), int((counted < -_SAME).sum())
@@ -79,10 +83,12 @@ def compare_answers(metric: Metric, a: Judged, b: Judged, groups: Sequence[str],
 def permutation_test(
     metric: Metric, a: Judged, b: Judged, rows: list[NDArray[np.int64]], seed: Sequence[int] = (0,)
 ) -> tuple[float, bool]:
-    """Returns how often chance alone makes a difference as large, two-sided, and whether this is exact.
+    """Returns how often chance alone makes a difference as large, two-sided, and whether this is
+    exact.
 
-    If the systems were alike, which of them gave which answers to a group would be a toss of a coin. All tosses are
-    tried where they are few, else random ones; groups that both answer alike need none.
+    If the systems were alike, which of them gave which answers to a group would be a toss of a
+    coin. All tosses are tried where they are few, else random ones; groups that both answer alike
+    need none.
 
     Args:
         metric: What is compared.
@@ -92,11 +98,14 @@ def permutation_test(
         seed: Of the tosses.
 
     Source:
-        scipy.stats.permutation_test(permutation_type="samples") of the groups; the tests compare the two.
+        scipy.stats.permutation_test(permutation_type="samples") of the groups; the tests compare
+        the two.
     """
     parts_a, parts_b = a.parts(metric), b.parts(metric)
     if parts_a is not None and parts_b is not None:
-        statistic, num_groups = _of_sums(group_sums(parts_a[0], rows), group_sums(parts_b[0], rows), parts_a[1])
+        statistic, num_groups = _of_sums(
+            group_sums(parts_a[0], rows), group_sums(parts_b[0], rows), parts_a[1]
+        )
         num_permutations = PERMUTATIONS
     else:
         statistic, num_groups = _of_scores(metric, a, b, rows)
@@ -118,7 +127,9 @@ _Swapped = Callable[[NDArray[np.bool_]], NDArray[np.float64]]
 """From tosses <bool>[R, K] of the K groups that differ to <float64>[R] differences."""
 
 
-def _of_sums(a: NDArray[np.float64], b: NDArray[np.float64], of_sums: OfSums) -> tuple[_Swapped, int]:
+def _of_sums(
+    a: NDArray[np.float64], b: NDArray[np.float64], of_sums: OfSums
+) -> tuple[_Swapped, int]:
     """Returns the differences of scores of sums, and how many groups differ.
 
     Args:
@@ -135,9 +146,13 @@ def _of_sums(a: NDArray[np.float64], b: NDArray[np.float64], of_sums: OfSums) ->
     return statistic, len(moved)
 
 
-def _of_scores(metric: Metric, a: Judged, b: Judged, rows: list[NDArray[np.int64]]) -> tuple[_Swapped, int]:
+def _of_scores(
+    metric: Metric, a: Judged, b: Judged, rows: list[NDArray[np.int64]]
+) -> tuple[_Swapped, int]:
     """Returns the differences of two scores that are taken anew, and how many groups differ."""
-    differing = [members for members in rows if any(a.answers[row] != b.answers[row] for row in members)]
+    differing = [
+        members for members in rows if any(a.answers[row] != b.answers[row] for row in members)
+    ]
 
     def statistic(tosses: NDArray[np.bool_]) -> NDArray[np.float64]:
         differences = []
@@ -146,12 +161,16 @@ def _of_scores(metric: Metric, a: Judged, b: Judged, rows: list[NDArray[np.int64
             for members in (members for members, swap in zip(differing, toss, strict=True) if swap):
                 for row in members:
                     first[row], second[row] = b.answers[row], a.answers[row]
-            differences.append(quiet_score(metric, a.targets, first) - quiet_score(metric, b.targets, second))
+            differences.append(
+                quiet_score(metric, a.targets, first) - quiet_score(metric, b.targets, second)
+            )
         return np.asarray(differences)
 
     return statistic, len(differing)
 
 
 def _as_large(differences: NDArray[np.float64], observed: float) -> NDArray[np.bool_]:
-    """Returns <bool>[R] where a difference is not below the observed one; one that is not defined counts as large."""
+    """Returns <bool>[R] where a difference is not below the observed one; one that is not defined
+    counts as large.
+    """
     return ~(np.abs(differences) < observed - _SAME)

@@ -1,13 +1,16 @@
-"""One file for each family of tasks; each adds its tasks to `eval.task.TASKS`, which finds the file by itself.
+"""One file for each family of tasks; each adds its tasks to `eval.task.TASKS`, which finds the file
+by itself.
 
 To add a task:
 
-1. Write a file here, or add to that of its family: `TASKS.add(name, Task(...))` with a `HubData` that names the
-   repository, config, counts and columns, and with functions of eval/text/ and eval/scores/metrics.py, or
-   with new ones beside the task. Text of T5 goes to those files, with its source; a prompt that nobody published says
-   `prompt_source="this library"`, and one that varies another task's prompt has `variant_of` and a name with a dot.
-2. Write tests/eval/fixtures/NAME/SPLIT.jsonl for every split: three to five rows of your own in the exact schema of
-   the dataset, with all of its columns. No text of the dataset goes into the repository.
-3. Run `python -m pytest tests/contracts/test_tasks.py tests/eval/test_tasks_end_to_end.py`: they go over the registry.
-   When examples or scores change later, `version` grows.
+1. Write a file here, or add to that of its family: `TASKS.add(name, Task(...))` with a `HubData`
+   that names the repository, config, counts and columns, and with functions of eval/text/ and
+   eval/scores/metrics.py, or with new ones beside the task. Text of T5 goes to those files, with
+   its source; a prompt that nobody published says `prompt_source="this library"`, and one that
+   varies another task's prompt has `variant_of` and a name with a dot.
+2. Write tests/eval/fixtures/NAME/SPLIT.jsonl for every split: three to five rows of your own in the
+   exact schema of the dataset, with all of its columns. No text of the dataset goes into the
+   repository.
+3. Run `python -m pytest tests/contracts/test_tasks.py tests/eval/test_tasks_end_to_end.py`: they go
+   over the registry. When examples or scores change later, `version` grows.
 """

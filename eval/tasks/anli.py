@@ -1,7 +1,7 @@
 """ANLI: natural language inference that people wrote against models, in three rounds.
 
-Neither T5 nor the paper has a prompt for it. The tasks' own is T5's rule for GLUE; the variants are published ones.
-Labels are in the order of MNLI, and not in that of CB.
+Neither T5 nor the paper has a prompt for it. The tasks' own is T5's rule for GLUE; the variants are
+published ones. Labels are in the order of MNLI, and not in that of CB.
 """
 
 from dataclasses import replace
@@ -23,7 +23,8 @@ def flan(row: Row) -> list[dict[str, Any]]:
     """Returns the premise, a question and three answers to Yes, It's impossible to say or No.
 
     Source:
-        FLAN (github.com/google-research/FLAN) flan/tasks.py and the first of the templates in flan/templates.py.
+        FLAN (github.com/google-research/FLAN) flan/tasks.py and the first of the templates in
+        flan/templates.py.
         Differs: no.
     """
     question = f'Based on the paragraph above can we conclude that "{row["hypothesis"]}"?'
@@ -36,7 +37,8 @@ def gpt3(row: Row) -> list[dict[str, Any]]:
     """Returns the premise and a question to True, Neither or False.
 
     Source:
-        lm-evaluation-harness lm_eval/tasks/anli, after GPT-3 (arXiv:2005.14165) appendix G. Differs: no.
+        lm-evaluation-harness lm_eval/tasks/anli, after GPT-3 (arXiv:2005.14165) appendix G.
+        Differs: no.
     """
     inputs = f"{row['premise']}\nQuestion: {row['hypothesis']} True, False, or Neither?\nAnswer:"
     return [{"uid": row["uid"], "inputs": inputs, "targets": TRUE_OR_FALSE[row["label"]]}]
@@ -67,7 +69,9 @@ def _add(round_: int) -> None:
                     "test": f"test_r{round_}",
                 },
             ),
-            preprocess=glue(f"anli_r{round_}", THREE_WAY, ("hypothesis", "premise"), id_field="uid"),
+            preprocess=glue(
+                f"anli_r{round_}", THREE_WAY, ("hypothesis", "premise"), id_field="uid"
+            ),
             postprocess=label_index(THREE_WAY),
             metrics=(ACCURACY,),
             choices=THREE_WAY,

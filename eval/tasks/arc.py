@@ -1,7 +1,8 @@
 """ARC: science questions of American schools for grades 3 to 9, three to five choices each.
 
-Neither T5 nor the paper has a prompt for them. The tasks' own names the choices by letters and asks for the letter;
-the variant is that of UnifiedQA, the model whose ARC scores the paper compares with, which asks for the choice's text.
+Neither T5 nor the paper has a prompt for them. The tasks' own names the choices by letters and asks
+for the letter; the variant is that of UnifiedQA, the model whose ARC scores the paper compares
+with, which asks for the choice's text.
 """
 
 from dataclasses import replace
@@ -18,13 +19,18 @@ _COUNTS = {"easy": (2251, 570, 2376), "challenge": (1119, 299, 1172)}
 
 
 def right_choice(row: Row) -> int:
-    """Returns the number of the right choice; keys are letters or digits, as the labels of the choices are.
+    """Returns the number of the right choice; keys are letters or digits, as the labels of the
+    choices are.
 
     Raises:
         DataError: When the key is no label of a choice, or there are more choices than LETTERS.
     """
     labels = row["choices"]["label"]
-    if row["answerKey"] not in labels or len(labels) != len(row["choices"]["text"]) or len(labels) > len(LETTERS):
+    if (
+        row["answerKey"] not in labels
+        or len(labels) != len(row["choices"]["text"])
+        or len(labels) > len(LETTERS)
+    ):
         raise DataError(
             f"The ARC question {row['id']!r} has answerKey {row['answerKey']!r} and {len(row['choices']['text'])} "
             f"choices labelled {', '.join(labels) or 'nothing'}; expected one of the labels, and at most "
@@ -37,19 +43,34 @@ def by_letter(name: str, row: Row) -> list[dict[str, Any]]:
     """Returns the example whose target is the letter of the right choice."""
     right, texts = right_choice(row), row["choices"]["text"]
     inputs = f"{name} question: {row['question']} choices: {_lettered(texts)}"
-    return [{"id": row["id"], "inputs": inputs, "targets": LETTERS[right], "choices": tuple(LETTERS[: len(texts)])}]
+    return [
+        {
+            "id": row["id"],
+            "inputs": inputs,
+            "targets": LETTERS[right],
+            "choices": tuple(LETTERS[: len(texts)]),
+        }
+    ]
 
 
 def unifiedqa(row: Row) -> list[dict[str, Any]]:
     """Returns the example whose target is the text of the right choice, all in lower case.
 
     Source:
-        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts stand a backslash
-        and an n. Differs: choices keep the order of the row but are lettered anew, since some have digits.
+        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
+        stand a backslash and an n. Differs: choices keep the order of the row but are lettered
+        anew, since some have digits.
     """
     right, texts = right_choice(row), [text.lower() for text in row["choices"]["text"]]
     inputs = f"{row['question']} \\n {_lettered(texts)}".lower()
-    return [{"id": row["id"], "inputs": inputs, "targets": texts[right], "choices": tuple(dict.fromkeys(texts))}]
+    return [
+        {
+            "id": row["id"],
+            "inputs": inputs,
+            "targets": texts[right],
+            "choices": tuple(dict.fromkeys(texts)),
+        }
+    ]
 
 
 def _lettered(texts: list[str]) -> str:
@@ -69,7 +90,12 @@ def _task(level: str) -> Task:
             "allenai/ai2_arc",
             f"ARC-{level.capitalize()}",
             counts=dict(zip(("train", "validation", "test"), _COUNTS[level], strict=True)),
-            columns={"id": str, "question": str, "choices": {"text": [str], "label": [str]}, "answerKey": str},
+            columns={
+                "id": str,
+                "question": str,
+                "choices": {"text": [str], "label": [str]},
+                "answerKey": str,
+            },
         ),
         preprocess=lambda row: by_letter(name, row),
         postprocess=label_index(LETTERS),

@@ -1,8 +1,8 @@
 """Questions that a model answers from memory: WebQuestions, Natural Questions, TriviaQA.
 
-Prompts, targets and scoring are those of T5's closed-book experiments (arXiv:2002.08910). The headline is exact match,
-which the paper prints. Natural Questions are those of nq_open: it has no annotators' sets, so the recall of all answers
-cannot be taken on it.
+Prompts, targets and scoring are those of T5's closed-book experiments (arXiv:2002.08910). The
+headline is exact match, which the paper prints. Natural Questions are those of nq_open: it has no
+annotators' sets, so the recall of all answers cannot be taken on it.
 """
 
 from typing import Any

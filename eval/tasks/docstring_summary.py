@@ -15,7 +15,9 @@ from eval.text.preprocess import summarize
 from moe.data.docstrings import docstrings, package_folder, python_files
 from moe.data.prose import prose_paragraphs
 
-PACKAGED_APART = frozenset({"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle.py", "turtledemo"})
+PACKAGED_APART = frozenset(
+    {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle.py", "turtledemo"}
+)
 """What some distributions leave out of Python: for training only, so that the test split is the same without it."""
 
 _summarize = summarize("body", "summary")
@@ -25,7 +27,9 @@ _SHARES = (("test", 0.20), ("validation", 0.25))
 
 @lru_cache(maxsize=1)
 def _all_rows() -> dict[str, list[Row]]:
-    """Returns the rows of every split; of equal bodies, and of equal summaries, the first alone stays."""
+    """Returns the rows of every split; of equal bodies, and of equal summaries, the first alone
+    stays.
+    """
     folder, seen = package_folder("stdlib"), set()
     splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
     for path in sorted(python_files(folder), key=lambda path: _is_apart(path.relative_to(folder))):
@@ -40,7 +44,9 @@ def _all_rows() -> dict[str, list[Row]]:
 
 
 def _rows_of(path: Path, file: str) -> Iterator[Row]:
-    """Yields the rows of a source file: a summary line, a blank line and a longer body, as PEP 257 asks for."""
+    """Yields the rows of a source file: a summary line, a blank line and a longer body, as PEP 257
+    asks for.
+    """
     for number, docstring in enumerate(docstrings(path), start=1):
         line, _, rest = docstring.partition("\n")
         blank, _, rest = rest.partition("\n")

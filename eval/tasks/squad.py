@@ -1,10 +1,12 @@
-"""SQuAD 1.1 and 2.0: questions about a paragraph of Wikipedia; those of 2.0 may have no answer in it.
+"""SQuAD 1.1 and 2.0: questions about a paragraph of Wikipedia; those of 2.0 may have no answer in
+it.
 
-Prompts and answers are T5's: punctuation is padded with spaces on both sides, and normalisation takes it away again.
-T5 has no task for SQuAD 2.0. Its prompt is kept; a question without an answer has the target `unanswerable`, the word
-of FLAN's prompts, since with an empty target a model that says nothing at all, for whatever reason, would look right on
-half of the questions. Scoring is that of the official script: `unanswerable` is the empty answer, and so is what
-normalisation leaves nothing of; of a question without answers the empty answer is right (exact match and F1 of 100) and
+Prompts and answers are T5's: punctuation is padded with spaces on both sides, and normalisation
+takes it away again. T5 has no task for SQuAD 2.0. Its prompt is kept; a question without an answer
+has the target `unanswerable`, the word of FLAN's prompts, since with an empty target a model that
+says nothing at all, for whatever reason, would look right on half of the questions. Scoring is that
+of the official script: `unanswerable` is the empty answer, and so is what normalisation leaves
+nothing of; of a question without answers the empty answer is right (exact match and F1 of 100) and
 any other is wrong (0).
 """
 
@@ -26,11 +28,15 @@ _COLUMNS = {"id": str, "context": str, "question": str, "answers": {"text": [str
 
 def squad_v2(row: Row) -> list[dict[str, Any]]:
     """Returns T5's example, to its first answer or to UNANSWERABLE."""
-    return [fields if fields["answers"] else fields | {"targets": UNANSWERABLE} for fields in squad(row)]
+    return [
+        fields if fields["answers"] else fields | {"targets": UNANSWERABLE} for fields in squad(row)
+    ]
 
 
 def answer_or_none(text: str, fields: Row, is_target: bool) -> str | list[str]:
-    """Returns the text, empty for UNANSWERABLE; of a target all answers that are not empty, or the empty one."""
+    """Returns the text, empty for UNANSWERABLE; of a target all answers that are not empty, or the
+    empty one.
+    """
     if is_target:
         return [answer for answer in fields["answers"] if normalize_squad(answer)] or [""]
     return "" if text == UNANSWERABLE else text
@@ -38,7 +44,10 @@ def answer_or_none(text: str, fields: Row, is_target: bool) -> str | list[str]:
 
 def _f1(targets: Values, answers: Values) -> NDArray[np.float64]:
     """Returns <float64>[N] SQuAD's F1, which is 100 where no answer is wanted and none is given."""
-    none = [wanted == [""] and not normalize_squad(given) for wanted, given in zip(targets, answers, strict=True)]
+    none = [
+        wanted == [""] and not normalize_squad(given)
+        for wanted, given in zip(targets, answers, strict=True)
+    ]
     assert SQUAD_F1.each is not None  # it is a mean
     return np.where(none, 100.0, SQUAD_F1.each(targets, answers))
 
@@ -79,7 +88,12 @@ def _add(
 _add(
     "squad",
     "A question about a paragraph of Wikipedia, to a span of it (SQuAD 1.1).",
-    HubData("rajpurkar/squad", "plain_text", counts={"train": 87599, "validation": 10570}, columns=_COLUMNS),
+    HubData(
+        "rajpurkar/squad",
+        "plain_text",
+        counts={"train": 87599, "validation": 10570},
+        columns=_COLUMNS,
+    ),
     squad,
     qa,
     SQUAD_F1,
@@ -88,7 +102,12 @@ _add(
 _add(
     "squad_v2",
     f"A question about a paragraph of Wikipedia, to a span of it or to `{UNANSWERABLE}` (SQuAD 2.0).",
-    HubData("rajpurkar/squad_v2", "squad_v2", counts={"train": 130319, "validation": 11873}, columns=_COLUMNS),
+    HubData(
+        "rajpurkar/squad_v2",
+        "squad_v2",
+        counts={"train": 130319, "validation": 11873},
+        columns=_COLUMNS,
+    ),
     squad_v2,
     answer_or_none,
     SQUAD_V2_F1,

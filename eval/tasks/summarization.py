@@ -1,7 +1,7 @@
 """Summaries of news: XSum, one sentence each, and CNN/Daily Mail, a few.
 
-ROUGE is without stemming, with T5's ` . ` rule: a predicted sentence ends at ` . `, since T5's vocabulary has no
-newline. The headline is ROUGE-2, which the paper prints.
+ROUGE is without stemming, with T5's ` . ` rule: a predicted sentence ends at ` . `, since T5's
+vocabulary has no newline. The headline is ROUGE-2, which the paper prints.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,15 @@ from eval.text.postprocess import unchanged
 from eval.text.preprocess import summarize
 
 
-def _add(name: str, description: str, licence: str, source: HubData, text: str, summary: str, **fields: Any) -> None:
+def _add(
+    name: str,
+    description: str,
+    licence: str,
+    source: HubData,
+    text: str,
+    summary: str,
+    **fields: Any,
+) -> None:
     """Adds a task; beams and lengths are T5's for summaries."""
     TASKS.add(
         name,

@@ -1,7 +1,9 @@
-"""SuperGLUE: eight tasks, two diagnostics, and definite pronoun resolution, which T5 trains on beside WSC.
+"""SuperGLUE: eight tasks, two diagnostics, and definite pronoun resolution, which T5 trains on
+beside WSC.
 
-Prompts, targets and scoring are T5's. Labels of the test splits are hidden: scores are those of the validation split,
-as in the paper's Table 10; a submission to the leaderboard is made of the predictions of the test split.
+Prompts, targets and scoring are T5's. Labels of the test splits are hidden: scores are those of the
+validation split, as in the paper's Table 10; a submission to the leaderboard is made of the
+predictions of the test split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +33,11 @@ _MIXED = "mixed: see the card of SuperGLUE"
 
 
 def _data(
-    config: str, counts: Sequence[int], columns: Mapping[str, Any], num_labels: int = 0, repository: str = REPOSITORY
+    config: str,
+    counts: Sequence[int],
+    columns: Mapping[str, Any],
+    num_labels: int = 0,
+    repository: str = REPOSITORY,
 ) -> HubData:
     """Returns a config of SuperGLUE: counts of train, validation and test, or of test alone."""
     splits = ("train", "validation", "test")[-len(counts) :]
@@ -46,7 +52,12 @@ def _data(
 
 
 def _add(
-    name: str, description: str, licence: str, source: HubData, metrics: tuple[Metric, ...], **fields: Any
+    name: str,
+    description: str,
+    licence: str,
+    source: HubData,
+    metrics: tuple[Metric, ...],
+    **fields: Any,
 ) -> None:
     """Adds a task; unless `fields` say otherwise it is a classification in the form of GLUE."""
     defaults: dict[str, Any] = {"name": name, "version": 1, "family": "SuperGLUE", "ids": ("idx",)}
@@ -62,20 +73,34 @@ def _record(row: Row) -> list[dict[str, Any]]:
     """Returns an example an answer; entities are sorted, as in the copy of the data that T5 used."""
     entities = sorted(set(row["entities"]))
     made = preprocess_record({**row, "entities": entities})
-    return [fields | {"idx/answer": number, "entities": entities} for number, fields in enumerate(made)]
+    return [
+        fields | {"idx/answer": number, "entities": entities} for number, fields in enumerate(made)
+    ]
 
 
 def _pair(row: Row) -> list[dict[str, Any]]:
-    """Returns an example of AX-g with the number of its pair: rows 2i and 2i + 1 differ in a pronoun's gender."""
+    """Returns an example of AX-g with the number of its pair: rows 2i and 2i + 1 differ in a
+    pronoun's gender.
+    """
     return [fields | {"pair": fields["idx"] // 2} for fields in glue_task("axg")(row)]
 
 
 def _referent(row: Row) -> list[dict[str, Any]]:
     """Returns an example of definite pronoun resolution with its candidates."""
-    return [fields | {"candidates": row["candidates"]} for fields in definite_pronoun_resolution_simple(row)]
+    return [
+        fields | {"candidates": row["candidates"]}
+        for fields in definite_pronoun_resolution_simple(row)
+    ]
 
 
-_WSC_COLUMNS = {"text": str, "span1_index": int, "span2_index": int, "span1_text": str, "span2_text": str, "idx": int}
+_WSC_COLUMNS = {
+    "text": str,
+    "span1_index": int,
+    "span2_index": int,
+    "span1_text": str,
+    "span2_text": str,
+    "idx": int,
+}
 _MULTIRC_COLUMNS = {
     "paragraph": str,
     "question": str,
@@ -109,7 +134,12 @@ _add(
     "copa",
     "Which of two sentences is the cause, or the effect, of a third: choice1 or choice2.",
     "BSD-2-Clause",
-    _data("copa", (400, 100, 500), {"premise": str, "choice1": str, "choice2": str, "question": str, "idx": int}, 2),
+    _data(
+        "copa",
+        (400, 100, 500),
+        {"premise": str, "choice1": str, "choice2": str, "question": str, "idx": int},
+        2,
+    ),
     (ACCURACY,),
 )
 _add(
@@ -148,7 +178,9 @@ _add(
     "wic",
     "Whether a word means the same in two sentences: True or False.",
     "CC BY-NC 4.0",
-    _data("wic", (5428, 638, 1400), {"word": str, "sentence1": str, "sentence2": str, "idx": int}, 2),
+    _data(
+        "wic", (5428, 638, 1400), {"word": str, "sentence1": str, "sentence2": str, "idx": int}, 2
+    ),
     (ACCURACY,),
 )
 _add(

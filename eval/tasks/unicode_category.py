@@ -1,4 +1,6 @@
-"""Unicode character name -> general category: real labelled data that every Python installation carries."""
+"""Unicode character name -> general category: real labelled data that every Python installation
+carries.
+"""
 
 import hashlib
 import unicodedata
@@ -49,10 +51,17 @@ def _all_rows() -> dict[str, list[Row]]:
             by_category[category].append(code)
     splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
     for category in sorted(by_category):
-        chosen = sorted(by_category[category], key=lambda code: _place(f"{code:06x}"))[:MOST_OF_A_CATEGORY]
+        chosen = sorted(by_category[category], key=lambda code: _place(f"{code:06x}"))[
+            :MOST_OF_A_CATEGORY
+        ]
         for code in sorted(chosen):
             block = f"{code // BLOCK_SIZE * BLOCK_SIZE:06x}"
-            row = {"code": f"U+{code:04X}", "block": block, "name": unicodedata.name(chr(code)), "category": category}
+            row = {
+                "code": f"U+{code:04X}",
+                "block": block,
+                "name": unicodedata.name(chr(code)),
+                "category": category,
+            }
             splits[_split_of(block)].append(row)
     return splits
 
@@ -60,7 +69,14 @@ def _all_rows() -> dict[str, list[Row]]:
 def _preprocess(row: Row) -> list[dict[str, Any]]:
     """Returns the example of one character."""
     inputs = f"unicode category name: {row['name'].lower()}"
-    return [{"code": row["code"], "block": row["block"], "inputs": inputs, "targets": CATEGORIES[row["category"]]}]
+    return [
+        {
+            "code": row["code"],
+            "block": row["block"],
+            "inputs": inputs,
+            "targets": CATEGORIES[row["category"]],
+        }
+    ]
 
 
 def _split_of(block: str) -> str:
@@ -71,7 +87,9 @@ def _split_of(block: str) -> str:
 
 def _place(text: str) -> float:
     """Returns a number in [0, 1) that depends on `text` alone, on every machine."""
-    return int.from_bytes(hashlib.sha256(f"{_SPLIT_SALT}/{text}".encode()).digest()[:6], "big") / 2**48
+    return (
+        int.from_bytes(hashlib.sha256(f"{_SPLIT_SALT}/{text}".encode()).digest()[:6], "big") / 2**48
+    )
 
 
 TASKS.add(

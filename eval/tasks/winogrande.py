@@ -1,8 +1,9 @@
-"""WinoGrande: which of two nouns fills the blank of a sentence. Five sizes of training data and a debiased one.
+"""WinoGrande: which of two nouns fills the blank of a sentence. Five sizes of training data and a
+debiased one.
 
-Neither T5 nor the paper has a prompt for it. The tasks' own is T5's rule for GLUE; the variants of the largest size are
-published ones. GPT-3's partial scoring is none of them: there the choices differ in what the model reads, and `rank`
-compares what it writes.
+Neither T5 nor the paper has a prompt for it. The tasks' own is T5's rule for GLUE; the variants of
+the largest size are published ones. GPT-3's partial scoring is none of them: there the choices
+differ in what the model reads, and `rank` compares what it writes.
 """
 
 from dataclasses import replace
@@ -29,8 +30,8 @@ def unifiedqa(row: Row) -> list[dict[str, Any]]:
     """Returns the sentence and both options to the text of one, all in lower case.
 
     Source:
-        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts stand a backslash
-        and an n. Differs: no.
+        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
+        stand a backslash and an n. Differs: no.
     """
     choices = tuple(row[name].lower() for name in OPTIONS)
     inputs = f"{row['sentence']} \\n (A) {row['option1']} (B) {row['option2']}".lower()
@@ -51,7 +52,8 @@ def flan(row: Row) -> list[dict[str, Any]]:
     """Returns the sentence up to the blank, with two ends, to one of them.
 
     Source:
-        FLAN (github.com/google-research/FLAN) flan/tasks.py and the first of the templates in flan/templates.py.
+        FLAN (github.com/google-research/FLAN) flan/tasks.py and the first of the templates in
+        flan/templates.py.
         Differs: no.
     """
     start, _, rest = row["sentence"].partition("_")
@@ -63,10 +65,16 @@ def flan(row: Row) -> list[dict[str, Any]]:
 def _choose(row: Row, inputs: str, choices: tuple[str, ...]) -> dict[str, Any]:
     """Returns an example whose target is one of `choices`."""
     number = _NUMBERS[row["answer"]]
-    return {"inputs": inputs, "targets": HIDDEN if number < 0 else choices[number], "choices": choices}
+    return {
+        "inputs": inputs,
+        "targets": HIDDEN if number < 0 else choices[number],
+        "choices": choices,
+    }
 
 
-def _add_variant(name: str, source: str, preprocess: Preprocess, postprocess: Postprocess, target: str) -> None:
+def _add_variant(
+    name: str, source: str, preprocess: Preprocess, postprocess: Postprocess, target: str
+) -> None:
     """Adds a published prompt of the largest size."""
     own = TASKS.get("winogrande_xl")
     TASKS.add(

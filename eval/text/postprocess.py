@@ -1,7 +1,7 @@
 """From an output, or a target, to the value that metrics compare.
 
-Source of all of it: T5 `t5/data/postprocessors.py` (google-research/text-to-text-transfer-transformer at e081111)
-unless another is named.
+Source of all of it: T5 `t5/data/postprocessors.py`
+(google-research/text-to-text-transfer-transformer at e081111) unless another is named.
 """
 
 import re
@@ -18,7 +18,8 @@ _DETERMINERS = re.compile(
 
 
 def label_index(labels: Sequence[str], default: int = -1) -> Callable[[str, Row, bool], int]:
-    """Returns a postprocessor: the number of the label that a text equals to the letter, else `default`.
+    """Returns a postprocessor: the number of the label that a text equals to the letter, else
+    `default`.
 
     Source:
         T5 `string_label_to_class_id`. Differs: no.
@@ -56,14 +57,16 @@ def multirc(text: str, fields: Row, is_target: bool) -> dict[str, Any]:
     """Returns the label as `value`; of a target also its question as `group`.
 
     Source:
-        T5 `multirc`. Differs: a question is told by the numbers of its paragraph and its own when the row has both,
-        as in the leaderboard's scorer; T5 takes its own alone.
+        T5 `multirc`. Differs: a question is told by the numbers of its paragraph and its own when
+        the row has both, as in the leaderboard's scorer; T5 takes its own alone.
     """
     value = {"value": _true_or_false(text, fields, is_target)}
     if not is_target:
         return value
     question = fields["idx/question"]
-    return value | {"group": (fields["idx/paragraph"], question) if "idx/paragraph" in fields else question}
+    return value | {
+        "group": (fields["idx/paragraph"], question) if "idx/paragraph" in fields else question
+    }
 
 
 def record(text: str, fields: Row, is_target: bool) -> dict[str, Any]:
@@ -84,10 +87,11 @@ def span_qa(text: str, fields: Row, is_target: bool) -> str | dict[str, Any]:
 
 
 def wsc_simple(text: str, fields: Row, is_target: bool) -> int:
-    """Returns 1 when the text names the candidate referent, 0 when not, -1 when it is empty; of a target the label.
+    """Returns 1 when the text names the candidate referent, 0 when not, -1 when it is empty; of a
+    target the label.
 
-    Case and determiners do not count. The words of one must be among those of the other, and both or neither have an
-    apostrophe.
+    Case and determiners do not count. The words of one must be among those of the other, and both
+    or neither have an apostrophe.
     """
     if is_target:
         return fields["label"]
@@ -101,14 +105,22 @@ def wsc_simple(text: str, fields: Row, is_target: bool) -> int:
 
 
 def rank_classification(score: Any, fields: Row, is_target: bool) -> Any:
-    """Returns the score of a choice; of a target its (row, choice), whether it is right, its weight and its length."""
+    """Returns the score of a choice; of a target its (row, choice), whether it is right, its weight
+    and its length.
+    """
     if not is_target:
         return score
-    return tuple(fields["idx"]), fields["is_correct"], fields.get("weight", 1.0), len(fields["targets"])
+    return (
+        tuple(fields["idx"]),
+        fields["is_correct"],
+        fields.get("weight", 1.0),
+        len(fields["targets"]),
+    )
 
 
 def natural_questions(text: str, fields: Row, is_target: bool) -> list[tuple[str, ...]]:
-    """Returns the set of answers behind each `answer:`; of a target one set an annotator, empty for no answer.
+    """Returns the set of answers behind each `answer:`; of a target one set an annotator, empty for
+    no answer.
 
     Source:
         t5_cbqa `postprocessors.natural_questions` (google-research/google-research). Differs: no.
@@ -124,7 +136,8 @@ def natural_questions(text: str, fields: Row, is_target: bool) -> list[tuple[str
 
 
 def without_sentinels(postprocess: Postprocess, num_sentinels: int = 1) -> Postprocess:
-    """Returns a postprocessor for models fine-tuned with sentinels: first it takes them from the front of a text.
+    """Returns a postprocessor for models fine-tuned with sentinels: first it takes them from the
+    front of a text.
 
     Source:
         seqio `experimental.add_task_with_sentinels` (google/seqio at b898b9f). Differs: no.
@@ -140,4 +153,6 @@ def without_sentinels(postprocess: Postprocess, num_sentinels: int = 1) -> Postp
 
 def _without_determiners(text: str) -> str:
     """Returns the text in lower case without determiners."""
-    return " ".join(word for word in text.strip().lower().split(" ") if not _DETERMINERS.fullmatch(word))
+    return " ".join(
+        word for word in text.strip().lower().split(" ") if not _DETERMINERS.fullmatch(word)
+    )

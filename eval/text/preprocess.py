@@ -1,8 +1,9 @@
-"""From a row of a dataset to T5's `inputs` and `targets`: GLUE and SuperGLUE, summaries, translation, ranked choices.
+"""From a row of a dataset to T5's `inputs` and `targets`: GLUE and SuperGLUE, summaries,
+translation, ranked choices.
 
-Questions are in questions.py, pronouns in wsc.py. Nothing is lower-cased or stripped. Source of all of it: T5
-`t5/data/preprocessors.py` and `glue_utils.py` (google-research/text-to-text-transfer-transformer at e081111), without
-TensorFlow.
+Questions are in questions.py, pronouns in wsc.py. Nothing is lower-cased or stripped. Source of all
+of it: T5 `t5/data/preprocessors.py` and `glue_utils.py`
+(google-research/text-to-text-transfer-transformer at e081111), without TensorFlow.
 """
 
 import re
@@ -45,8 +46,17 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 """Labels of the tasks of GLUE and SuperGLUE, in the order of their numbers. Those of CB are not those of MNLI."""
 
-_PROMPT_NAMES = {"mnli_matched": "mnli", "mnli_mismatched": "mnli", "ax": "mnli", "axb": "rte", "axg": "rte"}
-_FIELDS = {"multirc": ("question", "answer", "paragraph"), "wic": ("sentence1", "sentence2", "word")}
+_PROMPT_NAMES = {
+    "mnli_matched": "mnli",
+    "mnli_mismatched": "mnli",
+    "ax": "mnli",
+    "axb": "rte",
+    "axg": "rte",
+}
+_FIELDS = {
+    "multirc": ("question", "answer", "paragraph"),
+    "wic": ("sentence1", "sentence2", "word"),
+}
 
 _LANGUAGES = {
     "ar": "Arabic",
@@ -96,13 +106,18 @@ _LANGUAGES = {
 }
 
 
-def glue(name: str, labels: Sequence[str], fields: Sequence[str] = (), id_field: str | None = "idx") -> Preprocess:
-    """Returns T5's preprocessor of a classification: `name field: value field: value` to the text of the label.
+def glue(
+    name: str, labels: Sequence[str], fields: Sequence[str] = (), id_field: str | None = "idx"
+) -> Preprocess:
+    """Returns T5's preprocessor of a classification: `name field: value field: value` to the text
+    of the label.
 
     Args:
-        name: What the prompt begins with. `multirc` also loses its HTML, and gives its three numbers.
+        name: What the prompt begins with. `multirc` also loses its HTML, and gives its three
+            numbers.
         labels: Texts in the order of the label's numbers.
-        fields: Fields of the row in the order of the prompt; () for all but label and idx, in alphabetical order.
+        fields: Fields of the row in the order of the prompt; () for all but label and idx, in
+            alphabetical order.
         id_field: A field to keep as `idx`; None for none.
 
     Source:
@@ -115,7 +130,9 @@ def glue(name: str, labels: Sequence[str], fields: Sequence[str] = (), id_field:
         made: dict[str, Any] = {"inputs": inputs, "targets": label_text(row["label"], labels)}
         if name == "multirc":
             made["inputs"] = re.sub("</?b>", "", inputs.replace("<br>", " "))
-            made |= {f"idx/{part}": row["idx"][part] for part in ("paragraph", "question", "answer")}
+            made |= {
+                f"idx/{part}": row["idx"][part] for part in ("paragraph", "question", "answer")
+            }
         elif id_field is not None:
             made["idx"] = row[id_field]
         return [made]
@@ -126,7 +143,8 @@ def glue(name: str, labels: Sequence[str], fields: Sequence[str] = (), id_field:
 def glue_task(name: str) -> Preprocess:
     """Returns T5's preprocessor of a task of GLUE or SuperGLUE by its name in LABELS.
 
-    The diagnostics are asked as the task that they diagnose: `ax` as `mnli`, `axb` and `axg` as `rte`.
+    The diagnostics are asked as the task that they diagnose: `ax` as `mnli`, `axb` and `axg` as
+    `rte`.
 
     Source:
         T5 `get_glue_text_preprocessor` and, for `axb`, `register_super_glue`. Differs: no.
@@ -135,7 +153,12 @@ def glue_task(name: str) -> Preprocess:
     if name != "axb":
         return preprocess
     return lambda row: preprocess(
-        {"premise": row["sentence1"], "hypothesis": row["sentence2"], "label": row["label"], "idx": row["idx"]}
+        {
+            "premise": row["sentence1"],
+            "hypothesis": row["sentence2"],
+            "label": row["label"],
+            "idx": row["idx"],
+        }
     )
 
 
@@ -158,7 +181,8 @@ def label_text(label: int, labels: Sequence[str]) -> str:
 
 
 def stsb(row: Row) -> list[dict[str, Any]]:
-    """Returns the similarity of two sentences as text, rounded to the nearest 0.2 (half to even, in float32).
+    """Returns the similarity of two sentences as text, rounded to the nearest 0.2 (half to even, in
+    float32).
 
     Source:
         T5 `stsb`. Differs: no.
@@ -169,18 +193,25 @@ def stsb(row: Row) -> list[dict[str, Any]]:
 
 
 def record(row: Row) -> list[dict[str, Any]]:
-    """Returns one example an answer, each with all answers; one with a hidden target when there is none.
+    """Returns one example an answer, each with all answers; one with a hidden target when there is
+    none.
 
-    Entities stand in the order of the row. T5's copy of the data has them sorted; that of the hub has not.
+    Entities stand in the order of the row. T5's copy of the data has them sorted; that of the hub
+    has not.
 
     Source:
         T5 `record`. Differs: no.
     """
-    passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", row["passage"]).replace("\n@highlight\n", ". ")
+    passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", row["passage"]).replace(
+        "\n@highlight\n", ". "
+    )
     entities, answers = ", ".join(row["entities"]), list(row["answers"])
     inputs = f"record query: {row['query']} entities: {entities} passage: {passage}"
     ids = {"idx/passage": row["idx"]["passage"], "idx/query": row["idx"]["query"]}
-    return [{**ids, "inputs": inputs, "targets": target, "answers": answers} for target in answers or [HIDDEN]]
+    return [
+        {**ids, "inputs": inputs, "targets": target, "answers": answers}
+        for target in answers or [HIDDEN]
+    ]
 
 
 def summarize(text: str, summary: str) -> Preprocess:
@@ -196,7 +227,8 @@ def translate(source: str, target: str) -> Preprocess:
     """Returns the preprocessor of a translation; fields are called by the codes of their languages.
 
     Args:
-        source: Code of a language; after its first two letters it only names the field, as in `zh-cn`.
+        source: Code of a language; after its first two letters it only names the field, as in
+            `zh-cn`.
         target: Likewise.
 
     Raises:
@@ -208,7 +240,9 @@ def translate(source: str, target: str) -> Preprocess:
     names = []
     for code in (source, target):
         if code[:2] not in _LANGUAGES:
-            raise ConfigError(f"There is no language {code[:2]!r}. Choose from {', '.join(_LANGUAGES)}.")
+            raise ConfigError(
+                f"There is no language {code[:2]!r}. Choose from {', '.join(_LANGUAGES)}."
+            )
         names.append(_LANGUAGES[code[:2]])
     prompt = f"translate {names[0]} to {names[1]}: "
     return lambda row: [{"inputs": prompt + row[source], "targets": row[target]}]
@@ -230,7 +264,8 @@ def rank_classification_formatter(
         row: A row; its label is the number of the right choice, or a list of them.
         inputs_formats: Text with `{field}` or `{field/subfield}`; one a choice, or one for all.
         targets_formats: Likewise; one of the two is a list.
-        mode: `train` gives right choices only, `eval` all, `fewshot_eval` all in one example of lists.
+        mode: `train` gives right choices only, `eval` all, `fewshot_eval` all in one example of
+            lists.
         label_field: Field of the label.
         weight_field: Field of the example's weight; None for none.
         number: Of the row, for `idx`: (row, choice).
@@ -282,10 +317,14 @@ def _fill_in(text: str, row: Row) -> str:
         found: Any = row
         for name in match[1].split("/"):
             if not isinstance(found, Mapping) or name not in found:
-                raise DataError(f"{match[0]} in the format {text!r} is no field of the row. It has {', '.join(row)}.")
+                raise DataError(
+                    f"{match[0]} in the format {text!r} is no field of the row. It has {', '.join(row)}."
+                )
             found = found[name]
         if not isinstance(found, str):
-            raise DataError(f"{match[0]} in the format {text!r} is {type(found).__name__}; expected text.")
+            raise DataError(
+                f"{match[0]} in the format {text!r} is {type(found).__name__}; expected text."
+            )
         return found
 
     return re.sub(r"{(\S+?)}", value, text)

@@ -1,7 +1,9 @@
-"""From a row of a question-answering dataset to `inputs` and `targets`, with a text to read or from memory alone.
+"""From a row of a question-answering dataset to `inputs` and `targets`, with a text to read or from
+memory alone.
 
-Sources: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at e081111) for the open book,
-`t5_closed_book_qa/t5_cbqa/preprocessors.py` (google-research/google-research) for the closed one.
+Sources: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at
+e081111) for the open book, `t5_closed_book_qa/t5_cbqa/preprocessors.py`
+(google-research/google-research) for the closed one.
 """
 
 import re
@@ -27,14 +29,19 @@ def pad_punctuation(text: str) -> str:
 
 
 def squad(row: Row, *, include_context: bool = True) -> list[dict[str, Any]]:
-    """Returns a question, with its context or without, to its first answer; punctuation is padded everywhere.
+    """Returns a question, with its context or without, to its first answer; punctuation is padded
+    everywhere.
 
     Source:
         T5 `squad`. Differs: a question without answers, on which T5 fails, has a hidden target.
     """
     answers = [pad_punctuation(answer) for answer in row["answers"]["text"]]
     question, context = pad_punctuation(row["question"]), pad_punctuation(row["context"])
-    parts = ["question:", question, "context:", context] if include_context else ["squad trivia question:", question]
+    parts = (
+        ["question:", question, "context:", context]
+        if include_context
+        else ["squad trivia question:", question]
+    )
     return [
         {
             "inputs": _SPACES.sub(" ", " ".join(parts)),
@@ -51,8 +58,8 @@ def trivia_qa(row: Row) -> list[dict[str, Any]]:
     """Returns an example for each context and each alias that occurs in it.
 
     Source:
-        T5 `trivia_qa`. Differs: an alias is looked for to the letter, where T5 takes it for a regular expression;
-        normalised aliases have no punctuation.
+        T5 `trivia_qa`. Differs: an alias is looked for to the letter, where T5 takes it for a
+        regular expression; normalised aliases have no punctuation.
     """
     contexts = [
         *row.get("entity_pages", {}).get("wiki_context", ()),
@@ -97,12 +104,17 @@ def trivia_qa_open(row: Row) -> list[dict[str, Any]]:
 
 
 def natural_questions_nocontext(
-    row: Row, *, drop_yes_no: bool = False, max_tokens: int | None = None, max_answers: int | None = None
+    row: Row,
+    *,
+    drop_yes_no: bool = False,
+    max_tokens: int | None = None,
+    max_answers: int | None = None,
 ) -> list[dict[str, Any]]:
     """Returns a question to all its answers, `answer: A1 answer: A2`; nothing when there is none.
 
     Args:
-        row: A row of Natural Questions; `annotations` has a yes_no_answer and short_answers for each annotator.
+        row: A row of Natural Questions; `annotations` has a yes_no_answer and short_answers for
+            each annotator.
         drop_yes_no: Leaves out answers that are yes or no.
         max_tokens: Leaves out longer short answers; None for none.
         max_answers: Most answers in the target; None for all.
@@ -112,7 +124,9 @@ def natural_questions_nocontext(
     """
     annotations = row["annotations"]
     yes_no = [-1 if drop_yes_no else label for label in annotations["yes_no_answer"]]
-    groups = [_short_answers(group, max_tokens) for group in _by_annotator(annotations["short_answers"])]
+    groups = [
+        _short_answers(group, max_tokens) for group in _by_annotator(annotations["short_answers"])
+    ]
     values = [text for group in groups for text in group]
     answers = [("no", "yes")[label == 1] for label in yes_no if label > -1] + values
     if not answers:
@@ -122,13 +136,17 @@ def natural_questions_nocontext(
             "inputs": f"nq question: {row['question']['text']}",
             "targets": " ".join(f"answer: {answer}" for answer in answers[:max_answers]),
             "short_answers/values": values,
-            "short_answers/row_starts": [sum(map(len, groups[:number])) for number in range(len(groups))],
+            "short_answers/row_starts": [
+                sum(map(len, groups[:number])) for number in range(len(groups))
+            ],
             "yes_no_answers": yes_no,
         }
     ]
 
 
-def _closed_book(prompt: str, row: Row, answers: Sequence[str], target: str | None = None) -> list[dict[str, Any]]:
+def _closed_book(
+    prompt: str, row: Row, answers: Sequence[str], target: str | None = None
+) -> list[dict[str, Any]]:
     """Returns a question without context; the target is the first answer unless given."""
     if target is None:
         target = answers[0] if answers else HIDDEN
@@ -140,7 +158,10 @@ def _by_annotator(short_answers: Any) -> list[dict[str, Any]]:
     if not isinstance(short_answers, dict):
         return list(short_answers)
     names = list(short_answers)
-    return [dict(zip(names, values, strict=True)) for values in zip(*short_answers.values(), strict=True)]
+    return [
+        dict(zip(names, values, strict=True))
+        for values in zip(*short_answers.values(), strict=True)
+    ]
 
 
 def _short_answers(group: dict[str, Any], max_tokens: int | None) -> list[str]:

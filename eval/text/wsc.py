@@ -1,6 +1,7 @@
 """From a row of Winograd schemas to `inputs` and `targets`: which noun a marked pronoun stands for.
 
-Source: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at e081111).
+Source: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at
+e081111).
 """
 
 import re
@@ -10,7 +11,8 @@ from eval.task import Row
 from eval.text.preprocess import FALSE_TRUE, label_text
 from moe import DataError
 
-# Rows of SuperGLUE whose index does not point at the pronoun, and what T5 makes of them; X is the pronoun.
+# Rows of SuperGLUE whose index does not point at the pronoun, and what T5 makes of them; X is the
+# pronoun.
 _MISPLACED = {
     "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out quite loud. "
     '"Good for him," he said.': "The boy continued to whip the pony , and eventually the pony threw him over. John "
@@ -38,29 +40,47 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[dict[st
     if correct_referent_only and not row.get("label", 0):
         return []
     text = _with_blank(row).replace(" X ", f" *{row['span2_text']}* ")
-    return [{"inputs": f"wsc: {text}", "targets": row["span1_text"], "label": row.get("label", 0), "idx": row["idx"]}]
+    return [
+        {
+            "inputs": f"wsc: {text}",
+            "targets": row["span1_text"],
+            "label": row.get("label", 0),
+            "idx": row["idx"],
+        }
+    ]
 
 
 def wsc(row: Row) -> list[dict[str, Any]]:
-    """Returns the text with the noun between asterisks and the pronoun between hashes, to False or True.
+    """Returns the text with the noun between asterisks and the pronoun between hashes, to False or
+    True.
 
     Source:
-        T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as there.
+        T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as
+        there.
     """
     text = _mark(row["text"], row["span1_text"], row["span1_index"], "*")
     shift = 2 * (row["span1_index"] < row["span2_index"])  # the two asterisks count as words
     text = _mark(text, row["span2_text"], row["span2_index"] + shift, "#")
-    return [{"inputs": f"wsc text: {text}", "targets": label_text(row["label"], FALSE_TRUE), "idx": row["idx"]}]
+    return [
+        {
+            "inputs": f"wsc text: {text}",
+            "targets": label_text(row["label"], FALSE_TRUE),
+            "idx": row["idx"],
+        }
+    ]
 
 
 def definite_pronoun_resolution_simple(row: Row) -> list[dict[str, Any]]:
-    """Returns the sentence with the first occurrence of its pronoun in asterisks, to the right candidate.
+    """Returns the sentence with the first occurrence of its pronoun in asterisks, to the right
+    candidate.
 
     Source:
-        T5 `definite_pronoun_resolution_simple`. Differs: the pronoun is looked for to the letter, where T5 takes it for
-        a regular expression.
+        T5 `definite_pronoun_resolution_simple`. Differs: the pronoun is looked for to the letter,
+        where T5 takes it for a regular expression.
     """
-    sentence = re.sub(f" ({re.escape(row['pronoun'])})( |\\.|,)", r" *\1*\2", row["sentence"], count=1)
+    sentence = re.sub(
+        f" ({re.escape(row['pronoun'])})( |\\.|,)", r" *\1*\2", row["sentence"], count=1
+    )
     return [{"inputs": f"wsc: {sentence}", "targets": row["candidates"][row["label"]]}]
 
 

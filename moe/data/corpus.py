@@ -51,24 +51,32 @@ def build_corpus(
 ) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
-    A document's side depends on `seed` and its source alone, so a document added later moves no other; only where that
-    leaves one side empty does the document nearest to the border change sides.
+    A document's side depends on `seed` and its source alone, so a document added later moves no
+    other; only where that leaves one side empty does the document nearest to the border change
+    sides.
 
     Args:
-        documents: In any order; of equal paragraphs the first stays. Those of one source count as one document.
+        documents: In any order; of equal paragraphs the first stays. Those of one source count as
+            one document.
         held_out_fraction: Expected share of documents held out, between 0 and 1.
         seed: Another seed holds out other documents.
-        leave_out: Sources of documents that are to be unseen: neither they nor paragraphs that they hold are in it.
+        leave_out: Sources of documents that are to be unseen: neither they nor paragraphs that they
+            hold are in it.
 
     Raises:
-        ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not there.
+        ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not
+            there.
         DataError: When fewer than two documents have text, or a text is none that UTF-8 can write.
     """
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
-    documents = sorted(documents, key=lambda document: document.source not in leave_out)  # the first of equals stays
+    documents = sorted(
+        documents, key=lambda document: document.source not in leave_out
+    )  # the first of equals stays
     if missing := sorted(set(leave_out) - {document.source for document in documents}):
-        raise ConfigError(f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away.")
+        raise ConfigError(
+            f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away."
+        )
     _refuse_half_characters(documents)
     kept, num_repeated = drop_repeated_paragraphs(documents)
     kept = [document for document in kept if document.source not in leave_out]
@@ -105,10 +113,12 @@ def _place_in_split(source: str, seed: int) -> float:
 
 
 def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Document], int]:
-    """Returns the documents without paragraphs that occurred before, and how many paragraphs that were.
+    """Returns the documents without paragraphs that occurred before, and how many paragraphs that
+    were.
 
-    Two paragraphs are equal when they have the same letters and digits, whatever the case, spaces and punctuation:
-    otherwise inherited docstrings would stand in training and held-out alike. A document left empty is dropped.
+    Two paragraphs are equal when they have the same letters and digits, whatever the case, spaces
+    and punctuation: otherwise inherited docstrings would stand in training and held-out alike. A
+    document left empty is dropped.
     """
     seen: set[str] = set()
     kept: list[Document] = []
@@ -136,7 +146,8 @@ def _to_dataset(documents: list[Document]) -> datasets.Dataset:
 
 
 def save_corpus(corpus: Corpus, folder: Path | str) -> None:
-    """Writes the corpus and its checksums to `folder`, whole or not at all; an earlier corpus there is replaced.
+    """Writes the corpus and its checksums to `folder`, whole or not at all; an earlier corpus there
+    is replaced.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.
@@ -144,7 +155,9 @@ def save_corpus(corpus: Corpus, folder: Path | str) -> None:
     with whole_folder(Path(folder), kind="corpus") as partial, _no_progress_bars():
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
-        (partial / FACTS_FILE).write_text(json.dumps({"num_repeated": corpus.num_repeated}) + "\n", encoding="utf-8")
+        (partial / FACTS_FILE).write_text(
+            json.dumps({"num_repeated": corpus.num_repeated}) + "\n", encoding="utf-8"
+        )
         write_sums(partial)
 
 
@@ -206,7 +219,14 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.
             part = datasets.Dataset.from_file(str(path))
             if validate:
                 part.data.table.validate(full=True)
-        except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            pyarrow.ArrowException,
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as error:
             raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
 
         columns = {name: datasets.Value("string") for name in Document._fields}
@@ -220,7 +240,9 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keeps the bars of `datasets` off the terminal for a while: writing a few megabytes needs none."""
+    """Keeps the bars of `datasets` off the terminal for a while: writing a few megabytes needs
+    none.
+    """
     were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -231,31 +253,52 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def corpus_table(corpus: Corpus) -> str:
-    """Returns a Markdown table: documents and characters by package, each with its licence, and the total."""
+    """Returns a Markdown table: documents and characters by package, each with its licence, and the
+    total.
+    """
     counts: Counter[tuple[str, str, str]] = Counter()
     for split in SPLITS:
         data: datasets.Dataset = getattr(corpus, split)
-        for package, licence, text in zip(data["package"], data["licence"], data["text"], strict=True):
+        for package, licence, text in zip(
+            data["package"], data["licence"], data["text"], strict=True
+        ):
             counts[package, licence, f"{split} documents"] += 1
             counts[package, licence, f"{split} characters"] += len(text)
     columns = [f"{split} {unit}" for unit in ("documents", "characters") for split in SPLITS]
     owners = sorted({(package, licence) for package, licence, _ in counts})
     rows = [[*owner, *(counts[*owner, column] for column in columns)] for owner in owners]
-    rows.append(["total", "", *(sum(counts[*owner, column] for owner in owners) for column in columns)])
-    return _markdown_table(["package", "licence", *(column.replace("_", "-") for column in columns)], rows)
+    rows.append(
+        ["total", "", *(sum(counts[*owner, column] for owner in owners) for column in columns)]
+    )
+    return _markdown_table(
+        ["package", "licence", *(column.replace("_", "-") for column in columns)], rows
+    )
 
 
 def _markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
     """Returns an aligned table; numbers stand right, with thousands separators."""
     cells = [
         header,
-        *([f"{cell:,}" if isinstance(cell, int) else cell.replace("|", "\\|") for cell in row] for row in rows),
+        *(
+            [f"{cell:,}" if isinstance(cell, int) else cell.replace("|", "\\|") for cell in row]
+            for row in rows
+        ),
     ]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     numeric = [isinstance(cell, int) for cell in rows[0]]
     lines = [
-        "| " + " | ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)) + " |"
+        "| "
+        + " | ".join(
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)
+        )
+        + " |"
         for row in cells
     ]
-    rule = "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)) + "|"
+    rule = (
+        "|"
+        + "|".join(
+            "-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)
+        )
+        + "|"
+    )
     return "\n".join([lines[0], rule, *lines[1:]])

@@ -1,4 +1,5 @@
-"""Docstrings of installed packages, read from their source files with `ast`; nothing is imported or run.
+"""Docstrings of installed packages, read from their source files with `ast`; nothing is imported or
+run.
 
 Comes before `prose`, which turns a docstring into plain paragraphs.
 """
@@ -15,12 +16,16 @@ from moe.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Test code repeats itself and hardly explains anything; site-packages lies inside the standard library's folder.
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "_internal", "lib2to3", "__pycache__"})
+# Test code repeats itself and hardly explains anything; site-packages lies inside the standard
+# library's folder.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "_internal", "lib2to3", "__pycache__"}
+)
 
 
 def package_folder(package: str) -> Path:
-    """Returns the source folder of `package` ("stdlib" for the standard library) without importing it.
+    """Returns the source folder of `package` ("stdlib" for the standard library) without importing
+    it.
 
     Raises:
         DataError: When the package is not installed as a folder of source files.
@@ -37,16 +42,23 @@ def package_folder(package: str) -> Path:
 
 def python_files(folder: Path) -> list[Path]:
     """Returns the .py files below `folder`, sorted by relative path, without test code."""
-    return sorted(path for path in folder.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts))
+    return sorted(
+        path
+        for path in folder.rglob("*.py")
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts)
+    )
 
 
 def docstrings(path: Path) -> list[str]:
     """Returns the docstrings of one source file in reading order, dedented.
 
-    A file that this Python cannot parse is named in a warning and gives none: packages ship files for other versions.
+    A file that this Python cannot parse is named in a warning and gives none: packages ship files
+    for other versions.
     """
     source = path.read_bytes()
-    if b'"""' not in source and b"'''" not in source:  # parsing is 95 % of the time, and these have no prose
+    if (
+        b'"""' not in source and b"'''" not in source
+    ):  # parsing is 95 % of the time, and these have no prose
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's code
@@ -64,14 +76,21 @@ def _walk_docstrings(node: ast.AST) -> Iterator[str]:
         docstring = ast.get_docstring(node)
         if docstring:
             yield docstring
-    for block in ("body", "orelse", "handlers", "finalbody"):  # statements only: expressions define no names
+    for block in (
+        "body",
+        "orelse",
+        "handlers",
+        "finalbody",
+    ):  # statements only: expressions define no names
         for child in getattr(node, block, ()):
             if isinstance(child, ast.stmt | ast.excepthandler):
                 yield from _walk_docstrings(child)
 
 
 def language_topics() -> dict[str, str]:
-    """Returns the language reference that `help("topic")` shows, by topic; empty where Python comes without it."""
+    """Returns the language reference that `help("topic")` shows, by topic; empty where Python comes
+    without it.
+    """
     path = package_folder("stdlib") / "pydoc_data" / "topics.py"
     if not path.is_file():
         return {}

@@ -38,10 +38,12 @@ class Document(NamedTuple):
 
 
 def read_python_corpus() -> list[Document]:
-    """Returns the English prose that every installation of this library carries: about 7 million characters.
+    """Returns the English prose that every installation of this library carries: about 7 million
+    characters.
 
-    One document per source file (docstrings of the standard library, torch and numpy) and one per topic of the Python
-    language reference. Nothing is imported. The amount differs a little between versions of Python and torch.
+    One document per source file (docstrings of the standard library, torch and numpy) and one per
+    topic of the Python language reference. Nothing is imported. The amount differs a little between
+    versions of Python and torch.
 
     Raises:
         DataError: When torch or numpy is not installed as source files.
@@ -55,7 +57,9 @@ def read_python_corpus() -> list[Document]:
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """Keeps the cycle collector off: syntax trees hold no cycles, and searching them for some doubles the time."""
+    """Keeps the cycle collector off: syntax trees hold no cycles, and searching them for some
+    doubles the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -69,33 +73,42 @@ def _topic_documents() -> Iterator[Document]:
     """Yields the language reference, a document per topic."""
     for topic, page in sorted(language_topics().items()):
         if text := "\n\n".join(prose_paragraphs(page)):
-            yield Document(text, f"pydoc_data/topics.py#{topic}", "stdlib", PACKAGE_LICENCES["stdlib"])
+            yield Document(
+                text, f"pydoc_data/topics.py#{topic}", "stdlib", PACKAGE_LICENCES["stdlib"]
+            )
 
 
 def _package_documents(package: str, licence: str) -> Iterator[Document]:
     """Yields the docstrings of a package, a document per source file that has any."""
     folder = package_folder(package)
     for path in python_files(folder):
-        found = (paragraph for docstring in docstrings(path) for paragraph in prose_paragraphs(docstring))
+        found = (
+            paragraph for docstring in docstrings(path) for paragraph in prose_paragraphs(docstring)
+        )
         if text := "\n\n".join(found):
-            yield Document(text, f"{package}/{path.relative_to(folder).as_posix()}", package, licence)
+            yield Document(
+                text, f"{package}/{path.relative_to(folder).as_posix()}", package, licence
+            )
 
 
 def read_files(paths: Iterable[Path | str]) -> list[Document]:
     """Returns the user's own documents.
 
-    A `.txt` or `.md` file is one document with blank lines between paragraphs; each line of a `.jsonl` file is one,
-    under the key "text". A folder stands for all such files below it; its other files are named in a warning.
+    A `.txt` or `.md` file is one document with blank lines between paragraphs; each line of a
+    `.jsonl` file is one, under the key "text". A folder stands for all such files below it; its
+    other files are named in a warning.
 
     Raises:
-        DataError: When a path is missing or of another kind, a file is not UTF-8 text, a JSONL line has no text, or
-            there is no text at all.
+        DataError: When a path is missing or of another kind, a file is not UTF-8 text, a JSONL line
+            has no text, or there is no text at all.
     """
     paths = list(paths)
     documents = [document for path in paths for document in _read_path(Path(path))]
     if not documents:
         empty = ", ".join(str(path) for path in paths) or "an empty list of paths"
-        raise DataError(f"There is no text in {empty}. Give files ending in {', '.join(SUFFIXES)} that are not empty.")
+        raise DataError(
+            f"There is no text in {empty}. Give files ending in {', '.join(SUFFIXES)} that are not empty."
+        )
     return documents
 
 
@@ -104,13 +117,17 @@ def _read_path(path: Path) -> Iterator[Document]:
     if path.is_dir():
         name = path.resolve().name
         for file in _files_below(path):
-            yield from _read_file(file, source=f"{name}/{file.relative_to(path).as_posix()}", package=name)
+            yield from _read_file(
+                file, source=f"{name}/{file.relative_to(path).as_posix()}", package=name
+            )
     elif not path.exists():
         raise DataError(
             f"{_printable(str(path))} does not exist. Give a file ending in {', '.join(SUFFIXES)}, or a folder of them."
         )
     elif path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path} ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}. Convert it first.")
+        raise DataError(
+            f"{path} ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}. Convert it first."
+        )
     else:
         yield from _read_file(path, source=path.name, package=path.stem)
 
@@ -128,21 +145,33 @@ def _files_below(folder: Path) -> list[Path]:
     if others:
         endings = ", ".join(_printable(suffix) or "no suffix" for suffix in others[:10])
         more = f" and {len(others) - 10} others" if len(others) > 10 else ""
-        logger.warning("%s: %d files ending in %s%s are left out.", folder, len(files) - len(readable), endings, more)
+        logger.warning(
+            "%s: %d files ending in %s%s are left out.",
+            folder,
+            len(files) - len(readable),
+            endings,
+            more,
+        )
     if links:
-        logger.warning("%s: links to folders are not followed, e.g. %s.", folder, _printable(str(min(links))))
+        logger.warning(
+            "%s: links to folders are not followed, e.g. %s.", folder, _printable(str(min(links)))
+        )
     return readable
 
 
 def _refuse_folder(error: OSError) -> None:
     """Raises for a folder that cannot be read, which `os.walk` would pass over."""
-    raise DataError(f"{error.filename} cannot be read: {error.strerror}. Make it readable, or leave it out.") from error
+    raise DataError(
+        f"{error.filename} cannot be read: {error.strerror}. Make it readable, or leave it out."
+    ) from error
 
 
 def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
     if path.exists() and not path.is_file():
-        raise DataError(f"{path} is no regular file but a pipe or a device. Write its text to a file first.")
+        raise DataError(
+            f"{path} is no regular file but a pipe or a device. Write its text to a file first."
+        )
 
     text = read_text(path, advice="Make it readable, or leave it out.")
     source, package = _printable(source), _printable(package)
@@ -162,8 +191,12 @@ def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
 
 
 def _printable(name: str) -> str:
-    """Returns the name of a file with escapes for what is no text in it: any byte may stand there but / and NUL."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in name)
+    """Returns the name of a file with escapes for what is no text in it: any byte may stand there
+    but / and NUL.
+    """
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in name
+    )
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
@@ -191,7 +224,11 @@ def _text_of_line(line: str, path: Path, number: int) -> str:
     where, expected = f"{path}, line {number}", 'an object with a string under "text"'
     record = parse_json(line, where=where, advice=f"Expected {expected} a line.", nan=True)
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        found = f"the keys {shown(sorted(record))}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        found = (
+            f"the keys {shown(sorted(record))}"
+            if isinstance(record, dict)
+            else f"a {type(record).__name__}"
+        )
         raise DataError(f"{where}: expected {expected}, found {found}.")
 
     return record["text"]

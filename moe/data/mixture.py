@@ -1,15 +1,18 @@
 """Mixtures of tasks: how often each is drawn, and batches that are a pure function of the step.
 
-The examples of a mixture form one endless stream, cut into windows of a few thousand. A window has a fixed number of
-examples of each task, the rounded share of the task up to the window's end less that up to its start: after any number
-of windows every task is within one example of its share, and none is ever missing from a window. Their order in the
-window is drawn from (seed, window), and a task's own examples come epoch by epoch, each in an order drawn from (seed,
-task, epoch). So the examples of window w follow from (seed, w) alone, without those before it.
+The examples of a mixture form one endless stream, cut into windows of a few thousand. A window has
+a fixed number of examples of each task, the rounded share of the task up to the window's end less
+that up to its start: after any number of windows every task is within one example of its share, and
+none is ever missing from a window. Their order in the window is drawn from (seed, window), and a
+task's own examples come epoch by epoch, each in an order drawn from (seed, task, epoch). So the
+examples of window w follow from (seed, w) alone, without those before it.
 
-Rows are examples, or, packed, the examples of a window side by side in the order of the stream, as seqio packs what it
-has mixed: a row holds several tasks, and no example is left out or seen twice. Only the last row of a window may be
-emptier than it could be. How many packed rows a window gives is known once it is packed; a run that resumes at a late
-row packs the windows before it anew, some 5 seconds for a million examples. The position is one integer either way.
+Rows are examples, or, packed, the examples of a window side by side in the order of the stream, as
+seqio packs what it
+has mixed: a row holds several tasks, and no example is left out or seen twice. Only the last row of
+a window may be emptier than it could be. How many packed rows a window gives is known once it is
+packed; a run that resumes at a late row packs the windows before it anew, some 5 seconds for a
+million examples. The position is one integer either way.
 """
 
 from bisect import bisect_right
@@ -49,17 +52,20 @@ def mixing_rate(
     """Returns the rate of a task in a mixture; its share is its rate over the sum of all.
 
     Args:
-        num_examples: Training examples of the task, as it gives them: one of ReCoRD is a query with one answer.
-        maximum: Cap of the scaled number, so that large tasks do not drown small ones; None for no cap.
-        temperature: The capped number is raised to 1 / temperature: more than 1 evens the tasks out.
+        num_examples: Training examples of the task, as it gives them: one of ReCoRD is a query with
+            one answer.
+        maximum: Cap of the scaled number, so that large tasks do not drown small ones; None for no
+            cap.
+        temperature: The capped number is raised to 1 / temperature: more than 1 evens the tasks
+            out.
         scale: Factor of the number before the cap.
 
     Raises:
         ConfigError: When a number is out of range.
 
     Source:
-        seqio `mixing_rate_num_examples` at b898b9f: scale, then cap, then power. Differs: no. ST-MoE
-        (arXiv:2202.08906) §6.1 caps at 65,536.
+        seqio `mixing_rate_num_examples` at b898b9f: scale, then cap, then power. Differs: no.
+        ST-MoE (arXiv:2202.08906) §6.1 caps at 65,536.
     """
     check_integer("num_examples", num_examples, least=0)
     check_rates(maximum, temperature)
@@ -70,7 +76,9 @@ def mixing_rate(
     try:
         return float(rate) if temperature == 1.0 else rate ** (1.0 / temperature)
     except OverflowError:
-        raise ConfigError(f"{rate:g} to the power 1 / {temperature} is no number. Raise mixture.temperature.") from None
+        raise ConfigError(
+            f"{rate:g} to the power 1 / {temperature} is no number. Raise mixture.temperature."
+        ) from None
 
 
 def check_rates(maximum: int | None, temperature: float) -> None:
@@ -80,7 +88,9 @@ def check_rates(maximum: int | None, temperature: float) -> None:
 
 
 class MixtureSource:
-    """Fine-tuning batches of several tasks, drawn by their rates; padded or packed as those of `PairSource`."""
+    """Fine-tuning batches of several tasks, drawn by their rates; padded or packed as those of
+    `PairSource`.
+    """
 
     def __init__(
         self,
@@ -112,13 +122,21 @@ class MixtureSource:
 
         Raises:
             DataError: When a task has no pairs.
-            ConfigError: When a number is out of range, or a task is so rare that it would hardly ever be drawn.
+            ConfigError: When a number is out of range, or a task is so rare that it would hardly
+                ever be drawn.
         """
-        check_source_numbers(seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length)
+        check_source_numbers(
+            seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
+        )
         for name, pairs in tasks.items():
             if not pairs:
-                raise DataError(f"Task {name!r} has no training examples. Leave it out, or give its training rows.")
-        rates = {n: mixing_rate(len(p), maximum=maximum, temperature=temperature) for n, p in tasks.items()}
+                raise DataError(
+                    f"Task {name!r} has no training examples. Leave it out, or give its training rows."
+                )
+        rates = {
+            n: mixing_rate(len(p), maximum=maximum, temperature=temperature)
+            for n, p in tasks.items()
+        }
         self.shares = {name: rate / sum(rates.values()) for name, rate in rates.items()}
         self.batch_size, self._seed = batch_size, seed
         self._row_lengths = inputs_length, targets_length
@@ -127,7 +145,9 @@ class MixtureSource:
         self._bounds[-1] = _WHOLE
         self._window_size = self._choose_window()
         self._padding = SpecialIds.of(tokenizer).pad
-        self._examples = [encode_pairs(p, tokenizer, self._row_lengths, sentinels) for p in tasks.values()]
+        self._examples = [
+            encode_pairs(p, tokenizer, self._row_lengths, sentinels) for p in tasks.values()
+        ]
         self._row_starts = [0]
         self._rows_of = lru_cache(maxsize=2)(self._make_rows)
         settings = (list(tasks), self._bounds, *self._row_lengths, batch_size, seed, pack)
@@ -136,11 +156,16 @@ class MixtureSource:
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns a batch in the form of `PairSource.batch`."""
-        packed = [self._row(position) for position in range(step * self.batch_size, (step + 1) * self.batch_size)]
+        packed = [
+            self._row(position)
+            for position in range(step * self.batch_size, (step + 1) * self.batch_size)
+        ]
         return stack_rows(packed, self.lengths, self._padding, rows)
 
     def window(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns <int64>[W] the tasks of a window's examples, in order, and <int64>[W] which of its task each is."""
+        """Returns <int64>[W] the tasks of a window's examples, in order, and <int64>[W] which of
+        its task each is.
+        """
         starts, ends = self._num_drawn(number), self._num_drawn(number + 1)
         counts = [end - start for start, end in zip(starts, ends, strict=True)]
         drawn = np.random.default_rng([self._seed, 2, number])
@@ -156,10 +181,15 @@ class MixtureSource:
         return [end - start for start, end in pairwise(bounds)]
 
     def _places(self, task: int, start: int, end: int) -> NDArray[np.int64]:
-        """Returns <int64>[end - start] the examples of a task from its `start`-th on, counted over its epochs."""
+        """Returns <int64>[end - start] the examples of a task from its `start`-th on, counted over
+        its epochs.
+        """
         size = len(self._examples[task])
         first, last = start // size, (end - 1) // size
-        epochs = [np.random.default_rng([self._seed, 3, task, e]).permutation(size) for e in range(first, last + 1)]
+        epochs = [
+            np.random.default_rng([self._seed, 3, task, e]).permutation(size)
+            for e in range(first, last + 1)
+        ]
         return np.concatenate(epochs)[start - first * size : end - first * size]
 
     def _row(self, position: int) -> list[Example]:
@@ -168,7 +198,9 @@ class MixtureSource:
             number, place = divmod(position, self._window_size)
         else:
             while self._row_starts[-1] <= position:
-                self._row_starts.append(self._row_starts[-1] + len(self._rows_of(len(self._row_starts) - 1)))
+                self._row_starts.append(
+                    self._row_starts[-1] + len(self._rows_of(len(self._row_starts) - 1))
+                )
             number = bisect_right(self._row_starts, position) - 1
             place = position - self._row_starts[number]
         return self._rows_of(number)[place]
@@ -176,7 +208,10 @@ class MixtureSource:
     def _make_rows(self, number: int) -> list[list[Example]]:
         """Returns the rows of a window."""
         tasks, places = self.window(number)
-        examples = [self._examples[task][place] for task, place in zip(tasks.tolist(), places.tolist(), strict=True)]
+        examples = [
+            self._examples[task][place]
+            for task, place in zip(tasks.tolist(), places.tolist(), strict=True)
+        ]
         if self.lengths is None:
             return [[example] for example in examples]
         return [[examples[i] for i in row] for row in pack_rows(examples, *self._row_lengths)]
@@ -205,7 +240,9 @@ def build_source(
     temperature: float,
     **settings: Any,
 ) -> PairSource | MixtureSource:
-    """Returns training batches of one task or several; see `MixtureSource`. One alone has nothing to be mixed with."""
+    """Returns training batches of one task or several; see `MixtureSource`. One alone has nothing
+    to be mixed with.
+    """
     if len(tasks) == 1:
         return PairSource(next(iter(tasks.values())), tokenizer, **settings)
     return MixtureSource(tasks, tokenizer, maximum=maximum, temperature=temperature, **settings)

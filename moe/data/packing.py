@@ -16,8 +16,11 @@ LONGEST_ROW = 2**20
 WHY_LONGEST_ROW = "attention compares every token of a row with every other"
 
 
-def pack_rows(examples: Sequence[Example], inputs_length: int, targets_length: int) -> list[list[int]]:
-    """Returns the examples of each row, in order; an example that does not fit on either side closes the row.
+def pack_rows(
+    examples: Sequence[Example], inputs_length: int, targets_length: int
+) -> list[list[int]]:
+    """Returns the examples of each row, in order; an example that does not fit on either side
+    closes the row.
 
     Args:
         examples: Input and target tokens of each example.
@@ -28,7 +31,8 @@ def pack_rows(examples: Sequence[Example], inputs_length: int, targets_length: i
         DataError: When one example alone is longer than a row.
 
     Source:
-        seqio `EncDecFeatureConverter(pack=True)` at b898b9f: sequential packing, both sides together. Differs: no.
+        seqio `EncDecFeatureConverter(pack=True)` at b898b9f: sequential packing, both sides
+        together. Differs: no.
     """
     rows: list[list[int]] = []
     room = (-1, -1)
@@ -46,8 +50,12 @@ def pack_rows(examples: Sequence[Example], inputs_length: int, targets_length: i
     return rows
 
 
-def fill_row(parts: Sequence[Tokens], length: int, padding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns one row of tokens <int64>[length] and its segment numbers <int64>[length], from 1, 0 for padding."""
+def fill_row(
+    parts: Sequence[Tokens], length: int, padding: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns one row of tokens <int64>[length] and its segment numbers <int64>[length], from 1, 0
+    for padding.
+    """
     tokens = np.full(length, padding, dtype=np.int64)
     segments = np.zeros(length, dtype=np.int64)
     end = 0

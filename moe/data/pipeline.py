@@ -57,7 +57,8 @@ class BatchSource(Protocol):
         ...
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns the batch of `step`, counted from 0: the same one however often and in whatever order it is asked.
+        """Returns the batch of `step`, counted from 0: the same one however often and in whatever
+        order it is asked.
 
         Args:
             step: Number of the batch.
@@ -67,7 +68,9 @@ class BatchSource(Protocol):
 
 
 class SpanCorruptionSource:
-    """Pre-training batches: chunks of a long text, each epoch in another order, corrupted anew each time."""
+    """Pre-training batches: chunks of a long text, each epoch in another order, corrupted anew each
+    time.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,8 @@ class SpanCorruptionSource:
 
         Raises:
             DataError: When the text is shorter than one chunk, or has ids that are not text.
-            ConfigError: When a number is out of range, or `inputs_length` does not go with the noise and the sentinels.
+            ConfigError: When a number is out of range, or `inputs_length` does not go with the
+                noise and the sentinels.
         """
         check_source_numbers(seed, batch_size=batch_size)
         _check_text(tokens, ids)
@@ -104,9 +108,13 @@ class SpanCorruptionSource:
                 f"The text has {tokens.size} tokens, less than one example of {self._length}. Give more text or a "
                 "smaller inputs_length."
             )
-        self._chunks = tokens[: self.num_examples * self._length].reshape(self.num_examples, self._length)
+        self._chunks = tokens[: self.num_examples * self._length].reshape(
+            self.num_examples, self._length
+        )
         settings = (inputs_length, batch_size, seed, *noise, *ids)
-        self.fingerprint = fingerprint(np.ascontiguousarray(tokens).tobytes(), repr(settings).encode())
+        self.fingerprint = fingerprint(
+            np.ascontiguousarray(tokens).tobytes(), repr(settings).encode()
+        )
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
@@ -124,7 +132,9 @@ class SpanCorruptionSource:
 
 
 class PairSource:
-    """Fine-tuning batches: pairs of texts, padded to the longest of a batch or packed into full rows."""
+    """Fine-tuning batches: pairs of texts, padded to the longest of a batch or packed into full
+    rows.
+    """
 
     def __init__(
         self,
@@ -142,31 +152,41 @@ class PairSource:
 
         Args:
             pairs: Input and target texts.
-            tokenizer: Knows the end token; a longer text is cut before it, and a warning says how many were.
+            tokenizer: Knows the end token; a longer text is cut before it, and a warning says how
+                many were.
             inputs_length: Most encoder tokens of a row.
             targets_length: Most decoder tokens of a row.
             batch_size: Rows in a batch.
             seed: Another seed gives another order.
             pack: Whether rows hold as many examples as fit.
-            sentinels: `one` puts the first sentinel before the end token of an input, and before a target.
+            sentinels: `one` puts the first sentinel before the end token of an input, and before a
+                target.
 
         Raises:
             DataError: When there are no pairs.
             ConfigError: When a number is out of range.
         """
-        check_source_numbers(seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length)
+        check_source_numbers(
+            seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
+        )
         if not pairs:
-            raise DataError("There are no training pairs. Give at least one (inputs, targets) pair.")
+            raise DataError(
+                "There are no training pairs. Give at least one (inputs, targets) pair."
+            )
         self.batch_size, self._seed = batch_size, seed
         lengths = inputs_length, targets_length
         self.lengths = lengths if pack else None
         self._padding = SpecialIds.of(tokenizer).pad
         examples = encode_pairs(pairs, tokenizer, lengths, sentinels)
         self._examples = [examples[i] for i in _permutation(seed, -1, len(pairs))]
-        self._rows = pack_rows(self._examples, *lengths) if pack else [[i] for i in range(len(pairs))]
+        self._rows = (
+            pack_rows(self._examples, *lengths) if pack else [[i] for i in range(len(pairs))]
+        )
         self.num_examples = len(pairs)
         settings = (*lengths, batch_size, seed, pack)  # sentinels show in the examples
-        self.fingerprint = fingerprint(examples_fingerprint(self._examples), repr(settings).encode())
+        self.fingerprint = fingerprint(
+            examples_fingerprint(self._examples), repr(settings).encode()
+        )
 
     @property
     def num_rows(self) -> int:
@@ -174,9 +194,11 @@ class PairSource:
         return len(self._rows)
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids` <int64>[B, T].
+        """Returns `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids`
+        <int64>[B, T].
 
-        L and T are the row lengths when packed, else those of the longest example of all rows, rounded up to 8.
+        L and T are the row lengths when packed, else those of the longest example of all rows,
+        rounded up to 8.
         """
         packed = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size):
@@ -200,14 +222,23 @@ def encode_pairs(
     ids = SpecialIds.of(tokenizer)
     sentinel = [ids.first_sentinel] * (sentinels == "one")
     if min(lengths) <= len(sentinel):
-        raise ConfigError(f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2.")
-    inputs = _encode("inputs", [p[0] for p in pairs], tokenizer, lengths[0], end=[*sentinel, ids.eos])
-    targets = _encode("targets", [p[1] for p in pairs], tokenizer, lengths[1], start=sentinel, end=[ids.eos])
+        raise ConfigError(
+            f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2."
+        )
+    inputs = _encode(
+        "inputs", [p[0] for p in pairs], tokenizer, lengths[0], end=[*sentinel, ids.eos]
+    )
+    targets = _encode(
+        "targets", [p[1] for p in pairs], tokenizer, lengths[1], start=sentinel, end=[ids.eos]
+    )
     return list(zip(inputs, targets, strict=True))
 
 
 def stack_rows(
-    packed: Sequence[Sequence[Example]], lengths: tuple[int, int] | None, padding: int, rows: slice = ALL_ROWS
+    packed: Sequence[Sequence[Example]],
+    lengths: tuple[int, int] | None,
+    padding: int,
+    rows: slice = ALL_ROWS,
 ) -> Batch:
     """Returns the batch of rows of examples; see `PairSource.batch`.
 
@@ -221,7 +252,12 @@ def stack_rows(
     lengths = lengths or (_round_up(sides[0]), _round_up(sides[1]))
     inputs, segments = _stack(sides[0][rows], lengths[0], padding)
     labels, decoder_segments = _stack(sides[1][rows], lengths[1], _NOT_A_TARGET)
-    return {"input_ids": inputs, "segment_ids": segments, "labels": labels, "decoder_segment_ids": decoder_segments}
+    return {
+        "input_ids": inputs,
+        "segment_ids": segments,
+        "labels": labels,
+        "decoder_segment_ids": decoder_segments,
+    }
 
 
 def examples_fingerprint(examples: Sequence[Example]) -> bytes:
@@ -229,7 +265,9 @@ def examples_fingerprint(examples: Sequence[Example]) -> bytes:
     digest = hashlib.sha256()
     for example in examples:
         for tokens in example:
-            digest.update(len(tokens).to_bytes(4, "little") + np.asarray(tokens, dtype=np.int32).tobytes())
+            digest.update(
+                len(tokens).to_bytes(4, "little") + np.asarray(tokens, dtype=np.int32).tobytes()
+            )
     return digest.digest()
 
 
@@ -250,14 +288,21 @@ def _encode(
             texts[first : first + _TEXTS_AT_ONCE], add_special_tokens=False, verbose=False
         )["input_ids"]
         num_cut += sum(len(start) + len(ids) + len(end) > length for ids in part)
-        encoded += [np.asarray(enclose(ids, length, start=start, end=end), dtype=np.int32) for ids in part]
+        encoded += [
+            np.asarray(enclose(ids, length, start=start, end=end), dtype=np.int32) for ids in part
+        ]
     if num_cut:
-        logger.warning("%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length)
+        logger.warning(
+            "%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length
+        )
     return encoded
 
 
-def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()) -> list[int]:
-    """Returns the tokens between those of `start` and `end`; only they are cut to have `length` in all.
+def enclose(
+    ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()
+) -> list[int]:
+    """Returns the tokens between those of `start` and `end`; only they are cut to have `length` in
+    all.
 
     Args:
         ids: Tokens of a text.
@@ -266,7 +311,8 @@ def enclose(ids: Sequence[int], length: int | None, *, start: Sequence[int] = ()
         end: What stands behind, e.g. the end token.
 
     Source:
-        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at b898b9f. Differs: no.
+        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at
+        b898b9f. Differs: no.
     """
     room = len(ids) if length is None else max(0, length - len(start) - len(end))
     return [*start, *ids[:room], *end]

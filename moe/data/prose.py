@@ -1,14 +1,17 @@
 """Plain English paragraphs out of docstrings: markup, code and tables go, sentences stay.
 
-Comes after `docstrings`, before `corpus`. Docstrings mix reStructuredText, numpydoc, Google style and Markdown, so each
-rule below is about what a reader sees (a fence, an indented block, an underlined heading), not about one syntax.
+Comes after `docstrings`, before `corpus`. Docstrings mix reStructuredText, numpydoc, Google style
+and Markdown, so each rule below is about what a reader sees (a fence, an indented block, an
+underlined heading), not about one syntax.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 
 MIN_WORDS = 4
-MAX_SYMBOL_SHARE = 0.12  # by eye: below are sentences that name some code, above is code that names some words
+MAX_SYMBOL_SHARE = (
+    0.12  # by eye: below are sentences that name some code, above is code that names some words
+)
 
 _RULE = re.compile(r"[-=~^*#_+|.\"'`\s]{3,}$")
 _DIRECTIVE = re.compile(r"\.\. ?([\w-]+)::\s*")
@@ -28,8 +31,9 @@ _SYMBOL = re.compile(r"[^A-Za-z ,.;:!?'()\-\"]")
 def prose_paragraphs(text: str) -> list[str]:
     """Returns the paragraphs of English prose in `text`, one line each, in order.
 
-    Left out: doctests, literal and fenced code, headings, rules, comments, and whatever has too few words or too many
-    symbols to read as a sentence. Inline markup is taken off the words that it marks.
+    Left out: doctests, literal and fenced code, headings, rules, comments, and whatever has too few
+    words or too many symbols to read as a sentence. Inline markup is taken off the words that it
+    marks.
 
     Args:
         text: A dedented docstring or page.
@@ -59,7 +63,9 @@ def _drop_fences(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_doctests(lines: Iterable[str]) -> Iterator[str]:
-    """Drops each `>>>` line and what follows it up to a blank line: its continuation and its output."""
+    """Drops each `>>>` line and what follows it up to a blank line: its continuation and its
+    output.
+    """
     inside = False
     for line in lines:
         stripped = line.strip()
@@ -68,7 +74,9 @@ def _drop_doctests(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_indented_code(lines: Iterable[str]) -> Iterator[str]:
-    """Drops blocks that `::`, a directive for code or a comment introduces; keeps the text of notes and warnings."""
+    """Drops blocks that `::`, a directive for code or a comment introduces; keeps the text of notes
+    and warnings.
+    """
     code_below: int | None = None  # lines indented deeper than this belong to the block
     for line in lines:
         stripped = line.strip()
@@ -91,7 +99,9 @@ def _drop_indented_code(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_headings(lines: Iterable[str]) -> Iterator[str]:
-    """Drops lines made of punctuation, and the line above each: an underlined heading or the head of a table."""
+    """Drops lines made of punctuation, and the line above each: an underlined heading or the head
+    of a table.
+    """
     previous = ""
     for line in lines:
         is_rule = _RULE.match(line) is not None and bool(line.strip())

@@ -1,4 +1,6 @@
-"""T5's span corruption: spans of tokens become sentinels in the inputs, and the targets hold what they hid."""
+"""T5's span corruption: spans of tokens become sentinels in the inputs, and the targets hold what
+they hid.
+"""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -49,8 +51,9 @@ def count_noise(length: int, noise: Noise) -> tuple[int, int]:
     Both are rounded half to even on exact fractions of the decimal settings.
 
     Source:
-        T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: that computes in float32 and its twin,
-        `random_spans_helper`, in float64; they disagree with each other at 39 lengths below 4,097 (190, 350, ...).
+        T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: that computes in float32
+        and its twin, `random_spans_helper`, in float64; they disagree with each other at 39 lengths
+        below 4,097 (190, 350, ...).
     """
     if length < 2:
         return 0, 0
@@ -60,7 +63,9 @@ def count_noise(length: int, noise: Noise) -> tuple[int, int]:
 
 
 def corrupted_lengths(length: int, noise: Noise) -> tuple[int, int]:
-    """Returns the tokens of inputs and targets, with sentinels and end, that `length` tokens become."""
+    """Returns the tokens of inputs and targets, with sentinels and end, that `length` tokens
+    become.
+    """
     masked, spans = count_noise(length, noise)
     return length - masked + spans + 1, masked + spans + 1
 
@@ -69,8 +74,8 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
     """Returns the most tokens whose corrupted inputs fit into `inputs_length`: 568 for 512.
 
     Raises:
-        ConfigError: When the noise or the length is out of range, or `inputs_length` is too short for any span or
-            needs more spans than there are sentinels.
+        ConfigError: When the noise or the length is out of range, or `inputs_length` is too short
+            for any span or needs more spans than there are sentinels.
 
     Source:
         T5 preprocessors.py `random_spans_helper` at e081111. Differs: no.
@@ -78,7 +83,8 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
     check_noise(noise)
     check_integer("inputs_length", inputs_length, least=1, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
 
-    # Inputs never get shorter as there are more tokens, so that halving an interval finds the last that fits.
+    # Inputs never get shorter as there are more tokens, so that halving an interval finds the last
+    # that fits.
     length = max(2, inputs_length // 2)
     too_long = 2 * length
     while corrupted_lengths(too_long, noise)[0] <= inputs_length:
@@ -92,7 +98,9 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
 
     inputs, targets = corrupted_lengths(length, noise)
     if inputs > inputs_length:
-        raise ConfigError(f"inputs_length is {inputs_length}; expected at least {inputs} tokens for one masked span.")
+        raise ConfigError(
+            f"inputs_length is {inputs_length}; expected at least {inputs} tokens for one masked span."
+        )
     if noise.density == 0.5 and targets > inputs_length:
         length -= 1
     spans = count_noise(length, noise)[1]
@@ -105,27 +113,34 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
 
 
 def noise_mask(length: int, noise: Noise, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Returns <bool>[length]: which tokens are masked; it starts with kept tokens and ends with masked ones."""
+    """Returns <bool>[length]: which tokens are masked; it starts with kept tokens and ends with
+    masked ones.
+    """
     return spread_noise(length, *count_noise(length, noise), rng)
 
 
-def spread_noise(length: int, masked: int, spans: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Returns <bool>[length] with `masked` masked tokens in `spans` spans; all such masks are equally likely.
+def spread_noise(
+    length: int, masked: int, spans: int, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Returns <bool>[length] with `masked` masked tokens in `spans` spans; all such masks are
+    equally likely.
 
     Source:
         T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: no.
     """
     if spans == 0:
         return np.zeros(length, dtype=np.bool_)
-    runs = np.stack([_random_parts(length - masked, spans, rng), _random_parts(masked, spans, rng)], axis=1)
+    runs = np.stack(
+        [_random_parts(length - masked, spans, rng), _random_parts(masked, spans, rng)], axis=1
+    )
     return np.repeat(np.tile([False, True], spans), runs.ravel())
 
 
 def corrupt(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> tuple[Tokens, Tokens]:
     """Returns inputs and targets, each with the end token.
 
-    Each run of masked tokens is one sentinel in the inputs; in the targets the same sentinel stands before what it
-    hid. There is no closing sentinel.
+    Each run of masked tokens is one sentinel in the inputs; in the targets the same sentinel stands
+    before what it hid. There is no closing sentinel.
 
     Args:
         tokens: <int>[N] text without special tokens.
@@ -138,13 +153,17 @@ def corrupt(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> tuple[T
 
 
 def _random_parts(total: int, parts: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Returns <int64>[parts] positive sizes that add up to `total`, all compositions equally likely."""
+    """Returns <int64>[parts] positive sizes that add up to `total`, all compositions equally
+    likely.
+    """
     cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate(([0], cuts, [total])))
 
 
 def _replace_runs(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> Tokens:
-    """Returns the tokens with every run of `mask` replaced by the next sentinel, descending from the first."""
+    """Returns the tokens with every run of `mask` replaced by the next sentinel, descending from
+    the first.
+    """
     starts = mask & ~np.concatenate(([False], mask[:-1]))
     sentinels = ids.first_sentinel - (np.cumsum(starts) - 1)
     return np.where(starts, sentinels, tokens)[starts | ~mask]

@@ -1,7 +1,7 @@
 """The vocabulary: trained by SentencePiece, laid out as T5's, used as a transformers tokenizer.
 
-Comes after `corpus`, before `tokens`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, the learnt pieces, then the sentinels
-`<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` has the highest id.
+Comes after `corpus`, before `tokens`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, the learnt pieces,
+then the sentinels `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` has the highest id.
 """
 
 import copy
@@ -32,8 +32,8 @@ SENTENCEPIECE_FILE, TOKENIZER_FILE = "spiece.model", "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _MOST_PIECES = 1_000_000  # candidates that sentencepiece starts from and takes pieces away
 
-# T5's training settings (its spiece.model carries them). The number of threads is fixed because sums over threads are
-# rounded differently for another number, which gives another model.
+# T5's training settings (its spiece.model carries them). The number of threads is fixed because
+# sums over threads are rounded differently for another number, which gives another model.
 _TRAINING_SETTINGS = {
     "model_type": "unigram",
     "normalization_rule_name": "nmt_nfkc",
@@ -46,11 +46,13 @@ _TRAINING_SETTINGS = {
     "max_sentence_length": 2**30,  # the default leaves longer lines out without a word
     "minloglevel": 2,
 }
-# sentencepiece adds up the scores of a whole text in float32, tokenizers those of a word in float64. On this grid both
-# are exact up to 2**18 (tens of thousands of tokens), so that nothing is chosen by rounding. Of all docstrings of the
-# standard library, torch and numpy, as trained the two read 4 of 2,376 whole files differently, on the grid none.
+# sentencepiece adds up the scores of a whole text in float32, tokenizers those of a word in
+# float64. On this grid both are exact up to 2**18 (tens of thousands of tokens), so that nothing is
+# chosen by rounding. Of all docstrings of the standard library, torch and numpy, as trained the two
+# read 4 of 2,376 whole files differently, on the grid none.
 _SCORE_GRID = 2.0**-6
-# Below any segmentation of the same letters: text that happens to say "</s>" is not read as the end of a sequence.
+# Below any segmentation of the same letters: text that happens to say "</s>" is not read as the end
+# of a sequence.
 _NEVER_CHOSEN = -1000.0
 
 
@@ -68,7 +70,8 @@ class SpecialIds(NamedTuple):
         """Returns the ids of `tokenizer`.
 
         Raises:
-            DataError: When it has no padding or end token, or its sentinels do not descend from `<extra_id_0>`.
+            DataError: When it has no padding or end token, or its sentinels do not descend from
+                `<extra_id_0>`.
         """
         vocabulary = tokenizer.get_vocab()
         first = vocabulary.get(sentinel(0))
@@ -93,21 +96,28 @@ def sentinel(number: int) -> str:
     return f"<extra_id_{number}>"
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, out_dir: Path | str) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, out_dir: Path | str
+) -> PreTrainedTokenizerFast:
     """Trains a vocabulary, writes it to `out_dir` (whole or not at all), and returns it.
 
-    The same texts in the same order give the same files. `AutoTokenizer.from_pretrained(out_dir)` loads them.
+    The same texts in the same order give the same files. `AutoTokenizer.from_pretrained(out_dir)`
+    loads them.
 
     Args:
         texts: Documents; each paragraph (line) is trained on as a sentence.
-        vocab_size: Size of the embedding that the vocabulary needs: pieces, 3 special tokens and 100 sentinels.
-        out_dir: Receives spiece.model, tokenizer.json and tokenizer_config.json; an earlier tokenizer is replaced.
+        vocab_size: Size of the embedding that the vocabulary needs: pieces, 3 special tokens and
+            100 sentinels.
+        out_dir: Receives spiece.model, tokenizer.json and tokenizer_config.json; an earlier
+            tokenizer is replaced.
 
     Raises:
         ConfigError: When `vocab_size` leaves no room for pieces.
-        DataError: When the texts are too few for the vocabulary or too varied for it; says which size is possible.
+        DataError: When the texts are too few for the vocabulary or too varied for it; says which
+            size is possible.
     Source:
-        T5 (arXiv:1910.10683) section 2.2.1. Differs: scores are rounded to 1/64, so that both libraries agree.
+        T5 (arXiv:1910.10683) section 2.2.1. Differs: scores are rounded to 1/64, so that both
+        libraries agree.
     """
     check_replaceable(Path(out_dir), kind="tokenizer")  # before the work, not after
     model = _round_scores(_train_sentencepiece(texts, vocab_size))
@@ -125,12 +135,15 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Returns the tokenizer in `folder`: that of `train_tokenizer`, or of a saved model.
 
     Raises:
-        DataError: When the folder has no tokenizer.json, or a file of it is damaged; names the file.
+        DataError: When the folder has no tokenizer.json, or a file of it is damaged; names the
+            file.
     """
     folder = Path(folder)
     advice = f"Make one with `python -m scripts.train_tokenizer --corpus CORPUS --out {folder}`."
     if not (folder / TOKENIZER_FILE).is_file():
-        raise DataError(f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}")
+        raise DataError(
+            f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}"
+        )
 
     settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
     names = {TOKENIZER_FILE, *settings}
@@ -142,12 +155,15 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     check_tokenizer_files(folder, advice=advice)
     with _failures_of_tokenizers(folder / settings[0] if settings else path, advice):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        tokenizer("a \U0010fffe")  # what does not fit together, as an unknown token that is none, shows only now
+        tokenizer(
+            "a \U0010fffe"
+        )  # what does not fit together, as an unknown token that is none, shows only now
     return tokenizer
 
 
 def check_tokenizer_files(folder: Path, *, advice: str) -> None:
-    """Raises when a file of a fast tokenizer cannot be read, and names it; one that is missing is passed over.
+    """Raises when a file of a fast tokenizer cannot be read, and names it; one that is missing is
+    passed over.
 
     Args:
         folder: Of a tokenizer or a model, of this library or not.
@@ -167,19 +183,25 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
             continue
         content = read_json(folder / name, advice=advice, nan=True)
         if not isinstance(content, dict):
-            raise DataError(f"{folder / name}: its content is {shown(content)}; expected an object. {advice}")
+            raise DataError(
+                f"{folder / name}: its content is {shown(content)}; expected an object. {advice}"
+            )
 
 
 @contextmanager
 def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
-    """Turns what the tokenizers library raises for a file into an OSError or a DataError that names it.
+    """Turns what the tokenizers library raises for a file into an OSError or a DataError that names
+    it.
 
-    It raises plain `Exception`, and a `PanicException`, which is none, where its Rust code gives up.
+    It raises plain `Exception`, and a `PanicException`, which is none, where its Rust code gives
+    up.
     """
     try:
         yield
     except BaseException as error:
-        is_usual = isinstance(error, OSError | ValueError | TypeError | KeyError | AttributeError | IndexError)
+        is_usual = isinstance(
+            error, OSError | ValueError | TypeError | KeyError | AttributeError | IndexError
+        )
         is_theirs = type(error) is Exception or type(error).__name__ == "PanicException"
         if isinstance(error, MoEError) or not (is_usual or is_theirs):
             raise
@@ -190,14 +212,20 @@ def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
             raise OSError(number, os.strerror(number), str(path)) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise DataError(f"{path} cannot be used: {' '.join(str(error).split())[:300]}. {advice}") from error
+        raise DataError(
+            f"{path} cannot be used: {' '.join(str(error).split())[:300]}. {advice}"
+        ) from error
 
 
 def end_with_sentinel(tokenizer: PreTrainedTokenizerFast, wanted: bool) -> PreTrainedTokenizerFast:
-    """Returns a copy that ends every text with the first sentinel and the end token, or with the end token alone."""
+    """Returns a copy that ends every text with the first sentinel and the end token, or with the
+    end token alone.
+    """
     ids, copied = SpecialIds.of(tokenizer), copy.deepcopy(tokenizer)
     end = (str(tokenizer.eos_token), ids.eos)
-    copied.backend_tokenizer.post_processor = _endings(*[(sentinel(0), ids.first_sentinel)] * wanted, end)
+    copied.backend_tokenizer.post_processor = _endings(
+        *[(sentinel(0), ids.first_sentinel)] * wanted, end
+    )
     return copied
 
 
@@ -224,7 +252,10 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
     written = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
-            sentence_iterator=lines, model_writer=written, vocab_size=num_pieces, **_TRAINING_SETTINGS
+            sentence_iterator=lines,
+            model_writer=written,
+            vocab_size=num_pieces,
+            **_TRAINING_SETTINGS,
         )
     except RuntimeError as error:
         raise DataError(_explain_training_error(str(error), vocab_size)) from error
@@ -255,20 +286,28 @@ def _round_scores(model: ModelProto) -> ModelProto:
     return rounded
 
 
-def to_transformers(model: ModelProto, num_sentinels: int = NUM_SENTINELS) -> PreTrainedTokenizerFast:
+def to_transformers(
+    model: ModelProto, num_sentinels: int = NUM_SENTINELS
+) -> PreTrainedTokenizerFast:
     """Returns the same tokenizer for transformers, with sentinels, and `</s>` after every text.
 
-    It differs from sentencepiece only in its normaliser, which looks up visible characters, not code points: of a
-    ligature or other compatibility character it loses the combining marks that follow.
+    It differs from sentencepiece only in its normaliser, which looks up visible characters, not
+    code points: of a ligature or other compatibility character it loses the combining marks that
+    follow.
     """
     control = ModelProto.SentencePiece.Type.CONTROL
-    scores = [(piece.piece, _NEVER_CHOSEN if piece.type == control else piece.score) for piece in model.pieces]
+    scores = [
+        (piece.piece, _NEVER_CHOSEN if piece.type == control else piece.score)
+        for piece in model.pieces
+    ]
     backend = tokenizers.Tokenizer(models.Unigram(scores, unk_id=2, byte_fallback=False))
     charsmap = model.normalizer_spec.precompiled_charsmap  # empty when letters stay as they are
     backend.normalizer = normalizers.Sequence(
         [
             *([normalizers.Precompiled(charsmap)] if charsmap else []),
-            normalizers.Replace(tokenizers.Regex("^ +| +$"), ""),  # Strip() would take U+0085 too, unlike sentencepiece
+            normalizers.Replace(
+                tokenizers.Regex("^ +| +$"), ""
+            ),  # Strip() would take U+0085 too, unlike sentencepiece
             normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
         ]
     )

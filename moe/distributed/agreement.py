@@ -12,14 +12,15 @@ T = TypeVar("T")
 
 
 def together(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
-    """Calls a function on every rank and returns what it returned on each, in order; small things that pickle.
+    """Calls a function on every rank and returns what it returned on each, in order; small things
+    that pickle.
 
-    No rank goes on before all have called it. Where it failed its error is raised as it is, and elsewhere a copy of
-    the first rank's error that failed.
+    No rank goes on before all have called it. Where it failed its error is raised as it is, and
+    elsewhere a copy of the first rank's error that failed.
 
     Args:
-        function: What this rank does; it may differ from rank to rank, but must not wait for other ranks itself
-            where it can fail.
+        function: What this rank does; it may differ from rank to rank, but must not wait for other
+            ranks itself where it can fail.
         group: Ranks that take part; None for all.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -41,5 +42,11 @@ def together(function: Callable[[], T], group: ProcessGroup | None = None) -> li
 
 
 def _picklable(error: Exception) -> Exception:
-    """Returns an error that other ranks can raise: our own and the disk's as they are, others by their text."""
-    return error if isinstance(error, MoEError | OSError) else RuntimeError(f"{type(error).__name__}: {error}")
+    """Returns an error that other ranks can raise: our own and the disk's as they are, others by
+    their text.
+    """
+    return (
+        error
+        if isinstance(error, MoEError | OSError)
+        else RuntimeError(f"{type(error).__name__}: {error}")
+    )

@@ -1,4 +1,6 @@
-"""Which elements of a whole tensor a rank holds, and where they stand in a file that holds the tensor row by row."""
+"""Which elements of a whole tensor a rank holds, and where they stand in a file that holds the
+tensor row by row.
+"""
 
 import itertools
 import math
@@ -12,14 +14,18 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_of(layout: Layout, config: MeshConfig, place: Place) -> Box:
-    """Returns what the rank at `place` holds of a parameter, gate and up apart; see `cut` and `cut_shard`."""
+    """Returns what the rank at `place` holds of a parameter, gate and up apart; see `cut` and
+    `cut_shard`.
+    """
     box = [(0, size) for size in layout.shape]
     if layout.expert:
         box[0] = _chunk(box[0], config.ep, place.ep)
     if layout.tp_dim is not None:
         box[layout.tp_dim] = _chunk(box[layout.tp_dim], config.tp, place.tp)
     if layout.num_shards > 1:
-        box[layout.shard_dim] = _chunk(box[layout.shard_dim], layout.num_shards, _shard(layout, place))
+        box[layout.shard_dim] = _chunk(
+            box[layout.shard_dim], layout.num_shards, _shard(layout, place)
+        )
     return tuple(box)
 
 
@@ -33,7 +39,8 @@ def is_first_holder(layout: Layout, mesh: Mesh, place: Place) -> bool:
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the stretches of a whole tensor of `shape` that a box consists of: their starts and lengths in elements.
+    """Yields the stretches of a whole tensor of `shape` that a box consists of: their starts and
+    lengths in elements.
 
     Their order is that of the box's own elements, row by row.
     """

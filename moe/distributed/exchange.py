@@ -1,7 +1,8 @@
 """Exchanges between ranks: rows to the experts and back, sums. With one rank they change nothing.
 
-An exchange of rows is two autograd nodes, the first of which issues it and the second awaits it, so that whatever
-stands between the two in the forward pass runs meanwhile; the backward pass does the reverse exchange likewise.
+An exchange of rows is two autograd nodes, the first of which issues it and the second awaits it, so
+that whatever stands between the two in the forward pass runs meanwhile; the backward pass does the
+reverse exchange likewise.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ def is_first_rank() -> bool:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Returns on every rank what `make` returns on the first, and raises everywhere what it raises there.
+    """Returns on every rank what `make` returns on the first, and raises everywhere what it raises
+    there.
 
     Args:
         make: Runs on the first of all ranks only; its result must be something that pickle takes.
@@ -45,7 +47,8 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Returns the sum of <any>[...] over the ranks of a group, the same on each; carries no gradient.
+    """Returns the sum of <any>[...] over the ranks of a group, the same on each; carries no
+    gradient.
 
     Args:
         x: This rank's part; left as it is.
@@ -59,14 +62,18 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def sum_together(values: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
-    """Returns the sum of each <any>[...] over the ranks of a group; all of one dtype travel in one exchange.
+    """Returns the sum of each <any>[...] over the ranks of a group; all of one dtype travel in one
+    exchange.
 
     Args:
         values: This rank's parts; left as they are.
         group: Ranks that take part; None for all.
     """
     dtypes = dict.fromkeys(value.dtype for value in values)
-    flat = {dtype: torch.cat([value.flatten() for value in values if value.dtype == dtype]) for dtype in dtypes}
+    flat = {
+        dtype: torch.cat([value.flatten() for value in values if value.dtype == dtype])
+        for dtype in dtypes
+    }
     sums = {dtype: sum_over_ranks(numbers, group) for dtype, numbers in flat.items()}
     parts = {
         dtype: iter(numbers.split([value.numel() for value in values if value.dtype == dtype]))
@@ -76,7 +83,8 @@ def sum_together(values: Sequence[Tensor], group: ProcessGroup | None = None) ->
 
 
 def enter_shards(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns <float>[...] as it is; its gradient is the sum over the ranks that work on shards of what follows.
+    """Returns <float>[...] as it is; its gradient is the sum over the ranks that work on shards of
+    what follows.
 
     Source:
         Megatron-LM (arXiv:1909.08053) §3, the operator f. `leave_shards` is its g.
@@ -85,7 +93,9 @@ def enter_shards(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def leave_shards(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns the sum of <float>[...] over the ranks, each of which gives its shard's part; see `enter_shards`."""
+    """Returns the sum of <float>[...] over the ranks, each of which gives its shard's part; see
+    `enter_shards`.
+    """
     return x if group is None else _LeaveShards.apply(x, group)
 
 
@@ -129,7 +139,8 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How rows that are sorted by the rank they go to get there; on arrival they are sorted by the rank they are from.
+    """How rows that are sorted by the rank they go to get there; on arrival they are sorted by the
+    rank they are from.
 
     Attributes:
         hops: One all-to-all, or two: inside the node, then across.
@@ -151,12 +162,16 @@ class CountExchange:
         self._sent = rearrange(counts, "(p e) -> p e", p=axis.size).contiguous()
         with record_function("moe.counts"):
             self._hops = equal_route(axis, axis.size, counts.device).hops
-            self._inside = _all_to_all(self._sent, self._hops[0]).wait() if len(self._hops) == 2 else None
+            self._inside = (
+                _all_to_all(self._sent, self._hops[0]).wait() if len(self._hops) == 2 else None
+            )
             last = self._sent if self._inside is None else self._inside
             self._running = _all_to_all(last, self._hops[-1])
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns the rows <int64>[ep, E / ep] that come from each rank for each expert here, and the route."""
+        """Returns the rows <int64>[ep, E / ep] that come from each rank for each expert here, and
+        the route.
+        """
         with record_function("moe.counts.wait"):
             received = self._running.wait()
             if self._inside is None:
@@ -168,7 +183,8 @@ class CountExchange:
         """Returns the route in two hops.
 
         Args:
-            inside: <int64>[ep, E / ep] rows that arrive over the first hop, by neighbour, then by the node they go to.
+            inside: <int64>[ep, E / ep] rows that arrive over the first hop, by neighbour, then by
+                the node they go to.
             received: <int64>[ep, E / ep] rows that arrive in the end, by node, then by place in it.
         """
         first, second = self._hops
@@ -177,7 +193,9 @@ class CountExchange:
         rows = torch.stack([x.sum(dim=1) for x in (self._sent, inside, received)])
         sent, between, arrived = rows.tolist()
         to_neighbours = [sum(sent[place::places]) for place in range(places)]
-        from_neighbours = [sum(between[place * nodes : (place + 1) * nodes]) for place in range(places)]
+        from_neighbours = [
+            sum(between[place * nodes : (place + 1) * nodes]) for place in range(places)
+        ]
         to_nodes = [sum(between[node::nodes]) for node in range(nodes)]
         from_nodes = [sum(arrived[node * places : (node + 1) * places]) for node in range(nodes)]
         return Route(
@@ -189,7 +207,8 @@ class CountExchange:
 
 
 def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
-    """Returns the route of `num_rows` rows, an equal share of which goes to each rank; waits for nothing.
+    """Returns the route of `num_rows` rows, an equal share of which goes to each rank; waits for
+    nothing.
 
     Args:
         axis: The ranks.
@@ -206,14 +225,17 @@ def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
 
 
 def _blocks_by_column(lengths: Tensor, num_rows: int) -> Tensor:
-    """Returns the order <int64>[N] that brings blocks, which stand row by row in a matrix, into order by columns.
+    """Returns the order <int64>[N] that brings blocks, which stand row by row in a matrix, into
+    order by columns.
 
     Args:
         lengths: <int64>[R * C] rows of data in each block.
         num_rows: R.
     """
     start = lengths.cumsum(0) - lengths
-    blocks = rearrange(torch.arange(lengths.numel(), device=lengths.device), "(r c) -> (c r)", r=num_rows)
+    blocks = rearrange(
+        torch.arange(lengths.numel(), device=lengths.device), "(r c) -> (c r)", r=num_rows
+    )
     sizes = lengths[blocks]
     before = sizes.cumsum(0) - sizes
     shift = (start[blocks] - before).repeat_interleave(sizes)
@@ -238,17 +260,23 @@ class _Running(NamedTuple):
 
 
 def _all_to_all(x: Tensor, hop: Hop, *, reverse: bool = False) -> _Running:
-    """Returns the running exchange of <any>[N, ...]; in reverse, rows are sent to where they came from."""
+    """Returns the running exchange of <any>[N, ...]; in reverse, rows are sent to where they came
+    from.
+    """
     sent, received = (hop.received, hop.sent) if reverse else (hop.sent, hop.received)
     if hop.order is not None and not reverse:
         x = x.index_select(0, hop.order)
     buffer = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
-    work = dist.all_to_all_single(buffer, x.contiguous(), received, sent, group=hop.group, async_op=True)
+    work = dist.all_to_all_single(
+        buffer, x.contiguous(), received, sent, group=hop.group, async_op=True
+    )
     return _Running(buffer, work)
 
 
 class _Journey:
-    """One exchange of rows along a route, forward or in reverse, whose last hop runs until it is awaited."""
+    """One exchange of rows along a route, forward or in reverse, whose last hop runs until it is
+    awaited.
+    """
 
     def __init__(self, route: Route, *, reverse: bool) -> None:
         self._hops = tuple(reversed(route.hops)) if reverse else route.hops
@@ -268,7 +296,9 @@ class _Journey:
         return rows
 
     def _put_back(self, x: Tensor, hop: Hop) -> Tensor:
-        """Returns rows <any>[N, ...] in the order that they had before the hop, when they come back over it."""
+        """Returns rows <any>[N, ...] in the order that they had before the hop, when they come back
+        over it.
+        """
         if not self._reverse or hop.order is None:
             return x
         return torch.empty_like(x).index_copy_(0, hop.order, x)
@@ -305,14 +335,16 @@ class _Await(torch.autograd.Function):
 
 
 def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> Callable[[], Tensor]:
-    """Issues the exchange of rows <float>[N, D] and returns a function that awaits it and gives them <float>[M, D].
+    """Issues the exchange of rows <float>[N, D] and returns a function that awaits it and gives
+    them <float>[M, D].
 
     The function must be called once: it is the second node of the graph.
 
     Args:
         x: Rows in the order of the route.
         route: Where they go.
-        name: Of the profiler's ranges: `moe.{name}` issues, `moe.{name}.wait` awaits, `.backward` the same backwards.
+        name: Of the profiler's ranges: `moe.{name}` issues, `moe.{name}.wait` awaits, `.backward`
+            the same backwards.
         reverse: Sends rows back to where the route brought them from.
     """
     there, back = _Journey(route, reverse=reverse), _Journey(route, reverse=not reverse)

@@ -1,4 +1,6 @@
-"""How ranks find each other and part: what torchrun started becomes a world, and its failures become messages."""
+"""How ranks find each other and part: what torchrun started becomes a world, and its failures
+become messages.
+"""
 
 import contextlib
 import os
@@ -57,21 +59,24 @@ class World(NamedTuple):
 
 @contextlib.contextmanager
 def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
-    """Joins the ranks that torchrun started, and leaves them at the end; alone, without torchrun, it does nothing.
+    """Joins the ranks that torchrun started, and leaves them at the end; alone, without torchrun,
+    it does nothing.
 
-    On the CPU ranks talk over gloo, on GPUs over NCCL. Inside, every exchange that another rank never enters ends
-    after `timeout`, also in groups that are made later. An error of this library or of the system that several ranks
-    raise with one text is raised by the first of them only, so that it is printed once; the others exit with code 2.
+    On the CPU ranks talk over gloo, on GPUs over NCCL. Inside, every exchange that another rank
+    never enters ends after `timeout`, also in groups that are made later. An error of this library
+    or of the system that several ranks raise with one text is raised by the first of them only, so
+    that it is printed once; the others exit with code 2.
 
     Args:
-        timeout: Seconds to wait for other ranks; longer than the longest time that one may work while others wait.
+        timeout: Seconds to wait for other ranks; longer than the longest time that one may work
+            while others wait.
 
     Yields:
         The world.
 
     Raises:
-        ConfigError: When the timeout is not above 0, torchrun's variables are incomplete or no numbers, or there are
-            more ranks on this machine than GPUs.
+        ConfigError: When the timeout is not above 0, torchrun's variables are incomplete or no
+            numbers, or there are more ranks on this machine than GPUs.
         DistributedError: When the ranks do not find each other, or one is lost on the way.
     """
     check_timeout(timeout)
@@ -165,10 +170,15 @@ def _meet(world: World, timeout: float) -> None:
 
     deadline = time.monotonic() + timeout
     try:
-        if world.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else this rank listens itself
+        if (
+            world.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ):  # else this rank listens itself
             _await_listener(deadline)
         remaining = max(_RETRY, deadline - time.monotonic())
-        _in_time(partial(_join, backend, timedelta(seconds=remaining), timedelta(seconds=timeout)), remaining)
+        _in_time(
+            partial(_join, backend, timedelta(seconds=remaining), timedelta(seconds=timeout)),
+            remaining,
+        )
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if "EADDRINUSE" in str(error):
@@ -186,7 +196,8 @@ def _meet(world: World, timeout: float) -> None:
 
 
 def _await_listener(deadline: float) -> None:
-    """Waits until somebody listens where ranks meet; torch's own retries go on for up to twice its timeout.
+    """Waits until somebody listens where ranks meet; torch's own retries go on for up to twice its
+    timeout.
 
     Raises:
         RuntimeError: When nobody does by then.
@@ -194,7 +205,9 @@ def _await_listener(deadline: float) -> None:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     while True:
         try:
-            with socket.create_connection(address, timeout=max(_RETRY, deadline - time.monotonic())):
+            with socket.create_connection(
+                address, timeout=max(_RETRY, deadline - time.monotonic())
+            ):
                 return
         except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
             if time.monotonic() + _RETRY > deadline:
@@ -206,17 +219,21 @@ def _join(backend: str, remaining: timedelta, timeout: timedelta) -> None:
     """Makes the group of all ranks, whose exchanges wait for `timeout`."""
     store, rank, size = next(rendezvous("env://", timeout=remaining))
 
-    # torchrun keeps its store when it starts ranks again, and with it the addresses of those that are gone
+    # torchrun keeps its store when it starts ranks again, and with it the addresses of those that
+    # are gone
     store = PrefixStore(f"moe/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
-    if store.add("moe/connected", 1) == size:  # who fails now must not take away what another connects to
+    if (
+        store.add("moe/connected", 1) == size
+    ):  # who fails now must not take away what another connects to
         store.set("moe/all_connected", "1")
     store.wait(["moe/all_connected"], remaining)
 
 
 def _in_time(function: Callable[[], T], timeout: float) -> T:
-    """Returns what a function returns, or leaves it behind in a thread of its own when that takes longer.
+    """Returns what a function returns, or leaves it behind in a thread of its own when that takes
+    longer.
 
     It is for what torch has no timeout for: a listener that takes the connection and never answers.
 
@@ -239,7 +256,9 @@ def _in_time(function: Callable[[], T], timeout: float) -> T:
 
 
 def _was_said(error: Exception) -> bool:
-    """Returns whether another rank has raised an error of the same text; only one of them is told False."""
+    """Returns whether another rank has raised an error of the same text; only one of them is told
+    False.
+    """
     try:
         return distributed_c10d._get_default_store().add(f"moe/error/{error}", 1) > 1
     except (RuntimeError, ValueError):  # the rank that keeps the store is gone
@@ -249,8 +268,9 @@ def _was_said(error: Exception) -> bool:
 def _part(world: World, timeout: float, *, failed: bool) -> None:
     """Leaves the other ranks.
 
-    Connections are closed when all ranks are at their end, or one failed: who closes his while another still reads the
-    last of an exchange ends that one. After a failure, exchanges under way may never end; they are waited for shortly.
+    Connections are closed when all ranks are at their end, or one failed: who closes his while
+    another still reads the last of an exchange ends that one. After a failure, exchanges under way
+    may never end; they are waited for shortly.
     """
     with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone
         store = distributed_c10d._get_default_store()

@@ -1,4 +1,6 @@
-"""The mesh: which ranks hold which part of a model and of a batch. Comes first; sharding.py and exchange.py use it."""
+"""The mesh: which ranks hold which part of a model and of a batch. Comes first; sharding.py and
+exchange.py use it.
+"""
 
 import itertools
 import math
@@ -32,14 +34,16 @@ class MeshConfig:
     Attributes:
         dp_replicate: Replicas of everything; their gradients are all-reduced.
         dp_shard: Data ranks over which parameters are sharded beside `ep`.
-        ep: Ranks that the experts of a layer are spread over, E / ep each. Dense parameters are sharded over
-            dp_shard x ep.
-        tp: Ranks that share one data rank's attention heads and hidden units, also those inside an expert.
-        ep_nodes: Nodes that an `ep` axis spans; more than 1 exchanges tokens inside nodes first, then across.
+        ep: Ranks that the experts of a layer are spread over, E / ep each. Dense parameters are
+            sharded over dp_shard x ep.
+        tp: Ranks that share one data rank's attention heads and hidden units, also those inside an
+            expert.
+        ep_nodes: Nodes that an `ep` axis spans; more than 1 exchanges tokens inside nodes first,
+            then across.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation (arXiv:2011.03641) is
-        dp_shard x dp_replicate.
+        ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation
+        (arXiv:2011.03641) is dp_shard x dp_replicate.
     """
 
     dp_replicate: int = 1
@@ -51,7 +55,12 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             check_integer(f"mesh.{name}", value, least=1, most=MOST_RANKS, reason=WHY_MOST_RANKS)
-        check(self.num_ranks <= MOST_RANKS, "mesh", self, f"at most {MOST_RANKS:,} ranks in all ({WHY_MOST_RANKS})")
+        check(
+            self.num_ranks <= MOST_RANKS,
+            "mesh",
+            self,
+            f"at most {MOST_RANKS:,} ranks in all ({WHY_MOST_RANKS})",
+        )
         if self.ep % self.ep_nodes:
             raise ConfigError(
                 f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. Every node must hold "
@@ -81,7 +90,8 @@ class MeshLimits(NamedTuple):
         num_experts: Experts of a sparse layer, E; 0 for none.
         num_heads: Attention heads, H.
         d_ff: Hidden units of a feed-forward layer, F.
-        num_groups: Groups that tokens of a forward pass are routed in, of all data ranks together; None if unknown.
+        num_groups: Groups that tokens of a forward pass are routed in, of all data ranks together;
+            None if unknown.
     """
 
     num_ranks: int
@@ -100,7 +110,9 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
     if wrong := _misfits(config, limits):
         near = fitting_meshes(limits, near=config)[:_SHOWN]
         advice = "; ".join(str(mesh) for mesh in near) or "none with these numbers"
-        raise ConfigError(f"The mesh {config} does not fit: {'; '.join(wrong)}. Meshes that would fit: {advice}.")
+        raise ConfigError(
+            f"The mesh {config} does not fit: {'; '.join(wrong)}. Meshes that would fit: {advice}."
+        )
 
 
 def fitting_meshes(limits: MeshLimits, *, near: MeshConfig | None = None) -> list[MeshConfig]:
@@ -114,7 +126,9 @@ def fitting_meshes(limits: MeshLimits, *, near: MeshConfig | None = None) -> lis
 
     # What does not fit by itself is left out before it is combined with anything.
     ep_sizes = [ep for ep in divisors(num_ranks) if _can_spread_experts(limits, ep)]
-    tp_sizes = [tp for tp in divisors(num_ranks) if limits.num_heads % tp == 0 and limits.d_ff % tp == 0]
+    tp_sizes = [
+        tp for tp in divisors(num_ranks) if limits.num_heads % tp == 0 and limits.d_ff % tp == 0
+    ]
     found = []
     for ep, tp in itertools.product(ep_sizes, tp_sizes):
         if num_ranks % (ep * tp):
@@ -124,7 +138,9 @@ def fitting_meshes(limits: MeshLimits, *, near: MeshConfig | None = None) -> lis
             config = MeshConfig(replicate, shard, ep, tp, math.gcd(ep, near.ep_nodes))
             if not _misfits(config, limits):
                 found.append(config)
-    found.sort(key=lambda config: (config.dp_replicate, config.dp_shard, config.ep))  # of equally near ones the smaller
+    found.sort(
+        key=lambda config: (config.dp_replicate, config.dp_shard, config.ep)
+    )  # of equally near ones the smaller
 
     def distance(config: MeshConfig) -> float:
         return sum(abs(math.log(getattr(config, axis) / getattr(near, axis))) for axis in AXES)
@@ -152,12 +168,17 @@ def _misfits(config: MeshConfig, limits: MeshLimits) -> list[str]:
         wrong.append(f"it has {config.num_ranks} ranks, but there are {limits.num_ranks}")
     if not _can_spread_experts(limits, ep):
         wrong.append(f"{limits.num_experts} experts cannot be spread evenly over ep {ep}")
-    for name, number in (("attention heads", limits.num_heads), ("hidden units (d_ff)", limits.d_ff)):
+    for name, number in (
+        ("attention heads", limits.num_heads),
+        ("hidden units (d_ff)", limits.d_ff),
+    ):
         if number % tp:
             wrong.append(f"{number} {name} cannot be spread evenly over tp {tp}")
     if limits.num_groups is not None and limits.num_groups % data:
         groups = f"{limits.num_groups} groups of tokens"
-        wrong.append(f"{groups} cannot be spread evenly over {data} data ranks (a smaller group_size makes more)")
+        wrong.append(
+            f"{groups} cannot be spread evenly over {data} data ranks (a smaller group_size makes more)"
+        )
     return wrong
 
 
@@ -256,5 +277,9 @@ def _expert_axis(config: MeshConfig, whole: DeviceMesh) -> ExpertAxis | None:
     ep = whole["ep"]
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())
-    levels = ep._unflatten(0, (config.ep_nodes, config.ep // config.ep_nodes), ("ep_across", "ep_inside"))
-    return ExpertAxis(config.ep, ep.get_group(), levels["ep_inside"].get_group(), levels["ep_across"].get_group())
+    levels = ep._unflatten(
+        0, (config.ep_nodes, config.ep // config.ep_nodes), ("ep_across", "ep_inside")
+    )
+    return ExpertAxis(
+        config.ep, ep.get_group(), levels["ep_inside"].get_group(), levels["ep_across"].get_group()
+    )

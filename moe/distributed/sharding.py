@@ -1,7 +1,8 @@
-"""Which parameter lies where on a mesh: named rules, the layouts that follow, and torch's FSDP2 applied to them.
+"""Which parameter lies where on a mesh: named rules, the layouts that follow, and torch's FSDP2
+applied to them.
 
-A parameter is cut over `ep` and `tp` first, then by FSDP over the data ranks that share it. A layout is plain numbers:
-the planner counts with the same ones that a run is cut by.
+A parameter is cut over `ep` and `tp` first, then by FSDP over the data ranks that share it. A
+layout is plain numbers: the planner counts with the same ones that a run is cut by.
 """
 
 import math
@@ -27,8 +28,8 @@ class Rule(NamedTuple):
         pattern: Regular expression that the whole name of a parameter matches.
         tp_dim: Dimension, from the end, that `tp` cuts; None for a copy on each rank of it.
         expert: Whether dimension 0 counts experts, which `ep` cuts.
-        packed: Whether the second-last dimension is gate above up, 2F: on a mesh it is stored as two dimensions,
-            2 and F, so that F can be cut.
+        packed: Whether the second-last dimension is gate above up, 2F: on a mesh it is stored as
+            two dimensions, 2 and F, so that F can be cut.
     """
 
     name: str
@@ -114,7 +115,9 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
     return rule
 
 
-def find_layout(name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig) -> Layout:
+def find_layout(
+    name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig
+) -> Layout:
     """Returns where the parameter `name` of shape `shape` lies.
 
     Raises:
@@ -131,7 +134,8 @@ def find_layout(name: str, shape: Sequence[int], rules: Iterable[Rule], config: 
 
 
 def _shard_dim(layout: Layout, config: MeshConfig) -> int:
-    """Returns the dimension that FSDP cuts: the first of 0, the last and the others that it cuts evenly, else 0.
+    """Returns the dimension that FSDP cuts: the first of 0, the last and the others that it cuts
+    evenly, else 0.
 
     A dimension that `tp` cuts comes last, since cutting it again would take it out of order.
     """
@@ -142,7 +146,9 @@ def _shard_dim(layout: Layout, config: MeshConfig) -> int:
 
 
 def chunk_range(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns start and end of part number `part` as torch.chunk cuts: full parts first, the rest may be empty."""
+    """Returns start and end of part number `part` as torch.chunk cuts: full parts first, the rest
+    may be empty.
+    """
     share = math.ceil(size / parts)
     return min(size, part * share), min(size, (part + 1) * share)
 
@@ -153,7 +159,9 @@ def pack(x: Tensor, layout: Layout) -> Tensor:
 
 
 def cut(whole: Tensor, layout: Layout, config: MeshConfig, place: Place) -> Tensor:
-    """Returns the part of <any>[...] with which the rank at `place` computes, cut over ep and tp; a view."""
+    """Returns the part of <any>[...] with which the rank at `place` computes, cut over ep and tp; a
+    view.
+    """
     part = pack(whole, layout)
     if layout.expert:
         share = layout.shape[0] // config.ep
@@ -174,12 +182,15 @@ def cut_shard(part: Tensor, layout: Layout, place: Place) -> Tensor:
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Returns this rank's part <any>[...] of a tensor that may be cut over ranks; keeps the gradient."""
+    """Returns this rank's part <any>[...] of a tensor that may be cut over ranks; keeps the
+    gradient.
+    """
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Puts this rank's part over ep and tp in place of each parameter; each whole one is let go of in turn.
+    """Puts this rank's part over ep and tp in place of each parameter; each whole one is let go of
+    in turn.
 
     Args:
         module: With whole parameters, equal on all ranks, or on the meta device.
@@ -193,7 +204,9 @@ def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh
         axes = ("ep", "tp") if layout.expert else ("tp",)
         cut_over = {"ep": layout.expert, "tp": layout.tp_dim is not None}
         if any(mesh.device_mesh[axis].size() > 1 for axis in axes if cut_over[axis]):
-            placements: list[Placement] = [Replicate() if layout.tp_dim is None else Shard(layout.tp_dim)]
+            placements: list[Placement] = [
+                Replicate() if layout.tp_dim is None else Shard(layout.tp_dim)
+            ]
             if layout.expert:
                 placements.insert(0, Shard(0))
             part = DTensor.from_local(
@@ -216,23 +229,32 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
 
 
 def shard_unit(
-    module: nn.Module, mesh: Mesh, shard_dims: Mapping[nn.Parameter, int], *, experts: bool, bfloat16: bool
+    module: nn.Module,
+    mesh: Mesh,
+    shard_dims: Mapping[nn.Parameter, int],
+    *,
+    experts: bool,
+    bfloat16: bool,
 ) -> None:
-    """Makes a module one unit of FSDP: gathered for its forward and backward pass, gradients summed over data ranks.
+    """Makes a module one unit of FSDP: gathered for its forward and backward pass, gradients summed
+    over data ranks.
 
     Args:
         module: Whose parameters, but those of units inside it, become the unit's.
         mesh: The ranks.
         shard_dims: Dimension that each parameter is cut in.
         experts: Whether the unit holds experts, which are sharded over dp_shard only.
-        bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in their own precision all the same.
+        bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in their own
+            precision all the same.
     """
     axes = mesh.experts if experts else mesh.dense
     replicated = mesh.config.dp_replicate > 1
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    outside = set() if experts else {p for p in module.parameters() if _lies_with_experts_only(p, mesh)}
+    outside = (
+        set() if experts else {p for p in module.parameters() if _lies_with_experts_only(p, mesh)}
+    )
     unit = cast(
         FSDPModule,
         fully_shard(
@@ -248,13 +270,19 @@ def shard_unit(
 
 
 def _lies_with_experts_only(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Returns whether a parameter is an expert's that no other data rank has: FSDP has nothing to do for it."""
-    names = cast(Any, parameter.device_mesh.mesh_dim_names) if isinstance(parameter, DTensor) else ()
+    """Returns whether a parameter is an expert's that no other data rank has: FSDP has nothing to
+    do for it.
+    """
+    names = (
+        cast(Any, parameter.device_mesh.mesh_dim_names) if isinstance(parameter, DTensor) else ()
+    )
     return "ep" in names and mesh.experts.size() == 1
 
 
 def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
-    """Says whether the next backward pass is the last of an update: only then gradients are summed over ranks."""
+    """Says whether the next backward pass is the last of an update: only then gradients are summed
+    over ranks.
+    """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last)
         module.set_is_last_backward(is_last)
@@ -262,20 +290,32 @@ def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns the norm of all gradients together <float>[], the same on every rank, whatever meshes they lie on.
+    """Returns the norm of all gradients together <float>[], the same on every rank, whatever meshes
+    they lie on.
 
-    Every shard is counted once: a sum of squares is divided by the number of ranks that hold the same shard.
+    Every shard is counted once: a sum of squares is divided by the number of ranks that hold the
+    same shard.
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=local_shard(grads[0]).device if grads else None)
-    world = dist.get_world_size() if any(isinstance(parameter, DTensor) for parameter in parameters) else 1
+    total = torch.zeros(
+        (), dtype=torch.float64, device=local_shard(grads[0]).device if grads else None
+    )
+    world = (
+        dist.get_world_size()
+        if any(isinstance(parameter, DTensor) for parameter in parameters)
+        else 1
+    )
     for grad in grads:
         cut_by = 1
         if isinstance(grad, DTensor):
             sizes, placements = grad.device_mesh.shape, grad.placements
-            cut_by = math.prod(size for size, at in zip(sizes, placements, strict=True) if not at.is_replicate())
-        square = torch.linalg.vector_norm(local_shard(grad), dtype=_wide(grad.dtype)).double().square()
+            cut_by = math.prod(
+                size for size, at in zip(sizes, placements, strict=True) if not at.is_replicate()
+            )
+        square = (
+            torch.linalg.vector_norm(local_shard(grad), dtype=_wide(grad.dtype)).double().square()
+        )
         total += square * (cut_by / world)
     if world > 1:
         dist.all_reduce(total)
@@ -284,7 +324,9 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Returns the norm of the gradient <float>[] and scales it down to `max_norm`, if given, as torch does."""
+    """Returns the norm of the gradient <float>[] and scales it down to `max_norm`, if given, as
+    torch does.
+    """
     parameters = list(parameters)
     norm = gradient_norm(parameters)
     if max_norm is not None:

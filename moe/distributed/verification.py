@@ -1,4 +1,6 @@
-"""Checksums of a folder that all ranks see: each rank reads a share of its files, and all learn of all."""
+"""Checksums of a folder that all ranks see: each rank reads a share of its files, and all learn of
+all.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -69,7 +69,10 @@ def figure(svg: str) -> str:
 
 def cards(contents: Sequence[tuple[str, str]]) -> str:
     """Returns boxes, each of a large text and a small one below it; nothing for none."""
-    boxes = "".join(f'<div class="card"><b>{escape(large)}</b>{escape(small)}</div>' for large, small in contents)
+    boxes = "".join(
+        f'<div class="card"><b>{escape(large)}</b>{escape(small)}</div>'
+        for large, small in contents
+    )
     return f'<div class="cards">{boxes}</div>' if boxes else ""
 
 
@@ -82,7 +85,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
     """Returns a table of names and what they stand for; names are text, the rest is HTML."""
-    body = "".join(f'<tr><th class="name">{escape(name)}</th><td>{cell}</td></tr>' for name, cell in rows)
+    body = "".join(
+        f'<tr><th class="name">{escape(name)}</th><td>{cell}</td></tr>' for name, cell in rows
+    )
     return f'<div class="scroll"><table><tbody>{body}</tbody></table></div>'
 
 

@@ -34,11 +34,13 @@ def has_curves(lines: Sequence[Line]) -> bool:
 
 
 def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
-    """Returns the losses of a run over steps and, where it measured them, what its routers did meanwhile.
+    """Returns the losses of a run over steps and, where it measured them, what its routers did
+    meanwhile.
 
     Args:
         lines: Of the run; losses of it, router metrics, or both.
-        num_experts: Of its sparse layers, for a line at the largest entropy; None when it is not known.
+        num_experts: Of its sparse layers, for a line at the largest entropy; None when it is not
+            known.
     """
     with_losses = any(name in line for line in lines for name in LOSSES)
     with_routers = any("router/" in name for line in lines for name in line)
@@ -64,7 +66,9 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
 
 def plot_accuracy(stages: Sequence[Stage]) -> str:
     """Returns the share of held-out target tokens that each run predicts right, over steps."""
-    styles = [(colour, dash) for dash in ("-", "--", ":") for colour in (_BLUE, _ORANGE, _GREEN, _PINK)]
+    styles = [
+        (colour, dash) for dash in ("-", "--", ":") for colour in (_BLUE, _ORANGE, _GREEN, _PINK)
+    ]
     with rc_context(_STYLE):
         figure = Figure(figsize=(7.8, 3.0), layout="constrained")
         axes = figure.subplots()
@@ -73,23 +77,35 @@ def plot_accuracy(stages: Sequence[Stage]) -> str:
         for number, stage in enumerate(stages):
             colour, dash = styles[number % len(styles)]
             name = stage.name.replace("$", r"\$")  # no formula
-            _curve(axes, stage.lines, "heldout/token_accuracy", colour, name, marker="o", linestyle=dash)
+            _curve(
+                axes,
+                stage.lines,
+                "heldout/token_accuracy",
+                colour,
+                name,
+                marker="o",
+                linestyle=dash,
+            )
         axes.set_ylim(0, 1)
         _add_legend(axes)
     return _svg(figure)
 
 
 def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
-    """Returns a heat map: a row for each sparse layer, a column for each expert, coloured by load over even load.
+    """Returns a heat map: a row for each sparse layer, a column for each expert, coloured by load
+    over even load.
 
-    The colours are the same in every report: white is even, the deepest are half and less, and 1.5 times and more.
+    The colours are the same in every report: white is even, the deepest are half and less, and 1.5
+    times and more.
     """
     num_experts = max(map(len, shares))
     with rc_context({**_STYLE, "axes.grid": False}):
         figure = Figure(figsize=(7.8, 1.3 + 0.62 * len(names)), layout="constrained")
         axes = figure.subplots()
         over_even = [[share * len(row) for share in row] for row in shares]
-        steps_of_colour = colormaps["RdBu_r"].resampled(21)  # few enough to be drawn, where more would be an image
+        steps_of_colour = colormaps["RdBu_r"].resampled(
+            21
+        )  # few enough to be drawn, where more would be an image
         image = axes.pcolormesh(over_even, cmap=steps_of_colour, vmin=0.5, vmax=1.5)
         axes.invert_yaxis()
         axes.set_yticks([row + 0.5 for row in range(len(names))], names)
@@ -101,13 +117,25 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
                 for column, ratio in enumerate(values):
                     colour = "white" if abs(ratio - 1) > 0.38 else "black"
                     label = f"{ratio:.2f} x\n{100 * shares[row][column]:.1f} %"
-                    axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", color=colour, fontsize=9)
+                    axes.text(
+                        column + 0.5,
+                        row + 0.5,
+                        label,
+                        ha="center",
+                        va="center",
+                        color=colour,
+                        fontsize=9,
+                    )
         else:
             ticks = range(0, num_experts, -(-num_experts // _LABELLED_EXPERTS))
         axes.set_xticks([expert + 0.5 for expert in ticks], [str(expert + 1) for expert in ticks])
 
-        bar = figure.colorbar(image, ax=axes, orientation="horizontal", extend="both", aspect=60, pad=0.02)
-        bar.set_label(f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)")
+        bar = figure.colorbar(
+            image, ax=axes, orientation="horizontal", extend="both", aspect=60, pad=0.02
+        )
+        bar.set_label(
+            f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)"
+        )
     return _svg(figure)
 
 
@@ -144,7 +172,9 @@ def _add_legend(axes: Axes) -> None:
         axes.legend(fontsize=9)
 
 
-def _curve(axes: Axes, lines: Sequence[Line], name: str, colour: str, label: str, **style: Any) -> None:
+def _curve(
+    axes: Axes, lines: Sequence[Line], name: str, colour: str, label: str, **style: Any
+) -> None:
     """Draws one metric over steps, if it is there; values that are no finite numbers are gaps."""
     steps, values = _values(lines, name)
     if steps:

@@ -1,7 +1,8 @@
-"""report.html: one page, with nothing outside it, that explains what the routers of a model did on a text.
+"""report.html: one page, with nothing outside it, that explains what the routers of a model did on
+a text.
 
-Every sentence about a result is made from numbers of this trace, these metrics or this evaluation; a section whose
-numbers were not given is not there.
+Every sentence about a result is made from numbers of this trace, these metrics or this evaluation;
+a section whose numbers were not given is not there.
 """
 
 import math
@@ -86,7 +87,9 @@ def write_report(
         _evaluation(model, evaluation),
         _text(text),
     ]
-    write_text(path, page.page(f"What the routers of {printable(model.folder)} do", "".join(sections)))
+    write_text(
+        path, page.page(f"What the routers of {printable(model.folder)} do", "".join(sections))
+    )
 
 
 def library_versions() -> dict[str, str]:
@@ -105,7 +108,7 @@ def printable(value: Path | str) -> str:
     return str(value).encode(errors="backslashreplace").decode()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # What was traced
 
 
@@ -123,10 +126,18 @@ def _headline(
     most_dropped = max(summary["fraction_dropped"] for summary in summaries)
 
     contents = [
-        (f"{num_dead:.0f} of {num_experts}", "experts of all sparse layers are dead: no token asks for them"),
-        (f"{100 * most_dropped:.2f} %", "of the tokens reach no expert, in the layer where most are dropped"),
+        (
+            f"{num_dead:.0f} of {num_experts}",
+            "experts of all sparse layers are dead: no token asks for them",
+        ),
+        (
+            f"{100 * most_dropped:.2f} %",
+            "of the tokens reach no expert, in the layer where most are dropped",
+        ),
     ]
-    contents += [card for stage in stages if stage.made(model.folder) for card in _loss_cards(stage)]
+    contents += [
+        card for stage in stages if stage.made(model.folder) for card in _loss_cards(stage)
+    ]
     for task in evaluation.content.tasks if evaluation else []:
         contents += [_score_card(task, system) for system in task.systems[:1]]
 
@@ -144,13 +155,20 @@ def _loss_cards(stage: Stage) -> list[tuple[str, str]]:
     last = stage.last("heldout/text_loss")
     if last is None or not math.isfinite(last["heldout/text_loss"]):
         return []
-    return [(f"{last['heldout/text_loss']:.2f} nats", f"for a held-out text token. {_explain_loss(last)}")]
+    return [
+        (
+            f"{last['heldout/text_loss']:.2f} nats",
+            f"for a held-out text token. {_explain_loss(last)}",
+        )
+    ]
 
 
 def _score_card(task: TaskScores, system: SystemScores) -> tuple[str, str]:
     """Returns a card of one system's score on a task."""
     score = system.scores[0]
-    return _score(score), f"{score.metric} of {system.name} on {task.task}, by {system.mode} ({_interval(score)})"
+    return _score(
+        score
+    ), f"{score.metric} of {system.name} on {task.task}, by {system.mode} ({_interval(score)})"
 
 
 def _capacity(config: STMoEConfig) -> str:
@@ -158,7 +176,8 @@ def _capacity(config: STMoEConfig) -> str:
     if config.expert_capacity is not None:
         return f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
     training, evaluation = (
-        "none" if factor is None else f"{factor:g}" for factor in (config.capacity_factor, config.eval_capacity_factor)
+        "none" if factor is None else f"{factor:g}"
+        for factor in (config.capacity_factor, config.eval_capacity_factor)
     )
     return f"capacity factor {training} in training and {evaluation} in evaluation"
 
@@ -167,7 +186,9 @@ def _sources(model: TracedModel, text: TracedText, command: str) -> str:
     """Returns from what the page was made, and by what."""
     num_examples = text.num_batches * text.batch_size
     if num_examples <= text.num_chunks:
-        coverage = f"{num_examples:,} of the {text.num_chunks:,} examples that this text gives, each once"
+        coverage = (
+            f"{num_examples:,} of the {text.num_chunks:,} examples that this text gives, each once"
+        )
     else:
         coverage = (
             f"{num_examples:,} drawn from the {text.num_chunks:,} that this text gives, each about "
@@ -201,7 +222,7 @@ def _sources(model: TracedModel, text: TracedText, command: str) -> str:
     return page.section("What was traced", page.facts(rows))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # What the routers did
 
 
@@ -254,7 +275,16 @@ def _sentinels(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> str:
             row += _spread(layer.first_choice, group)
         row.append(f"{plots.even_entropy(layer.first_choice.shape[1]):.2f}")
         rows.append(row)
-    header = ["sparse layer", "sentinels", "entropy", "experts", "text tokens", "entropy", "experts", "ln E"]
+    header = [
+        "sparse layer",
+        "sentinels",
+        "entropy",
+        "experts",
+        "text tokens",
+        "entropy",
+        "experts",
+        "ln E",
+    ]
     return page.section(
         "Sentinels",
         page.legend(
@@ -267,7 +297,9 @@ def _sentinels(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> str:
     )
 
 
-def _sentinels_and_text(tokenizer: PreTrainedTokenizerFast, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _sentinels_and_text(
+    tokenizer: PreTrainedTokenizerFast, counts: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns which of the tokens of <int64>[V, E] are sentinels, and which are text, <bool>[V]."""
     ids = SpecialIds.of(tokenizer)
     lowest = ids.first_sentinel - ids.num_sentinels + 1
@@ -278,7 +310,9 @@ def _sentinels_and_text(tokenizer: PreTrainedTokenizerFast, counts: Tensor) -> t
 
 
 def _spread(counts: Tensor, group: Tensor) -> list[str]:
-    """Returns how often a class of tokens was seen, the entropy of its experts, and the experts that it makes."""
+    """Returns how often a class of tokens was seen, the entropy of its experts, and the experts
+    that it makes.
+    """
     seen = int(counts[group].sum())
     if not seen:
         return ["0", "-", "-"]
@@ -309,16 +343,28 @@ def _experts(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> str:
                 [
                     str(expert + 1),
                     f"{100 * chosen / max(1, num_tokens):.1f} %",
-                    _tokens(tokenizer, layer, top_tokens(counts, expert, number=number), lift=False),
-                    _tokens(tokenizer, layer, special_tokens(counts, expert, number=number), lift=True),
+                    _tokens(
+                        tokenizer, layer, top_tokens(counts, expert, number=number), lift=False
+                    ),
+                    _tokens(
+                        tokenizer, layer, special_tokens(counts, expert, number=number), lift=True
+                    ),
                 ]
             )
         parts.append(page.heading(f"{layer_name(layer)}: {num_tokens:,} tokens"))
-        parts.append(page.table(["expert", "first choice of", "receives most", "prefers, by lift"], rows))
+        parts.append(
+            page.table(["expert", "first choice of", "receives most", "prefers, by lift"], rows)
+        )
     return page.section("Tokens by expert", "".join(parts))
 
 
-def _tokens(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, counts: Sequence[TokenCount], *, lift: bool) -> str:
+def _tokens(
+    tokenizer: PreTrainedTokenizerFast,
+    layer: LayerTrace,
+    counts: Sequence[TokenCount],
+    *,
+    lift: bool,
+) -> str:
     """Returns tokens as HTML, each with its counts and with its lift if wanted."""
     names = token_names(tokenizer, layer, [count.token for count in counts])
     parts = []
@@ -329,7 +375,7 @@ def _tokens(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, counts: Seque
     return " ".join(parts) or "-"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # How it was trained
 
 
@@ -338,16 +384,24 @@ def _training(config: STMoEConfig, model: TracedModel, stages: Sequence[Stage]) 
     parts = []
     for stage in stages:
         own = stage.made(model.folder)
-        parts.append(page.heading(f"{stage.name}: the run of the traced model" if own else stage.name))
+        parts.append(
+            page.heading(f"{stage.name}: the run of the traced model" if own else stage.name)
+        )
         parts.append(f"<p>{_code(stage.path)}</p>")
         parts.append(page.listing(_explain_run(stage)))
         if plots.has_curves(stage.lines):
-            parts.append(page.figure(plots.plot_training(stage.lines, config.num_experts if own else None)))
+            parts.append(
+                page.figure(plots.plot_training(stage.lines, config.num_experts if own else None))
+            )
 
     with_accuracy = [stage for stage in stages if stage.last("heldout/token_accuracy")]
     if len(with_accuracy) > 1:
         parts.append(page.heading("Target tokens right"))
-        parts.append(page.legend("Each run on its own held-out data, so curves compare where that is the same."))
+        parts.append(
+            page.legend(
+                "Each run on its own held-out data, so curves compare where that is the same."
+            )
+        )
         parts.append(page.figure(plots.plot_accuracy(with_accuracy)))
     return page.section("Training", "".join(parts)) if parts else ""
 
@@ -373,7 +427,9 @@ def _explain_run(stage: Stage) -> list[str]:
     for stack in ("encoder", "decoder"):
         if last := stage.last(f"router/{stack}/fraction_dropped"):
             share = _percent(last[f"router/{stack}/fraction_dropped"])
-            sentences.append(f"In training, at update {last['step']:,.0f}: the {stack} drops {share} of its tokens.")
+            sentences.append(
+                f"In training, at update {last['step']:,.0f}: the {stack} drops {share} of its tokens."
+            )
     return sentences
 
 
@@ -389,7 +445,9 @@ def _explain_loss(line: dict[str, float]) -> str:
         return text
     gap = entropy - loss
     relation = (
-        "below: the model knows more than that" if gap > 0 else "above: they alone would predict as well or better"
+        "below: the model knows more than that"
+        if gap > 0
+        else "above: they alone would predict as well or better"
     )
     return (
         f"{text} Who knows only how frequent each token is needs {entropy:.2f} nats (unigram entropy, "
@@ -397,7 +455,7 @@ def _explain_loss(line: dict[str, float]) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # How well it answers
 
 
@@ -418,7 +476,9 @@ def _evaluation(model: TracedModel, evaluation: ReadEvaluation | None) -> str:
         parts.append(page.paragraph(f"{task.description} {examples}"))
         parts.append(page.table(["system", "mode", "metric", "score", "95 % interval"], rows))
         parts.append(page.listing(_compare_systems(task)))
-    parts.append(page.listing([f"{failure.task} failed: {failure.message}" for failure in content.failed]))
+    parts.append(
+        page.listing([f"{failure.task} failed: {failure.message}" for failure in content.failed])
+    )
     return page.section("Evaluation", "".join(parts))
 
 
@@ -427,15 +487,25 @@ def _explain_models(model: TracedModel, content: Evaluation) -> list[str]:
     sentences = []
     for name, evaluated in content.models.items():
         same = evaluated.fingerprint == model.fingerprint
-        relation = "the traced model" if same else f"not the traced model: fingerprint {evaluated.fingerprint}"
+        relation = (
+            "the traced model"
+            if same
+            else f"not the traced model: fingerprint {evaluated.fingerprint}"
+        )
         sentences.append(f"{name} is {evaluated.folder}, {relation}.")
     if content.versions:
-        sentences.append("Evaluated with " + ", ".join(f"{n} {number}" for n, number in content.versions.items()) + ".")
+        sentences.append(
+            "Evaluated with "
+            + ", ".join(f"{n} {number}" for n, number in content.versions.items())
+            + "."
+        )
     return sentences
 
 
 def _compare_systems(task: TaskScores) -> list[str]:
-    """Returns a sentence for each system that answered as the first one did, and for each baseline, by first metric."""
+    """Returns a sentence for each system that answered as the first one did, and for each baseline,
+    by first metric.
+    """
     if not task.systems:
         return []
     first = task.systems[0]
@@ -449,7 +519,11 @@ def _compare_systems(task: TaskScores) -> list[str]:
         if overlap is None or ours.value is None or theirs.value is None:
             continue
         gap = ours.value - theirs.value
-        relation = "overlap (`python -m eval compare` tests them in pairs)" if overlap else "do not overlap"
+        relation = (
+            "overlap (`python -m eval compare` tests them in pairs)"
+            if overlap
+            else "do not overlap"
+        )
         sentences.append(
             f"{ours.metric}: {first.name} by {first.mode} is {abs(gap):.1f} points {'below' if gap < 0 else 'above'} "
             f"{other.name} by {other.mode}; their 95 % intervals {relation}."
@@ -462,7 +536,7 @@ def _text(text: TracedText) -> str:
     return page.section("Text", f'<div class="scroll"><pre>{escape(text.table)}</pre></div>')
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Numbers as text
 
 
@@ -473,7 +547,9 @@ def _score(score: Score) -> str:
 
 def _interval(score: Score) -> str:
     """Returns e.g. `76.3 to 84.3`; `-` when there is no interval."""
-    return "-" if score.low is None or score.high is None else f"{score.low:.1f} to {score.high:.1f}"
+    return (
+        "-" if score.low is None or score.high is None else f"{score.low:.1f} to {score.high:.1f}"
+    )
 
 
 def _number(value: float) -> str:
@@ -489,7 +565,9 @@ def _percent(share: float) -> str:
 def _choices(nats: float) -> str:
     """Returns e to the power of an entropy: how many equally likely choices it stands for."""
     number = math.exp(min(nats, 700.0))
-    return f"{number:,.1f}" if number < 10 else f"{number:,.0f}" if number < 1e9 else f"{number:.1g}"
+    return (
+        f"{number:,.1f}" if number < 10 else f"{number:,.0f}" if number < 1e9 else f"{number:.1g}"
+    )
 
 
 def _code(value: Path | str) -> str:

@@ -1,4 +1,6 @@
-"""What a report is made from: metrics of runs and an evaluation, read as typed records, and how routers were traced."""
+"""What a report is made from: metrics of runs and an evaluation, read as typed records, and how
+routers were traced.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ _MOST_STEPS = 10**12
 _LARGEST = 1e30
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # How routers were traced
 
 
@@ -73,7 +75,8 @@ class TracedModel(NamedTuple):
 
 
 def find_recipe(folder: Path) -> Path | None:
-    """Returns the recipe of the run that a model's folder, RUN/model or RUN/best/model, lies in; None for no run.
+    """Returns the recipe of the run that a model's folder, RUN/model or RUN/best/model, lies in;
+    None for no run.
 
     Raises:
         ConfigError: When it is damaged.
@@ -87,7 +90,7 @@ def find_recipe(folder: Path) -> Path | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Metrics of runs
 
 
@@ -137,7 +140,9 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
                 f"--metrics {shown(argument)}: the name has characters that cannot be shown. Choose another."
             )
         if name in [stage.name for stage in stages]:
-            raise ConfigError(f"--metrics gives the name {shown(name)} twice. Give each run a name of its own.")
+            raise ConfigError(
+                f"--metrics gives the name {shown(name)} twice. Give each run a name of its own."
+            )
         stages.append(Stage(name, Path(file), _read_lines(Path(file))))
     return stages
 
@@ -159,14 +164,20 @@ def _read_lines(path: Path) -> list[Line]:
 
         step = values.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MOST_STEPS:
-            raise DataError(f"{where}: step is {shown(step)}; expected a number of updates. {advice}")
+            raise DataError(
+                f"{where}: step is {shown(step)}; expected a number of updates. {advice}"
+            )
         if lines and step < lines[-1]["step"]:
-            raise DataError(f"{where}: step {step} comes after step {lines[-1]['step']:.0f}. {advice}")
+            raise DataError(
+                f"{where}: step {step} comes after step {lines[-1]['step']:.0f}. {advice}"
+            )
 
         line = to_record(Line, values, where=where, advice=advice)
         for name, value in line.items():
             if math.isfinite(value) and abs(value) > _LARGEST:
-                raise DataError(f"{where}: {shown(name)} is {value:g}; expected at most {_LARGEST:g}. {advice}")
+                raise DataError(
+                    f"{where}: {shown(name)} is {value:g}; expected at most {_LARGEST:g}. {advice}"
+                )
         lines.append(line)
 
     if not any(name in line for line in lines for name in _PLOTTED):
@@ -174,7 +185,7 @@ def _read_lines(path: Path) -> list[Line]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # An evaluation
 
 # In percent, and down to -100 for a correlation; what is beyond is damage, but for rounding.

@@ -26,8 +26,8 @@ class TokenCount(NamedTuple):
         token: Token id.
         occurrences: How often the expert was its first choice.
         seen: How often any expert was.
-        lift: Smoothed share of the token that the expert gets, over the expert's share of all tokens; 1 is no
-            preference.
+        lift: Smoothed share of the token that the expert gets, over the expert's share of all
+            tokens; 1 is no preference.
     """
 
     token: int
@@ -57,9 +57,10 @@ def special_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[Tok
 def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
     """Returns <float64>[V]: how much an expert prefers each token, 1 for no preference.
 
-    It is the expert's share of the token over its share q of all tokens, as if the token had been seen 20 times more
-    and routed as all tokens are: (k / q + 20) / (n + 20) for k of n occurrences. Without that every token that never
-    goes elsewhere has 1 / q, whether it was seen once or a thousand times.
+    It is the expert's share of the token over its share q of all tokens, as if the token had been
+    seen 20 times more
+    and routed as all tokens are: (k / q + 20) / (n + 20) for k of n occurrences. Without that every
+    token that never goes elsewhere has 1 / q, whether it was seen once or a thousand times.
 
     Args:
         counts: <int64>[V, E].
@@ -71,11 +72,17 @@ def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
     return (k / q.clamp(min=1e-12) + _SMOOTHING) / (n + _SMOOTHING)
 
 
-def _tokens_by(key: Tensor, listed: Tensor, counts: Tensor, expert: int, number: int) -> list[TokenCount]:
-    """Returns the first tokens by falling key <float64>[V], of those that are to be listed <bool>[V]."""
+def _tokens_by(
+    key: Tensor, listed: Tensor, counts: Tensor, expert: int, number: int
+) -> list[TokenCount]:
+    """Returns the first tokens by falling key <float64>[V], of those that are to be listed
+    <bool>[V].
+    """
     lift = smoothed_lift(counts, expert)
     seen = counts.sum(dim=1)
-    order = key.masked_fill(~listed, -math.inf).argsort(descending=True, stable=True)[:number].tolist()
+    order = (
+        key.masked_fill(~listed, -math.inf).argsort(descending=True, stable=True)[:number].tolist()
+    )
     return [
         TokenCount(token, int(counts[token, expert]), int(seen[token]), float(lift[token]))
         for token in order
@@ -91,7 +98,8 @@ def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
         tokens: <bool>[V] the class.
 
     Source:
-        ST-MoE (arXiv:2202.08906) Table 14: sentinels in the encoder are routed with less entropy than ln E.
+        ST-MoE (arXiv:2202.08906) Table 14: sentinels in the encoder are routed with less entropy
+        than ln E.
     """
     load = counts[tokens].sum(dim=0).double()
     share = load / load.sum().clamp(min=1)
@@ -99,7 +107,9 @@ def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
 
 
 def load_shares(layer: LayerTrace) -> list[float]:
-    """Returns each expert's share of the places that asked for a slot, before capacity; they add up to 1."""
+    """Returns each expert's share of the places that asked for a slot, before capacity; they add up
+    to 1.
+    """
     load = layer.stats.expert_load.double()
     return (load / load.sum().clamp(min=1)).tolist()
 
@@ -109,8 +119,11 @@ def layer_name(layer: LayerTrace) -> str:
     return f"{layer.stack} {layer.layer + 1}"
 
 
-def token_names(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, tokens: Sequence[int]) -> list[str]:
-    """Returns how tokens of a layer are shown; the padding token that a decoder starts with is `<start>`.
+def token_names(
+    tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, tokens: Sequence[int]
+) -> list[str]:
+    """Returns how tokens of a layer are shown; the padding token that a decoder starts with is
+    `<start>`.
 
     Other padding is never in a trace.
     """
@@ -122,11 +135,21 @@ def token_names(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, tokens: S
     return names
 
 
-HEALTH_HEADER = ["sparse layer", "dead experts", "dropped", "entropy (nats)", "load CV", "max / mean", "slots used"]
+HEALTH_HEADER = [
+    "sparse layer",
+    "dead experts",
+    "dropped",
+    "entropy (nats)",
+    "load CV",
+    "max / mean",
+    "slots used",
+]
 
 
 def health_rows(trace: RoutingTrace) -> list[list[str]]:
-    """Returns a row for each layer under HEALTH_HEADER; entropy stands beside ln E, the largest there is."""
+    """Returns a row for each layer under HEALTH_HEADER; entropy stands beside ln E, the largest
+    there is.
+    """
     rows = []
     for layer in trace:
         summary = summarize(layer.stats)
@@ -148,5 +171,8 @@ def health_rows(trace: RoutingTrace) -> list[list[str]]:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns an aligned plain-text table."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (header, *rows)
+    ]
     return "\n".join(line.rstrip() for line in lines)

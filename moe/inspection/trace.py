@@ -18,8 +18,8 @@ class LayerTrace(NamedTuple):
     Attributes:
         stack: `encoder` or `decoder`.
         layer: Number of the sparse layer within its stack, from 0.
-        first_choice: <int64>[V, E] how often a token id had an expert as its first choice: of those that it asked for,
-            or that chose it, the one of highest probability.
+        first_choice: <int64>[V, E] how often a token id had an expert as its first choice: of those
+            that it asked for, or that chose it, the one of highest probability.
         accepted: <int64>[V, E] how often a token id got a slot of an expert, over all places.
         stats: Summed statistics.
     """
@@ -39,8 +39,8 @@ RoutingTrace = tuple[LayerTrace, ...]
 def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> RoutingTrace:
     """Returns the counts of all batches, in evaluation mode.
 
-    The decoder's token at a position is its input there: the label before it, or the start token. Padding is not
-    counted.
+    The decoder's token at a position is its input there: the label before it, or the start token.
+    Padding is not counted.
 
     Args:
         model: Its training mode is restored.
@@ -54,7 +54,9 @@ def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch])
     layers: list[LayerTrace] = []
     for batch in batches:
         output = model(**batch, output_router_logits=True, use_cache=False)
-        decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"], batch.get("decoder_segment_ids"))
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(
+            batch["labels"], batch.get("decoder_segment_ids")
+        )
         found = [
             _trace_layer(stack, layer, ids, router, model.config.vocab_size)
             for stack, ids, routers in (
@@ -68,7 +70,9 @@ def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch])
     return tuple(layers)
 
 
-def _trace_layer(stack: str, layer: int, ids: Tensor, router: RouterOutput, vocab_size: int) -> LayerTrace:
+def _trace_layer(
+    stack: str, layer: int, ids: Tensor, router: RouterOutput, vocab_size: int
+) -> LayerTrace:
     """Returns the counts of one layer in one batch; ids are <int64>[B, L]."""
     plan = router.plan
     num_experts, num_places = router.router_logits.shape[-1], plan.expert_index.shape[-1]
@@ -78,7 +82,9 @@ def _trace_layer(stack: str, layer: int, ids: Tensor, router: RouterOutput, voca
     first = scores.masked_fill(~wanted, float("-inf")).argmax(dim=-1)
 
     def count(cells: Tensor) -> Tensor:
-        return torch.bincount(cells, minlength=vocab_size * num_experts).reshape(vocab_size, num_experts)
+        return torch.bincount(cells, minlength=vocab_size * num_experts).reshape(
+            vocab_size, num_experts
+        )
 
     return LayerTrace(
         stack,

@@ -1,4 +1,6 @@
-"""Attention of T5: root-mean-square norm, relative position bias, multi-head attention with a cache."""
+"""Attention of T5: root-mean-square norm, relative position bias, multi-head attention with a
+cache.
+"""
 
 import math
 from typing import Any
@@ -21,7 +23,8 @@ from moe.sparse.products import linear
 class Projection(nn.Linear):
     """A linear map without bias that draws its own weights, normal with a given deviation.
 
-    Its initialisation belongs to the leaf because transformers initialises what a checkpoint lacks leaf by leaf.
+    Its initialisation belongs to the leaf because transformers initialises what a checkpoint lacks
+    leaf by leaf.
     """
 
     def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
@@ -30,7 +33,9 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns <float>[..., d_out of this rank] of <float>[..., d_in of this rank]."""
-        return linear(input, local_shard(self.weight).flatten(0, -2))  # packed for a mesh: [2, F, D]
+        return linear(
+            input, local_shard(self.weight).flatten(0, -2)
+        )  # packed for a mesh: [2, F, D]
 
     def reset_parameters(self) -> None:
         """Draws the weights anew; `truncated` cuts the normal at two deviations."""
@@ -64,17 +69,23 @@ class RMSNorm(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-    """A learned number for each head and bucket of distances; one table serves all self-attention of a stack."""
+    """A learned number for each head and bucket of distances; one table serves all self-attention
+    of a stack.
+    """
 
     def __init__(self, config: STMoEConfig, *, decoder: bool) -> None:
         super().__init__()
         self.config = config
         self.decoder = decoder
-        self.table = nn.Parameter(torch.empty(config.relative_attention_num_buckets, config.num_heads))
+        self.table = nn.Parameter(
+            torch.empty(config.relative_attention_num_buckets, config.num_heads)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the table anew: uniform with variance scale / mean of both sizes (flaxformer, fan_avg)."""
+        """Draws the table anew: uniform with variance scale / mean of both sizes (flaxformer,
+        fan_avg).
+        """
         limit = math.sqrt(3 * self.config.initializer_scale / (sum(self.table.shape) / 2))
         nn.init.uniform_(self.table, -limit, limit)
 
@@ -90,8 +101,11 @@ class RelativePositionBias(nn.Module):
         return rearrange(F.embedding(buckets, local_shard(self.table)), "q k h -> 1 h q k")
 
 
-def relative_position_bucket(distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:
-    """Returns the bucket of each distance: exact when near, logarithmic when far, one for all beyond `max_distance`.
+def relative_position_bucket(
+    distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
+) -> Tensor:
+    """Returns the bucket of each distance: exact when near, logarithmic when far, one for all
+    beyond `max_distance`.
 
     Args:
         distance: <int64>[...] key position minus query position.
@@ -113,16 +127,19 @@ def relative_position_bucket(distance: Tensor, *, bidirectional: bool, num_bucke
     else:
         distance = (-distance).clamp(min=0)
     num_exact = num_buckets // 2
-    growth = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(max_distance / num_exact)
+    growth = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(
+        max_distance / num_exact
+    )
     far = (num_exact + (growth * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
     return offset + torch.where(distance < num_exact, distance, far)
 
 
 class Attention(nn.Module):
-    """Multi-head attention without biases and without 1/√d at run time: the query's initialisation holds it.
+    """Multi-head attention without biases and without 1/√d at run time: the query's initialisation
+    holds it.
 
-    Where a position bias is trained on a CPU, torch's `sdpa` runs no fused kernel: `eager` is then as fast in float32
-    and two to three times as fast in bfloat16.
+    Where a position bias is trained on a CPU, torch's `sdpa` runs no fused kernel: `eager` is then
+    as fast in float32 and two to three times as fast in bfloat16.
     """
 
     def __init__(self, config: STMoEConfig, *, layer: int, cross: bool) -> None:
@@ -152,11 +169,12 @@ class Attention(nn.Module):
 
         Args:
             x: <float>[B, L, D] queries, and keys and values of self-attention.
-            bias: <float>[B or 1, H or 1, L, keys] for the heads of this rank, added to the scores; holds positions
-                and masks. None for nothing.
+            bias: <float>[B or 1, H or 1, L, keys] for the heads of this rank, added to the scores;
+                holds positions and masks. None for nothing.
             memory: <float>[B, M, D] encoder output; cross-attention only.
             cache: Keys and values of earlier steps, extended by this call.
-            output_weights: Whether weights are wanted; fused attention has none, so that this call is then eager.
+            output_weights: Whether weights are wanted; fused attention has none, so that this call
+                is then eager.
 
         Returns:
             <float>[B, L, D], and <float>[B, H, L, keys] or None.
@@ -167,11 +185,15 @@ class Attention(nn.Module):
         kind = "eager" if output_weights else self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention)
         dropout = self.dropout_rate if self.training else 0.0
-        y, weights = attend(self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False)
+        y, weights = attend(
+            self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False
+        )
         y = leave_shards(self.o_proj(y.flatten(2)), self.tp)
         return y, weights if output_weights else None
 
-    def _keys_and_values(self, source: Tensor, cache: EncoderDecoderCache | None) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(
+        self, source: Tensor, cache: EncoderDecoderCache | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns keys and values <float>[B, H, keys, d_kv], through the cache if there is one."""
         if cache is not None and self.cross and cache.is_updated.get(self.layer):
             layer: Any = cache.cross_attention_cache.layers[self.layer]
@@ -186,7 +208,9 @@ class Attention(nn.Module):
         return key, value
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Returns <float>[B, H, L, d_kv] of <float>[B, L, H * d_kv]; a pattern of einops costs a decoding step 10 %."""
+        """Returns <float>[B, H, L, d_kv] of <float>[B, L, H * d_kv]; a pattern of einops costs a
+        decoding step 10 %.
+        """
         return x.unflatten(-1, (-1, self.d_kv)).transpose(1, 2)
 
 
@@ -201,18 +225,25 @@ def eager_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention output <float>[B, L, H, d_kv] and weights <float>[B, H, L, keys], step by step.
+    """Returns attention output <float>[B, L, H, d_kv] and weights <float>[B, H, L, keys], step by
+    step.
 
     The signature is that of transformers' attention functions.
     """
-    scores = (query @ key.transpose(-1, -2) * scaling).to(torch.promote_types(query.dtype, torch.float32))
+    scores = (query @ key.transpose(-1, -2) * scaling).to(
+        torch.promote_types(query.dtype, torch.float32)
+    )
     if attention_mask is not None:
-        scores = scores + attention_mask  # in float16 the sum would be -inf, and NaN where all keys are masked
+        scores = (
+            scores + attention_mask
+        )  # in float16 the sum would be -inf, and NaN where all keys are masked
     weights = scores.softmax(dim=-1).to(value.dtype)
     weights = F.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights
 
 
 def mask_bias(bias: Tensor, allowed: Tensor | None) -> Tensor:
-    """Returns the bias <float>[.., L, keys] with the lowest number where <bool>[.., L, keys] forbids attention."""
+    """Returns the bias <float>[.., L, keys] with the lowest number where <bool>[.., L, keys]
+    forbids attention.
+    """
     return bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(bias.dtype).min)

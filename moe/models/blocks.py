@@ -25,8 +25,12 @@ class FeedForward(nn.Module):
         self.dropout_rate = config.dropout_rate
         self.gated = config.feed_forward_proj == "gated-gelu"
         d_hidden, scale = config.d_ff * (2 if self.gated else 1), config.initializer_scale
-        self.up_proj = Projection(config.d_model, d_hidden, std=math.sqrt(scale / config.d_model), truncated=True)
-        self.down_proj = Projection(config.d_ff, config.d_model, std=math.sqrt(scale / config.d_ff), truncated=True)
+        self.up_proj = Projection(
+            config.d_model, d_hidden, std=math.sqrt(scale / config.d_model), truncated=True
+        )
+        self.down_proj = Projection(
+            config.d_ff, config.d_model, std=math.sqrt(scale / config.d_ff), truncated=True
+        )
         self.tp: ProcessGroup | None = None  # ranks that hold the other hidden units
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +41,9 @@ class FeedForward(nn.Module):
             hidden = F.gelu(gate, approximate="tanh") * up
         else:
             hidden = F.relu(hidden)
-        return leave_shards(self.down_proj(F.dropout(hidden, self.dropout_rate, self.training)), self.tp)
+        return leave_shards(
+            self.down_proj(F.dropout(hidden, self.dropout_rate, self.training)), self.tp
+        )
 
 
 class Context(NamedTuple):
@@ -92,7 +98,8 @@ class StackOutput(NamedTuple):
         routers: One for each sparse layer.
         hidden_states: <float>[B, L, D] before each block, and `hidden`; None unless asked for.
         attentions: <float>[B, H, L, keys] of each block's self-attention; None unless asked for.
-        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless asked for.
+        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless asked
+            for.
     """
 
     hidden: Tensor
@@ -103,10 +110,12 @@ class StackOutput(NamedTuple):
 
 
 class Block(GradientCheckpointingLayer):
-    """Self-attention, cross-attention in a decoder, then a dense or sparse feed-forward layer, all pre-norm.
+    """Self-attention, cross-attention in a decoder, then a dense or sparse feed-forward layer, all
+    pre-norm.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §3.1 and appendix C (a dense layer after each sparse one). Differs: no.
+        ST-MoE (arXiv:2202.08906) §3.1 and appendix C (a dense layer after each sparse one).
+        Differs: no.
     """
 
     def __init__(self, config: STMoEConfig, layer: int, *, decoder: bool) -> None:
@@ -127,10 +136,17 @@ class Block(GradientCheckpointingLayer):
             self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, context: Context) -> BlockOutput:
-        """Returns the residual stream after the block for <float>[B, L, D] before it, and what else it can tell."""
+        """Returns the residual stream after the block for <float>[B, L, D] before it, and what else
+        it can tell.
+        """
         router = cross_weights = None
-        shared: dict[str, Any] = {"cache": context.cache, "output_weights": context.output_attentions}
-        y, self_weights = self.self_attention(self.self_attention_norm(x), context.self_bias, **shared)
+        shared: dict[str, Any] = {
+            "cache": context.cache,
+            "output_weights": context.output_attentions,
+        }
+        y, self_weights = self.self_attention(
+            self.self_attention_norm(x), context.self_bias, **shared
+        )
         x = x + self.dropout(y)
         if context.memory is not None:
             y, cross_weights = self.cross_attention(
@@ -161,7 +177,9 @@ class Stack(nn.Module):
         num_layers = config.num_decoder_layers if decoder else config.num_layers
         assert num_layers is not None, "the config fills num_decoder_layers"
         self.position_bias = RelativePositionBias(config, decoder=decoder)
-        self.blocks = nn.ModuleList(Block(config, layer, decoder=decoder) for layer in range(num_layers))
+        self.blocks = nn.ModuleList(
+            Block(config, layer, decoder=decoder) for layer in range(num_layers)
+        )
         self.final_norm = RMSNorm(config)
         self.dropout = nn.Dropout(config.dropout_rate)
         self.tp: ProcessGroup | None = None  # ranks that see the same tokens
@@ -183,17 +201,22 @@ class Stack(nn.Module):
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> StackOutput:
-        """Returns the last hidden states, what each sparse layer's router did, and what else is asked for.
+        """Returns the last hidden states, what each sparse layer's router did, and what else is
+        asked for.
 
         Args:
             x: <float>[B, L, D] embedded tokens.
-            token_ids: <int64>[B, L] vocabulary ids of them; None when the caller has embeddings only.
-            attention_mask: <int64 or bool>[B or 1, keys] tokens that may be attended to; with a cache, its tokens too,
-                and with a static cache the places that are not filled yet.
-            segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their own example.
-            routing_mask: <bool>[B, L] tokens that may be routed; None for those of `attention_mask`.
+            token_ids: <int64>[B, L] vocabulary ids of them; None when the caller has embeddings
+                only.
+            attention_mask: <int64 or bool>[B or 1, keys] tokens that may be attended to; with a
+                cache, its tokens too, and with a static cache the places that are not filled yet.
+            segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
+                own example.
+            routing_mask: <bool>[B, L] tokens that may be routed; None for those of
+                `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
-            memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a segment.
+            memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a
+                segment.
             memory_segment_ids: <int64>[B, M] segments of the memory.
             cache: Keys and values of earlier steps; extended.
             drop_tokens: Whether experts have a capacity.
@@ -202,13 +225,18 @@ class Stack(nn.Module):
             output_hidden_states: Whether to return the residual stream before each block.
 
         Raises:
-            DataError: When a mask or segments have another type or shape, or values that nothing stands for.
+            DataError: When a mask or segments have another type or shape, or values that nothing
+                stands for.
         """
         batch, length = x.shape[:2]
-        past = cache.get_seq_length() if cache is not None else 0  # a number, or a tensor in a static cache
+        past = (
+            cache.get_seq_length() if cache is not None else 0
+        )  # a number, or a tensor in a static cache
         num_keys = cache.get_mask_sizes(length, 0)[0] if cache is not None else length
         positions = torch.arange(length, device=x.device) + past
-        check_segments("decoder_segment_ids" if self.decoder else "segment_ids", segment_ids, (batch, num_keys))
+        check_segments(
+            "decoder_segment_ids" if self.decoder else "segment_ids", segment_ids, (batch, num_keys)
+        )
         if memory is not None:
             check_segments("segment_ids", memory_segment_ids, (memory.shape[0], memory.shape[1]))
         if attention_mask is None and segment_ids is not None:
@@ -218,24 +246,34 @@ class Stack(nn.Module):
         mask_name = "decoder_attention_mask" if self.decoder else "attention_mask"
         attention_mask = real_tokens(mask_name, attention_mask, (batch, num_keys))
         if memory is not None:
-            memory_mask = real_tokens("attention_mask", memory_mask, (memory.shape[0], memory.shape[1]))
+            memory_mask = real_tokens(
+                "attention_mask", memory_mask, (memory.shape[0], memory.shape[1])
+            )
         if routing_mask is None and attention_mask is not None:
-            routing_mask = attention_mask if cache is None else attention_mask.index_select(1, positions)
+            routing_mask = (
+                attention_mask if cache is None else attention_mask.index_select(1, positions)
+            )
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
-        sees_all = not self.decoder or (length == 1 and not (cache is not None and cache.is_compileable))
+        sees_all = not self.decoder or (
+            length == 1 and not (cache is not None and cache.is_compileable)
+        )
         allowed = _combine(
             _visible(attention_mask),
             _same_segment(segment_ids, segment_ids),
             None if sees_all else _causal(positions, num_keys),
         )
-        memory_allowed = _combine(_visible(memory_mask), _same_segment(segment_ids, memory_segment_ids))
+        memory_allowed = _combine(
+            _visible(memory_mask), _same_segment(segment_ids, memory_segment_ids)
+        )
         context = Context(
             self_bias=mask_bias(self.position_bias(positions, num_keys).to(x.dtype), allowed),
             token_mask=routing_mask,
             memory=None if memory is None else enter_shards(memory, self.tp),
-            memory_bias=None if memory_allowed is None else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
+            memory_bias=None
+            if memory_allowed is None
+            else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
             cache=cache,
             drop_tokens=drop_tokens,
             report=report,
@@ -261,7 +299,9 @@ class Stack(nn.Module):
             routers=tuple(routers),
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
-            cross_attentions=tuple(cross_attentions) if output_attentions and memory is not None else None,
+            cross_attentions=tuple(cross_attentions)
+            if output_attentions and memory is not None
+            else None,
         )
 
 
@@ -271,14 +311,18 @@ def _visible(mask: Tensor | None) -> Tensor | None:
 
 
 def _same_segment(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """Returns <bool>[B, 1, L, keys]: whether query and key are of one example; None without segments."""
+    """Returns <bool>[B, 1, L, keys]: whether query and key are of one example; None without
+    segments.
+    """
     if queries is None or keys is None:
         return None
     return (queries[:, :, None] == keys[:, None, :])[:, None]
 
 
 def _causal(queries: Tensor, num_keys: int) -> Tensor:
-    """Returns <bool>[1, 1, L, num_keys]: whether a key is not after the query at position <int64>[L]."""
+    """Returns <bool>[1, 1, L, num_keys]: whether a key is not after the query at position
+    <int64>[L].
+    """
     return (torch.arange(num_keys, device=queries.device)[None, :] <= queries[:, None])[None, None]
 
 

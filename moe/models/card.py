@@ -34,19 +34,22 @@ def model_card(
     tags: Sequence[str] = (),
     stats: Mapping[str, RouterStats] | None = None,
 ) -> str:
-    """Returns the text of a model's README.md; what is not given and not in the config is not in it.
+    """Returns the text of a model's README.md; what is not given and not in the config is not in
+    it.
 
     Args:
         config: Of the model.
         model_class: Name of its class.
-        parameters: All, and those that one token uses; None counts those of the whole model from the config.
+        parameters: All, and those that one token uses; None counts those of the whole model from
+            the config.
         base_model: Name on the hub of the model that this one comes from.
         license: Its identifier on the hub.
         language: ISO codes.
         datasets: Names on the hub.
         metrics: Names on the hub.
         tags: Beside those of every card.
-        stats: What the routers did in an evaluation, by stack: `encoder`, `decoder`; see `total_stats`.
+        stats: What the routers did in an evaluation, by stack: `encoder`, `decoder`; see
+            `total_stats`.
     """
     check_card({"stats": stats})
     total, active = parameters or (config.num_parameters(), config.num_active_parameters())
@@ -68,7 +71,10 @@ def model_card(
         parameters={"total": total, "active": active},
         **sparse,
     )
-    rows = [("class", f"`{model_class}` of the library `moe`"), ("parameters", f"{total:,}; a token uses {active:,}")]
+    rows = [
+        ("class", f"`{model_class}` of the library `moe`"),
+        ("parameters", f"{total:,}; a token uses {active:,}"),
+    ]
     rows += _describe(config, sparse.get("drop_rate"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     title = f"# A {'sparse' if config.num_experts else 'dense'} encoder-decoder of {total:,} parameters\n"
@@ -85,7 +91,9 @@ def check_card(given: Mapping[str, Any]) -> None:
     known = ("base_model", "license", "language", "datasets", "metrics", "tags", "stats")
     for name in given:
         if name not in known:
-            raise ConfigError(f"A card has no {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+            raise ConfigError(
+                f"A card has no {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+            )
     stats = given.get("stats") or {}
     if not isinstance(stats, Mapping) or not set(stats) <= {"encoder", "decoder"}:
         raise ConfigError(
@@ -96,7 +104,8 @@ def check_card(given: Mapping[str, Any]) -> None:
 def write_card(folder: Path | str, text: str) -> None:
     """Writes README.md into a folder, unless one lies there that somebody else wrote or changed.
 
-    A card of ours that nobody changed is replaced; tags, which the hub and transformers add, are kept.
+    A card of ours that nobody changed is replaced; tags, which the hub and transformers add, are
+    kept.
     """
     path = Path(folder) / CARD_NAME
     if _is_others(path):
@@ -117,7 +126,9 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
 
 
 def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> bool:
-    """Returns whether a repository on the hub has a card; puts it into a folder, unless somebody else's lies there."""
+    """Returns whether a repository on the hub has a card; puts it into a folder, unless somebody
+    else's lies there.
+    """
     try:
         fetched = hf_hub_download(repo_id, CARD_NAME, token=token)
     except EntryNotFoundError:
@@ -137,7 +148,9 @@ def read_card(path: Path) -> Any:
 
 
 def origin(name_or_path: Path | str) -> str | None:
-    """Returns the name on the hub of what is being loaded: the name itself, or the base model in a folder's card."""
+    """Returns the name on the hub of what is being loaded: the name itself, or the base model in a
+    folder's card.
+    """
     path = Path(name_or_path)
     if path.exists():
         card = read_card(path / CARD_NAME)
@@ -146,38 +159,74 @@ def origin(name_or_path: Path | str) -> str | None:
     return str(name_or_path)
 
 
-def _drop_rate(config: STMoEConfig, stats: Mapping[str, RouterStats] | None) -> float | str | dict[str, float]:
-    """Returns the share of tokens that reached no expert in evaluation, by stack, as far as it is known."""
+def _drop_rate(
+    config: STMoEConfig, stats: Mapping[str, RouterStats] | None
+) -> float | str | dict[str, float]:
+    """Returns the share of tokens that reached no expert in evaluation, by stack, as far as it is
+    known.
+    """
     if stats:
-        return {stack: round(summarize(found)["fraction_dropped"], 6) for stack, found in stats.items()}
+        return {
+            stack: round(summarize(found)["fraction_dropped"], 6) for stack, found in stats.items()
+        }
     return 0.0 if config.eval_limit is None else "not measured"
 
 
-def _describe(config: STMoEConfig, drop_rate: float | str | dict[str, float] | None) -> list[tuple[str, str]]:
+def _describe(
+    config: STMoEConfig, drop_rate: float | str | dict[str, float] | None
+) -> list[tuple[str, str]]:
     """Returns the rows of the table that come from the config."""
     activation = "GEGLU" if config.feed_forward_proj == "gated-gelu" else "ReLU"
     rows = [
-        ("blocks", f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder"),
-        ("width", f"d_model {config.d_model}, d_ff {config.d_ff} ({activation}), {config.num_heads} heads"),
+        (
+            "blocks",
+            f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder",
+        ),
+        (
+            "width",
+            f"d_model {config.d_model}, d_ff {config.d_ff} ({activation}), {config.num_heads} heads",
+        ),
         ("vocabulary", f"{config.vocab_size:,}"),
     ]
     if not config.num_experts:
         return rows
-    stacks = [(False, "encoder", config.num_sparse_encoder_layers), (True, "decoder", config.num_sparse_decoder_layers)]
-    routers = [(stack, config.sparse_config(decoder=decoder).router) for decoder, stack, layers in stacks if layers]
+    stacks = [
+        (False, "encoder", config.num_sparse_encoder_layers),
+        (True, "decoder", config.num_sparse_decoder_layers),
+    ]
+    routers = [
+        (stack, config.sparse_config(decoder=decoder).router)
+        for decoder, stack, layers in stacks
+        if layers
+    ]
     if isinstance(drop_rate, dict):
-        dropped = ", ".join(f"{100 * share:.2f} % in the {stack}" for stack, share in drop_rate.items())
+        dropped = ", ".join(
+            f"{100 * share:.2f} % in the {stack}" for stack, share in drop_rate.items()
+        )
     else:
         dropped = "0, there is no capacity" if drop_rate == 0 else str(drop_rate)
-    factors = ["none" if f is None else f"{f:g}" for f in (config.capacity_factor, config.eval_capacity_factor)]
+    factors = [
+        "none" if f is None else f"{f:g}"
+        for f in (config.capacity_factor, config.eval_capacity_factor)
+    ]
     capacity = f"factor {factors[0]} in training, {factors[1]} in evaluation"
     if config.expert_capacity is not None:
         capacity = f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
     return [
         *rows,
-        ("sparse layers", ", ".join(f"{layers} in the {stack}" for _, stack, layers in stacks if layers)),
-        ("experts", f"{config.num_experts} in each, at most {config.num_selected_experts} for a token"),
-        ("router", ", ".join(f"`{router}` in the {stack}" for stack, router in routers) + "; computed in float32"),
+        (
+            "sparse layers",
+            ", ".join(f"{layers} in the {stack}" for _, stack, layers in stacks if layers),
+        ),
+        (
+            "experts",
+            f"{config.num_experts} in each, at most {config.num_selected_experts} for a token",
+        ),
+        (
+            "router",
+            ", ".join(f"`{router}` in the {stack}" for stack, router in routers)
+            + "; computed in float32",
+        ),
         ("capacity", f"{capacity}; `generate` drops nothing it decodes"),
         ("tokens dropped in evaluation", dropped),
     ]
@@ -188,11 +237,19 @@ def _how_to_use(model_class: str) -> str:
     lines = [f"from moe import {model_class}", "", 'folder = "."  # or its name on the hub']
     lines.append(f"model = {model_class}.from_pretrained(folder)")
     if model_class == _GENERATES:
-        lines = ["from transformers import AutoTokenizer", *lines, "tokenizer = AutoTokenizer.from_pretrained(folder)"]
+        lines = [
+            "from transformers import AutoTokenizer",
+            *lines,
+            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        ]
         lines.append('batch = tokenizer(["Some text"], return_tensors="pt")')
         lines.append("print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=16)))")
     needs = "The library `moe` (distribution `stmoe`)"
-    needs += " and a tokenizer beside the model are needed." if model_class == _GENERATES else " is needed."
+    needs += (
+        " and a tokenizer beside the model are needed."
+        if model_class == _GENERATES
+        else " is needed."
+    )
     return "\n".join(["## How to use", "", needs, "", "```python", *lines, "```", ""])
 
 
@@ -226,7 +283,11 @@ def _is_others(path: Path) -> bool:
         return False
     card = read_card(path)
     seal = _SEAL.search(card.text) if card else None
-    return card is None or seal is None or _digest(ModelCard(str(card).replace(seal.group(), ""))) != seal.group(1)
+    return (
+        card is None
+        or seal is None
+        or _digest(ModelCard(str(card).replace(seal.group(), ""))) != seal.group(1)
+    )
 
 
 def _digest(card: ModelCard) -> str:

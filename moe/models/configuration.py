@@ -1,4 +1,6 @@
-"""STMoEConfig: every setting of a model, checked at the door, and its parameter counts before anything is built."""
+"""STMoEConfig: every setting of a model, checked at the door, and its parameter counts before
+anything is built.
+"""
 
 import numbers
 import os
@@ -45,9 +47,10 @@ _REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxfor
 class STMoEConfig(PreTrainedConfig):
     """Configuration of an encoder-decoder Transformer with sparse feed-forward layers.
 
-    The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An unknown keyword is
-    an error; an unknown field of a config.json is kept as an attribute, with a warning. `from_preset(name)` gives
-    every published configuration, `after(name, ...)` the conventions of a reference implementation.
+    The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An
+    unknown keyword is an error; an unknown field of a config.json is kept as an attribute, with a
+    warning. `from_preset(name)` gives every published configuration, `after(name, ...)` the
+    conventions of a reference implementation.
 
     Attributes:
         vocab_size: Rows of the embedding, V.
@@ -58,7 +61,8 @@ class STMoEConfig(PreTrainedConfig):
         num_decoder_layers: Blocks of the decoder; None for as many as the encoder has.
         num_heads: Attention heads, H.
         feed_forward_proj: `gated-gelu` (GEGLU, T5-1.1 and ST-MoE) or `relu` (T5-1.0 and Switch).
-        tie_word_embeddings: Whether the head is the embedding; its input is then scaled by d_model^-0.5.
+        tie_word_embeddings: Whether the head is the embedding; its input is then scaled by
+            d_model^-0.5.
         relative_attention_num_buckets: Buckets of the relative position bias.
         relative_attention_max_distance: Distance in tokens from which all positions share a bucket.
         layer_norm_epsilon: Added to the mean square of RMSNorm.
@@ -66,22 +70,26 @@ class STMoEConfig(PreTrainedConfig):
         expert_dropout_rate: Dropout inside the experts; None for `dropout_rate`.
         initializer_scale: s of the initialisations with variance s / fan_in.
         num_experts: Experts in a sparse layer, E; 0 makes every layer dense.
-        num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of blocks.
+        num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of
+            blocks.
         num_sparse_decoder_layers: The same for the decoder.
-        sparse_position: Which block of a stretch is sparse: the `last`, or the `second` as in transformers' Switch (the
-            only one where a stretch is one block).
+        sparse_position: Which block of a stretch is sparse: the `last`, or the `second` as in
+            transformers' Switch (the only one where a stretch is one block).
         sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
-        num_selected_experts: See `SparseConfig` for this and the fields that follow, where nothing else is said.
+        num_selected_experts: See `SparseConfig` for this and the fields that follow, where nothing
+            else is said.
         router: Name in ROUTERS of the encoder's router.
         router_options: Its settings; what is not named is at its default, and None names nothing.
         decoder_router: The decoder's router; None for the same.
-        decoder_router_options: Its settings; None for those of the encoder when it is the same, else the defaults.
+        decoder_router_options: Its settings; None for those of the encoder when it is the same,
+            else the defaults.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
-        router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers (Mesh-TensorFlow) or their
-            `mean` over those of encoder and decoder together (T5X).
+        router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers
+            (Mesh-TensorFlow) or their `mean` over those of encoder and decoder together (T5X).
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
-        label_smoothing: Probability that targets give to all tokens in equal parts; in training mode alone.
+        label_smoothing: Probability that targets give to all tokens in equal parts; in training
+            mode alone.
         output_router_logits: Whether outputs carry what the routers did.
         pad_token_id: Id of padding.
         eos_token_id: Id or ids at which generation ends; None for none.
@@ -190,7 +198,8 @@ class STMoEConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the fields of a config.json, those of a T5 or Switch as ours, and the arguments not used.
+        """Returns the fields of a config.json, those of a T5 or Switch as ours, and the arguments
+        not used.
 
         Raises:
             ConfigError: When it is of another model, or says what this library cannot represent.
@@ -200,7 +209,8 @@ class STMoEConfig(PreTrainedConfig):
 
     @classmethod
     def read_raw(cls, source: Path | str, **download: Any) -> dict[str, Any]:
-        """Returns the config.json of a folder or hub name as it stands, be it ours or of another library.
+        """Returns the config.json of a folder or hub name as it stands, be it ours or of another
+        library.
 
         Args:
             source: The folder or name.
@@ -246,9 +256,17 @@ class STMoEConfig(PreTrainedConfig):
         """
         advice = "Copy or download the model again."
         content = read_json(Path(json_file), advice=advice, error=CheckpointError, nan=True)
-        raw = to_record(dict[str, Any], content, where=str(json_file), advice=advice, error=CheckpointError)
+        raw = to_record(
+            dict[str, Any], content, where=str(json_file), advice=advice, error=CheckpointError
+        )
         files = raw.get("configuration_files", [])
-        to_record(list[str], files, where=f"{json_file}: configuration_files", advice=advice, error=CheckpointError)
+        to_record(
+            list[str],
+            files,
+            where=f"{json_file}: configuration_files",
+            advice=advice,
+            error=CheckpointError,
+        )
         return cls._decode_special_floats(raw)
 
     @classmethod
@@ -260,9 +278,13 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When a value is out of range.
         """
-        return super().from_dict({"transformers_version": transformers_version, **config_dict}, **kwargs)
+        return super().from_dict(
+            {"transformers_version": transformers_version, **config_dict}, **kwargs
+        )
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """Writes config.json into a folder; see `PreTrainedConfig.save_pretrained`.
 
         Raises:
@@ -285,10 +307,12 @@ class STMoEConfig(PreTrainedConfig):
         """
         conventions = reference_fields(reference, overrides.get("router", cls.router))
         if overrides.get("decoder_router") is not None:
-            conventions["decoder_router_options"] = reference_fields(reference, overrides["decoder_router"])[
-                "router_options"
-            ]
-        return cls(**{**conventions, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides})
+            conventions["decoder_router_options"] = reference_fields(
+                reference, overrides["decoder_router"]
+            )["router_options"]
+        return cls(
+            **{**conventions, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides}
+        )
 
     def replaced(self, **settings: Any) -> "STMoEConfig":
         """Returns a copy with other settings, checked anew.
@@ -303,12 +327,16 @@ class STMoEConfig(PreTrainedConfig):
         return type(self)(**{**self.to_dict(), **settings})
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Writes config.json, and beside it the file by which `trust_remote_code=True` finds this library."""
+        """Writes config.json, and beside it the file by which `trust_remote_code=True` finds this
+        library.
+        """
         write_config(self.to_json_string(use_diff), Path(json_file_path))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Does nothing: transformers would copy this file into every checkpoint, and ours have `auto_map` already."""
+        """Does nothing: transformers would copy this file into every checkpoint, and ours have
+        `auto_map` already.
+        """
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> "STMoEConfig":
         """Returns the config itself: encoder and decoder share it."""
@@ -325,7 +353,9 @@ class STMoEConfig(PreTrainedConfig):
             router, options = self.decoder_router, None
         if decoder and self.decoder_router_options is not None:
             options = self.decoder_router_options
-        gated, activation = (True, "gelu") if self.feed_forward_proj == "gated-gelu" else (False, "relu")
+        gated, activation = (
+            (True, "gelu") if self.feed_forward_proj == "gated-gelu" else (False, "relu")
+        )
         return SparseConfig(
             d_model=self.d_model,
             d_ff=self.d_ff,
@@ -350,14 +380,18 @@ class STMoEConfig(PreTrainedConfig):
             activation=activation,
             gated=gated,
             expert_bias=self.expert_bias,
-            expert_dropout_rate=self.dropout_rate if self.expert_dropout_rate is None else self.expert_dropout_rate,
+            expert_dropout_rate=self.dropout_rate
+            if self.expert_dropout_rate is None
+            else self.expert_dropout_rate,
             initializer_scale=self.initializer_scale,
             router_initializer_std=self.router_initializer_std,
         )
 
     @property
     def eval_limit(self) -> str | None:
-        """Name of the field that limits the tokens of an expert in evaluation; None when no token can be dropped."""
+        """Name of the field that limits the tokens of an expert in evaluation; None when no token
+        can be dropped.
+        """
         names = ("expert_capacity", "eval_capacity_factor") if self.num_experts else ()
         return next((name for name in names if getattr(self, name) is not None), None)
 
@@ -365,28 +399,34 @@ class STMoEConfig(PreTrainedConfig):
         """Returns whether block number `block`, counted from 0, holds a sparse layer.
 
         Source:
-            flaxformer `LayerLayout.MIXED` at 399ea3a8: the last block of each of `num_sparse` equal stretches;
-            transformers 5.23.0 `SwitchTransformersStack`: the second.
+            flaxformer `LayerLayout.MIXED` at 399ea3a8: the last block of each of `num_sparse` equal
+            stretches; transformers 5.23.0 `SwitchTransformersStack`: the second.
         """
         layers, sparse = self.stack_sizes(decoder)
         if not sparse:
             return False
         stretch = layers // sparse
-        return block % stretch == (stretch - 1 if self.sparse_position == "last" else min(1, stretch - 1))
+        return block % stretch == (
+            stretch - 1 if self.sparse_position == "last" else min(1, stretch - 1)
+        )
 
     def num_parameters(self) -> int:
         """Returns the number of parameters, before anything is built."""
         return self._count(self.num_experts)
 
     def num_active_parameters(self) -> int:
-        """Returns the parameters that one token uses: all of the dense ones and K of every E experts.
+        """Returns the parameters that one token uses: all of the dense ones and K of every E
+        experts.
 
-        Where experts choose their tokens, a token has as many experts as the capacity factor on average, not K.
+        Where experts choose their tokens, a token has as many experts as the capacity factor on
+        average, not K.
         """
         return self._count(min(self.num_selected_experts, self.num_experts))
 
     def _count(self, experts_per_layer: int) -> int:
-        """Returns the parameters with so many experts counted in each sparse layer, and every router whole."""
+        """Returns the parameters with so many experts counted in each sparse layer, and every
+        router whole.
+        """
         D = self.d_model
         attention = 4 * D * self.num_heads * self.d_kv
         feed_forward = (3 if self.feed_forward_proj == "gated-gelu" else 2) * D * self.d_ff

@@ -1,4 +1,6 @@
-"""What must hold of an STMoEConfig; whatever does not is one message with the field, its value and what to do."""
+"""What must hold of an STMoEConfig; whatever does not is one message with the field, its value and
+what to do.
+"""
 
 import copy
 import difflib
@@ -23,7 +25,11 @@ FeedForward = Literal["gated-gelu", "relu"]
 Reduction = Literal["sum", "mean"]
 SparsePosition = Literal["last", "second"]
 
-_CHOICES = {"feed_forward_proj": FeedForward, "router_loss_reduction": Reduction, "sparse_position": SparsePosition}
+_CHOICES = {
+    "feed_forward_proj": FeedForward,
+    "router_loss_reduction": Reduction,
+    "sparse_position": SparsePosition,
+}
 
 
 class _Bounds(NamedTuple):
@@ -112,21 +118,23 @@ _ONLY_EMPTY = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Keywords
 
 
 def check_keywords(config: "STMoEConfig", kwargs: dict[str, Any]) -> None:
     """Checks what is given beyond the fields of a config, which are set already.
 
-    A config.json, which is told by the version of transformers in it, may have fields of its own, as those of T5 do.
+    A config.json, which is told by the version of transformers in it, may have fields of its own,
+    as those of T5 do.
 
     Args:
         config: Whose fields are set.
         kwargs: Everything else that was given.
 
     Raises:
-        ConfigError: When a keyword is unknown and of no config.json, hides a method, or has a value that is wrong.
+        ConfigError: When a keyword is unknown and of no config.json, hides a method, or has a value
+            that is wrong.
     """
     for theirs in [name for name in config.attribute_map if name in kwargs]:
         setattr(config, theirs, kwargs.pop(theirs))
@@ -137,7 +145,9 @@ def check_keywords(config: "STMoEConfig", kwargs: dict[str, Any]) -> None:
             _refuse_unknown(config, name, kwargs[name])
         _refuse_hiding(config, name)
     if unknown:
-        named = ", ".join(f"{name} ({shown(kwargs[name])}){_misspelt(config, name)}" for name in unknown)
+        named = ", ".join(
+            f"{name} ({shown(kwargs[name])}){_misspelt(config, name)}" for name in unknown
+        )
         warnings.warn(
             f"The config has fields that STMoEConfig does not read: {named}. They are kept as attributes and change "
             "nothing.",
@@ -148,7 +158,11 @@ def check_keywords(config: "STMoEConfig", kwargs: dict[str, Any]) -> None:
 
 def check_names(config: "STMoEConfig", settings: Mapping[str, Any]) -> None:
     """Raises a ConfigError for the name of a setting that neither the config nor transformers has."""
-    known = _known_to_transformers() | {item.name for item in fields(config)} | set(config.attribute_map)
+    known = (
+        _known_to_transformers()
+        | {item.name for item in fields(config)}
+        | set(config.attribute_map)
+    )
     for name in settings:
         if name not in known:
             _refuse_unknown(config, name, settings[name])
@@ -156,11 +170,17 @@ def check_names(config: "STMoEConfig", settings: Mapping[str, Any]) -> None:
 
 def _known_to_transformers() -> set[str]:
     """Returns the keywords of every config of transformers."""
-    return _READ_BY_TRANSFORMERS | _KEPT_BY_TRANSFORMERS | set(GenerationConfig._get_default_generation_params())
+    return (
+        _READ_BY_TRANSFORMERS
+        | _KEPT_BY_TRANSFORMERS
+        | set(GenerationConfig._get_default_generation_params())
+    )
 
 
 def _refuse_unknown(config: "STMoEConfig", name: str, value: object) -> None:
-    """Raises a ConfigError for a keyword that nobody knows, with the place or the name that was meant."""
+    """Raises a ConfigError for a keyword that nobody knows, with the place or the name that was
+    meant.
+    """
     options = router_options_by_name()
     if name in options:
         raise ConfigError(
@@ -175,7 +195,9 @@ def _refuse_unknown(config: "STMoEConfig", name: str, value: object) -> None:
 
 def _misspelt(config: "STMoEConfig", name: str) -> str:
     """Returns a question for the field whose name is one letter or two away, or an empty text."""
-    close = difflib.get_close_matches(name, [item.name for item in fields(config)], n=1, cutoff=0.85)
+    close = difflib.get_close_matches(
+        name, [item.name for item in fields(config)], n=1, cutoff=0.85
+    )
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -186,7 +208,9 @@ def _nearest(config: "STMoEConfig", name: str) -> str:
 
 def _refuse_hiding(config: "STMoEConfig", name: str) -> None:
     """Raises a ConfigError when an attribute would hide a method or property of the config."""
-    settable = name.startswith("base_model_") or name in _KEPT_BY_TRANSFORMERS | _READ_BY_TRANSFORMERS
+    settable = (
+        name.startswith("base_model_") or name in _KEPT_BY_TRANSFORMERS | _READ_BY_TRANSFORMERS
+    )
     is_field = any(item.name == name for item in fields(config))
     if hasattr(type(config), name) and not is_field and not settable:
         raise ConfigError(
@@ -212,25 +236,40 @@ def _check_common(config: "STMoEConfig", kwargs: Mapping[str, Any]) -> None:
         check(value is None or isinstance(value, str | Mapping), name, value, "a name, e.g. eager")
 
     quantization = kwargs.get("quantization_config")
-    holds = quantization is None or isinstance(quantization, Mapping) or hasattr(quantization, "to_dict")
-    check(holds, "quantization_config", quantization, "a configuration of transformers, or its fields")
+    holds = (
+        quantization is None
+        or isinstance(quantization, Mapping)
+        or hasattr(quantization, "to_dict")
+    )
+    check(
+        holds, "quantization_config", quantization, "a configuration of transformers, or its fields"
+    )
     labels = kwargs.get("num_labels")
     reason = "each gets a name"
-    check_integer("num_labels", labels, least=1, most=_MOST_LABELS, reason=reason, optional="null for two")
+    check_integer(
+        "num_labels", labels, least=1, most=_MOST_LABELS, reason=reason, optional="null for two"
+    )
     _check_dtype("torch_dtype", kwargs.get("torch_dtype"))
     if labels == 1 or (isinstance(config.id2label, Mapping) and len(config.id2label) == 1):
         expected = "another with one label, e.g. regression"
-        check(config.problem_type != "single_label_classification", "problem_type", config.problem_type, expected)
+        check(
+            config.problem_type != "single_label_classification",
+            "problem_type",
+            config.problem_type,
+            expected,
+        )
 
 
 def _check_dtype(name: str, value: object) -> None:
     """Raises a ConfigError unless a dtype is None or of floating point, as torch's or by its name."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     holds = value is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    check(holds, name, value, "the name of a floating-point dtype of torch, e.g. float32 or bfloat16")
+    check(
+        holds, name, value, "the name of a floating-point dtype of torch, e.g. float32 or bfloat16"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------
 # Fields
 
 
@@ -320,24 +359,39 @@ def _check_inherited(config: "STMoEConfig") -> None:
     for name, numbers_are in (("id2label", "keys"), ("label2id", "values")):
         labels = getattr(config, name)
         holds = isinstance(labels, Mapping) and all(map(_is_number, getattr(labels, numbers_are)()))
-        check(labels is None or holds, name, labels, f"a mapping whose {numbers_are} are the labels' numbers")
+        check(
+            labels is None or holds,
+            name,
+            labels,
+            f"a mapping whose {numbers_are} are the labels' numbers",
+        )
 
 
 def _is_number(value: object) -> bool:
     """Returns whether a value is an integer, or the text of one as keys of JSON are."""
-    return isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) < 10)
+    return isinstance(value, int) or (
+        isinstance(value, str) and value.isdecimal() and len(value) < 10
+    )
 
 
 def _check_numbers(config: "STMoEConfig") -> None:
     """Checks rates, weights and scales."""
     for name in ("dropout_rate", "label_smoothing"):
         check_number(name, getattr(config, name), least=0, below=1)
-    check_number("expert_dropout_rate", config.expert_dropout_rate, least=0, below=1, optional="None for dropout_rate")
+    check_number(
+        "expert_dropout_rate",
+        config.expert_dropout_rate,
+        least=0,
+        below=1,
+        optional="None for dropout_rate",
+    )
 
     for name in ("capacity_factor", "eval_capacity_factor"):
         check_number(name, getattr(config, name), above=0, optional="None to drop no token")
     std = config.router_initializer_std
-    check_number("router_initializer_std", std, least=0, optional="None to draw the gate like the experts")
+    check_number(
+        "router_initializer_std", std, least=0, optional="None to draw the gate like the experts"
+    )
 
     largest = {"most": 1e30, "reason": "its product with a loss is a float32"}
     for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
@@ -348,11 +402,19 @@ def _check_numbers(config: "STMoEConfig") -> None:
 
 def _check_token_ids(config: "STMoEConfig") -> None:
     """Checks the ids of special tokens, of which the end token may have several."""
-    ids = {"pad_token_id": config.pad_token_id, "decoder_start_token_id": config.decoder_start_token_id}
+    ids = {
+        "pad_token_id": config.pad_token_id,
+        "decoder_start_token_id": config.decoder_start_token_id,
+    }
     if config.bos_token_id is not None:
         ids["bos_token_id"] = config.bos_token_id
     for name, value in ids.items():
-        check(_is_token_id(value, config), name, value, f"a token id below vocab_size, {config.vocab_size}")
+        check(
+            _is_token_id(value, config),
+            name,
+            value,
+            f"a token id below vocab_size, {config.vocab_size}",
+        )
 
     ends = config.eos_token_id
     expected = f"a token id below vocab_size, {config.vocab_size}, a list of them, or None"
@@ -370,14 +432,24 @@ def _is_token_id(value: object, config: "STMoEConfig") -> bool:
 
 def _check_positions(config: "STMoEConfig") -> None:
     """Raises a ConfigError when the relative position buckets cannot be laid out."""
-    buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    check(buckets >= 4 and buckets % 4 == 0, "relative_attention_num_buckets", buckets, "a multiple of 4")
+    buckets, distance = (
+        config.relative_attention_num_buckets,
+        config.relative_attention_max_distance,
+    )
+    check(
+        buckets >= 4 and buckets % 4 == 0,
+        "relative_attention_num_buckets",
+        buckets,
+        "a multiple of 4",
+    )
     expected = f"more than half of relative_attention_num_buckets, {buckets // 2}"
     check(distance > buckets // 2, "relative_attention_max_distance", distance, expected)
 
 
 def _check_sparse_layers(config: "STMoEConfig") -> None:
-    """Raises a ConfigError when the numbers of experts, layers and sparse layers contradict each other."""
+    """Raises a ConfigError when the numbers of experts, layers and sparse layers contradict each
+    other.
+    """
     sparse_layers = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
     if (config.num_experts == 0) != (sparse_layers == 0):
         raise ConfigError(
@@ -422,7 +494,9 @@ def _check_routers(config: "STMoEConfig") -> None:
 
 
 def _check_unused(config: "STMoEConfig") -> None:
-    """Checks the settings of sparse layers in a model that has none: somebody may add experts to it."""
+    """Checks the settings of sparse layers in a model that has none: somebody may add experts to
+    it.
+    """
     sparse = copy.copy(config)
     sparse.num_experts = 1
     sparse.num_selected_experts = 1

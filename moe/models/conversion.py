@@ -1,4 +1,6 @@
-"""Checkpoints of T5 and Switch as weights of ours, read when they are asked for; every tensor is accounted for."""
+"""Checkpoints of T5 and Switch as weights of ours, read when they are asked for; every tensor is
+accounted for.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -47,8 +49,14 @@ class ConversionReport:
         Raises:
             CheckpointError: Counts them and names the first.
         """
-        kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("of another shape", self.reshaped))
-        if found := "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names):
+        kinds = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.reshaped),
+        )
+        if found := "; ".join(
+            f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds if names
+        ):
             raise CheckpointError(
                 f"{self.source} cannot be converted: not every tensor is accounted for. {found}. Download or copy it "
                 "again; if config.json was edited or a setting was given, undo that."
@@ -57,7 +65,9 @@ class ConversionReport:
     def __str__(self) -> str:
         """Returns the report as lines for a terminal."""
         joined = sum(len(parts) for parts in self.mapped.values())
-        lines = [f"{self.source}: {joined} tensors mapped to {len(self.mapped)}, {len(self.ignored)} ignored"]
+        lines = [
+            f"{self.source}: {joined} tensors mapped to {len(self.mapped)}, {len(self.ignored)} ignored"
+        ]
         for reason in dict.fromkeys(self.ignored.values()):
             names = [name for name, why in self.ignored.items() if why == reason]
             lines.append(f"  ignored, {reason}: {_some(names)}")
@@ -94,7 +104,8 @@ def open_transformers(
     use_safetensors: bool | None = None,
     **download: Any,
 ) -> Foreign:
-    """Returns a T5 or Switch model of transformers, of a folder or the hub, as one of ours; reads no weight yet.
+    """Returns a T5 or Switch model of transformers, of a folder or the hub, as one of ours; reads
+    no weight yet.
 
     Args:
         source: The folder or name.
@@ -112,12 +123,18 @@ def open_transformers(
     assert family is not None, "the caller has looked"
     config = config or STMoEConfig.from_pretrained(source, **download)
     stored = open_weights(find_weight_files(source, use_safetensors=use_safetensors, **download))
-    # transformers 5 writes an untied T5 as tied and unscaled, and its head only when that is another tensor.
+    # transformers 5 writes an untied T5 as tied and unscaled, and its head only when that is
+    # another tensor.
     written_tied = family == "t5" and raw.get("scale_decoder_outputs") is False
-    stored, embedding, ignored = _settle_copies(stored, config, source=str(source), head_is_embedding=written_tied)
+    stored, embedding, ignored = _settle_copies(
+        stored, config, source=str(source), head_is_embedding=written_tied
+    )
     ignored |= {f"{name} of config.json": EXPLAINED[name] for name in raw if name in EXPLAINED}
     names = transformers_names(config, family)
-    table = [weight._replace(parts=(embedding,)) if weight.parts == (_SHARED,) else weight for weight in names]
+    table = [
+        weight._replace(parts=(embedding,)) if weight.parts == (_SHARED,) else weight
+        for weight in names
+    ]
     return convert_weights(str(source), config, table, stored, ignored=ignored, leave_out=leave_out)
 
 
@@ -146,7 +163,9 @@ def convert_weights(
     for weight in table:
         known |= set(weight.parts)
         if any(re.search(pattern, weight.name) for pattern in leave_out):
-            report.ignored.update({part: "is not part of this class" for part in weight.parts if part in stored})
+            report.ignored.update(
+                {part: "is not part of this class" for part in weight.parts if part in stored}
+            )
             continue
         if absent := [part for part in weight.parts if part not in stored]:
             report.missing.extend(absent)
@@ -155,7 +174,9 @@ def convert_weights(
         parts = [stored[part] for part in weight.parts]
         expected = [tuple(piece.shape) for piece in weight.pieces(whole[weight.name])]
         both = zip(weight.parts, parts, expected, strict=True)
-        report.reshaped.extend(f"{name} {a.shape} instead of {b}" for name, a, b in both if a.shape != b)
+        report.reshaped.extend(
+            f"{name} {a.shape} instead of {b}" for name, a, b in both if a.shape != b
+        )
         refuse_integers(
             source,
             {part: whole[weight.name] for part in weight.parts},
@@ -169,7 +190,9 @@ def convert_weights(
 def _joined(weight: Weight, parts: list[LazyTensor], shape: tuple[int, ...]) -> LazyTensor:
     """Returns our weight, joined of its parts when it is indexed."""
     dtype = parts[0].dtype
-    return LazyTensor(shape, dtype, lambda: weight.join((part.read() for part in parts), shape, dtype))
+    return LazyTensor(
+        shape, dtype, lambda: weight.join((part.read() for part in parts), shape, dtype)
+    )
 
 
 def _whole_shapes(config: STMoEConfig) -> dict[str, Tensor]:
@@ -183,7 +206,8 @@ def _whole_shapes(config: STMoEConfig) -> dict[str, Tensor]:
 def _settle_copies(
     stored: Mapping[str, LazyTensor], config: STMoEConfig, *, source: str, head_is_embedding: bool
 ) -> tuple[dict[str, LazyTensor], str, dict[str, str]]:
-    """Returns the tensors of a T5 or Switch checkpoint, the name of their embedding, and those that are not needed.
+    """Returns the tensors of a T5 or Switch checkpoint, the name of their embedding, and those that
+    are not needed.
 
     A stack computes with a table of its own when one is stored, and with the shared one when not.
 
@@ -191,7 +215,8 @@ def _settle_copies(
         stored: Theirs by name.
         config: Of our model.
         source: The folder or hub name, for messages.
-        head_is_embedding: Whether a head that is not stored is the embedding, though its input is not scaled.
+        head_is_embedding: Whether a head that is not stored is the embedding, though its input is
+            not scaled.
 
     Raises:
         CheckpointError: When the stacks, or a stack and a tied head, compute with different tables.

@@ -1,4 +1,6 @@
-"""One checkpoint to another format, once and for all: transformers' T5 and Switch, T5X and ours, tensor by tensor."""
+"""One checkpoint to another format, once and for all: transformers' T5 and Switch, T5X and ours,
+tensor by tensor.
+"""
 
 import json
 import shutil
@@ -23,7 +25,13 @@ from moe.models.foreign_names import Weight, transformers_names
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, load_generation_config
 from moe.models.t5x import is_t5x, open_t5x
-from moe.models.weight_files import COPY_AGAIN, LazyTensor, check_finite, find_weight_files, open_weights
+from moe.models.weight_files import (
+    COPY_AGAIN,
+    LazyTensor,
+    check_finite,
+    find_weight_files,
+    open_weights,
+)
 from moe.models.weight_sums import write_weight_sums
 from moe.parsing import read_json, to_record
 
@@ -40,11 +48,13 @@ _TOKENIZER_FILES = (
 
 
 def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
-    """Returns what becomes of every tensor of a T5, Switch or T5X checkpoint as a model of ours; converts nothing.
+    """Returns what becomes of every tensor of a T5, Switch or T5X checkpoint as a model of ours;
+    converts nothing.
 
     Args:
         source: A folder, or a name of the hub.
-        settings: Fields of STMoEConfig that differ, and `revision`, `token`, `cache_dir` and the like.
+        settings: Fields of STMoEConfig that differ, and `revision`, `token`, `cache_dir` and the
+            like.
 
     Raises:
         ConfigError: When it is of a model that this library cannot represent.
@@ -54,9 +64,13 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
 
 
 def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
-    """Returns any checkpoint that this library reads, ours too, as weights of ours; see `conversion_report`."""
+    """Returns any checkpoint that this library reads, ours too, as weights of ours; see
+    `conversion_report`.
+    """
     if str(source).startswith(("/", ".", "~")) and not Path(source).exists():
-        raise CheckpointError(f"There is no folder {source}. Give one with a checkpoint, or a name of the hub.")
+        raise CheckpointError(
+            f"There is no folder {source}. Give one with a checkpoint, or a name of the hub."
+        )
     if is_t5x(source):
         return open_t5x(source, **settings)
     download = {name: settings.pop(name) for name in DOWNLOAD if name in settings}
@@ -72,7 +86,9 @@ def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
     stored = open_weights(find_weight_files(source, **download))
     with torch.device("meta"):
         names = stored_tensors(STMoEForConditionalGeneration(config))
-    return convert_weights(str(source), config, [Weight(name, (name,)) for name in names], stored, ignored={})
+    return convert_weights(
+        str(source), config, [Weight(name, (name,)) for name in names], stored, ignored={}
+    )
 
 
 def convert_checkpoint(
@@ -92,7 +108,8 @@ def convert_checkpoint(
         form: `ours`, or what transformers' own `switch` or `t5` classes load.
         dtype: Of the floating-point weights; None for the source's.
         max_shard_size: Bytes of a file, see `save_pretrained`.
-        settings: Fields of STMoEConfig that differ from the source's; `revision`, `token`, `cache_dir` and the like.
+        settings: Fields of STMoEConfig that differ from the source's; `revision`, `token`,
+            `cache_dir` and the like.
 
     Returns:
         What became of every tensor of the source.
@@ -103,7 +120,10 @@ def convert_checkpoint(
     """
     check_choice("form", form, get_args(Format))
     check(
-        dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, "a torch.dtype such as torch.bfloat16, or None"
+        dtype is None or isinstance(dtype, torch.dtype),
+        "dtype",
+        dtype,
+        "a torch.dtype such as torch.bfloat16, or None",
     )
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
     config, weights, report = open_checkpoint(source, **settings)
@@ -119,10 +139,17 @@ def convert_checkpoint(
         config.save_pretrained(folder)
     else:
         fields = {**their_fields(config, _FAMILY[form]), "dtype": config.dtype}
-        (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(
+            json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
         weights = _split(weights, transformers_names(config, _FAMILY[form]))
-        if form == "switch" and not config.tie_word_embeddings:  # its class then has a table for each stack
-            weights |= {f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")}
+        if (
+            form == "switch" and not config.tie_word_embeddings
+        ):  # its class then has a table for each stack
+            weights |= {
+                f"{stack}.embed_tokens.weight": weights["shared.weight"]
+                for stack in ("encoder", "decoder")
+            }
     cast = {name: _cast(weight, dtype) for name, weight in weights.items()}
     write_weights(folder, cast, max_shard_size, source=source)
     write_weight_sums(folder)
@@ -145,22 +172,33 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
             continue
         if name.endswith(".json"):
             content = read_json(Path(path), advice=COPY_AGAIN, error=CheckpointError, nan=True)
-            to_record(dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError)
+            to_record(
+                dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
+            )
         found[name] = Path(path)
     return found
 
 
 def write_weights(
-    folder: Path, weights: Mapping[str, LazyTensor], max_shard_size: int | str, *, source: Path | str
+    folder: Path,
+    weights: Mapping[str, LazyTensor],
+    max_shard_size: int | str,
+    *,
+    source: Path | str,
 ) -> None:
     """Writes weights as `save_pretrained` does, reading them one after the other.
 
     Raises:
-        CheckpointError: When a weight of `source` holds NaN or infinity, or does so as the dtype that was asked for.
+        CheckpointError: When a weight of `source` holds NaN or infinity, or does so as the dtype
+            that was asked for.
     """
-    files, index = plan_files({name: weight.empty() for name, weight in weights.items()}, max_shard_size)
+    files, index = plan_files(
+        {name: weight.empty() for name, weight in weights.items()}, max_shard_size
+    )
     begin_files(folder, files, index)
-    places = {name: (folder / file.name, start) for file in files for name, start in file.starts.items()}
+    places = {
+        name: (folder / file.name, start) for file in files for name, start in file.starts.items()
+    }
     for name, weight in tqdm(weights.items(), desc="Converting", unit="tensor"):
         tensor = weight.read()
         check_finite(name, tensor, source)
@@ -170,7 +208,11 @@ def write_weights(
 
 def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Returns a weight <any>[...] that is read as `dtype` if it is of floating point."""
-    return LazyTensor(weight.shape, dtype, lambda: weight.read().to(dtype)) if weight.is_floating_point() else weight
+    return (
+        LazyTensor(weight.shape, dtype, lambda: weight.read().to(dtype))
+        if weight.is_floating_point()
+        else weight
+    )
 
 
 class _LastSplit:
@@ -193,5 +235,7 @@ def _split(weights: Mapping[str, LazyTensor], table: Iterable[Weight]) -> dict[s
     for weight in table:
         whole = weights[weight.name]
         for name, part in weight.split(whole.empty()).items():
-            parts[name] = LazyTensor(part.shape, whole.dtype, partial(last.read, weight, whole, name))
+            parts[name] = LazyTensor(
+                part.shape, whole.dtype, partial(last.read, weight, whole, name)
+            )
     return parts

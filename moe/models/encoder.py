@@ -46,15 +46,18 @@ class STMoEEncoder(STMoEPreTrainedModel):
             attention_mask: <int64 or bool>[B, L], 0 for padding.
             inputs_embeds: <float>[B, L, D].
             segment_ids: <int64>[B, L] example of each token, 0 for padding.
-            output_router_logits: Whether to return what the routers did; None for the config's choice.
-            output_attentions: Whether to return the weights of attention, which is then eager; None likewise.
+            output_router_logits: Whether to return what the routers did; None for the config's
+                choice.
+            output_attentions: Whether to return the weights of attention, which is then eager; None
+                likewise.
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
             return_dict: False for a tuple of what is there; None likewise.
-            further: None: an argument of another name is refused, but for those that change nothing here.
+            further: None: an argument of another name is refused, but for those that change nothing
+                here.
 
         Raises:
-            DataError: When not exactly one of `input_ids` and `inputs_embeds` is given, or an input has another type
-                or shape, or values that nothing stands for.
+            DataError: When not exactly one of `input_ids` and `inputs_embeds` is given, or an input
+                has another type or shape, or values that nothing stands for.
             ConfigError: When an argument is unknown.
         """
         refuse_further(further, type(self).forward)

@@ -1,4 +1,6 @@
-"""A model on a mesh to the files of `save_pretrained`: every rank writes its own part of each tensor into its place."""
+"""A model on a mesh to the files of `save_pretrained`: every rank writes its own part of each
+tensor into its place.
+"""
 
 import json
 import math
@@ -43,7 +45,8 @@ class WeightsFile(NamedTuple):
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns every parameter and persistent buffer by name, as it lies on this rank; tied ones once, by their first.
+    """Returns every parameter and persistent buffer by name, as it lies on this rank; tied ones
+    once, by their first.
 
     FSDP lets go of what it has gathered, so that each is the shard that the optimizer knows.
     """
@@ -53,10 +56,14 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_tensors(config: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a tensor without memory for each of `tensors`, of the shape that it has in one process."""
+    """Returns a tensor without memory for each of `tensors`, of the shape that it has in one
+    process.
+    """
     with torch.device("meta"):
         whole = STMoEForConditionalGeneration(config).state_dict()  # pyright: ignore[reportArgumentType]
-    return {name: torch.empty_like(whole[name], dtype=tensor.dtype) for name, tensor in tensors.items()}
+    return {
+        name: torch.empty_like(whole[name], dtype=tensor.dtype) for name, tensor in tensors.items()
+    }
 
 
 def write_model(
@@ -67,10 +74,11 @@ def write_model(
     *,
     max_shard_size: int | str = "50GB",
 ) -> None:
-    """Writes what `save_pretrained` would, byte for byte; no rank holds more than its shards and a copy of one.
+    """Writes what `save_pretrained` would, byte for byte; no rank holds more than its shards and a
+    copy of one.
 
-    Every rank must call it, and `folder` must be one file system that all ranks see: they write into the same files.
-    A failure on one rank is raised on all.
+    Every rank must call it, and `folder` must be one file system that all ranks see: they write
+    into the same files. A failure on one rank is raised on all.
 
     Args:
         model: Whole, or cut by `shard_model`.
@@ -84,22 +92,30 @@ def write_model(
     """
     tensors = stored_tensors(model)
     whole = whole_tensors(model.config, tensors)
-    files, index = plan_files(whole, max_shard_size, parameters={name for name, _ in model.named_parameters()})
+    files, index = plan_files(
+        whole, max_shard_size, parameters={name for name, _ in model.named_parameters()}
+    )
 
     def begin() -> None:
         _write_config(model, folder)
         begin_files(folder, files, index)
 
     from_first_rank(begin)
-    together(lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files])
+    together(
+        lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files]
+    )
     digests = sha256_together(folder, [file.name for file in files])
     from_first_rank(lambda: write_weight_sums(folder, digests))
 
 
 def plan_files(
-    whole: Mapping[str, Tensor], max_shard_size: int | str, *, parameters: Container[str] | None = None
+    whole: Mapping[str, Tensor],
+    max_shard_size: int | str,
+    *,
+    parameters: Container[str] | None = None,
 ) -> tuple[list[WeightsFile], str | None]:
-    """Returns the files of `save_pretrained` for tensors, and the text of their index when there are several.
+    """Returns the files of `save_pretrained` for tensors, and the text of their index when there
+    are several.
 
     Args:
         whole: Tensors by name; they need no memory.
@@ -110,20 +126,27 @@ def plan_files(
         dict(whole), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
     files = [
-        plan_file(file, {name: whole[name] for name in names}) for file, names in split.filename_to_tensors.items()
+        plan_file(file, {name: whole[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
     ]
     if not split.is_sharded:
         return files, None
-    numbers = sum(tensor.numel() for name, tensor in whole.items() if parameters is None or name in parameters)
+    numbers = sum(
+        tensor.numel() for name, tensor in whole.items() if parameters is None or name in parameters
+    )
     metadata = {"total_parameters": numbers, **split.metadata}
     index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
     return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -> None:
-    """Writes the headers of files and their index, and makes room for the numbers; removes an earlier save's files."""
+    """Writes the headers of files and their index, and makes room for the numbers; removes an
+    earlier save's files.
+    """
     files = list(files)
-    remove_replaced_weights(folder, {*(file.name for file in files), *([SAFE_WEIGHTS_INDEX_NAME] if index else [])})
+    remove_replaced_weights(
+        folder, {*(file.name for file in files), *([SAFE_WEIGHTS_INDEX_NAME] if index else [])}
+    )
     for file in files:
         with (folder / file.name).open("wb") as stream:
             stream.write(file.header)
@@ -149,24 +172,40 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
-    """Returns the layout of a safetensors file that holds `tensors`, as the library safetensors lays them out."""
+    """Returns the layout of a safetensors file that holds `tensors`, as the library safetensors
+    lays them out.
+    """
     order = list(_NAMES)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
-    for key, tensor in sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])):
+    for key, tensor in sorted(
+        tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])
+    ):
         starts[key], end = end, end + tensor.nbytes
         shape = list(tensor.shape)
-        entries[key] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [starts[key], end]}
+        entries[key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": [starts[key], end],
+        }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return WeightsFile(name, header, {key: len(header) + start for key, start in starts.items()}, len(header) + end)
+    return WeightsFile(
+        name, header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
+    )
 
 
 def _write_parts(
-    path: Path, file: WeightsFile, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh | None
+    path: Path,
+    file: WeightsFile,
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    mesh: Mesh | None,
 ) -> None:
-    """Writes this rank's part of every tensor of a file that it is the first to hold; what all hold, rank 0 writes."""
+    """Writes this rank's part of every tensor of a file that it is the first to hold; what all
+    hold, rank 0 writes.
+    """
     place = Place.of(mesh) if mesh else None
     descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -181,12 +220,16 @@ def _write_parts(
             else:
                 continue
             sizes = [end - start for start, end in box]
-            assert local.numel() == math.prod(sizes), f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
+            assert local.numel() == math.prod(sizes), (
+                f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
+            )
             data = _bytes_of(local)
             done = 0
             for offset, length in runs_of(box, shape):
                 num_bytes = length * local.itemsize
-                _write_at(descriptor, data[done : done + num_bytes], start + offset * local.itemsize)
+                _write_at(
+                    descriptor, data[done : done + num_bytes], start + offset * local.itemsize
+                )
                 done += num_bytes
         os.fsync(descriptor)
     except OSError as error:
@@ -196,7 +239,9 @@ def _write_parts(
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Writes all of `data` at a position of a file; not through mapped memory, where a full disk kills the process."""
+    """Writes all of `data` at a position of a file; not through mapped memory, where a full disk
+    kills the process.
+    """
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written

@@ -1,4 +1,6 @@
-"""The config.json of transformers' T5 and Switch, and ours: every field is mapped, explained or refused."""
+"""The config.json of transformers' T5 and Switch, and ours: every field is mapped, explained or
+refused.
+"""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +14,10 @@ from moe.errors import ConfigError
 from moe.models.configuration_checks import check_size
 
 Family = Literal["t5", "switch_transformers"]
-FAMILIES: Mapping[Family, type[Any]] = {"t5": T5Config, "switch_transformers": SwitchTransformersConfig}
+FAMILIES: Mapping[Family, type[Any]] = {
+    "t5": T5Config,
+    "switch_transformers": SwitchTransformersConfig,
+}
 ARCHITECTURES: Mapping[Family, str] = {
     "t5": "T5ForConditionalGeneration",
     "switch_transformers": "SwitchTransformersForConditionalGeneration",
@@ -38,10 +43,21 @@ _SAME = (
 _INTEGERS = set(_SAME) - {"layer_norm_epsilon", "dropout_rate", "use_cache", "pad_token_id"}
 _SWITCH_INTEGERS = (
     *("num_experts", "num_selected_experts", "expert_capacity"),
-    *("num_sparse_encoder_layers", "num_sparse_decoder_layers", "encoder_sparse_step", "decoder_sparse_step"),
+    *(
+        "num_sparse_encoder_layers",
+        "num_sparse_decoder_layers",
+        "encoder_sparse_step",
+        "decoder_sparse_step",
+    ),
 )
 _FLAGS = (
-    *("is_encoder_decoder", "is_gated_act", "router_bias", "scale_decoder_outputs", "tie_word_embeddings"),
+    *(
+        "is_encoder_decoder",
+        "is_gated_act",
+        "router_bias",
+        "scale_decoder_outputs",
+        "tie_word_embeddings",
+    ),
     "use_cache",
 )
 _NUMBERS = (
@@ -163,10 +179,12 @@ def family_of(raw: Mapping[str, Any]) -> Family | None:
 
 
 def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of STMoEConfig that compute what the config.json `raw` of a T5 or Switch model says.
+    """Returns the fields of STMoEConfig that compute what the config.json `raw` of a T5 or Switch
+    model says.
 
-    It is read by transformers' own class, so that defaults and what follows from other fields are that class's. Fields
-    that nothing is known of, which that class does not read either, are among the result.
+    It is read by transformers' own class, so that defaults and what follows from other fields are
+    that class's. Fields that nothing is known of, which that class does not read either, are among
+    the result.
 
     Raises:
         ConfigError: When it has a value of another type, or one that this library cannot represent.
@@ -187,10 +205,20 @@ def own_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     start = getattr(theirs, "decoder_start_token_id", None)
     fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
     fields["feed_forward_proj"] = _feed_forward(theirs, raw.get("feed_forward_proj"))
-    check_number("initializer_factor", theirs.initializer_factor, above=0, most=1e15, reason="weights are float32")
-    fields["initializer_scale"] = float(theirs.initializer_factor) ** 2  # of the variance, not of the deviation
+    check_number(
+        "initializer_factor",
+        theirs.initializer_factor,
+        above=0,
+        most=1e15,
+        reason="weights are float32",
+    )
+    fields["initializer_scale"] = (
+        float(theirs.initializer_factor) ** 2
+    )  # of the variance, not of the deviation
     fields["z_loss_weight"] = 0.0
-    fields["tie_word_embeddings"] = theirs.scale_decoder_outputs if family == "t5" else theirs.tie_word_embeddings
+    fields["tie_word_embeddings"] = (
+        theirs.scale_decoder_outputs if family == "t5" else theirs.tie_word_embeddings
+    )
     fields["dtype"] = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     fields["architectures"] = raw.get("architectures")
 
@@ -206,14 +234,19 @@ def _their_config(raw: Mapping[str, Any], family: Family) -> Any:
     """Returns the configuration of transformers that a config.json says.
 
     Raises:
-        ConfigError: When a value is of another type than that class has, or no model could be so large.
+        ConfigError: When a value is of another type than that class has, or no model could be so
+            large.
     """
     for name in sorted(_INTEGERS & raw.keys()):
-        if name != "num_decoder_layers" or raw[name] is not None:  # null: as many as the encoder has
+        if (
+            name != "num_decoder_layers" or raw[name] is not None
+        ):  # null: as many as the encoder has
             check_size(name, raw[name])
     for name in _SWITCH_INTEGERS:
         if family == "switch_transformers" and name in raw:
-            check_integer(name, raw[name], least=0, most=2**31, reason="layers and tokens are counted by it")
+            check_integer(
+                name, raw[name], least=0, most=2**31, reason="layers and tokens are counted by it"
+            )
 
     for name in _FLAGS:
         if name in raw:
@@ -238,7 +271,9 @@ def _their_config(raw: Mapping[str, Any], family: Family) -> Any:
         theirs = FAMILIES[family].from_dict(read)
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as failure:
         reason = " ".join(str(failure).split())
-        raise ConfigError(f"config.json is no {family!r} that transformers can read: {reason}") from failure
+        raise ConfigError(
+            f"config.json is no {family!r} that transformers can read: {reason}"
+        ) from failure
     return theirs
 
 
@@ -251,21 +286,28 @@ def _feed_forward(theirs: Any, named: str | None) -> str:
     """Returns our name of a feed-forward layer.
 
     Args:
-        theirs: The configuration of transformers, which computes by `is_gated_act` and `dense_act_fn`.
+        theirs: The configuration of transformers, which computes by `is_gated_act` and
+            `dense_act_fn`.
         named: What config.json calls it; None when it does not.
 
     Raises:
         ConfigError: When we have none, or the name is of another layer.
     """
     gated, activation = getattr(theirs, "is_gated_act", False), theirs.dense_act_fn
-    computed = (
-        f"{'gated' if gated else 'plain'} feed-forward layers with {activation}, by is_gated_act and dense_act_fn"
-    )
+    kind = "gated" if gated else "plain"
+    computed = f"{kind} feed-forward layers with {activation}, by is_gated_act and dense_act_fn"
     if not gated and activation == "relu":
-        check(named in (None, "relu"), "feed_forward_proj", named, f"'relu': the model has {computed}")
+        check(
+            named in (None, "relu"), "feed_forward_proj", named, f"'relu': the model has {computed}"
+        )
         return "relu"
     if gated and activation in ("gelu_new", "gelu_pytorch_tanh"):
-        check(named in (None, *_GATED_GELU), "feed_forward_proj", named, f"'gated-gelu': the model has {computed}")
+        check(
+            named in (None, *_GATED_GELU),
+            "feed_forward_proj",
+            named,
+            f"'gated-gelu': the model has {computed}",
+        )
         return "gated-gelu"
     raise ConfigError(
         f"config.json has {'gated' if gated else 'plain'} feed-forward layers with the activation {activation!r}; "
@@ -276,7 +318,11 @@ def _feed_forward(theirs: Any, named: str | None) -> str:
 
 def _sparse_fields(theirs: SwitchTransformersConfig) -> dict[str, Any]:
     """Returns what a Switch model has beyond a T5."""
-    for name, expected in (("router_bias", False), ("num_selected_experts", 1), ("router_type", "tokens_masked")):
+    for name, expected in (
+        ("router_bias", False),
+        ("num_selected_experts", 1),
+        ("router_type", "tokens_masked"),
+    ):
         value = getattr(theirs, name, expected)
         if value != expected:
             raise ConfigError(
@@ -285,7 +331,10 @@ def _sparse_fields(theirs: SwitchTransformersConfig) -> dict[str, Any]:
     jitter = theirs.router_jitter_noise
     layers = {
         f"num_sparse_{stack}_layers": _count_sparse(theirs, stack, number)
-        for stack, number in (("encoder", theirs.num_layers), ("decoder", theirs.num_decoder_layers))
+        for stack, number in (
+            ("encoder", theirs.num_layers),
+            ("decoder", theirs.num_decoder_layers),
+        )
     }
     return {
         **layers,
@@ -293,7 +342,9 @@ def _sparse_fields(theirs: SwitchTransformersConfig) -> dict[str, Any]:
         "sparse_position": "second",
         "num_selected_experts": 1,
         "router": "switch",
-        "router_options": {"policy": "input_jitter", "jitter": jitter} if jitter else {"policy": "argmax"},
+        "router_options": {"policy": "input_jitter", "jitter": jitter}
+        if jitter
+        else {"policy": "argmax"},
         "expert_capacity": theirs.expert_capacity,
         "capacity_scope": "sequence",
         "load_balance_loss_weight": theirs.router_aux_loss_coef,
@@ -303,7 +354,8 @@ def _sparse_fields(theirs: SwitchTransformersConfig) -> dict[str, Any]:
 
 
 def _count_sparse(theirs: SwitchTransformersConfig, stack: str, layers: int | None) -> int:
-    """Returns how many sparse layers transformers builds in a stack, whatever config.json says of their number.
+    """Returns how many sparse layers transformers builds in a stack, whatever config.json says of
+    their number.
 
     Raises:
         ConfigError: When they do not stand in equal stretches.
@@ -358,7 +410,10 @@ def their_fields(config: Any, family: Family) -> dict[str, Any]:
     jitters = options.get("policy", "input_jitter") == "input_jitter"
     steps = {
         f"{stack}_sparse_step": layers // sparse if sparse else 0
-        for stack, (layers, sparse) in (("encoder", config.stack_sizes(False)), ("decoder", config.stack_sizes(True)))
+        for stack, (layers, sparse) in (
+            ("encoder", config.stack_sizes(False)),
+            ("decoder", config.stack_sizes(True)),
+        )
     }
     return fields | {
         **steps,
@@ -377,7 +432,9 @@ def their_fields(config: Any, family: Family) -> dict[str, Any]:
 
 
 def _demands(config: Any, family: Family) -> list[tuple[bool, str]]:
-    """Returns what must hold of a model to be written as one of `family`, and what is wrong when it does not."""
+    """Returns what must hold of a model to be written as one of `family`, and what is wrong when it
+    does not.
+    """
     if family == "t5":
         return [(config.num_experts == 0, f"it has {config.num_experts} experts")]
     if config.num_experts == 0:
@@ -389,21 +446,34 @@ def _demands(config: Any, family: Family) -> list[tuple[bool, str]]:
     stretches = [layers // sparse for layers, sparse in map(config.stack_sizes, stacks)]
     second = config.sparse_position == "second" or max(stretches) <= 2  # where both are one block
     return [
-        (config.feed_forward_proj == "relu", f"feed_forward_proj is {config.feed_forward_proj!r}, not 'relu'"),
-        (config.num_selected_experts == 1, f"num_selected_experts is {config.num_selected_experts}, not 1"),
+        (
+            config.feed_forward_proj == "relu",
+            f"feed_forward_proj is {config.feed_forward_proj!r}, not 'relu'",
+        ),
+        (
+            config.num_selected_experts == 1,
+            f"num_selected_experts is {config.num_selected_experts}, not 1",
+        ),
         (routers == ["switch"], f"the router is {' and '.join(routers)}, not switch"),
         (
             routers != ["switch"] or set(policies) <= {"input_jitter", "argmax"},
             f"the router's policy is {' and '.join(policies)}, not input_jitter or argmax",
         ),
         (
-            routers != ["switch"] or all(layer.router_options == layers[0].router_options for layer in layers),
+            routers != ["switch"]
+            or all(layer.router_options == layers[0].router_options for layer in layers),
             "router_options of encoder and decoder differ",
         ),
         (config.router_input == "hidden", f"router_input is {config.router_input!r}, not 'hidden'"),
         (not config.sparse_dense_stacking, "sparse_dense_stacking is on"),
         (config.expert_bias == "none", f"expert_bias is {config.expert_bias!r}, not 'none'"),
-        (config.expert_capacity is not None, "expert_capacity is None: its capacity is a number of slots"),
-        (config.capacity_scope == "sequence", f"capacity_scope is {config.capacity_scope!r}, not 'sequence'"),
+        (
+            config.expert_capacity is not None,
+            "expert_capacity is None: its capacity is a number of slots",
+        ),
+        (
+            config.capacity_scope == "sequence",
+            f"capacity_scope is {config.capacity_scope!r}, not 'sequence'",
+        ),
         (second, f"sparse_position is {config.sparse_position!r}, not 'second'"),
     ]

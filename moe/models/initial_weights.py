@@ -1,4 +1,6 @@
-"""Initial weights as a function of a seed and a parameter's name, so that a model starts the same on every mesh."""
+"""Initial weights as a function of a seed and a parameter's name, so that a model starts the same
+on every mesh.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,8 +14,11 @@ from moe.sparse.experts import Experts
 
 
 @torch.no_grad()
-def draw_weights(module: nn.Module, seed: int, layouts: Mapping[str, Layout], mesh: MeshConfig, place: Place) -> None:
-    """Draws every parameter anew and resets buffers; beside its shards a rank holds one module's weights at a time.
+def draw_weights(
+    module: nn.Module, seed: int, layouts: Mapping[str, Layout], mesh: MeshConfig, place: Place
+) -> None:
+    """Draws every parameter anew and resets buffers; beside its shards a rank holds one module's
+    weights at a time.
 
     Of stacked experts it draws only its own, one after the other.
 
@@ -27,7 +32,9 @@ def draw_weights(module: nn.Module, seed: int, layouts: Mapping[str, Layout], me
     for path, leaf in module.named_modules():
         if not hasattr(leaf, "reset_parameters"):
             continue
-        shards = {name: local_shard(parameter) for name, parameter in leaf.named_parameters(recurse=False)}
+        shards = {
+            name: local_shard(parameter) for name, parameter in leaf.named_parameters(recurse=False)
+        }
         known = {name: layouts[f"{path}.{name}"] for name in shards if f"{path}.{name}" in layouts}
         if not known:
             continue  # a head that is the embedding
@@ -40,13 +47,20 @@ def draw_weights(module: nn.Module, seed: int, layouts: Mapping[str, Layout], me
 
 
 def _draw_experts(
-    experts: Experts, shards: dict[str, Tensor], layouts: dict[str, Layout], seed: str, mesh: MeshConfig, place: Place
+    experts: Experts,
+    shards: dict[str, Tensor],
+    layouts: dict[str, Layout],
+    seed: str,
+    mesh: MeshConfig,
+    place: Place,
 ) -> None:
     """Fills the shards of stacked experts; each expert is drawn from a seed of its own."""
     num_here = layouts["down_proj"].shape[0] // mesh.ep
     alone = {
         name: layout._replace(
-            shape=(1, *layout.shape[1:]), expert=False, num_shards=1 if layout.shard_dim == 0 else layout.num_shards
+            shape=(1, *layout.shape[1:]),
+            expert=False,
+            num_shards=1 if layout.shard_dim == 0 else layout.num_shards,
         )
         for name, layout in layouts.items()
     }
@@ -59,11 +73,17 @@ def _draw_experts(
                 start, end = chunk_range(num_here, layouts[name].num_shards, place.expert_shard)
             if start <= expert < end:
                 target = shards[name][expert - start]
-                target.copy_(cut_shard(cut(whole, alone[name], mesh, at), alone[name], at).reshape(target.shape))
+                target.copy_(
+                    cut_shard(cut(whole, alone[name], mesh, at), alone[name], at).reshape(
+                        target.shape
+                    )
+                )
 
 
 def _draw(leaf: nn.Module, layouts: Mapping[str, Layout], seed: str) -> dict[str, Tensor]:
-    """Returns fresh whole parameters <float>[...] of a leaf by name; the leaf keeps those that it has."""
+    """Returns fresh whole parameters <float>[...] of a leaf by name; the leaf keeps those that it
+    has.
+    """
     own = dict(leaf._parameters)
     whole = {
         name: nn.Parameter(local_shard(leaf.get_parameter(name)).new_empty(layout.shape))

@@ -1,7 +1,8 @@
 """The doors of the models: what a forward accepts, checked once and before anything is computed.
 
-Types and shapes are always checked. Values are checked where that is free: in tensors that lie in the memory of the
-host, outside of compiling and tracing. A GPU is never waited for, with one exception: masks of floating point numbers.
+Types and shapes are always checked. Values are checked where that is free: in tensors that lie in
+the memory of the host, outside of compiling and tracing. A GPU is never waited for, with one
+exception: masks of floating point numbers.
 """
 
 import math
@@ -53,13 +54,16 @@ def refuse_further(further: dict[str, Any], forward: Callable[..., Any]) -> None
         forward: Whose signature it is.
 
     Raises:
-        ConfigError: With the reason where transformers' models have the argument, else with the nearest name.
+        ConfigError: With the reason where transformers' models have the argument, else with the
+            nearest name.
     """
     for name, value in further.items():
         if name in _WITHOUT_EFFECT or (name in _WITHOUT_A_PLACE and value is None):
             continue
         if name in _WITHOUT_A_PLACE:
-            raise ConfigError(f"The model was given {name}, but {_WITHOUT_A_PLACE[name]}. Leave it out.")
+            raise ConfigError(
+                f"The model was given {name}, but {_WITHOUT_A_PLACE[name]}. Leave it out."
+            )
         raise ConfigError(
             f"The model was given an argument {name!r}, which it does not have."
             f"{did_you_mean(name, signature(forward).parameters)} Leave it out or correct its name."
@@ -87,7 +91,8 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Refuses what is not labels <int64 or int32>[B, T]: token ids, and -100 where there is no target.
+    """Refuses what is not labels <int64 or int32>[B, T]: token ids, and -100 where there is no
+    target.
 
     Raises:
         DataError: With the value, and where it stands.
@@ -99,7 +104,12 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     least, most = (int(bound) for bound in labels.masked_fill(labels == IGNORED_LABEL, 0).aminmax())
     if least < 0 or most >= vocab_size:
         strangers = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size))
-        _refuse_values("labels", labels, strangers, f"{IGNORED_LABEL} for no target, or " + _vocabulary(vocab_size))
+        _refuse_values(
+            "labels",
+            labels,
+            strangers,
+            f"{IGNORED_LABEL} for no target, or " + _vocabulary(vocab_size),
+        )
 
 
 def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
@@ -130,22 +140,32 @@ def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -
     if segments is None:
         return
     if not isinstance(segments, Tensor) or segments.dtype not in _INTEGERS:
-        _refuse(name, segments, "integers [batch, length], the number of each token's example, 0 for padding")
+        _refuse(
+            name,
+            segments,
+            "integers [batch, length], the number of each token's example, 0 for padding",
+        )
     if tuple(segments.shape) != shape:
-        _refuse(name, segments, f"one number for each token, {list(shape)}; a cache cannot be used with them")
+        _refuse(
+            name,
+            segments,
+            f"one number for each token, {list(shape)}; a cache cannot be used with them",
+        )
 
 
 def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which stands for all.
+    """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which stands for
+    all.
 
     Args:
         name: Of the argument.
-        mask: <bool, integer or float>[B or 1, keys], 1 or True for a token and 0 or False for padding.
+        mask: <bool, integer or float>[B or 1, keys], 1 or True for a token and 0 or False for
+            padding.
         shape: B and the number of keys.
 
     Raises:
-        DataError: When it has another shape, or values of which nobody knows whether they mean a token, such as the
-            0 and -inf of a mask that is added to the scores of attention.
+        DataError: When it has another shape, or values of which nobody knows whether they mean a
+            token, such as the 0 and -inf of a mask that is added to the scores of attention.
     """
     if mask is None:
         return None
@@ -172,7 +192,8 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
 
 
 def read_memory(encoder_outputs: Any) -> Tensor:
-    """Returns the encoder's last hidden states <float>[B, M, D] out of a record, or the first of a tuple or list.
+    """Returns the encoder's last hidden states <float>[B, M, D] out of a record, or the first of a
+    tuple or list.
 
     Raises:
         DataError: When there are none.
@@ -190,7 +211,8 @@ def read_memory(encoder_outputs: Any) -> Tensor:
 
 
 def as_cache(past_key_values: Any) -> EncoderDecoderCache | None:
-    """Returns a cache for a decoder with cross-attention; one for self-attention alone gets a partner.
+    """Returns a cache for a decoder with cross-attention; one for self-attention alone gets a
+    partner.
 
     Raises:
         DataError: When it is no cache of transformers.
@@ -200,12 +222,15 @@ def as_cache(past_key_values: Any) -> EncoderDecoderCache | None:
     if isinstance(past_key_values, Cache):
         return EncoderDecoderCache(past_key_values, DynamicCache())
     return _refuse(
-        "past_key_values", past_key_values, "a cache, e.g. EncoderDecoderCache(DynamicCache(), DynamicCache())"
+        "past_key_values",
+        past_key_values,
+        "a cache, e.g. EncoderDecoderCache(DynamicCache(), DynamicCache())",
     )
 
 
 def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
-    """Refuses a decoder whose sequences are not as many as those of the encoder, or one encoded for all.
+    """Refuses a decoder whose sequences are not as many as those of the encoder, or one encoded for
+    all.
 
     Args:
         decoder: <float>[B, T, D] embedded tokens.
@@ -222,7 +247,8 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
 
 
 def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
-    """Refuses labels <int64>[B, T] that are not one for each of the decoder's inputs [B, T] or [B, T, D].
+    """Refuses labels <int64>[B, T] that are not one for each of the decoder's inputs [B, T] or [B,
+    T, D].
 
     Raises:
         DataError: With both shapes.
@@ -235,7 +261,8 @@ def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
 
 
 def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
-    """Returns the number of targets of a whole batch as a tensor <any>[] on the device of the labels <int64>[B, T].
+    """Returns the number of targets of a whole batch as a tensor <any>[] on the device of the
+    labels <int64>[B, T].
 
     Args:
         num_items: A number, or a tensor that holds one. None of a batch without a target may be 0.
@@ -246,7 +273,9 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
     """
     expected = "the number of targets of the whole batch, an integer above 0"
     if isinstance(num_items, Tensor):
-        holds = num_items.numel() == 1 and not num_items.is_complex() and num_items.dtype != torch.bool
+        holds = (
+            num_items.numel() == 1 and not num_items.is_complex() and num_items.dtype != torch.bool
+        )
         known = holds and _values_are_free(num_items)
     else:
         holds = known = is_kind(num_items, int)
@@ -257,7 +286,9 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
         value = float(num_items)
         without_target = _values_are_free(labels) and not (labels != IGNORED_LABEL).any()
         if not math.isfinite(value) or value < 0 or (value == 0 and not without_target):
-            raise DataError(f"num_items_in_batch is {value:g}; expected {expected}: the losses are divided by it.")
+            raise DataError(
+                f"num_items_in_batch is {value:g}; expected {expected}: the losses are divided by it."
+            )
     return torch.as_tensor(num_items, device=labels.device).reshape(())
 
 
@@ -265,8 +296,8 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
     """Refuses what does not say of which of the decoder's positions logits are wanted.
 
     Raises:
-        DataError: When it is neither a number of last positions nor their indices, or there are labels, each of which
-            needs its logits.
+        DataError: When it is neither a number of last positions nor their indices, or there are
+            labels, each of which needs its logits.
     """
     if isinstance(logits_to_keep, Tensor):
         holds = logits_to_keep.dim() == 1 and logits_to_keep.dtype in _IDS
@@ -276,7 +307,9 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
         all_of_them = logits_to_keep == 0
     if not holds:
         _refuse(
-            "logits_to_keep", logits_to_keep, "a number of last positions, 0 for all, or indices <int64>[positions]"
+            "logits_to_keep",
+            logits_to_keep,
+            "a number of last positions, 0 for all, or indices <int64>[positions]",
         )
     if labels is not None and not all_of_them:
         raise DataError(
@@ -295,13 +328,21 @@ def _check_integers(name: str, ids: Tensor, meaning: str) -> None:
 
 
 def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
-    """Raises a DataError when a mask <any real>[B, keys] holds another number, where that can be known."""
+    """Raises a DataError when a mask <any real>[B, keys] holds another number, where that can be
+    known.
+    """
     if mask.dtype == torch.bool:
         return
     floating = mask.is_floating_point()
     if torch.compiler.is_compiling():
-        if floating:  # 0 is padding in one convention and a token in the other: it must not go unseen
-            _refuse(name, mask, "a mask of integers or bool, 1 for a token and 0 for padding, in a compiled model")
+        if (
+            floating
+        ):  # 0 is padding in one convention and a token in the other: it must not go unseen
+            _refuse(
+                name,
+                mask,
+                "a mask of integers or bool, 1 for a token and 0 for padding, in a compiled model",
+            )
         return
 
     if (floating and mask.device.type != "meta") or _values_are_free(mask):
@@ -317,7 +358,9 @@ def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
 
 def _values_are_free(tensor: Tensor) -> bool:
     """Returns whether looking at the values of a tensor costs and breaks nothing."""
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return (
+        type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
 
 
 def _vocabulary(vocab_size: int) -> str:
@@ -337,7 +380,9 @@ def _refuse_values(name: str, tensor: Tensor, strangers: Tensor, expected: str) 
 
 def _refuse_empty(name: str, tensor: Tensor) -> NoReturn:
     """Raises a DataError for a tensor without a token."""
-    raise DataError(f"{name} is empty, {list(tensor.shape)}; expected at least one sequence of at least one token.")
+    raise DataError(
+        f"{name} is empty, {list(tensor.shape)}; expected at least one sequence of at least one token."
+    )
 
 
 def _refuse(name: str, value: Any, expected: str) -> NoReturn:

@@ -22,7 +22,13 @@ from moe.models.export import stored_tensors, whole_tensors
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel, load_generation_config, refuse_not_finite
 from moe.models.sharding import shard_model
-from moe.models.weight_files import DTYPES, describe_misfits, find_weight_files, incomplete, refuse_integers
+from moe.models.weight_files import (
+    DTYPES,
+    describe_misfits,
+    find_weight_files,
+    incomplete,
+    refuse_integers,
+)
 from moe.models.weight_sums import check_weights, check_weights_together
 from moe.parsing import read_json, to_record
 
@@ -30,8 +36,10 @@ from moe.parsing import read_json, to_record
 def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
     """Returns the model of a folder, each of whose weights fits.
 
-    `from_pretrained` alone draws weights that the folder lacks at random and leaves out those that it does not know,
-    with a warning: right for giving a model a new head, wrong for whoever trains on or measures what was saved.
+    `from_pretrained` alone draws weights that the folder lacks at random and leaves out those that
+    it does not know,
+    with a warning: right for giving a model a new head, wrong for whoever trains on or measures
+    what was saved.
 
     Args:
         model_class: Any class of transformers with `from_pretrained`, an Auto class too.
@@ -39,19 +47,25 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
         options: Further arguments of `from_pretrained`.
 
     Raises:
-        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or of another shape;
-            lists them.
+        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
+            of another shape; lists them.
     """
     check_model_folder(folder)
     own = STMoEConfig.read_raw(folder).get("model_type") == STMoEConfig.model_type
     if not own and not issubclass(model_class, STMoEPreTrainedModel):
         check_weights(Path(folder))  # our own classes do so in from_pretrained
-    asked = {**options, "output_loading_info": True, "ignore_mismatched_sizes": not own}  # ours refuse other shapes
+    asked = {
+        **options,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": not own,
+    }  # ours refuse other shapes
     try:
         model, info = model_class.from_pretrained(folder, **asked)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
-    misfits = describe_misfits(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    misfits = describe_misfits(
+        info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"]
+    )
     _refuse_incomplete(folder, type(model).__name__, misfits)
     return model
 
@@ -66,7 +80,8 @@ def load_model_on_mesh(
 ) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
     """Returns the model of a folder cut over a mesh, and where each parameter lies.
 
-    Equal to `load_complete` and then `shard_model`, but a rank reads and holds nothing beside its own shards.
+    Equal to `load_complete` and then `shard_model`, but a rank reads and holds nothing beside its
+    own shards.
 
     Args:
         folder: A model saved by `save_pretrained` or `write_model`, which all ranks see.
@@ -76,8 +91,8 @@ def load_model_on_mesh(
         gather: See `shard_model`.
 
     Raises:
-        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or of another shape;
-            lists them, before any memory is taken.
+        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
+            of another shape; lists them, before any memory is taken.
     """
     check_model_folder(folder)
     kind = STMoEConfig.read_raw(folder).get("model_type")
@@ -93,16 +108,22 @@ def load_model_on_mesh(
             model = STMoEForConditionalGeneration(config)
         whole = whole_tensors(config, stored_tensors(model))
         shapes = {name: tuple(piece.get_shape()) for name, piece in saved.items()}
-        refuse_integers(folder, whole, {name: DTYPES.get(piece.get_dtype()) for name, piece in saved.items()})
+        refuse_integers(
+            folder, whole, {name: DTYPES.get(piece.get_dtype()) for name, piece in saved.items()}
+        )
         both = [(name, shapes[name], whole[name].shape) for name in shapes.keys() & whole.keys()]
         reshaped = [(name, there, here) for name, there, here in both if there != tuple(here)]
-        misfits = describe_misfits(whole.keys() - shapes.keys(), shapes.keys() - whole.keys(), reshaped)
+        misfits = describe_misfits(
+            whole.keys() - shapes.keys(), shapes.keys() - whole.keys(), reshaped
+        )
         _refuse_incomplete(folder, type(model).__name__, misfits)
 
         torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
         layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
         device = mesh.device_mesh.device_type
-        model.to_empty(device=torch.device(device, torch.cuda.current_device()) if device == "cuda" else device)
+        model.to_empty(
+            device=torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
+        )
         model.tie_weights()
         place = Place.of(mesh)
         for name, tensor in stored_tensors(model).items():
@@ -122,7 +143,8 @@ def check_model_folder(folder: Path | str) -> None:
     """Raises when there is no model in `folder`.
 
     Raises:
-        CheckpointError: When it has no config.json, or that does not say of which type the model is.
+        CheckpointError: When it has no config.json, or that does not say of which type the model
+            is.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -131,13 +153,16 @@ def check_model_folder(folder: Path | str) -> None:
             "folder of a run."
         )
 
-    # Without a type every setting would be at its default, and a model of another size would be built first.
+    # Without a type every setting would be at its default, and a model of another size would be
+    # built first.
     advice = "Copy the whole folder again from where it was saved."
     content = read_json(path, advice=advice, error=CheckpointError, nan=True)
     raw = to_record(dict[str, Any], content, where=str(path), advice=advice, error=CheckpointError)
     kind = raw.get("model_type")
     if not isinstance(kind, str):
-        raise CheckpointError(f"{path}: model_type is {shown(kind)}; expected a text such as 'st_moe'. {advice}")
+        raise CheckpointError(
+            f"{path}: model_type is {shown(kind)}; expected a text such as 'st_moe'. {advice}"
+        )
 
 
 def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:
@@ -148,7 +173,8 @@ def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:
 
 @contextmanager
 def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
-    """Gives the tensors of a folder by name, as things that can be sliced; nothing is read before that.
+    """Gives the tensors of a folder by name, as things that can be sliced; nothing is read before
+    that.
 
     Raises:
         CheckpointError: When files are missing or torn.
@@ -164,7 +190,9 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of a model's floating-point weights: the config's, or that in which they are saved."""
+    """Returns the dtype of a model's floating-point weights: the config's, or that in which they
+    are saved.
+    """
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     dtypes = (DTYPES.get(piece.get_dtype()) for piece in saved.values())
@@ -173,7 +201,9 @@ def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
 
 @torch.no_grad()
 def _read(saved: Any, box: Box, target: Tensor) -> None:
-    """Fills <any>[...] with a box of a saved tensor, which may be one with gate above up in place of gate and up."""
+    """Fills <any>[...] with a box of a saved tensor, which may be one with gate above up in place
+    of gate and up.
+    """
     if len(box) == len(saved.get_shape()):
         target.copy_(saved[tuple(slice(*ends) for ends in box)])
         return

@@ -1,4 +1,6 @@
-"""LoRA presets for PEFT: adapters on attention and on the stacked experts, refused where they attach to nothing."""
+"""LoRA presets for PEFT: adapters on attention and on the stacked experts, refused where they
+attach to nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-_NOT_FOR_EXPERTS = ("use_dora", "lora_bias", "exclude_modules", "layers_to_transform", "layers_pattern")
+_NOT_FOR_EXPERTS = (
+    "use_dora",
+    "lora_bias",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
 
 
 def lora_config(
@@ -30,9 +38,10 @@ def lora_config(
 ) -> LoraConfig:
     """Returns a PEFT configuration whose adapters all find their place in `model`.
 
-    PEFT's own `target_modules="all-linear"` attaches nothing to the experts and says nothing: they are stacked
-    parameters, not linear modules, and stand under `target_parameters`. An adapter of experts is one A and one B of
-    `rank` for each expert; B starts at zero, so that attaching changes no output.
+    PEFT's own `target_modules="all-linear"` attaches nothing to the experts and says nothing: they
+    are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
+    experts is one A and one B of `rank` for each expert; B starts at zero, so that attaching
+    changes no output.
 
     Example:
         model = peft.get_peft_model(model, moe.lora_config(model))
@@ -49,13 +58,16 @@ def lora_config(
         options: Further fields of `peft.LoraConfig`.
 
     Raises:
-        ConfigError: When peft is not installed, the model has no such parts, nothing is asked for, the rank is below 1,
-            or an option is unknown, belongs to the arguments above, or does not work on experts.
+        ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
+            the rank is below 1, or an option is unknown, belongs to the arguments above, or does
+            not work on experts.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError("lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.") from error
+        raise ConfigError(
+            "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
+        ) from error
     check_flag("experts", experts)
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)
@@ -70,13 +82,19 @@ def lora_config(
         )
     named = rule_names(model).items()
     projections = {name.split(".")[-2] for name, rule in named if rule.startswith("attention")}
-    stacks = {".".join(name.split(".")[-2:]) for name, rule in named if rule in ("experts in", "experts out")}
+    stacks = {
+        ".".join(name.split(".")[-2:])
+        for name, rule in named
+        if rule in ("experts in", "experts out")
+    }
     if experts and not stacks:
         raise ConfigError(
             "lora_config was asked for adapters on experts, but the model is dense: it has none. Pass experts=False."
         )
     if not (experts or attention):
-        raise ConfigError("lora_config was asked for no adapters: experts and attention are both False. Set one.")
+        raise ConfigError(
+            "lora_config was asked for no adapters: experts and attention are both False. Set one."
+        )
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft's annotation says int
@@ -87,8 +105,15 @@ def lora_config(
 
 
 def _check_options(options: dict[str, Any], experts: bool, kind: type) -> None:
-    """Raises a ConfigError when `LoraConfig` would not understand an option, or experts cannot serve it."""
-    known = kind.__dataclass_fields__.keys() - {"r", "lora_alpha", "target_modules", "target_parameters"}
+    """Raises a ConfigError when `LoraConfig` would not understand an option, or experts cannot
+    serve it.
+    """
+    known = kind.__dataclass_fields__.keys() - {
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "target_parameters",
+    }
     if "target_modules" in options:
         raise ConfigError(
             f"lora_config was given target_modules {options['target_modules']!r}, but chooses by experts and "
@@ -98,7 +123,9 @@ def _check_options(options: dict[str, Any], experts: bool, kind: type) -> None:
     for name in options:
         if name not in known:
             own = known | {"rank", "alpha", "experts", "attention"}
-            raise ConfigError(f"lora_config has no option {name!r}.{did_you_mean(name, own)} See peft.LoraConfig.")
+            raise ConfigError(
+                f"lora_config has no option {name!r}.{did_you_mean(name, own)} See peft.LoraConfig."
+            )
     if experts and (idle := [name for name in _NOT_FOR_EXPERTS if options.get(name)]):
         raise ConfigError(
             f"{', '.join(f'{name} {options[name]!r}' for name in idle)}: PEFT does not heed that for the stacked "

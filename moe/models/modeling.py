@@ -29,13 +29,28 @@ from moe.models.inputs import (
     refuse_further,
 )
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
-from moe.models.outputs import RouterRecords, STMoEEncoderOutput, STMoEModelOutput, STMoEOutput, by_sequence
+from moe.models.outputs import (
+    RouterRecords,
+    STMoEEncoderOutput,
+    STMoEModelOutput,
+    STMoEOutput,
+    by_sequence,
+)
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import SparseFeedForward
 
-_LOSSES = ("loss", "ce_loss", "z_loss", "load_balance_loss", "router_z_loss")  # names of `Losses` in the output
+_LOSSES = (
+    "loss",
+    "ce_loss",
+    "z_loss",
+    "load_balance_loss",
+    "router_z_loss",
+)  # names of `Losses` in the output
 
-_OF_GENERATION = ("tokenizer", "assistant_tokenizer")  # arguments of `generate` that no step of it needs
+_OF_GENERATION = (
+    "tokenizer",
+    "assistant_tokenizer",
+)  # arguments of `generate` that no step of it needs
 
 
 class STMoEModel(STMoEPreTrainedModel):
@@ -84,14 +99,16 @@ class STMoEModel(STMoEPreTrainedModel):
         return_dict: bool | None = None,
         **further: Any,
     ) -> STMoEModelOutput:
-        """Returns the decoder's hidden states; see `STMoEForConditionalGeneration.forward` for the arguments.
+        """Returns the decoder's hidden states; see `STMoEForConditionalGeneration.forward` for the
+        arguments.
 
         Args as there, and:
-            decoder_routing_mask: <bool>[B, T] decoder tokens that may be routed; None for the attention mask's.
+            decoder_routing_mask: <bool>[B, T] decoder tokens that may be routed; None for the
+            attention mask's.
 
         Raises:
-            ConfigError: When a cache is to be used with activation checkpointing in training, or an argument is
-                unknown.
+            ConfigError: When a cache is to be used with activation checkpointing in training, or an
+                argument is unknown.
             DataError: When an input has another type or shape, or values that nothing stands for.
         """
         refuse_further(further, type(self).forward)
@@ -121,11 +138,13 @@ class STMoEModel(STMoEPreTrainedModel):
         check_vectors("encoder_outputs", memory, self.config.d_model)
         check_same_batch(embedded, memory)
 
-        # A cache that was asked for is one to decode with, and drops no token; the config's own wish for one lets the
-        # same call route as it would without.
+        # A cache that was asked for is one to decode with, and drops no token; the config's own
+        # wish for one lets the same call route as it would without.
         drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not torch.compiler.is_exporting()
+            use_cache = (
+                self.config.use_cache and not self.training and not torch.compiler.is_exporting()
+            )
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
@@ -147,7 +166,9 @@ class STMoEModel(STMoEPreTrainedModel):
         )
         if watched:
             warn_of_drops(self.encoder, self.config, "decoder", decoder.routers)
-        decoder_routers = RouterRecords(decoder.routers) if output_router_logits and decoder.routers else None
+        decoder_routers = (
+            RouterRecords(decoder.routers) if output_router_logits and decoder.routers else None
+        )
         return STMoEModelOutput(
             last_hidden_state=decoder.hidden,
             past_key_values=past_key_values,
@@ -174,7 +195,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
-    accepts_loss_kwargs = True  # transformers' Trainer then gives num_items_in_batch and divides no loss itself
+    accepts_loss_kwargs = (
+        True  # transformers' Trainer then gives num_items_in_batch and divides no loss itself
+    )
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
@@ -188,16 +211,22 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return self.model.encoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the head; one that transformers resized stays a Projection, which a mesh can cut."""
+        """Replaces the head; one that transformers resized stays a Projection, which a mesh can
+        cut.
+        """
         if type(new_embeddings) is nn.Linear:
-            self.lm_head.weight, self.lm_head.out_features = new_embeddings.weight, new_embeddings.out_features
+            self.lm_head.weight, self.lm_head.out_features = (
+                new_embeddings.weight,
+                new_embeddings.out_features,
+            )
         else:
             self.lm_head = cast(Projection, new_embeddings)
 
     def prepare_decoder_input_ids_from_labels(
         self, labels: Tensor, decoder_segment_ids: Tensor | None = None
     ) -> Tensor:
-        """Returns labels <int64>[B, T] shifted right by one, each segment starting with decoder_start_token_id.
+        """Returns labels <int64>[B, T] shifted right by one, each segment starting with
+        decoder_start_token_id.
 
         Raises:
             DataError: When these are no labels.
@@ -207,7 +236,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
     def _shifted_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
         """Returns the decoder's inputs of labels that are known to be labels; see the method above."""
-        check_segments("decoder_segment_ids", decoder_segment_ids, (labels.shape[0], labels.shape[1]))
+        check_segments(
+            "decoder_segment_ids", decoder_segment_ids, (labels.shape[0], labels.shape[1])
+        )
         shifted = labels.roll(1, dims=-1)
         shifted = shifted.masked_fill(shifted == IGNORED_LABEL, self.config.pad_token_id)
         starts = torch.zeros_like(labels, dtype=torch.bool)
@@ -223,10 +254,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return tuple(block.sparse_feed_forward for block in blocks if block.sparse)
 
     def loss_counts(self, batch: dict[str, Tensor]) -> LossCounts:
-        """Returns the divisors of the losses of a whole batch, for `forward(..., loss_counts=)` on its parts.
+        """Returns the divisors of the losses of a whole batch, for `forward(..., loss_counts=)` on
+        its parts.
 
         Args:
-            batch: Keyword arguments of `forward`: `input_ids` and `labels`, and masks or segment ids.
+            batch: Keyword arguments of `forward`: `input_ids` and `labels`, and masks or segment
+                ids.
         """
         labels = batch["labels"]
         inputs = batch["input_ids"]
@@ -268,38 +301,46 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: <int64>[B, L], or give `inputs_embeds` or `encoder_outputs`.
-            attention_mask: <int64 or bool>[B, L], 0 for padding; padding is never attended to and never routed.
+            attention_mask: <int64 or bool>[B, L], 0 for padding; padding is never attended to and
+                never routed.
             decoder_input_ids: <int64>[B, T]; made of `labels` when not given.
-            decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T], with a static one [B, its size].
+            decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T], with a static
+                one [B, its size].
             labels: <int64>[B, T] target tokens, -100 for none. Not shifted.
-            segment_ids: <int64>[B, L] number of the packed example, 0 for padding; examples do not see each other.
+            segment_ids: <int64>[B, L] number of the packed example, 0 for padding; examples do not
+                see each other.
             decoder_segment_ids: <int64>[B, T] the same for the decoder.
             inputs_embeds: <float>[B, L, D] in place of `input_ids`.
             decoder_inputs_embeds: <float>[B, T, D] in place of `decoder_input_ids`.
-            encoder_outputs: Output of the encoder, whose run is then spared; of a tuple only the first is read.
+            encoder_outputs: Output of the encoder, whose run is then spared; of a tuple only the
+                first is read.
             past_key_values: Cache of earlier steps; the decoder then drops no token.
-            use_cache: Whether to return a cache, with which the decoder drops no token. None for the config's choice in
-                evaluation mode, and none in training mode or in torch.export; that cache changes no routing of this
-                call.
-            output_router_logits: Whether to return what the routers did; None for the config's choice. The losses
-                of the routers count either way.
-            output_attentions: Whether to return the weights of attention, which is then eager; None likewise.
+            use_cache: Whether to return a cache, with which the decoder drops no token. None for
+                the config's choice in evaluation mode, and none in training mode or in
+                torch.export; that cache changes no routing of this call.
+            output_router_logits: Whether to return what the routers did; None for the config's
+                choice. The losses of the routers count either way.
+            output_attentions: Whether to return the weights of attention, which is then eager; None
+                likewise.
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
-            decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does, with a cache or
-                without.
+            decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does,
+                with a cache or without.
             loss_counts: Divisors of the losses; None for those of this batch.
-            num_items_in_batch: Targets of the whole batch that this is a part of, as transformers' Trainer counts
-                them; see `model_losses`. In place of `loss_counts`.
-            logits_to_keep: Number of last positions whose logits are returned, 0 for all, or <int64>[positions] their
-                indices; without labels.
+            num_items_in_batch: Targets of the whole batch that this is a part of, as transformers'
+                Trainer counts them; see `model_losses`. In place of `loss_counts`.
+            logits_to_keep: Number of last positions whose logits are returned, 0 for all, or
+                <int64>[positions] their indices; without labels.
             return_dict: False for a tuple of what is there; None for the config's choice.
-            further: None: an argument of another name is refused, but for those that change nothing here.
+            further: None: an argument of another name is refused, but for those that change nothing
+                here.
 
         Raises:
-            DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor labels, are given;
-                when one has another type or shape, or values that nothing stands for.
-            ConfigError: When the model is a replica of torch.nn.DataParallel, or the Trainer took the labels of a
-                training step away (see `refuse_missing_labels`), or an argument is unknown.
+            DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor
+                labels, are given; when one has another type or shape, or values that nothing stands
+                for.
+            ConfigError: When the model is a replica of torch.nn.DataParallel, or the Trainer took
+                the labels of a training step away (see `refuse_missing_labels`), or an argument is
+                unknown.
         """
         refuse_further(further, type(self).forward)
         if getattr(self, "_is_replica", False):
@@ -317,14 +358,17 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         check_logits_to_keep(logits_to_keep, labels)
         reported = self.chosen("output_router_logits", output_router_logits)
 
-        # Labels make the decoder's inputs and say which of them are padding, unless something else does.
+        # Labels make the decoder's inputs and say which of them are padding, unless something else
+        # does.
         divisors: LossCounts | Tensor | None = loss_counts
         routing_mask = None
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
             if num_items_in_batch is not None:
                 divisors = check_num_items(num_items_in_batch, labels)
-            decoder_inputs = decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            decoder_inputs = (
+                decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
+            )
             if decoder_inputs is None:
                 decoder_input_ids = self._shifted_right(labels, decoder_segment_ids)
             else:
@@ -378,9 +422,13 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                     "segment_ids": segment_ids,
                     "decoder_attention_mask": decoder_attention_mask,
                 }
-                divisors = self.loss_counts({name: value for name, value in batch.items() if value is not None})
+                divisors = self.loss_counts(
+                    {name: value for name, value in batch.items() if value is not None}
+                )
             smoothing = self.config.label_smoothing if self.training else 0.0
-            parts = model_losses(self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing)
+            parts = model_losses(
+                self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing
+            )
             losses = dict(zip(_LOSSES, parts, strict=True))
 
         return STMoEOutput(
@@ -394,17 +442,22 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_attentions=outputs.encoder_attentions,
             encoder_router_logits=outputs.encoder_router_logits if reported else None,
             decoder_router_logits=outputs.decoder_router_logits if reported else None,
-            encoder_router_outputs=RouterRecords(encoder_routers) if reported and encoder_routers else None,
-            decoder_router_outputs=RouterRecords(decoder_routers) if reported and decoder_routers else None,
+            encoder_router_outputs=RouterRecords(encoder_routers)
+            if reported and encoder_routers
+            else None,
+            decoder_router_outputs=RouterRecords(decoder_routers)
+            if reported and decoder_routers
+            else None,
             **losses,
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns generated tokens, or transformers' record of them; arguments and results are its own.
+        """Returns generated tokens, or transformers' record of them; arguments and results are its
+        own.
 
         Raises:
-            ConfigError: When the routers' logits are asked for, which that record has no place for, or token healing,
-                which is for decoders alone.
+            ConfigError: When the routers' logits are asked for, which that record has no place for,
+                or token healing, which is for decoders alone.
         """
         settings = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("token_healing", getattr(settings, "token_healing", False)):
@@ -420,9 +473,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return cast(Any, super()).generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the arguments of a decoding step; generation drops no token of the decoder, cached or not.
+        """Returns the arguments of a decoding step; generation drops no token of the decoder,
+        cached or not.
 
-        transformers hands all that `generate` was given on to the model, tokenizers for stop strings among it.
+        transformers hands all that `generate` was given on to the model, tokenizers for stop
+        strings among it.
         """
         for name in _OF_GENERATION:
             kwargs.pop(name, None)
@@ -433,7 +488,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         *, attention_mask: Tensor | None, past_key_values: EncoderDecoderCache, **_: Any
     ) -> Tensor | None:
-        """Returns the decoder's mask <int64 or bool>[B, keys] for all places of a static cache; the model does more.
+        """Returns the decoder's mask <int64 or bool>[B, keys] for all places of a static cache; the
+        model does more.
 
         Args:
             attention_mask: <int64 or bool>[B, past + T], if there is one.
@@ -441,4 +497,6 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """
         if attention_mask is None:
             return None
-        return F.pad(attention_mask, (0, past_key_values.get_max_length() - attention_mask.shape[1]))
+        return F.pad(
+            attention_mask, (0, past_key_values.get_max_length() - attention_mask.shape[1])
+        )

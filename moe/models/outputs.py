@@ -19,14 +19,16 @@ from moe.sparse.stats import RouterStats
 _OF_A_LAYER = (RouterOutput, DispatchPlan, RouterLosses, RouterStats)
 _OF_A_MODEL = (BlockOutput, StackOutput, LossCounts, StackCounts, Losses)
 for record in (*_OF_A_LAYER, *_OF_A_MODEL):  # so that torch.export can save them
-    pytree._register_namedtuple(record, serialized_type_name=f"{record.__module__}.{record.__qualname__}")
+    pytree._register_namedtuple(
+        record, serialized_type_name=f"{record.__module__}.{record.__qualname__}"
+    )
 
 
 class RouterRecords(Sequence[RouterOutput]):
     """What the routers of a stack did, one record for each sparse layer.
 
-    Not a tuple on purpose: what transformers finds in tuples, it compares, gathers and cuts by the sequences of the
-    batch, and a record is of groups of sequences.
+    Not a tuple on purpose: what transformers finds in tuples, it compares, gathers and cuts by the
+    sequences of the batch, and a record is of groups of sequences.
     """
 
     def __init__(self, records: Iterable[RouterOutput]) -> None:
@@ -40,7 +42,11 @@ class RouterRecords(Sequence[RouterOutput]):
 
     def __getitem__(self, index: int | slice) -> "RouterOutput | RouterRecords":
         """Returns the record of a layer, or the records of some."""
-        return RouterRecords(self._records[index]) if isinstance(index, slice) else self._records[index]
+        return (
+            RouterRecords(self._records[index])
+            if isinstance(index, slice)
+            else self._records[index]
+        )
 
     def __len__(self) -> int:
         """Returns the number of sparse layers."""
@@ -78,7 +84,8 @@ pytree.register_pytree_node(
 
 
 def by_sequence(routers: Sequence[RouterOutput] | None, batch: int) -> tuple[Tensor, ...] | None:
-    """Returns the routers' logits as transformers gives them, <float32>[B, L, E] for each sparse layer.
+    """Returns the routers' logits as transformers gives them, <float32>[B, L, E] for each sparse
+    layer.
 
     Args:
         routers: Whose logits are <float32>[G, S, E]; a group is a whole number of sequences.
@@ -86,7 +93,10 @@ def by_sequence(routers: Sequence[RouterOutput] | None, batch: int) -> tuple[Ten
     """
     if routers is None:
         return None
-    return tuple(router.router_logits.reshape(batch, -1, router.router_logits.shape[-1]) for router in routers)
+    return tuple(
+        router.router_logits.reshape(batch, -1, router.router_logits.shape[-1])
+        for router in routers
+    )
 
 
 @dataclass
@@ -115,7 +125,8 @@ class STMoEModelOutput(ModelOutput):
     Attributes:
         last_hidden_state: <float>[B, T, D] of the decoder.
         past_key_values: Cache for the next step, if asked for.
-        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if asked for, like the others below.
+        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if asked for, like
+            the others below.
         decoder_attentions: <float>[B, H, T, keys] of each block.
         cross_attentions: <float>[B, H, T, L] of each block.
         encoder_last_hidden_state: <float>[B, L, D].
@@ -123,7 +134,8 @@ class STMoEModelOutput(ModelOutput):
         encoder_attentions: <float>[B, H, L, L] of each block.
         encoder_router_logits: <float32>[B, L, E] of each sparse layer, zeros for padding.
         decoder_router_logits: <float32>[B, T, E] of each sparse layer.
-        encoder_router_outputs: One for each sparse layer of the encoder; None when it did not run here.
+        encoder_router_outputs: One for each sparse layer of the encoder; None when it did not run
+            here.
         decoder_router_outputs: One for each sparse layer of the decoder.
     """
 
@@ -143,7 +155,8 @@ class STMoEModelOutput(ModelOutput):
 
 @dataclass
 class STMoEOutput(ModelOutput):
-    """Output of the model with a head; the losses are there when labels are given. See `Losses` for each of them.
+    """Output of the model with a head; the losses are there when labels are given. See `Losses` for
+    each of them.
 
     Attributes:
         loss: <float32>[] what is minimised: cross-entropy and all weighted auxiliary losses.

@@ -22,7 +22,9 @@ _ST_MOE_L_SOURCE = (
     "feed-forward layer beside each of the 6 sparse ones are the same 54 sub-layers, and give the printed 4.1B"
 )
 _FLAXFORMER = "google/flaxformer@399ea3a8 flaxformer/t5x/configs/moe/models"
-_T5_SOURCE = "google-research/text-to-text-transfer-transformer@e081111 released_checkpoints.md, T5 1.1"
+_T5_SOURCE = (
+    "google-research/text-to-text-transfer-transformer@e081111 released_checkpoints.md, T5 1.1"
+)
 
 
 def _add(name: str, source: str, **fields: Any) -> None:
@@ -41,7 +43,13 @@ def _sparse(count: int, experts: int) -> dict[str, int]:
 
 def _shape(layers: int, d_model: int, d_ff: int, num_heads: int, d_kv: int = 64) -> dict[str, int]:
     """Returns fields for the size of a backbone."""
-    return {"num_layers": layers, "d_model": d_model, "d_ff": d_ff, "num_heads": num_heads, "d_kv": d_kv}
+    return {
+        "num_layers": layers,
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "num_heads": num_heads,
+        "d_kv": d_kv,
+    }
 
 
 # Dense T5-1.1: GEGLU, untied head.
@@ -60,7 +68,14 @@ _add(
     **_ST_MOE,
     router_z_loss_weight=1e-4,
 )
-_add("st-moe-l", _ST_MOE_L_SOURCE, **_shape(24, 1024, 2816, 16), **_sparse(6, 32), **_ST_MOE, group_size=2048)
+_add(
+    "st-moe-l",
+    _ST_MOE_L_SOURCE,
+    **_shape(24, 1024, 2816, 16),
+    **_sparse(6, 32),
+    **_ST_MOE,
+    group_size=2048,
+)
 _add(
     "st-moe-xl",
     f"{_FLAXFORMER}/st_moe_xl.gin",

@@ -19,7 +19,15 @@ from moe.checks import check, check_flag, check_integer, check_number, is_kind
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
-from moe.models.card import CARD_NAME, add_tags, check_card, fetch_card, model_card, origin, write_card
+from moe.models.card import (
+    CARD_NAME,
+    add_tags,
+    check_card,
+    fetch_card,
+    model_card,
+    origin,
+    write_card,
+)
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config, check_savable, check_source
 from moe.models.conversion import open_transformers
@@ -41,11 +49,22 @@ from moe.parsing import read_json, to_record
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
 
-DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+DOWNLOAD = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
 """Arguments that say where a file of the hub comes from."""
 
 _PRODUCTS_OF_DISPATCH = {"ragged": "grouped_mm", "static": "batched_mm"}  # in transformers' words
-_QUIETLY = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+_QUIETLY = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 
 _OF_A_COMMIT = ("commit_message", "commit_description", "create_pr", "revision")
 
@@ -54,7 +73,8 @@ class STMoEPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
-        origin: Name on the hub of the model that this one was loaded from, or that its folder's card calls its base.
+        origin: Name on the hub of the model that this one was loaded from, or that its folder's
+            card calls its base.
     """
 
     origin: str | None = None
@@ -63,7 +83,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _can_compile_fullgraph = True  # of a dense model and of static dispatch; an instance that cannot says so
+    _can_compile_fullgraph = (
+        True  # of a dense model and of static dispatch; an instance that cannot says so
+    )
     _no_split_modules = ["Block"]
 
     def __init__(self, config: STMoEConfig) -> None:
@@ -71,13 +93,18 @@ class STMoEPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         self._can_compile_fullgraph = config.num_experts == 0 or config.dispatch == "static"
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
         """Returns what computes attention, as transformers decides.
 
         Raises:
-            ConfigError: For kinds of attention that cannot add T5's bias of positions to the scores.
+            ConfigError: For kinds of attention that cannot add T5's bias of positions to the
+                scores.
         """
-        if requested_attention is not None and ("flash" in requested_attention or "flex" in requested_attention):
+        if requested_attention is not None and (
+            "flash" in requested_attention or "flex" in requested_attention
+        ):
             raise ConfigError(
                 f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. Every score of attention "
                 "has a trained bias of the distance added, and masks with it: flash attention has no place for them, "
@@ -102,20 +129,26 @@ class STMoEPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model of a folder or hub name, with weights that compute bit for bit what was saved.
+        """Returns the model of a folder or hub name, with weights that compute bit for bit what was
+        saved.
 
-        A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused unless every one
-        of its tensors is accounted for; see `conversion_report`. `save_pretrained` then writes our format.
+        A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
+        unless every one of its tensors is accounted for; see `conversion_report`. `save_pretrained`
+        then writes our format.
 
-        Arguments and results are those of transformers. Weights read from safetensors may lie at any address, and
-        matrix products on a CPU round differently by address; each such weight is moved to an aligned one.
+        Arguments and results are those of transformers. Weights read from safetensors may lie at
+        any address, and matrix products on a CPU round differently by address; each such weight is
+        moved to an aligned one.
 
         Raises:
-            CheckpointError: When a file is damaged, weights are of another shape or no finite numbers, or tensors of a
-                T5 or Switch are missing or unexpected.
+            CheckpointError: When a file is damaged, weights are of another shape or no finite
+                numbers, or tensors of a T5 or Switch are missing or unexpected.
             ConfigError: When its config.json holds what this library cannot represent.
         """
-        source, download = pretrained_model_name_or_path, {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+        source, download = (
+            pretrained_model_name_or_path,
+            {name: kwargs[name] for name in DOWNLOAD if name in kwargs},
+        )
         if source is not None:
             check_source(source)
         _refuse_adapter_of_foreign(source, download)
@@ -135,7 +168,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
         return result
 
     @classmethod
-    def _check_files(cls, source: Any, download: dict[str, Any], options: Mapping[str, Any]) -> None:
+    def _check_files(
+        cls, source: Any, download: dict[str, Any], options: Mapping[str, Any]
+    ) -> None:
         """Checks the files of a folder before transformers reads them.
 
         Args:
@@ -147,7 +182,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
             CheckpointError: When a file is damaged, or holds other than a model's numbers.
             ConfigError: When a setting of generation cannot be used.
         """
-        if source is None or not (Path(source) / download.get("subfolder", "") / CONFIG_NAME).is_file():
+        if (
+            source is None
+            or not (Path(source) / download.get("subfolder", "") / CONFIG_NAME).is_file()
+        ):
             return
         if options.get("generation_config") is None:
             load_generation_config(source, download)
@@ -158,11 +196,14 @@ class STMoEPreTrainedModel(PreTrainedModel):
         chosen = {name: options.get(name) for name in ("use_safetensors", "variant")}
         stored = open_weights(find_weight_files(source, **chosen, **download))
 
-        # What the model expects under those names: a part of the whole model, or the whole, by names of either.
+        # What the model expects under those names: a part of the whole model, or the whole, by
+        # names of either.
         config = options.get("config")
         if not isinstance(config, STMoEConfig):
             settings = {name: value for name, value in options.items() if name != "config"}
-            config, _ = cast(Any, STMoEConfig).from_pretrained(config or source, return_unused_kwargs=True, **settings)
+            config, _ = cast(Any, STMoEConfig).from_pretrained(
+                config or source, return_unused_kwargs=True, **settings
+            )
         if hasattr(config, "quantization_config") or options.get("quantization_config") is not None:
             return
         with torch.device("meta"):
@@ -175,10 +216,15 @@ class STMoEPreTrainedModel(PreTrainedModel):
         refuse_integers(source, expected, {name: tensor.dtype for name, tensor in stored.items()})
 
         shapes = {name: tensor.shape for name, tensor in stored.items()}
-        both = [(name, shapes[name], tuple(expected[name].shape)) for name in shapes.keys() & expected.keys()]
+        both = [
+            (name, shapes[name], tuple(expected[name].shape))
+            for name in shapes.keys() & expected.keys()
+        ]
         reshaped = [(name, saved, own) for name, saved, own in both if saved != own]
         if reshaped and not options.get("ignore_mismatched_sizes"):
-            misfits = describe_misfits(expected.keys() - shapes.keys(), shapes.keys() - expected.keys(), reshaped)
+            misfits = describe_misfits(
+                expected.keys() - shapes.keys(), shapes.keys() - expected.keys(), reshaped
+            )
             raise CheckpointError(incomplete(source, cls.__name__, misfits))
 
     @classmethod
@@ -197,7 +243,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
             settings = {"return_unused_kwargs": True, **download, **kwargs}
             config, kwargs = cast(Any, STMoEConfig.from_pretrained(config or source, **settings))
             kwargs = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
-        generation = kwargs.pop("generation_config", None) or load_generation_config(source, download)
+        generation = kwargs.pop("generation_config", None) or load_generation_config(
+            source, download
+        )
         use_safetensors = kwargs.pop("use_safetensors", None)
         foreign = open_transformers(
             source,
@@ -208,7 +256,13 @@ class STMoEPreTrainedModel(PreTrainedModel):
         )
         foreign.report.refuse_unexplained()
         result = super().from_pretrained(
-            None, *args, config=config, state_dict=foreign.weights, generation_config=generation, **dtypes, **kwargs
+            None,
+            *args,
+            config=config,
+            state_dict=foreign.weights,
+            generation_config=generation,
+            **dtypes,
+            **kwargs,
         )
         model = result[0] if isinstance(result, tuple) else result
         model.config.name_or_path = model.name_or_path = str(source)
@@ -226,12 +280,14 @@ class STMoEPreTrainedModel(PreTrainedModel):
         card: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves config, weights and a model card, README.md; a card that somebody else wrote or changed stays.
+        """Saves config, weights and a model card, README.md; a card that somebody else wrote or
+        changed stays.
 
         Args:
             save_directory: The folder.
             args: As in transformers.
-            push_to_hub: Whether to upload what is new in the folder; its arguments are those of `push_to_hub`.
+            push_to_hub: Whether to upload what is new in the folder; its arguments are those of
+                `push_to_hub`.
             card: Arguments of `model_card`: `license`, `datasets`, `metrics`, `stats` and others.
             kwargs: As in transformers.
         """
@@ -244,7 +300,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
 
         folder, variant = Path(save_directory), kwargs.get("variant")
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
-        writes = self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only
+        writes = (
+            self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only
+        )
         if writes:  # killed from here on, the folder holds no checksums rather than wrong ones
             forget_weight_sums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -257,7 +315,8 @@ class STMoEPreTrainedModel(PreTrainedModel):
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> CommitInfo | None:
-        """Uploads config, weights and a model card, unless the repository's card was written or changed by others.
+        """Uploads config, weights and a model card, unless the repository's card was written or
+        changed by others.
 
         Args:
             repo_id: Name on the hub.
@@ -268,15 +327,23 @@ class STMoEPreTrainedModel(PreTrainedModel):
             return self._save_and_push(Path(folder), card, (), {"repo_id": repo_id, **kwargs})
 
     def _save_and_push(
-        self, folder: Path, card: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        folder: Path,
+        card: Mapping[str, Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> CommitInfo | None:
-        """Saves into a folder and uploads what is new there; transformers would upload an empty card."""
+        """Saves into a folder and uploads what is new there; transformers would upload an empty
+        card.
+        """
         commit = {name: kwargs.pop(name) for name in _OF_A_COMMIT if name in kwargs}
         repo_id, token = kwargs.pop("repo_id", folder.name), kwargs.get("token")
         private, tags, before = kwargs.pop("private", None), kwargs.pop("tags", None) or [], {}
         speaks = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         if speaks:
-            repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+            repo_id = (
+                HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+            )
             before = self._get_files_timestamps(folder) if folder.is_dir() else {}
             if not fetch_card(repo_id, folder, token):
                 before.pop(CARD_NAME, None)  # the folder's own, be it older, is better than none
@@ -304,13 +371,17 @@ class STMoEPreTrainedModel(PreTrainedModel):
         )
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """Switches activation checkpointing on or off; both public names of transformers come through here.
+        """Switches activation checkpointing on or off; both public names of transformers come
+        through here.
 
         Raises:
             ConfigError: When it would be reentrant, as it is by torch's default.
         """
         function = kwargs.get("gradient_checkpointing_func")
-        if function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False:
+        if (
+            function is not None
+            and getattr(function, "keywords", {}).get("use_reentrant") is not False
+        ):
             raise ConfigError(
                 "Activation checkpointing was asked for without use_reentrant=False: the reentrant kind loses the "
                 "gradient of the routers' losses. Add it to the keyword arguments, or give none."
@@ -320,7 +391,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights of one module anew; transformers keeps those that were loaded."""
-        if isinstance(module, Experts | nn.Embedding | Projection | RelativePositionBias | RMSNorm | Router):
+        if isinstance(
+            module, Experts | nn.Embedding | Projection | RelativePositionBias | RMSNorm | Router
+        ):
             module.reset_parameters()
 
 
@@ -344,15 +417,26 @@ def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
 
 
 def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
-    """Raises a ConfigError for adapters of PEFT whose base is a T5 or Switch, which transformers would draw anew."""
-    path = find_adapter_config_file(str(source), **download) if isinstance(source, str | os.PathLike) else None
+    """Raises a ConfigError for adapters of PEFT whose base is a T5 or Switch, which transformers
+    would draw anew.
+    """
+    path = (
+        find_adapter_config_file(str(source), **download)
+        if isinstance(source, str | os.PathLike)
+        else None
+    )
     if path is None:
         return
     adapters = _read_object(Path(path))
     if (Path(source) / "config.json").is_file():
         return
     base = adapters.get("base_model_name_or_path")
-    check(base is None or isinstance(base, str), f"base_model_name_or_path of {path}", base, "a folder or hub name")
+    check(
+        base is None or isinstance(base, str),
+        f"base_model_name_or_path of {path}",
+        base,
+        "a folder or hub name",
+    )
     if base and _is_foreign(base, download):
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "
@@ -361,7 +445,9 @@ def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
 
 
 def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractContextManager[None]:
-    """Returns a block at whose end a CheckpointError says whether the weights of a folder are those that were saved."""
+    """Returns a block at whose end a CheckpointError says whether the weights of a folder are those
+    that were saved.
+    """
     if isinstance(source, str | os.PathLike):
         folder = Path(source) / (download.get("subfolder") or "")
         if folder.is_dir():
@@ -370,7 +456,8 @@ def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractCo
 
 
 def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:
-    """Returns the generation settings of a folder or hub name: those of their own file, or else of config.json.
+    """Returns the generation settings of a folder or hub name: those of their own file, or else of
+    config.json.
 
     Raises:
         CheckpointError: When the file is damaged.
@@ -389,13 +476,22 @@ def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationC
 
 
 def _check_generation_types(settings: Mapping[str, Any], path: str) -> None:
-    """Raises a ConfigError when a setting of generation is of another type than its default, or an id is no number."""
+    """Raises a ConfigError when a setting of generation is of another type than its default, or an
+    id is no number.
+    """
     defaults = GenerationConfig._get_default_generation_params()
     for name, value in settings.items():
         if name.endswith("_token_id"):
             ids = value if isinstance(value, list) else [value]
-            check(all(one is None or is_kind(one, int) for one in ids), f"{name} of {path}", value, "a token id")
-        elif value is None or defaults.get(name) is None or name == "early_stopping":  # which may be "never"
+            check(
+                all(one is None or is_kind(one, int) for one in ids),
+                f"{name} of {path}",
+                value,
+                "a token id",
+            )
+        elif (
+            value is None or defaults.get(name) is None or name == "early_stopping"
+        ):  # which may be "never"
             continue
         elif isinstance(defaults[name], bool):
             check_flag(f"{name} of {path}", value)
@@ -412,4 +508,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         CheckpointError: When the file is damaged.
     """
     content = read_json(path, advice=COPY_AGAIN, error=CheckpointError, nan=True)
-    return to_record(dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError)
+    return to_record(
+        dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
+    )

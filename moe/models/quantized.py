@@ -11,7 +11,8 @@ from moe.sparse.experts import Experts
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
     """Warns when a quantised model holds stacked experts that its quantiser did not reach.
 
-    Quantisers replace linear modules, and experts are stacked parameters: in a large model nearly all of it.
+    Quantisers replace linear modules, and experts are stacked parameters: in a large model nearly
+    all of it.
 
     Args:
         model: Just loaded; one that is not quantised says nothing.
@@ -35,5 +36,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Returns whether a weight is as wide as it was: floating point numbers, and no stand-in for them."""
+    """Returns whether a weight is as wide as it was: floating point numbers, and no stand-in for
+    them.
+    """
     return weight.is_floating_point() and not hasattr(weight, "qdata")

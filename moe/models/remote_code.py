@@ -1,7 +1,9 @@
-"""What lets transformers load a saved model in a process that never imported this library, as `lm_eval` is.
+"""What lets transformers load a saved model in a process that never imported this library, as
+`lm_eval` is.
 
-With `trust_remote_code=True` transformers imports the file that `auto_map` of a config.json names. Ours imports the
-installed library and holds no code of a model, so that a checkpoint never carries an older copy of it.
+With `trust_remote_code=True` transformers imports the file that `auto_map` of a config.json names.
+Ours imports the installed library and holds no code of a model, so that a checkpoint never carries
+an older copy of it.
 """
 
 import json

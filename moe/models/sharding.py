@@ -6,7 +6,14 @@ from typing import cast
 from torch import nn
 
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
-from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout, find_rule, shard_unit
+from moe.distributed.sharding import (
+    Layout,
+    Rule,
+    distribute_parameters,
+    find_layout,
+    find_rule,
+    shard_unit,
+)
 from moe.models.attention import Attention
 from moe.models.blocks import Block, FeedForward, Stack
 from moe.models.configuration import STMoEConfig
@@ -19,8 +26,9 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
     """Returns the rules that cover every parameter of a model.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §5: experts over data rows, hidden units over model columns; Megatron-LM
-        (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not cut over `tp`.
+        ST-MoE (arXiv:2202.08906) §5: experts over data rows, hidden units over model columns;
+        Megatron-LM (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not cut
+        over `tp`.
     """
     gated = config.feed_forward_proj == "gated-gelu"
     return (
@@ -42,7 +50,9 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
     """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
     sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
-    return MeshLimits(num_ranks, config.num_experts if sparse else 0, config.num_heads, config.d_ff, num_groups)
+    return MeshLimits(
+        num_ranks, config.num_experts if sparse else 0, config.num_heads, config.d_ff, num_groups
+    )
 
 
 def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> dict[str, Layout]:
@@ -56,7 +66,8 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
 
 
 def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
-    """Returns the name of the rule of each parameter, whole or on a mesh, by the parameter's name: what kind it is.
+    """Returns the name of the rule of each parameter, whole or on a mesh, by the parameter's name:
+    what kind it is.
 
     Raises:
         ConfigError: When no rule covers one of them.
@@ -70,14 +81,15 @@ def shard_model(
 ) -> dict[str, Layout]:
     """Cuts a model over a mesh and returns where each parameter lies.
 
-    Every block is a unit of FSDP, its experts and its router are units of their own; the router, the embedding and
-    the head are gathered as they are, so that routing and loss stay float32.
+    Every block is a unit of FSDP, its experts and its router are units of their own; the router,
+    the embedding and the head are gathered as they are, so that routing and loss stay float32.
 
     Args:
         model: With whole parameters, equal on all ranks, or on the meta device.
         mesh: The ranks.
         bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast.
-        gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for inference.
+        gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for
+            inference.
     """
     config = model.config
     layouts = model_layouts(model, config, mesh.config)
@@ -99,7 +111,9 @@ def _shard_over_data_ranks(
 ) -> None:
     """Makes the model, its blocks, and their experts and routers units of FSDP."""
     dims = {p: layouts[name].shard_dim for name, p in model.named_parameters()}
-    for block in (block for module in model.modules() if isinstance(module, Stack) for block in module.blocks):
+    for block in (
+        block for module in model.modules() if isinstance(module, Stack) for block in module.blocks
+    ):
         block = cast(Block, block)
         if block.sparse:
             layer = block.sparse_feed_forward
@@ -110,7 +124,8 @@ def _shard_over_data_ranks(
         shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
 
-    # Of all that the model returns, only the router's logits by sequence are views of a tensor that has a gradient.
-    # What FSDP2 warns of, that somebody writes into them before the backward pass, nothing here does.
+    # Of all that the model returns, only the router's logits by sequence are views of a tensor that
+    # has a gradient. What FSDP2 warns of, that somebody writes into them before the backward pass,
+    # nothing here does.
     message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
     warnings.filterwarnings("ignore", message, UserWarning)

@@ -1,4 +1,6 @@
-"""Which parameters of a model train: the subsets that the paper compares, and how much of the model each of them is."""
+"""Which parameters of a model train: the subsets that the paper compares, and how much of the model
+each of them is.
+"""
 
 from collections import Counter
 from typing import NamedTuple
@@ -59,18 +61,22 @@ class Selection(NamedTuple):
 
     def __str__(self) -> str:
         share = self.num_trainable / self.num_total
-        lines = [f"{self.subset}: {self.num_trainable:,} of {self.num_total:,} parameters train ({share:.1%})"]
+        lines = [
+            f"{self.subset}: {self.num_trainable:,} of {self.num_total:,} parameters train ({share:.1%})"
+        ]
         width = max(len(f"{count:,}") for count in self.total.values())
         for kind, count in self.total.items():
-            lines.append(f"  {kind:<9} {count:>{width},}  {'trains' if self.trainable[kind] else 'frozen'}")
+            lines.append(
+                f"  {kind:<9} {count:>{width},}  {'trains' if self.trainable[kind] else 'frozen'}"
+            )
         return "\n".join(lines)
 
 
 def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     """Lets one subset of the parameters train, freezes the others, and returns how many these are.
 
-    Call it before the optimizer is made. The model may lie on a mesh. The subsets, and what the paper found on
-    SuperGLUE with each:
+    Call it before the optimizer is made. The model may lie on a mesh. The subsets, and what the
+    paper found on SuperGLUE with each:
 
     - `all`: every parameter.
     - `non_moe`: everything but routers and experts; about as good as all, with less memory.
@@ -79,18 +85,20 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     - `ffn`: the dense feed-forward layers, those beside sparse ones too; slightly better than all.
     - `router_frozen`: everything but routers (not in the paper).
 
-    Norms, embedding and head train with `all`, `non_moe` and `router_frozen` only, the norm before a sparse layer too.
+    Norms, embedding and head train with `all`, `non_moe` and `router_frozen` only, the norm before
+    a sparse layer too.
 
     Args:
         model: Any model of this library, without adapters.
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, or the model has nothing that it would train or freeze.
+        ConfigError: When there is no such subset, or the model has nothing that it would train or
+            freeze.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms, embeddings and
-        position biases belong.
+        ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
+        embeddings and position biases belong.
     """
     check_subset(subset)
     if not isinstance(model, STMoEPreTrainedModel):

@@ -20,7 +20,15 @@ _FILE = "checkpoint"
 _NDARRAY, _SCALAR = 1, 3
 """Kinds of msgpack extension that flax writes for arrays."""
 
-_DAMAGE = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, OverflowError, MemoryError)
+_DAMAGE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+)
 """What msgpack, tensorstore and torch raise for files that are torn or hold something else."""
 
 _SCANNED = r"subblock_|^(en|de)coder/((en|de)coder|layers)/"
@@ -32,23 +40,27 @@ def is_t5x(folder: Path | str) -> bool:
 
 
 def open_t5x(folder: Path | str, **settings: Any) -> Foreign:
-    """Returns a checkpoint of T5X as a model of ours; tensors are read from their zarr folders when they are indexed.
+    """Returns a checkpoint of T5X as a model of ours; tensors are read from their zarr folders when
+    they are indexed.
 
-    The architecture is read off names and shapes. What they do not say is a default: of a model with experts the
-    conventions of Flaxformer, and the router `switch` where experts are not gated.
+    The architecture is read off names and shapes. What they do not say is a default: of a model
+    with experts the conventions of Flaxformer, and the router `switch` where experts are not gated.
 
     Args:
         folder: With the msgpack file `checkpoint`.
         settings: Fields of STMoEConfig that are known better.
 
     Raises:
-        ConfigError: When the architecture cannot be represented, or tensorstore and msgpack are not installed.
+        ConfigError: When the architecture cannot be represented, or tensorstore and msgpack are not
+            installed.
         CheckpointError: When the files are torn or hold no encoder-decoder.
     """
     tree = _read_tree(Path(folder) / _FILE)
     root = tree.get("optimizer", tree) if isinstance(tree, Mapping) else None
     if not isinstance(root, Mapping) or not isinstance(root.get("target"), Mapping):
-        raise CheckpointError(f"{folder} holds no T5X model: {_FILE} has no tree called target or optimizer/target.")
+        raise CheckpointError(
+            f"{folder} holds no T5X model: {_FILE} has no tree called target or optimizer/target."
+        )
     stored = {name: _lazy(Path(folder), name, leaf) for name, leaf in _leaves(root["target"])}
     config = _infer_config({name: tensor.shape for name, tensor in stored.items()}, settings)
     config.dtype = stored["token_embedder/embedding"].dtype
@@ -64,9 +76,13 @@ def _read_tree(path: Path) -> object:
     """
     msgpack: Any = _need("msgpack")
     try:
-        return msgpack.unpackb(path.read_bytes(), ext_hook=partial(_array, msgpack), raw=False, strict_map_key=False)
+        return msgpack.unpackb(
+            path.read_bytes(), ext_hook=partial(_array, msgpack), raw=False, strict_map_key=False
+        )
     except (*_DAMAGE, msgpack.exceptions.UnpackException) as error:
-        raise CheckpointError(f"{path} is no whole msgpack file: {error}. Copy the checkpoint again.") from error
+        raise CheckpointError(
+            f"{path} is no whole msgpack file: {error}. Copy the checkpoint again."
+        ) from error
 
 
 def _need(name: str) -> Any:
@@ -113,7 +129,11 @@ def _dtype(name: str) -> torch.dtype:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the leaves of a tree with their path: tensors, and what says where a tensor is."""
     for name, value in tree.items() if isinstance(tree, Mapping) else ():
-        leaf = not isinstance(value, Mapping) or "kvstore" in value or "__msgpack_chunked_array__" in value
+        leaf = (
+            not isinstance(value, Mapping)
+            or "kvstore" in value
+            or "__msgpack_chunked_array__" in value
+        )
         yield from [(f"{prefix}{name}", value)] if leaf else _leaves(value, f"{prefix}{name}/")
 
 
@@ -124,18 +144,28 @@ def _lazy(folder: Path, name: str, leaf: Any) -> LazyTensor:
     if isinstance(leaf, Mapping):
         try:
             shape = [leaf["shape"][str(i)] for i in range(len(leaf["shape"]))]
-            leaf = torch.cat([leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]).reshape(shape)
+            leaf = torch.cat(
+                [leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]
+            ).reshape(shape)
         except _DAMAGE as error:
-            raise CheckpointError(f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}") from error
+            raise CheckpointError(
+                f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}"
+            ) from error
     if not isinstance(leaf, Tensor):
-        raise CheckpointError(f"target/{name} in {folder / _FILE} is a {type(leaf).__name__}; expected a tensor.")
+        raise CheckpointError(
+            f"target/{name} in {folder / _FILE} is a {type(leaf).__name__}; expected a tensor."
+        )
     return LazyTensor(leaf.shape, leaf.dtype, lambda: leaf)
 
 
 def _stored(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
-    """Returns the tensor <any>[...] of a tensorstore spec; its path may name the place where it was written."""
+    """Returns the tensor <any>[...] of a tensorstore spec; its path may name the place where it was
+    written.
+    """
     tensorstore: Any = _need("tensorstore")
-    written = str(spec["kvstore"].get("path", "") if isinstance(spec["kvstore"], Mapping) else spec["kvstore"])
+    written = str(
+        spec["kvstore"].get("path", "") if isinstance(spec["kvstore"], Mapping) else spec["kvstore"]
+    )
     path = folder / Path(written.rstrip("/")).name
     spec = {"driver": spec.get("driver", "zarr"), "kvstore": {"driver": "file", "path": f"{path}/"}}
     try:
@@ -153,7 +183,9 @@ def _stored(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
     return LazyTensor(store.shape, dtype, read)
 
 
-def _infer_config(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> STMoEConfig:
+def _infer_config(
+    shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]
+) -> STMoEConfig:
     """Returns the configuration that tensors of these shapes are of.
 
     Raises:
@@ -193,14 +225,19 @@ def _infer_config(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, 
     if {**fields, **settings}.get("router") == "switch":
         fields["num_selected_experts"] = 1
     for position in ("last", "second"):
-        config = STMoEConfig.after("flaxformer", **{**fields, "sparse_position": position, **settings})
+        config = STMoEConfig.after(
+            "flaxformer", **{**fields, "sparse_position": position, **settings}
+        )
         if all(
             config.is_sparse_block(block, decoder=stack == "decoder") == sparse
             for stack, blocks in stacks.items()
             for block, sparse in blocks.items()
         ):
             return config
-    found = {stack: [block for block, sparse in blocks.items() if sparse] for stack, blocks in stacks.items()}
+    found = {
+        stack: [block for block, sparse in blocks.items() if sparse]
+        for stack, blocks in stacks.items()
+    }
     raise ConfigError(
         f"The checkpoint of T5X has sparse blocks {found['encoder']} in the encoder and {found['decoder']} in the "
         "decoder; expected the last or the second of equal stretches. Such a model cannot be represented here."

@@ -1,4 +1,6 @@
-"""Weights in files, read one at a time: safetensors or torch's .bin, sharded or not, of a folder or the hub."""
+"""Weights in files, read one at a time: safetensors or torch's .bin, sharded or not, of a folder or
+the hub.
+"""
 
 import pickle
 import re
@@ -53,10 +55,13 @@ DTYPES = {
 class LazyTensor:
     """A tensor <any>[...] of known shape and dtype whose numbers are read when it is indexed.
 
-    It has what transformers asks of the values of a state dict: `dtype`, `is_floating_point` and `[...]`.
+    It has what transformers asks of the values of a state dict: `dtype`, `is_floating_point` and
+    `[...]`.
     """
 
-    def __init__(self, shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]
+    ) -> None:
         self.shape, self.dtype, self.read = tuple(shape), dtype, read
 
     def is_floating_point(self) -> bool:
@@ -72,7 +77,9 @@ class LazyTensor:
 
 
 class _LastFile:
-    """Keeps the file that was read last open and lets go of the one before: of many shards one is in memory."""
+    """Keeps the file that was read last open and lets go of the one before: of many shards one is
+    in memory.
+    """
 
     def __init__(self) -> None:
         self._lock, self._path = Lock(), None
@@ -87,14 +94,19 @@ class _LastFile:
 
 
 def _open(path: Path) -> Callable[[str], Tensor]:
-    """Returns a function from names to tensors of a file; of all but .bin files of before torch 1.6 nothing is read."""
+    """Returns a function from names to tensors of a file; of all but .bin files of before torch 1.6
+    nothing is read.
+    """
     if path.suffix == ".safetensors":
         return safe_open(path, framework="pt").get_tensor
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)).__getitem__
+    return torch.load(
+        path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)
+    ).__getitem__
 
 
 def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
-    """Returns the tensors of files by name; nothing but names and shapes is read before they are indexed.
+    """Returns the tensors of files by name; nothing but names and shapes is read before they are
+    indexed.
 
     Raises:
         CheckpointError: When a file is missing, torn, or holds something else.
@@ -110,7 +122,9 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
                 f"could run code. {COPY_AGAIN}"
             ) from error
         except _UNREADABLE as error:
-            raise CheckpointError(f"The weights in {path} cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(
+                f"The weights in {path} cannot be read: {_first_line(error)}"
+            ) from error
     return weights
 
 
@@ -124,14 +138,19 @@ def _shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            return {name: (tuple(p.get_shape()), dtype_of(p.get_dtype(), name)) for name, p in pieces.items()}
+            return {
+                name: (tuple(p.get_shape()), dtype_of(p.get_dtype(), name))
+                for name, p in pieces.items()
+            }
 
     held = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(held, dict):
         raise TypeError(f"it holds {shown(held)}; expected tensors by name")
     for name, value in held.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise TypeError(f"it holds {shown(value)} under {shown(name)}; expected a tensor under a name")
+            raise TypeError(
+                f"it holds {shown(value)} under {shown(name)}; expected a tensor under a name"
+            )
     return {name: (tuple(value.shape), value.dtype) for name, value in held.items()}
 
 
@@ -147,9 +166,14 @@ def dtype_of(name: str, tensor: str) -> torch.dtype:
 
 
 def find_weight_files(
-    source: Path | str, *, use_safetensors: bool | None = None, variant: str | None = None, **download: Any
+    source: Path | str,
+    *,
+    use_safetensors: bool | None = None,
+    variant: str | None = None,
+    **download: Any,
 ) -> list[Path]:
-    """Returns the files of a model's weights, downloaded where need be; in the order in which transformers looks.
+    """Returns the files of a model's weights, downloaded where need be; in the order in which
+    transformers looks.
 
     Args:
         source: A folder or a name of the hub.
@@ -164,7 +188,10 @@ def find_weight_files(
     names = {None: safe + pickled, True: safe, False: pickled}[use_safetensors]
     for name in names:
         path = cached_file(
-            source, _with_variant(name, variant), _raise_exceptions_for_missing_entries=False, **download
+            source,
+            _with_variant(name, variant),
+            _raise_exceptions_for_missing_entries=False,
+            **download,
         )
         if path is None:
             continue
@@ -176,13 +203,17 @@ def find_weight_files(
         try:
             files, _ = get_checkpoint_shard_files(source, path, **download)
         except _UNREADABLE as error:
-            raise CheckpointError(f"The index of weights {path} cannot be used: {error}. {COPY_AGAIN}") from error
+            raise CheckpointError(
+                f"The index of weights {path} cannot be used: {error}. {COPY_AGAIN}"
+            ) from error
         if missing := [str(file) for file in files or () if not Path(file).is_file()]:
             raise CheckpointError(
                 f"{missing[0]} is missing, one of the {len(shards)} files in the index {path}. {COPY_AGAIN}"
             )
         return [Path(file) for file in files or ()]
-    raise CheckpointError(f"{source} has no weights: expected one of {', '.join(names)}. {COPY_AGAIN}")
+    raise CheckpointError(
+        f"{source} has no weights: expected one of {', '.join(names)}. {COPY_AGAIN}"
+    )
 
 
 def read_index(path: Path) -> list[str]:
@@ -192,26 +223,42 @@ def read_index(path: Path) -> list[str]:
         CheckpointError: When the index is damaged, or names a file in another folder.
     """
     content = read_json(path, advice=COPY_AGAIN, error=CheckpointError)
-    index = to_record(dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError)
+    index = to_record(
+        dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
+    )
     for field, kind in (("weight_map", dict[str, str]), ("metadata", dict[str, Any])):
-        to_record(kind, index.get(field), where=f"{path}: {field}", advice=COPY_AGAIN, error=CheckpointError)
+        to_record(
+            kind,
+            index.get(field),
+            where=f"{path}: {field}",
+            advice=COPY_AGAIN,
+            error=CheckpointError,
+        )
 
     names = sorted(set(index["weight_map"].values()))
     for name in names:
         if not name or Path(name).name != name:
-            raise CheckpointError(f"{path} names the file {shown(name)}; expected one beside it. {COPY_AGAIN}")
+            raise CheckpointError(
+                f"{path} names the file {shown(name)}; expected one beside it. {COPY_AGAIN}"
+            )
     return names
 
 
-def remove_replaced_weights(folder: Path, written: Container[str], variant: str | None = None) -> None:
-    """Removes weights that an earlier save left in a folder, which would be read in the place of the new ones.
+def remove_replaced_weights(
+    folder: Path, written: Container[str], variant: str | None = None
+) -> None:
+    """Removes weights that an earlier save left in a folder, which would be read in the place of
+    the new ones.
 
     Args:
         folder: Of a model.
         written: Names of the safetensors files of the new save, and of its index when there is one.
         variant: See `find_weight_files`.
     """
-    whole, index = _with_variant(SAFE_WEIGHTS_NAME, variant), _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+    whole, index = (
+        _with_variant(SAFE_WEIGHTS_NAME, variant),
+        _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant),
+    )
     for name in (whole, index, *find_shards(folder, variant)):
         if name not in written:
             (folder / name).unlink(missing_ok=True)
@@ -225,9 +272,14 @@ def find_shards(folder: Path, variant: str | None = None) -> list[str]:
 
 
 def saved_weights(folder: Path, variant: str | None = None) -> list[str]:
-    """Returns the names of what transformers has just saved into a folder; of earlier shards it leaves none."""
+    """Returns the names of what transformers has just saved into a folder; of earlier shards it
+    leaves none.
+    """
     shards = find_shards(folder, variant)
-    return [*shards, _with_variant(SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME, variant)]
+    return [
+        *shards,
+        _with_variant(SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME, variant),
+    ]
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -241,7 +293,8 @@ def _with_variant(name: str, variant: str | None) -> str:
 def refuse_integers(
     source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, torch.dtype | None]
 ) -> None:
-    """Raises when a weight of floating point is stored as integers, which would be taken for its numbers.
+    """Raises when a weight of floating point is stored as integers, which would be taken for its
+    numbers.
 
     Args:
         source: The folder or hub name.
@@ -290,9 +343,12 @@ def incomplete(source: Path | str, kind: str, misfits: str) -> str:
 
 
 def describe_misfits(
-    missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[tuple[str, Iterable[int], Iterable[int]]]
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    reshaped: Iterable[tuple[str, Iterable[int], Iterable[int]]],
 ) -> str:
-    """Returns how many weights of a file do not fit a model, with the first names; an empty string when all fit.
+    """Returns how many weights of a file do not fit a model, with the first names; an empty string
+    when all fit.
 
     Args:
         missing: Names that the model has and the file has not.
@@ -301,7 +357,9 @@ def describe_misfits(
     """
     shapes = [f"{name} {tuple(saved)} instead of {tuple(own)}" for name, saved, own in reshaped]
     kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-    return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, found in kinds if (names := sorted(found)))
+    return "; ".join(
+        f"{len(names)} {kind}: {_some(names)}" for kind, found in kinds if (names := sorted(found))
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Checksums of a model's weights: written when it is saved, checked when it is loaded.
 
-They are of the safetensors files and their index alone. Config, generation config, card and tokenizer are for users to
-edit; a damaged text shows itself, a flipped bit of a weight does not.
+They are of the safetensors files and their index alone. Config, generation config, card and
+tokenizer are for users to edit; a damaged text shows itself, a flipped bit of a weight does not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,15 @@ _THREADS = 4
 
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the files with a model's weights, and of their index."""
-    return sorted({path.name for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    return sorted(
+        {path.name for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    )
 
 
 def forget_weight_sums(folder: Path) -> None:
-    """Removes the checksums of a folder's weights, which are about to be written; those of other files stay."""
+    """Removes the checksums of a folder's weights, which are about to be written; those of other
+    files stay.
+    """
     if not (folder / SUMS_FILE).is_file():
         return
     others = _other_sums(folder)
@@ -51,20 +55,24 @@ def write_weight_sums(folder: Path, digests: dict[str, str] | None = None) -> No
 
 
 def check_weights(folder: Path) -> None:
-    """Raises when the weights in a folder are not those that were saved; a folder without checksums is not checked.
+    """Raises when the weights in a folder are not those that were saved; a folder without checksums
+    is not checked.
 
     Raises:
         CheckpointError: Names the first damaged file.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        shares = pool.map(lambda part: find_damage(folder, part=part, num_parts=_THREADS), range(_THREADS))
+        shares = pool.map(
+            lambda part: find_damage(folder, part=part, num_parts=_THREADS), range(_THREADS)
+        )
         damaged = [damage for share in shares for damage in share]
     _refuse(folder, damaged)
 
 
 @contextmanager
 def checking_weights(folder: Path) -> Iterator[None]:
-    """Does what `check_weights` does beside the block, on other cores; what is damaged is said before other errors.
+    """Does what `check_weights` does beside the block, on other cores; what is damaged is said
+    before other errors.
 
     Raises:
         CheckpointError: At the end of the block; see `check_weights`.

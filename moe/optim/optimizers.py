@@ -14,7 +14,9 @@ OPTIMIZERS: Registry[Callable[..., torch.optim.Optimizer]] = Registry("optimizer
 
 
 @OPTIMIZERS.register("adafactor")
-def adafactor(groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float) -> torch.optim.Optimizer:
+def adafactor(
+    groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float
+) -> torch.optim.Optimizer:
     """Returns Adafactor, the paper's.
 
     Raises:
@@ -28,6 +30,12 @@ def adafactor(groups: list[dict[str, Any]], *, clipping_threshold: float, weight
 
 
 @OPTIMIZERS.register("adamw")
-def adamw(groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Returns torch's AdamW; the learning rate is then absolute, and `clipping_threshold` is Adafactor's alone."""
-    return torch.optim.AdamW([{"params": group["params"]} for group in groups], weight_decay=weight_decay)
+def adamw(
+    groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Returns torch's AdamW; the learning rate is then absolute, and `clipping_threshold` is
+    Adafactor's alone.
+    """
+    return torch.optim.AdamW(
+        [{"params": group["params"]} for group in groups], weight_decay=weight_decay
+    )

@@ -22,7 +22,8 @@ def rsqrt(*, lr: float, warmup_steps: int) -> Schedule:
         warmup_steps: Steps at the highest rate; 0 is read as 1.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §6.2; `truncated_rsqrt` of Mesh-TensorFlow, T5X pretrain.gin. Differs: no.
+        ST-MoE (arXiv:2202.08906) §6.2; `truncated_rsqrt` of Mesh-TensorFlow, T5X pretrain.gin.
+        Differs: no.
     """
     return lambda step: lr / math.sqrt(max(step, warmup_steps, 1))
 
@@ -36,7 +37,8 @@ def constant(*, lr: float, warmup_steps: int) -> Schedule:
         warmup_steps: Steps over which the rate rises from lr / warmup_steps; 0 starts at `lr`.
 
     Source:
-        T5X fine-tuning default: 1e-3 after 1,000 warm-up steps. Differs: the first step has a rate above 0.
+        T5X fine-tuning default: 1e-3 after 1,000 warm-up steps. Differs: the first step has a rate
+        above 0.
     """
     return lambda step: lr * min(1.0, (step + 1) / max(1, warmup_steps))
 
@@ -44,13 +46,16 @@ def constant(*, lr: float, warmup_steps: int) -> Schedule:
 def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) -> Schedule:
     """Returns `schedule` brought linearly to zero over the last `cooldown_steps` of `total_steps`.
 
-    The first of these steps has the full rate, the last one 1 / cooldown_steps of it; 0 steps change nothing.
+    The first of these steps has the full rate, the last one 1 / cooldown_steps of it; 0 steps
+    change nothing.
 
     Raises:
         ConfigError: When there are more cooldown steps than steps.
     """
     if not 0 <= cooldown_steps <= total_steps:
-        raise ConfigError(f"cooldown_steps is {cooldown_steps}; expected 0 to the {total_steps} steps of the run.")
+        raise ConfigError(
+            f"cooldown_steps is {cooldown_steps}; expected 0 to the {total_steps} steps of the run."
+        )
     if cooldown_steps == 0:
         return schedule
     return lambda step: schedule(step) * min(1.0, max(0.0, (total_steps - step) / cooldown_steps))

@@ -1,7 +1,9 @@
-"""Parameters that are cut over ranks: how, what a state beside them looks like, and sums over what is cut.
+"""Parameters that are cut over ranks: how, what a state beside them looks like, and sums over what
+is cut.
 
-A parameter is read as `<float>[..., R, C]`: batch dimensions, then one matrix. Columns are its last dimension, rows all
-the others. A DTensor holds a shard of that on each rank; everything else is whole.
+A parameter is read as `<float>[..., R, C]`: batch dimensions, then one matrix. Columns are its last
+dimension, rows all the others. A DTensor holds a shard of that on each rank; everything else is
+whole.
 """
 
 import math
@@ -32,8 +34,8 @@ class Cut(NamedTuple):
         num_columns: C of the whole matrix; 1 for a scalar.
         row_groups: Ranks with other rows of the same matrix.
         column_groups: Ranks with other columns of the same matrix.
-        shard_elements: Elements of a shard, rounded up, batch dimensions included; the same number on every rank. 0
-            for a tensor that is on no mesh.
+        shard_elements: Elements of a shard, rounded up, batch dimensions included; the same number
+            on every rank. 0 for a tensor that is on no mesh.
     """
 
     num_rows: int
@@ -52,10 +54,14 @@ def cut_of(parameter: Tensor, batch_dims: int) -> Cut:
     """Returns how <float>[..., R, C] is cut, from its mesh and placements; no rank is asked.
 
     Args:
-        parameter: DTensor on any mesh, each axis with `Replicate`, `Shard` or the strided shard of FSDP; or a tensor.
+        parameter: DTensor on any mesh, each axis with `Replicate`, `Shard` or the strided shard of
+            FSDP; or a tensor.
         batch_dims: How many of its first dimensions count separate matrices.
     """
-    num_rows, num_columns = math.prod(parameter.shape[batch_dims:-1]), math.prod(parameter.shape[batch_dims:][-1:])
+    num_rows, num_columns = (
+        math.prod(parameter.shape[batch_dims:-1]),
+        math.prod(parameter.shape[batch_dims:][-1:]),
+    )
     if not isinstance(parameter, DTensor):
         return Cut(num_rows, num_columns)
     mesh, row_groups, column_groups, num_shards = parameter.device_mesh, [], [], 1
@@ -79,8 +85,8 @@ def local_part(x: Tensor) -> Tensor:
 def zeros_along(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns zeros <dtype>[...] with some dimensions of a parameter, placed as these are.
 
-    Beside a DTensor stands a DTensor, replicated over the axes that cut one of the other dimensions, so that
-    `torch.distributed.checkpoint` can save it and bring it to another mesh.
+    Beside a DTensor stands a DTensor, replicated over the axes that cut one of the other
+    dimensions, so that `torch.distributed.checkpoint` can save it and bring it to another mesh.
 
     Args:
         parameter: Any tensor.
@@ -94,7 +100,12 @@ def zeros_along(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) ->
     whole = torch.empty([parameter.shape[dim] for dim in dims], device="meta")
     placements = [_along(placement, dims) for placement in parameter.placements]
     return DTensor.from_local(
-        zeros, parameter.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        zeros,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
 
 
@@ -110,7 +121,9 @@ def sum_parts(parts: Iterable[Part]) -> None:
     for group, tensors in by_group.values():
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=group)
-        for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, total in zip(
+            tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(total.view_as(tensor))
 
 
@@ -118,7 +131,9 @@ def _cut_dim(placement: Placement) -> int | None:
     """Returns the dimension that an axis cuts, None for none."""
     if isinstance(placement, Shard | _StridedShard):
         return placement.dim
-    assert isinstance(placement, Replicate), f"a parameter is cut or replicated, but its placement is {placement}"
+    assert isinstance(placement, Replicate), (
+        f"a parameter is cut or replicated, but its placement is {placement}"
+    )
     return None
 
 

@@ -1,1 +1,3 @@
-"""What a run needs, counted before any rank exists: memory, traffic, arithmetic, and meshes to choose from."""
+"""What a run needs, counted before any rank exists: memory, traffic, arithmetic, and meshes to
+choose from.
+"""

@@ -1,9 +1,11 @@
 """Bytes of activations: what the graph of one forward pass keeps for its backward pass.
 
-The terms follow the modules line by line; a letter is a size as in the docstrings there, H and F those of this rank.
-The kernels are those of an accelerator, or, to be held against a count by saved-tensor hooks, those of a CPU, which
-differ in three places: its norm keeps the normalised input too, its attention with a learned bias keeps the
-probabilities, and its experts keep other rows. What a kernel holds only while it runs is not counted.
+The terms follow the modules line by line; a letter is a size as in the docstrings there, H and F
+those of this rank. The kernels are those of an accelerator, or, to be held against a count by
+saved-tensor hooks, those of a CPU, which
+differ in three places: its norm keeps the normalised input too, its attention with a learned bias
+keeps the probabilities, and its experts keep other rows. What a kernel holds only while it runs is
+not counted.
 """
 
 from typing import NamedTuple
@@ -21,8 +23,10 @@ class Activations(NamedTuple):
 
     Attributes:
         saved: What saved-tensor hooks see of a forward pass.
-        held: What stacks hold beside that while they run, or run again: position biases with masks, and the memory.
-        recomputed: What the largest block saves when activation checkpointing runs it again; else 0.
+        held: What stacks hold beside that while they run, or run again: position biases with masks,
+            and the memory.
+        recomputed: What the largest block saves when activation checkpointing runs it again; else
+            0.
     """
 
     saved: int
@@ -64,7 +68,9 @@ class _Sizes(NamedTuple):
         return self.w < _WIDE
 
 
-def activations(config: STMoEConfig, workload: Workload, mesh: MeshConfig, *, cpu: bool = False) -> Activations:
+def activations(
+    config: STMoEConfig, workload: Workload, mesh: MeshConfig, *, cpu: bool = False
+) -> Activations:
     """Returns what one forward pass of a rank keeps.
 
     Args:
@@ -92,7 +98,11 @@ def activations(config: STMoEConfig, workload: Workload, mesh: MeshConfig, *, cp
             sparse = config.is_sparse_block(layer, decoder=stack.decoder)
             block = _block(sizes, stack, memory, sparse)
             largest = max(largest, block)
-            saved += stack.num_tokens * config.d_model * _WIDE if workload.activation_checkpointing else block
+            saved += (
+                stack.num_tokens * config.d_model * _WIDE
+                if workload.activation_checkpointing
+                else block
+            )
     held = sum(_bias(sizes, stack) * _WIDE for stack in (encoder, decoder))
     memory = encoder.num_tokens * config.d_model * _WIDE
     if sizes.copies or workload.activation_checkpointing:
@@ -114,7 +124,9 @@ def _bias(s: _Sizes, stack: StackPass) -> int:
 
 
 def _outside(s: _Sizes, stack: StackPass, memory: StackPass | None) -> int:
-    """Returns what a stack keeps beside its blocks: ids, buckets, masks, the final norm, the memory."""
+    """Returns what a stack keeps beside its blocks: ids, buckets, masks, the final norm, the
+    memory.
+    """
     tokens, length = stack.num_tokens, stack.length
     total = 8 * tokens + 8 * length * length + tokens * length * s.masked + _norm(s, tokens)
     if memory is not None:
@@ -128,7 +140,9 @@ def _norm(s: _Sizes, tokens: int) -> int:
 
 
 def _dropped(s: _Sizes, numel: int, rate: float | None = None, *, wide: bool = False) -> int:
-    """Returns the mask of dropout over so many numbers; that of a CPU is in their dtype, `wide` says float32."""
+    """Returns the mask of dropout over so many numbers; that of a CPU is in their dtype, `wide`
+    says float32.
+    """
     width = (_WIDE if wide else s.w) if s.cpu else 1
     return numel * width if (s.config.dropout_rate if rate is None else rate) else 0
 
@@ -151,7 +165,9 @@ def _attention(s: _Sizes, stack: StackPass, memory: StackPass | None) -> int:
     source = stack if memory is None else memory
     total = _norm(s, tokens) + _dropped(s, tokens * D)
     if not s.copies:
-        total += tokens * D * _WIDE  # for all three products; the memory is kept once for all blocks
+        total += (
+            tokens * D * _WIDE
+        )  # for all three products; the memory is kept once for all blocks
     else:
         total += (tokens + 2 * source.num_tokens) * D * s.w  # one for each product
     total += (2 * tokens + 2 * source.num_tokens) * s.A * s.w  # query and output, key and value
@@ -178,11 +194,15 @@ def _sparse(s: _Sizes, stack: StackPass) -> int:
     tokens, rows, D = stack.num_tokens, stack.expert_rows, s.config.d_model
     total = _norm(s, tokens) + _dropped(s, tokens * D)
     total += tokens * D * _WIDE  # the router's input, padding masked
-    total += tokens * (2 * s.config.num_experts * _WIDE + 3 * _WIDE + stack.places * (8 + 2 * _WIDE + 1))
+    total += tokens * (
+        2 * s.config.num_experts * _WIDE + 3 * _WIDE + stack.places * (8 + 2 * _WIDE + 1)
+    )
     gated = s.config.feed_forward_proj == "gated-gelu"
     if s.config.dispatch == "static":
         hidden = 4 if gated else 1
-        total += rows * (3 * D + hidden * s.F) * s.w + rows * (8 + _WIDE) + 8 * tokens * stack.places
+        total += (
+            rows * (3 * D + hidden * s.F) * s.w + rows * (8 + _WIDE) + 8 * tokens * stack.places
+        )
     else:
         hidden = (3 if gated else 1) if s.cpu else (4 if gated else 1)
         inputs = tokens if s.cpu and not s.spread else rows

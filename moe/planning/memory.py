@@ -1,4 +1,6 @@
-"""Bytes that a rank holds beside activations: parameters, gradients, optimizer state, and what FSDP gathers."""
+"""Bytes that a rank holds beside activations: parameters, gradients, optimizer state, and what FSDP
+gathers.
+"""
 
 import inspect
 import math
@@ -23,7 +25,8 @@ class Unit(NamedTuple):
         name: Of the module.
         root: Whether it is the root, which stays gathered from its forward to its backward pass.
         layouts: Of its parameters.
-        gathered_bytes: Of a number as it is gathered; gradients are reduced in float32 all the same.
+        gathered_bytes: Of a number as it is gathered; gradients are reduced in float32 all the
+            same.
     """
 
     name: str
@@ -46,12 +49,14 @@ class Unit(NamedTuple):
 
 
 def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool) -> list[Unit]:
-    """Returns the units of FSDP as `moe.models.sharding` makes them; none when there is one data rank.
+    """Returns the units of FSDP as `moe.models.sharding` makes them; none when there is one data
+    rank.
 
     Args:
         layouts: By name of parameter.
         mesh: Sizes.
-        bfloat16: Whether blocks and experts are gathered in bfloat16; their routers are units of their own then.
+        bfloat16: Whether blocks and experts are gathered in bfloat16; their routers are units of
+            their own then.
     """
     if mesh.num_data_ranks == 1:
         return []
@@ -60,10 +65,17 @@ def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: boo
         block = _BLOCK.match(name)
         if layout.expert and mesh.dp_replicate * mesh.dp_shard == 1:
             continue  # its rank is the only one that holds it
-        kind = "experts" if layout.expert else "router" if bfloat16 and layout.rule == "router" else ""
+        kind = (
+            "experts" if layout.expert else "router" if bfloat16 and layout.rule == "router" else ""
+        )
         members.setdefault((block[1] if block else "", kind), []).append(layout)
     return [
-        Unit(f"{block}.{kind}".strip("."), not block, tuple(own), 2 if bfloat16 and block and kind != "router" else 4)
+        Unit(
+            f"{block}.{kind}".strip("."),
+            not block,
+            tuple(own),
+            2 if bfloat16 and block and kind != "router" else 4,
+        )
         for (block, kind), own in members.items()
     ]
 
@@ -91,19 +103,27 @@ def optimizer_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig, optimizer: 
 
 
 def is_factored(layout: Layout) -> bool:
-    """Returns whether Adafactor keeps the moments of rows and columns instead of all of a parameter's."""
+    """Returns whether Adafactor keeps the moments of rows and columns instead of all of a
+    parameter's.
+    """
     batch = int(layout.expert)
-    own, least = layout.shape[batch:], inspect.signature(Adafactor).parameters["min_dim_size_to_factor"].default
+    own, least = (
+        layout.shape[batch:],
+        inspect.signature(Adafactor).parameters["min_dim_size_to_factor"].default,
+    )
     return len(own) >= 2 and (batch > 0 or min(math.prod(own[:-1]), own[-1]) >= least)
 
 
-def gathered_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool, accumulates: bool) -> int:
+def gathered_bytes(
+    layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool, accumulates: bool
+) -> int:
     """Returns the bytes of whole parameters and gradients that a rank holds for a while.
 
-    Under FSDP: the root and its gradient; of the largest block its parameters, those of the block that is gathered
-    ahead, its gradient, and the copy of that which is reduced; with accumulation the gradients of all units, whole and
-    in float32, since they are reduced once, in the last backward pass. Without FSDP, or where it does not reach,
-    bfloat16 costs a copy of the weights of all products, as autocast keeps it.
+    Under FSDP: the root and its gradient; of the largest block its parameters, those of the block
+    that is gathered ahead, its gradient, and the copy of that which is reduced; with accumulation
+    the gradients of all units, whole and in float32, since they are reduced once, in the last
+    backward pass. Without FSDP, or where it does not reach, bfloat16 costs a copy of the weights of
+    all products, as autocast keeps it.
 
     Args:
         layouts: By name of parameter.
@@ -113,7 +133,11 @@ def gathered_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16:
     """
     units = fsdp_units(layouts, mesh, bfloat16=bfloat16)
     reached = {id(layout) for unit in units if not unit.root for layout in unit.layouts}
-    alone = (layout for layout in layouts.values() if id(layout) not in reached and _is_multiplied(layout))
+    alone = (
+        layout
+        for layout in layouts.values()
+        if id(layout) not in reached and _is_multiplied(layout)
+    )
     total = 2 * sum(math.prod(layout.gathered_shape(mesh)) for layout in alone) if bfloat16 else 0
     blocks: dict[str, int] = {}
     for unit in units:

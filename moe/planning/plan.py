@@ -1,4 +1,6 @@
-"""A plan: what a model and an update need on a mesh, whether that fits, and which meshes of N ranks need least."""
+"""A plan: what a model and an update need on a mesh, whether that fits, and which meshes of N ranks
+need least.
+"""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +29,8 @@ BYTES_PER_SECOND = {"inside": 450e9, "across": 50e9}
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model and an update need on a mesh; bytes are of one rank, the one with most where they differ.
+    """What a model and an update need on a mesh; bytes are of one rank, the one with most where
+    they differ.
 
     Attributes:
         config: Of the model.
@@ -100,18 +103,21 @@ def make_plan(model: nn.Module, config: STMoEConfig, workload: Workload, mesh: M
         parameters=state,
         gradients=state,
         optimizer=optimizer_bytes(layouts, mesh, workload.optimizer),
-        gathered=gathered_bytes(layouts, mesh, bfloat16=workload.precision == "bfloat16", accumulates=accumulates),
+        gathered=gathered_bytes(
+            layouts, mesh, bfloat16=workload.precision == "bfloat16", accumulates=accumulates
+        ),
         activations=activations(config, workload, mesh),
         transfers=traffic(config, layouts, workload, mesh),
     )
 
 
 def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int) -> list[Plan]:
-    """Returns a plan for every mesh of `num_ranks` ranks that the model and the batch allow, the best first.
+    """Returns a plan for every mesh of `num_ranks` ranks that the model and the batch allow, the
+    best first.
 
-    Those that fit into memory come first; then those that send for the fewest seconds, by `seconds_of`. Where the
-    workload leaves the micro-batch open, a mesh gets the largest that fits, or 1 when none does: larger ones gather
-    parameters less often.
+    Those that fit into memory come first; then those that send for the fewest seconds, by
+    `seconds_of`. Where the workload leaves the micro-batch open, a mesh gets the largest that fits,
+    or 1 when none does: larger ones gather parameters less often.
 
     Args:
         config: Of the model.
@@ -125,12 +131,16 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
     model, num_groups = build_model(config), None
     if config.num_sparse_encoder_layers or config.num_sparse_decoder_layers:
         rows, size = workload.batch_size, tokens_per_group(config)
-        num_groups = math.gcd(*(rows // sequences_per_group(rows, length, size) for length in workload.lengths))
+        num_groups = math.gcd(
+            *(rows // sequences_per_group(rows, length, size) for length in workload.lengths)
+        )
     plans = []
     for mesh in fitting_meshes(mesh_limits(config, num_ranks, num_groups)):
         candidates = [make_plan(model, config, cut, mesh) for cut in _cuts(config, workload, mesh)]
         if candidates:
-            plans.append(next((plan for plan in candidates if plan.memory <= memory), candidates[-1]))
+            plans.append(
+                next((plan for plan in candidates if plan.memory <= memory), candidates[-1])
+            )
     if not plans:
         raise ConfigError(
             f"No mesh of {num_ranks} ranks goes with the model and the batch. Choose another number of ranks, a batch "
@@ -140,11 +150,15 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
 
 
 def _cuts(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> Iterator[Workload]:
-    """Yields the workload with every micro-batch that it allows and that groups tokens alike, the largest first."""
+    """Yields the workload with every micro-batch that it allows and that groups tokens alike, the
+    largest first.
+    """
     if workload.batch_size % mesh.num_data_ranks:
         return
     rows = workload.rows_of_rank(mesh)
-    micro_batches = [workload.micro_batch_size] if workload.micro_batch_size else reversed(divisors(rows))
+    micro_batches = (
+        [workload.micro_batch_size] if workload.micro_batch_size else reversed(divisors(rows))
+    )
     for micro in micro_batches:
         cut = replace(workload, micro_batch_size=micro)
         if rows % micro == 0 and groups_alike(config, cut, mesh):
@@ -154,10 +168,14 @@ def _cuts(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> Iterator
 def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
     """Returns how long a rank would send at `BYTES_PER_SECOND`.
 
-    A group lies inside a node when the innermost axes up to its outermost have no more than `RANKS_OF_NODE` ranks. A
-    measure to compare meshes by; a run is also bound by its products, and does both at the same time.
+    A group lies inside a node when the innermost axes up to its outermost have no more than
+    `RANKS_OF_NODE` ranks. A measure to compare meshes by; a run is also bound by its products, and
+    does both at the same time.
     """
-    return transfer.num_bytes / BYTES_PER_SECOND["inside" if _inside_node(transfer.axis, mesh) else "across"]
+    return (
+        transfer.num_bytes
+        / BYTES_PER_SECOND["inside" if _inside_node(transfer.axis, mesh) else "across"]
+    )
 
 
 def _inside_node(axis: str, mesh: MeshConfig) -> bool:

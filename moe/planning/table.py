@@ -7,7 +7,16 @@ from moe.checks import check
 from moe.planning.plan import Plan, seconds_of
 from moe.planning.traffic import group_size
 
-_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 _MOST_BYTES = 10**6 * 2**40
 
 
@@ -20,7 +29,9 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, flags=re.IGNORECASE)
     known = match is not None and match[2].upper() in _UNITS
     num_bytes = float(match[1]) * _UNITS[match[2].upper()] if match is not None and known else 0.0
-    expected = "a number above 0 and a unit, e.g. 80GiB, of at most 1,000,000 TiB (no device has more)"
+    expected = (
+        "a number above 0 and a unit, e.g. 80GiB, of at most 1,000,000 TiB (no device has more)"
+    )
     check(0 < num_bytes <= _MOST_BYTES, "A size of memory", text, expected)
     return int(num_bytes)
 
@@ -82,7 +93,9 @@ def _transfers(plan: Plan) -> Iterator[str]:
 
 
 def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
-    """Returns plans, the best first, as a table of at most so many lines, for devices of so many bytes."""
+    """Returns plans, the best first, as a table of at most so many lines, for devices of so many
+    bytes.
+    """
     lines = [
         f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}{'rows/pass':>11}{'memory':>13}{'fits':>6}{'seconds':>10}"
     ]
@@ -90,7 +103,9 @@ def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
         mesh, rows = plan.mesh, plan.workload.rows_of_pass(plan.mesh)
         fits = "yes" if plan.memory <= memory else "no"
         sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
-        lines.append(f"{sizes}{rows:>11}{show_bytes(plan.memory):>13}{fits:>6}{plan.seconds:>10.3g}")
+        lines.append(
+            f"{sizes}{rows:>11}{show_bytes(plan.memory):>13}{fits:>6}{plan.seconds:>10.3g}"
+        )
     fitting = sum(plan.memory <= memory for plan in plans)
     lines.append(f"{len(plans):,} meshes, of which {fitting:,} fit into {show_bytes(memory)}.")
     return "\n".join(lines)

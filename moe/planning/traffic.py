@@ -1,8 +1,10 @@
-"""Bytes that one rank sends in one update, by what they are for and by the axis of the mesh that they cross.
+"""Bytes that one rank sends in one update, by what they are for and by the axis of the mesh that
+they cross.
 
-What is sent to n ranks is counted as it leaves this one, whatever route the backend takes: a gather sends the own shard
-to the n - 1 others, a reduce-scatter a shard of the input to each of them, an all-reduce does both with one n-th of its
-tensor, and an all-to-all sends what is not for this rank itself. Rows are taken to be spread evenly over experts.
+What is sent to n ranks is counted as it leaves this one, whatever route the backend takes: a gather
+sends the own shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
+all-reduce does both with one n-th of its tensor, and an all-to-all sends what is not for this rank
+itself. Rows are taken to be spread evenly over experts.
 """
 
 import math
@@ -50,7 +52,12 @@ class Transfer(NamedTuple):
 def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
     """Returns the size of every simple axis, `ep` also by its two levels."""
     inside = mesh.ep // mesh.ep_nodes
-    simple = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "ep": mesh.ep, "tp": mesh.tp}
+    simple = {
+        "dp_replicate": mesh.dp_replicate,
+        "dp_shard": mesh.dp_shard,
+        "ep": mesh.ep,
+        "tp": mesh.tp,
+    }
     return {**simple, "ep inside": inside, "ep across": mesh.ep_nodes}
 
 
@@ -63,7 +70,8 @@ def group_size(axis: str, mesh: MeshConfig) -> int:
 def traffic(
     config: STMoEConfig, layouts: Mapping[str, Layout], workload: Workload, mesh: MeshConfig
 ) -> tuple[Transfer, ...]:
-    """Returns everything that one rank sends in one update, equal kinds added up; what sends nothing is left out.
+    """Returns everything that one rank sends in one update, equal kinds added up; what sends
+    nothing is left out.
 
     Args:
         config: Of the model.
@@ -74,12 +82,19 @@ def traffic(
     stacks = stack_passes(config, workload, mesh)
     passes = workload.num_passes(mesh)
     counts_first = config.balance_scope in ("ranks", "global") and passes * mesh.num_data_ranks > 1
-    times = _Times(passes, passes * (2 if counts_first else 1), passes if workload.activation_checkpointing else 0)
+    times = _Times(
+        passes,
+        passes * (2 if counts_first else 1),
+        passes if workload.activation_checkpointing else 0,
+    )
     found: dict[tuple[str, str], float] = {}
     for part in (
         _units(fsdp_units(layouts, mesh, bfloat16=workload.precision == "bfloat16"), mesh, times),
         *(_exchange(config, stack, workload.product_bytes, mesh, times) for stack in stacks),
-        *(_tensor_parallel(config, stack, stacks[0], workload.product_bytes, mesh, times) for stack in stacks),
+        *(
+            _tensor_parallel(config, stack, stacks[0], workload.product_bytes, mesh, times)
+            for stack in stacks
+        ),
         _optimizer(layouts, mesh) if workload.optimizer == "adafactor" else (),
         _statistics(config, stacks, mesh, passes if counts_first else 0),
     ):
@@ -93,7 +108,8 @@ class _Times(NamedTuple):
 
     Attributes:
         backward: Backward passes.
-        forward: Forward passes; twice as many when the balance loss needs the shares of all before it starts.
+        forward: Forward passes; twice as many when the balance loss needs the shares of all before
+            it starts.
         again: Forward passes that activation checkpointing repeats.
     """
 
@@ -111,8 +127,9 @@ def _all_reduce(num_bytes: float, axis: str, mesh: MeshConfig) -> float:
 def _units(units: list[Unit], mesh: MeshConfig, times: _Times) -> Iterator[Transfer]:
     """Yields gathers of parameters and reductions of gradients.
 
-    A unit is gathered for each forward and each backward pass, which includes what activation checkpointing runs again;
-    the root stays from one to the other. Gradients are reduced in float32, once, in the last backward pass.
+    A unit is gathered for each forward and each backward pass, which includes what activation
+    checkpointing runs again; the root stays from one to the other. Gradients are reduced in
+    float32, once, in the last backward pass.
     """
     for unit in units:
         axis = "dp_shard" if unit.layouts[0].expert else "dp_shard x ep"
@@ -120,11 +137,17 @@ def _units(units: list[Unit], mesh: MeshConfig, times: _Times) -> Iterator[Trans
         gathers = times.backward if unit.root else times.forward + times.backward
         yield Transfer("parameter gathers", axis, gathers * shard * others * unit.gathered_bytes)
         yield Transfer("gradient reduce-scatter", axis, shard * others * _WIDE)
-        yield Transfer("gradient all-reduce", "dp_replicate", _all_reduce(shard * _WIDE, "dp_replicate", mesh))
+        yield Transfer(
+            "gradient all-reduce", "dp_replicate", _all_reduce(shard * _WIDE, "dp_replicate", mesh)
+        )
 
 
-def _exchange(config: STMoEConfig, stack: StackPass, width: int, mesh: MeshConfig, times: _Times) -> Iterator[Transfer]:
-    """Yields exchanges of rows and of their counts: to the experts and back, forwards and backwards."""
+def _exchange(
+    config: STMoEConfig, stack: StackPass, width: int, mesh: MeshConfig, times: _Times
+) -> Iterator[Transfer]:
+    """Yields exchanges of rows and of their counts: to the experts and back, forwards and
+    backwards.
+    """
     journeys = 2 * (times.forward + times.again + times.backward)
     tellings = times.forward + times.again if config.dispatch == "ragged" else 0
     levels = ("ep inside a node", "ep across nodes") if mesh.ep_nodes > 1 else ("ep",)
@@ -132,19 +155,27 @@ def _exchange(config: STMoEConfig, stack: StackPass, width: int, mesh: MeshConfi
         size = group_size(axis, mesh)
         leaving = stack.num_sparse * (size - 1) / size
         yield Transfer(
-            "rows to experts and back", axis, leaving * journeys * stack.expert_rows * config.d_model * width
+            "rows to experts and back",
+            axis,
+            leaving * journeys * stack.expert_rows * config.d_model * width,
         )
         yield Transfer("counts of rows", axis, leaving * tellings * config.num_experts * _LONG)
 
 
 def _tensor_parallel(
-    config: STMoEConfig, stack: StackPass, encoder: StackPass, width: int, mesh: MeshConfig, times: _Times
+    config: STMoEConfig,
+    stack: StackPass,
+    encoder: StackPass,
+    width: int,
+    mesh: MeshConfig,
+    times: _Times,
 ) -> Iterator[Transfer]:
-    """Yields all-reduces over `tp`: of every layer's output, forwards, and of its input's gradient, backwards.
+    """Yields all-reduces over `tp`: of every layer's output, forwards, and of its input's gradient,
+    backwards.
 
-    Outputs travel in the dtype of products, gradients of inputs in that of the residual stream, which is float32; the
-    rows of a sparse layer are cast before. Activation checkpointing ends where it has all that it needs: before the
-    last output of a block, unless dropout needs that.
+    Outputs travel in the dtype of products, gradients of inputs in that of the residual stream,
+    which is float32; the rows of a sparse layer are cast before. Activation checkpointing ends
+    where it has all that it needs: before the last output of a block, unless dropout needs that.
     """
     dense = stack.num_blocks - (0 if config.sparse_dense_stacking else stack.num_sparse)
     attentions = stack.num_blocks * (2 if stack.decoder else 1)
@@ -156,18 +187,26 @@ def _tensor_parallel(
     if stack.num_sparse:
         layer = config.sparse_config(decoder=stack.decoder)
         learns = load_routers().get(layer.router).num_parameters(layer) > 0
-        inputs += stack.num_sparse * stack.num_tokens * stack.places * _WIDE * learns  # weights of combine
+        inputs += (
+            stack.num_sparse * stack.num_tokens * stack.places * _WIDE * learns
+        )  # weights of combine
     if stack.decoder:
         inputs += encoder.num_tokens * config.d_model * _WIDE  # the memory, once for all layers
-    yield Transfer("tensor-parallel sums", "tp", _all_reduce(total + inputs * times.backward, "tp", mesh))
+    yield Transfer(
+        "tensor-parallel sums", "tp", _all_reduce(total + inputs * times.backward, "tp", mesh)
+    )
 
 
 def _optimizer(layouts: Mapping[str, Layout], mesh: MeshConfig) -> Iterator[Transfer]:
-    """Yields the sums of Adafactor over the axes that cut a matrix: of rows, columns, their mean, and two norms."""
+    """Yields the sums of Adafactor over the axes that cut a matrix: of rows, columns, their mean,
+    and two norms.
+    """
     for layout in layouts.values():
         batch, last = int(layout.expert), len(layout.shape) - 1
         local = layout.local_shape(mesh)
-        cuts = [(layout.shard_dim, "dp_shard" if layout.expert else "dp_shard x ep", layout.num_shards)]
+        cuts = [
+            (layout.shard_dim, "dp_shard" if layout.expert else "dp_shard x ep", layout.num_shards)
+        ]
         cuts.append((-1 if layout.tp_dim is None else layout.tp_dim, "tp", mesh.tp))
         for dim, axis, size in cuts:
             if dim < batch or size == 1:

@@ -1,4 +1,6 @@
-"""What a rank does in one update: rows, lengths, passes, and how many rows its experts work on. Comes first."""
+"""What a rank does in one update: rows, lengths, passes, and how many rows its experts work on.
+Comes first.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,12 +24,12 @@ class Workload:
         inputs_length: Encoder tokens of a sequence with padding.
         targets_length: Decoder tokens of a sequence with padding.
         micro_batch_size: Sequences in a forward pass of one rank; None for all that it has.
-        precision: Of products, and of the parameters of blocks as they are gathered; parameters, gradients and the
-            optimizer's state are float32 in either.
+        precision: Of products, and of the parameters of blocks as they are gathered; parameters,
+            gradients and the optimizer's state are float32 in either.
         activation_checkpointing: Whether a block keeps its input only.
         optimizer: `adafactor` or `adamw`.
-        masked: Whether batches come with segments, as pairs of texts do; then every sequence has a bias of its own in
-            attention. Those of span corruption fill their rows and need none.
+        masked: Whether batches come with segments, as pairs of texts do; then every sequence has a
+            bias of its own in attention. Those of span corruption fill their rows and need none.
 
     Raises:
         ConfigError: When a number is out of range.
@@ -80,8 +82,9 @@ class StackPass(NamedTuple):
         length: Tokens of a sequence.
         num_blocks: Blocks.
         num_sparse: Blocks with a sparse layer.
-        expert_rows: Rows of D that a sparse layer gives its experts: all slots when dispatch is `static`; when it is
-            `ragged`, at most so many are accepted, namely all places of all tokens, or all slots if those are fewer.
+        expert_rows: Rows of D that a sparse layer gives its experts: all slots when dispatch is
+            `static`; when it is `ragged`, at most so many are accepted, namely all places of all
+            tokens, or all slots if those are fewer.
         places: Places of a token in a plan, K.
     """
 
@@ -99,7 +102,9 @@ class StackPass(NamedTuple):
         return self.num_rows * self.length
 
 
-def stack_passes(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> tuple[StackPass, StackPass]:
+def stack_passes(
+    config: STMoEConfig, workload: Workload, mesh: MeshConfig
+) -> tuple[StackPass, StackPass]:
     """Returns a forward pass of the encoder and one of the decoder."""
     rows = workload.rows_of_pass(mesh)
     return (
@@ -132,6 +137,7 @@ def groups_alike(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> b
         return True
     rows, size = workload.rows_of_pass(mesh), tokens_per_group(config)
     return all(
-        sequences_per_group(workload.batch_size, length, size) == sequences_per_group(rows, length, size)
+        sequences_per_group(workload.batch_size, length, size)
+        == sequences_per_group(rows, length, size)
         for length in workload.lengths
     )

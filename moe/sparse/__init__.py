@@ -1,1 +1,3 @@
-"""The sparse layer; read: config, groups, capacity, router, plan, dispatch, experts, losses, stats, layer."""
+"""The sparse layer; read: config, groups, capacity, router, plan, dispatch, experts, losses, stats,
+layer.
+"""

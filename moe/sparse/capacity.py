@@ -20,7 +20,9 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
     factor = config.capacity_factor if training else config.eval_capacity_factor
     if factor is None:
         return None
-    return expert_capacity(num_tokens, config.num_experts, factor, config.min_expert_capacity, config.capacity_rounding)
+    return expert_capacity(
+        num_tokens, config.num_experts, factor, config.min_expert_capacity, config.capacity_rounding
+    )
 
 
 def expert_capacity(
@@ -32,8 +34,9 @@ def expert_capacity(
 ) -> int:
     """Returns C, the slots of one expert in one group.
 
-    It does not depend on K: with two choices a token and a factor of 1.25, second choices are squeezed out first.
-    The factor is read as the decimal number that was written, so that 100 tokens x 0.29 are 29 slots, not 28.
+    It does not depend on K: with two choices a token and a factor of 1.25, second choices are
+    squeezed out first. The factor is read as the decimal number that was written, so that 100
+    tokens x 0.29 are 29 slots, not 28.
 
     Args:
         num_tokens: Tokens of the group with its padding, S.
@@ -43,9 +46,9 @@ def expert_capacity(
         rounding: `floor`, then at most S; or `round` half to even, with no such bound.
 
     Source:
-        Mesh-TensorFlow transformer/moe.py at a32810e: max(min(S, int(S * CF / E)), C_min). Flaxformer
-        architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). Differs: no rounding error of
-        binary fractions.
+        Mesh-TensorFlow transformer/moe.py at a32810e: max(min(S, int(S * CF / E)), C_min).
+        Flaxformer architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). Differs:
+        no rounding error of binary fractions.
     """
     numerator, denominator = _written_ratio(capacity_factor)
     whole = num_experts * denominator
@@ -59,5 +62,7 @@ def expert_capacity(
 
 @torch.compiler.assume_constant_result
 def _written_ratio(factor: float) -> tuple[int, int]:
-    """Returns the ratio of integers that the decimal number means; a compiled graph holds it as a constant."""
+    """Returns the ratio of integers that the decimal number means; a compiled graph holds it as a
+    constant.
+    """
     return Fraction(str(factor)).as_integer_ratio()

@@ -31,50 +31,61 @@ _MOST_LEAST_SLOTS = 2**20
 class SparseConfig:
     """Settings of one sparse feed-forward layer; the defaults are the ST-MoE paper's.
 
-    `SparseConfig.after("mesh_tensorflow", ...)` and `after("flaxformer", ...)` set everything in which the two
-    reference implementations differ.
+    `SparseConfig.after("mesh_tensorflow", ...)` and `after("flaxformer", ...)` set everything in
+    which the two reference implementations differ.
 
     Attributes:
         d_model: Width of a token, D.
         d_ff: Hidden width of one expert, F.
         num_experts: Experts in the layer, E.
-        num_selected_experts: Experts that a token may use, K; routers that choose one expert want 1.
+        num_selected_experts: Experts that a token may use, K; routers that choose one expert want
+            1.
         router: Name in ROUTERS of the rule that brings tokens to experts.
-        router_options: Settings of that router alone, by name; see the `Options` of its file in moe/sparse/routers.
-        router_input: What the gate sees: the `hidden` state, or with the token's word embedding behind it (`concat`)
-            or added (`add`); `..._stop_gradient` sends no gradient into the embedding.
+        router_options: Settings of that router alone, by name; see the `Options` of its file in
+            moe/sparse/routers.
+        router_input: What the gate sees: the `hidden` state, or with the token's word embedding
+            behind it (`concat`) or added (`add`); `..._stop_gradient` sends no gradient into the
+            embedding.
         decoder: Whether the layer stands in a decoder, where no token may learn of later ones.
-        capacity_factor: Slots of an expert relative to an even share of the group, in training. Larger drops
-            fewer tokens and costs memory; None drops none.
+        capacity_factor: Slots of an expert relative to an even share of the group, in training.
+            Larger drops fewer tokens and costs memory; None drops none.
         eval_capacity_factor: The same outside training; read when the layer is built.
         min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
-        capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round` (Flaxformer).
-        expert_capacity: Slots of an expert in a group whatever its size, in training and outside; it takes the place
-            of both factors, of the least and of the rounding. None leaves it to them.
-        capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of sequences, or each
-            `sequence` is a group of its own whatever `group_size` (transformers' Switch).
+        capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round`
+            (Flaxformer).
+        expert_capacity: Slots of an expert in a group whatever its size, in training and outside;
+            it takes the place of both factors, of the least and of the rounding. None leaves it to
+            them.
+        capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of
+            sequences, or each `sequence` is a group of its own whatever `group_size` (transformers'
+            Switch).
         group_size: Most tokens that are routed together; a group is a whole number of sequences.
-        balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is 1 at perfect
-            balance) or `all` K (then K).
-        balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding changes nothing, or
-            `all_positions` of the group (Mesh-TensorFlow). The loss is a mean over groups: over those that hold a real
-            token, or with `all_positions` over all, so that a group of nothing but padding lowers it.
-        balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch` (one call), a set
-            of `ranks` or the `global` batch; for the last two see `balance_totals`.
-        router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions` (Flaxformer).
-        dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each expert, so that shapes
-            never change and the device is never waited for: for compiled graphs and equal-sized exchanges.
+        balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is
+            1 at perfect balance) or `all` K (then K).
+        balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding
+            changes nothing, or `all_positions` of the group (Mesh-TensorFlow). The loss is a mean
+            over groups: over those that hold a real token, or with `all_positions` over all, so
+            that a group of nothing but padding lowers it.
+        balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch`
+            (one call), a set of `ranks` or the `global` batch; for the last two see
+            `balance_totals`.
+        router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions`
+            (Flaxformer).
+        dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each
+            expert, so that shapes never change and the device is never waited for: for compiled
+            graphs and equal-sized exchanges.
         activation: Non-linearity of the experts; `gelu` is the tanh approximation.
         gated: Whether an expert is a gated linear unit (GEGLU with `gelu`).
-        expert_bias: A vector [F] for each expert on its hidden activation; the paper gains by `multiplicative`.
+        expert_bias: A vector [F] for each expert on its hidden activation; the paper gains by
+            `multiplicative`.
         expert_dropout_rate: Dropout on the hidden activation of the experts.
         initializer_scale: s of the truncated normal with variance s / fan_in.
-        router_initializer_std: Standard deviation of the gate's normal initialisation (Flaxformer); None draws it
-            like the experts (Mesh-TensorFlow).
+        router_initializer_std: Standard deviation of the gate's normal initialisation (Flaxformer);
+            None draws it like the experts (Mesh-TensorFlow).
 
     Source:
-        ST-MoE (arXiv:2202.08906) §3, §6.2, appendices C and G; mesh_tensorflow/transformer/moe.py at a32810e;
-        google/flaxformer at 399ea3a8. Differs: what a field says.
+        ST-MoE (arXiv:2202.08906) §3, §6.2, appendices C and G; mesh_tensorflow/transformer/moe.py
+        at a32810e; google/flaxformer at 399ea3a8. Differs: what a field says.
     """
 
     d_model: int
@@ -112,7 +123,9 @@ class SparseConfig:
         """
         check_field_types(self)
         for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
-            check_integer(name, getattr(self, name), least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE)
+            check_integer(
+                name, getattr(self, name), least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE
+            )
         check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS, reason=_INT64)
         self._check_capacity()
 
@@ -120,7 +133,14 @@ class SparseConfig:
         scale, std = self.initializer_scale, self.router_initializer_std
         check_number("initializer_scale", scale, above=0, most=_LARGEST_SCALE, reason=_OVERFLOW)
         drawn = "None to draw it like the experts"
-        check_number("router_initializer_std", std, least=0, most=_LARGEST_SCALE, reason=_OVERFLOW, optional=drawn)
+        check_number(
+            "router_initializer_std",
+            std,
+            least=0,
+            most=_LARGEST_SCALE,
+            reason=_OVERFLOW,
+            optional=drawn,
+        )
         if self.num_selected_experts > self.num_experts:
             raise ConfigError(
                 f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
@@ -128,8 +148,15 @@ class SparseConfig:
             )
 
         options = self.router_options
-        check(isinstance(options, Mapping), "router_options", options, "a mapping of the router's option names")
-        object.__setattr__(self, "router_options", dict(options))  # a copy: the caller's may change later
+        check(
+            isinstance(options, Mapping),
+            "router_options",
+            options,
+            "a mapping of the router's option names",
+        )
+        object.__setattr__(
+            self, "router_options", dict(options)
+        )  # a copy: the caller's may change later
         from moe.sparse.router import check_router  # routers are made of a SparseConfig
 
         check_router(self)
@@ -147,7 +174,9 @@ class SparseConfig:
             value, optional = getattr(self, name), "None to drop no token"
             check_number(name, value, above=0, most=_LARGEST_FACTOR, optional=optional)
         slots, optional = self.expert_capacity, "None to follow the capacity factors"
-        check_integer("expert_capacity", slots, least=1, most=_MOST_TOKENS, reason=_INT64, optional=optional)
+        check_integer(
+            "expert_capacity", slots, least=1, most=_MOST_TOKENS, reason=_INT64, optional=optional
+        )
 
         if slots is not None and None in (self.capacity_factor, self.eval_capacity_factor):
             raise ConfigError(
@@ -158,7 +187,8 @@ class SparseConfig:
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "SparseConfig":
-        """Returns a configuration that routes as a reference implementation does, with `overrides` on top.
+        """Returns a configuration that routes as a reference implementation does, with `overrides`
+        on top.
 
         Args:
             reference: A name in REFERENCES: `mesh_tensorflow` or `flaxformer`.
@@ -167,11 +197,14 @@ class SparseConfig:
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
-        return cls(**{**reference_fields(reference, overrides.get("router", cls.router)), **overrides})
+        return cls(
+            **{**reference_fields(reference, overrides.get("router", cls.router)), **overrides}
+        )
 
 
-# In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token mask for that. In
-# Mesh-TensorFlow padding is not routed, but its groups count: the balance loss is `reduce_mean` over all of them.
+# In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token
+# mask for that. In Mesh-TensorFlow padding is not routed, but its groups count: the balance loss is
+# `reduce_mean` over all of them.
 REFERENCES: Mapping[str, Mapping[str, Any]] = {
     "mesh_tensorflow": {
         "router_options": {
@@ -212,7 +245,8 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
         ConfigError: When there is no such reference or router.
 
     Source:
-        mesh_tensorflow/transformer/moe.py at a32810e; google/flaxformer at 399ea3a8, `architectures/moe/routing.py`.
+        mesh_tensorflow/transformer/moe.py at a32810e; google/flaxformer at 399ea3a8,
+        `architectures/moe/routing.py`.
     """
     if not isinstance(reference, str) or reference not in REFERENCES:
         raise ConfigError(
@@ -223,4 +257,7 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
 
     known = {item.name for item in fields(load_routers().get(router).Options)}
     options = REFERENCES[reference]["router_options"]
-    return {**REFERENCES[reference], "router_options": {name: options[name] for name in options if name in known}}
+    return {
+        **REFERENCES[reference],
+        "router_options": {name: options[name] for name in options if name in known},
+    }

@@ -1,7 +1,7 @@
 """Dispatch: tokens to rows of their experts; combine: rows to tokens. Between the two, experts.py.
 
-Rows are either sorted by expert, exactly the accepted ones (`sort_rows`), or stand in fixed slots (`dispatch_slots`,
-`combine_slots`); both carry out the same plan.
+Rows are either sorted by expert, exactly the accepted ones (`sort_rows`), or stand in fixed slots
+(`dispatch_slots`, `combine_slots`); both carry out the same plan.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,8 @@ from moe.sparse.plan import DispatchPlan
 
 
 class ExpertRows(NamedTuple):
-    """The accepted places as rows sorted by expert; no row stands for an empty slot or a dropped token.
+    """The accepted places as rows sorted by expert; no row stands for an empty slot or a dropped
+    token.
 
     Attributes:
         counts: <int64>[E] rows of each expert; they add up to N.
@@ -43,7 +44,9 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     place = accepted.flatten().nonzero().squeeze(-1)
     expert = plan.expert_index.flatten().index_select(0, place)
     order = expert.argsort(stable=True)
-    by_token = torch.empty_like(order).scatter(0, order, torch.arange(order.numel(), device=order.device))
+    by_token = torch.empty_like(order).scatter(
+        0, order, torch.arange(order.numel(), device=order.device)
+    )
     place = place.index_select(0, order)
     rows_of_token = accepted.sum(dim=-1)
     return ExpertRows(
@@ -59,7 +62,8 @@ class Slots(NamedTuple):
     """A plan as fixed slots: every expert has as many as the groups have together, empty or not.
 
     Attributes:
-        token: <int64>[E, G * C] token of each slot, in the flattened [G, S]; G * S, which is none, for an empty one.
+        token: <int64>[E, G * C] token of each slot, in the flattened [G, S]; G * S, which is none,
+            for an empty one.
         weight: <float32>[E, G * C] combine weight; 0 for an empty slot.
     """
 
@@ -68,7 +72,8 @@ class Slots(NamedTuple):
 
 
 def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
-    """Returns who stands in each slot; no shape depends on the tokens, and the device is never waited for.
+    """Returns who stands in each slot; no shape depends on the tokens, and the device is never
+    waited for.
 
     Args:
         plan: Where tokens go; without a capacity every expert has a slot for every token.
@@ -80,9 +85,15 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
     index = (plan.expert_index * groups + group) * capacity + plan.slot
     nowhere = num_experts * groups * capacity
     index = index.masked_fill(~plan.accepted, nowhere).flatten()
-    token = torch.arange(groups * size, device=index.device)[:, None].expand(-1, plan.slot.shape[-1]).flatten()
+    token = (
+        torch.arange(groups * size, device=index.device)[:, None]
+        .expand(-1, plan.slot.shape[-1])
+        .flatten()
+    )
     token = token.new_full((nowhere + 1,), groups * size).scatter(0, index, token)
-    weight = plan.combine_weight.new_zeros(nowhere + 1).scatter(0, index, plan.combine_weight.flatten())
+    weight = plan.combine_weight.new_zeros(nowhere + 1).scatter(
+        0, index, plan.combine_weight.flatten()
+    )
     by_expert = "(e n) -> e n"
     return Slots(*(rearrange(x[:nowhere], by_expert, e=num_experts) for x in (token, weight)))
 
@@ -90,14 +101,16 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
 def dispatch_slots(tokens: Tensor, slots: Slots) -> Tensor:
     """Returns the buffers of the experts <any float>[E, G * C, D] for tokens <any float>[G * S, D].
 
-    An empty slot holds zeros, not some token's row: 0 times a row that is not finite, or overflows there, is NaN.
+    An empty slot holds zeros, not some token's row: 0 times a row that is not finite, or overflows
+    there, is NaN.
     """
     rows = F.pad(tokens, (0, 0, 0, 1)).index_select(0, slots.token.flatten())
     return rearrange(rows, "(e n) d -> e n d", e=slots.token.shape[0])
 
 
 def combine_slots(outputs: Tensor, slots: Slots, num_tokens: int) -> Tensor:
-    """Returns every token's weighted sum over its slots <any float>[G * S, D]; zeros where there is none.
+    """Returns every token's weighted sum over its slots <any float>[G * S, D]; zeros where there is
+    none.
 
     Args:
         outputs: <any float>[E, G * C, D] of the experts.
@@ -105,4 +118,6 @@ def combine_slots(outputs: Tensor, slots: Slots, num_tokens: int) -> Tensor:
         num_tokens: G * S.
     """
     rows = rearrange(outputs * slots.weight[..., None].to(outputs.dtype), "e n d -> (e n) d")
-    return rows.new_zeros(num_tokens + 1, rows.shape[-1]).index_add(0, slots.token.flatten(), rows)[:num_tokens]
+    return rows.new_zeros(num_tokens + 1, rows.shape[-1]).index_add(0, slots.token.flatten(), rows)[
+        :num_tokens
+    ]

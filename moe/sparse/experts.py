@@ -1,4 +1,6 @@
-"""The experts: E feed-forward networks as stacked weights, with the products in the fastest form the device has."""
+"""The experts: E feed-forward networks as stacked weights, with the products in the fastest form
+the device has.
+"""
 
 import math
 from typing import Any
@@ -17,8 +19,8 @@ from moe.sparse.parallel import parallel_feed_forward
 class Experts(nn.Module):
     """E independent feed-forward networks without biases, GEGLU or plain.
 
-    Parameters are `gate_up_proj` [E, 2F, D] (gate above up) or, when not gated, `up_proj` [E, F, D];
-    `down_proj` [E, D, F]; and `bias` [E, F] when there is an expert bias.
+    Parameters are `gate_up_proj` [E, 2F, D] (gate above up) or, when not gated, `up_proj` [E, F,
+    D]; `down_proj` [E, D, F]; and `bias` [E, F] when there is an expert bias.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3.1 and appendix C: [(GELU(x W11) * x W12) + B] W2. Differs: no.
@@ -47,15 +49,18 @@ class Experts(nn.Module):
         truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
         truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
         if self.bias is not None:
-            nn.init.constant_(self.bias, 1.0 if self.config.expert_bias == "multiplicative" else 0.0)
+            nn.init.constant_(
+                self.bias, 1.0 if self.config.expert_bias == "multiplicative" else 0.0
+            )
 
     def forward(self, tokens: Tensor, rows: ExpertRows | None = None) -> Tensor:
-        """Returns every token's weighted sum of what its experts make of it; zeros where there is none.
+        """Returns every token's weighted sum of what its experts make of it; zeros where there is
+        none.
 
         Args:
             tokens: <any float>[T, D].
-            rows: Which token goes where; see `sort_rows`. None when `tokens` are slots already, <any float>[E, N, D]:
-                see `forward_slots`.
+            rows: Which token goes where; see `sort_rows`. None when `tokens` are slots already,
+                <any float>[E, N, D]: see `forward_slots`.
 
         Returns:
             <dtype of the products>[T, D], or [E, N, D] for slots.
@@ -66,14 +71,17 @@ class Experts(nn.Module):
         if tokens.device.type == "cpu":
             drop_rate = self.config.expert_dropout_rate if self.training else 0.0
             return parallel_feed_forward(tokens, rows, first, down, bias, self.config, drop_rate)
-        outputs = self.run_sorted(tokens.index_select(0, rows.token), rows.counts, first, down, bias)
+        outputs = self.run_sorted(
+            tokens.index_select(0, rows.token), rows.counts, first, down, bias
+        )
         outputs = outputs * rows.weight[:, None].to(outputs.dtype)
         return torch.zeros_like(tokens).index_add(0, rows.token, outputs)
 
     def forward_slots(self, buffers: Tensor) -> Tensor:
         """Returns what each expert makes of its slots <dtype of the products>[E, N, D].
 
-        The weights stand on the left of their products, so that their gradients come in the layout of the weights.
+        The weights stand on the left of their products, so that their gradients come in the layout
+        of the weights.
 
         Args:
             buffers: <any float>[E, N, D].
@@ -84,8 +92,11 @@ class Experts(nn.Module):
             hidden = self._hidden(hidden, None if bias is None else bias[..., None], dim=1)
             return rearrange(torch.bmm(down, hidden), "e d n -> e n d").contiguous()
 
-    def run_sorted(self, x: Tensor, counts: Tensor, first: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the experts' outputs <float>[N, D] for rows <float>[N, D] sorted by expert, by grouped products.
+    def run_sorted(
+        self, x: Tensor, counts: Tensor, first: Tensor, down: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Returns the experts' outputs <float>[N, D] for rows <float>[N, D] sorted by expert, by
+        grouped products.
 
         Args:
             x: Rows.
@@ -97,10 +108,14 @@ class Experts(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             if bias is not None:
                 bias = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])
-            return grouped_linear(self._hidden(grouped_linear(x, first, counts), bias), down, counts)
+            return grouped_linear(
+                self._hidden(grouped_linear(x, first, counts), bias), down, counts
+            )
 
     def _hidden(self, hidden: Tensor, bias: Tensor | None, dim: int = -1) -> Tensor:
-        """Returns the hidden activation <float>[..., F] of the first product <float>[..., 2F or F]; `dim` is theirs."""
+        """Returns the hidden activation <float>[..., F] of the first product <float>[..., 2F or F];
+        `dim` is theirs.
+        """
         hidden = activate(hidden, self.config, dim)
         if bias is not None:
             hidden = hidden * bias if self.config.expert_bias == "multiplicative" else hidden + bias
@@ -109,11 +124,15 @@ class Experts(nn.Module):
     def product_dtype(self) -> torch.dtype:
         """Returns the dtype of the products: that of the model, or of autocast where it is on."""
         device = self.down_proj.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device)  # meta: weights that wait on a disk
+        autocast = device != "meta" and torch.is_autocast_enabled(
+            device
+        )  # meta: weights that wait on a disk
         return torch.get_autocast_dtype(device) if autocast else self.down_proj.dtype
 
     def _in_product_dtype(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Returns input and this rank's weights in the dtype of the products; gate and up of F lie side by side."""
+        """Returns input and this rank's weights in the dtype of the products; gate and up of F lie
+        side by side.
+        """
         dtype = self.product_dtype()
         first = _dequantized(local_shard(self.first_proj))
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
@@ -131,8 +150,8 @@ def _dequantized(weight: Tensor) -> Tensor:
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Returns x W_e^T <float>[N, O] for rows <float>[N, I] sorted by expert.
 
-    One grouped product where torch has it: bfloat16, float16 and float32 with rows of a multiple of 16 bytes; else
-    one product for each expert.
+    One grouped product where torch has it: bfloat16, float16 and float32 with rows of a multiple of
+    16 bytes; else one product for each expert.
 
     Args:
         x: Rows.
@@ -168,7 +187,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def activate(hidden: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
-    """Returns the hidden activation <float>[..., F] of <float>[..., 2F] when gated (gate first), else of [..., F].
+    """Returns the hidden activation <float>[..., F] of <float>[..., 2F] when gated (gate first),
+    else of [..., F].
 
     Args:
         hidden: The first product.
@@ -181,11 +201,12 @@ def activate(hidden: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
 
 
 def truncated_normal_(tensor: Tensor, std: float) -> Tensor:
-    """Fills <float>[...] with normal values cut at two deviations, rescaled so that their deviation is `std`.
+    """Fills <float>[...] with normal values cut at two deviations, rescaled so that their deviation
+    is `std`.
 
     Source:
-        flax `variance_scaling(..., "truncated_normal")`, as Flaxformer's ST-MoE configurations use it: the cut
-        normal has a deviation of 0.8796.
+        flax `variance_scaling(..., "truncated_normal")`, as Flaxformer's ST-MoE configurations use
+        it: the cut normal has a deviation of 0.8796.
     """
     std = std / 0.87962566103423978
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std)

@@ -10,7 +10,9 @@ from moe.sparse.config import CapacityScope
 
 
 class Grouping(Protocol):
-    """The settings that say which tokens are routed together; configurations of layers and of models have them."""
+    """The settings that say which tokens are routed together; configurations of layers and of
+    models have them.
+    """
 
     @property
     def group_size(self) -> int:
@@ -24,16 +26,18 @@ class Grouping(Protocol):
 
 
 def tokens_per_group(config: Grouping) -> int:
-    """Returns the most tokens that are routed together, for `sequences_per_group`; 1 makes groups of one sequence."""
+    """Returns the most tokens that are routed together, for `sequences_per_group`; 1 makes groups
+    of one sequence.
+    """
     return 1 if config.capacity_scope == "sequence" else config.group_size
 
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:
     """Returns how many sequences are routed together.
 
-    It is the largest divisor of `batch` whose tokens fit into `group_size`; a sequence longer than that is a group
-    of its own. Groups of whole sequences keep routing independent of how a batch is cut into micro-batches, as long
-    as each micro-batch gives the same number here.
+    It is the largest divisor of `batch` whose tokens fit into `group_size`; a sequence longer than
+    that is a group of its own. Groups of whole sequences keep routing independent of how a batch is
+    cut into micro-batches, as long as each micro-batch gives the same number here.
 
     Args:
         batch: Sequences in the batch, B.
@@ -41,8 +45,8 @@ def sequences_per_group(batch: int, length: int, group_size: int) -> int:
         group_size: Most tokens in a group.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §7.2: groups of 4 sequences, mostly 2 to 8. Differs: Mesh-TensorFlow cuts the flat
-        token axis and may cut through a sequence.
+        ST-MoE (arXiv:2202.08906) §7.2: groups of 4 sequences, mostly 2 to 8. Differs:
+        Mesh-TensorFlow cuts the flat token axis and may cut through a sequence.
     """
     most = max(1, group_size // max(1, length))
     return next(count for count in range(min(most, max(1, batch)), 0, -1) if batch % count == 0)

@@ -1,7 +1,8 @@
-"""What a sparse layer is given: shapes, dtypes and masks, checked at the door. Comes before groups.py.
+"""What a sparse layer is given: shapes, dtypes and masks, checked at the door. Comes before
+groups.py.
 
-Shapes and dtypes are checked always. Values are looked at on a CPU and outside of compiled graphs only: elsewhere that
-would wait for the device, or break the graph.
+Shapes and dtypes are checked always. Values are looked at on a CPU and outside of compiled graphs
+only: elsewhere that would wait for the device, or break the graph.
 """
 
 from typing import Any
@@ -17,7 +18,12 @@ _MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
 
 
 def check_inputs(
-    x: Tensor, token_mask: Tensor | None, token_ids: Tensor | None, word_embeddings: Tensor | None, *, d_model: int
+    x: Tensor,
+    token_mask: Tensor | None,
+    token_ids: Tensor | None,
+    word_embeddings: Tensor | None,
+    *,
+    d_model: int,
 ) -> None:
     """Raises unless the inputs of a layer fit each other; None stands for what was not given.
 
@@ -52,7 +58,9 @@ def check_inputs(
             )
 
     if token_ids is not None and token_ids.dtype not in _INTEGERS:
-        raise DataError(f"token_ids have dtype {token_ids.dtype}; expected integers, the ids of a vocabulary.")
+        raise DataError(
+            f"token_ids have dtype {token_ids.dtype}; expected integers, the ids of a vocabulary."
+        )
     if word_embeddings is not None:
         _check_floating("word_embeddings", word_embeddings)
 
@@ -64,8 +72,9 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
         token_mask: <bool>[...], or 0 for padding and 1 for real tokens in any dtype.
 
     Raises:
-        DataError: When it holds something else, as additive masks of 0 and -inf do, or when it could be additive: all
-            0 in a floating dtype. Only on a CPU outside compiled graphs; elsewhere what is not above 0 is padding.
+        DataError: When it holds something else, as additive masks of 0 and -inf do, or when it
+            could be additive: all 0 in a floating dtype. Only on a CPU outside compiled graphs;
+            elsewhere what is not above 0 is padding.
     """
     if token_mask.dtype == torch.bool:
         return token_mask
@@ -88,7 +97,9 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
 
 
 def can_look_at(x: Tensor) -> bool:
-    """Returns whether the values of a tensor can be looked at without waiting for a device or breaking a graph."""
+    """Returns whether the values of a tensor can be looked at without waiting for a device or
+    breaking a graph.
+    """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

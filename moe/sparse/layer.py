@@ -42,18 +42,23 @@ class RouterOutput(NamedTuple):
     def within(self, totals: BalanceTotals) -> "RouterOutput":
         """Returns the same as a part of a wider scope of the balance loss; see `balance_within`."""
         losses = balance_within(self.losses, totals)
-        balance, count = losses.load_balance_sum.detach().double(), losses.load_balance_count.double()
+        balance, count = (
+            losses.load_balance_sum.detach().double(),
+            losses.load_balance_count.double(),
+        )
         stats = self.stats._replace(load_balance_sum=balance, load_balance_count=count)
         return self._replace(losses=losses, stats=stats)
 
 
 class SparseFeedForward(nn.Module):
-    """A feed-forward layer in which every token uses a few of E experts; fits any Transformer's feed-forward slot.
+    """A feed-forward layer in which every token uses a few of E experts; fits any Transformer's
+    feed-forward slot.
 
     Example:
         layer = SparseFeedForward(SparseConfig(d_model=512, d_ff=2048, num_experts=8))
         y, router = layer(x, token_mask)
-        loss = task_loss + 0.01 * router.losses.load_balance_loss + 0.001 * router.losses.router_z_loss
+        loss = task_loss + 0.01 * router.losses.load_balance_loss + 0.001 *
+        router.losses.router_z_loss
 
     Source:
         ST-MoE (arXiv:2202.08906) §2 and §3. Differs: padding is never routed.
@@ -61,7 +66,9 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
-        check(isinstance(config, SparseConfig), "config of a sparse layer", config, "a SparseConfig")
+        check(
+            isinstance(config, SparseConfig), "config of a sparse layer", config, "a SparseConfig"
+        )
         self.config = config
         self.router = build_router(config)
         self.experts = Experts(config)
@@ -69,11 +76,13 @@ class SparseFeedForward(nn.Module):
         self.tp: ProcessGroup | None = None
 
     def spread(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
-        """Tells the layer where its experts are; their parameters are cut by `moe.distributed.sharding`.
+        """Tells the layer where its experts are; their parameters are cut by
+        `moe.distributed.sharding`.
 
         Args:
             ep: Ranks that hold E / ep experts each; None when all are here.
-            tp: Ranks that hold F / tp hidden units of each expert here and see the same tokens; None likewise.
+            tp: Ranks that hold F / tp hidden units of each expert here and see the same tokens;
+                None likewise.
         """
         self.ep, self.tp = ep, tp
 
@@ -89,23 +98,26 @@ class SparseFeedForward(nn.Module):
     ) -> tuple[Tensor, RouterOutput | None]:
         """Returns the layer's output and what its router did.
 
-        A token that reaches no expert, and padding, come out as zeros: only the residual path carries them.
+        A token that reaches no expert, and padding, come out as zeros: only the residual path
+        carries them.
 
         Args:
             x: <any float>[B, L, D] tokens.
-            token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype; None means that all are. Additive masks are
-                refused, see `to_bool_mask`.
+            token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype; None means that all are.
+                Additive masks are refused, see `to_bool_mask`.
             token_ids: <any integer>[B, L] vocabulary ids, for router `hash`.
-            word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other than `hidden`.
-            drop_tokens: False ignores the capacity factor, so that no token is lost (incremental decoding).
+            word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other
+                than `hidden`.
+            drop_tokens: False ignores the capacity factor, so that no token is lost (incremental
+                decoding).
             report: False spares losses and statistics, and None stands for what the router did.
 
         Returns:
             <dtype of x>[B, L, D], and the RouterOutput.
 
         Raises:
-            DataError: When a shape or dtype does not fit, an input that the router needs is missing, or the router's
-                logits are not finite.
+            DataError: When a shape or dtype does not fit, an input that the router needs is
+                missing, or the router's logits are not finite.
         """
         check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
         token_mask = None if token_mask is None else to_bool_mask(token_mask)
@@ -115,11 +127,17 @@ class SparseFeedForward(nn.Module):
             for value in (x, token_mask, token_ids, word_embeddings)
         )
         assert tokens is not None, "x is given"
-        real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+        real = (
+            torch.ones(tokens.shape[:2], dtype=torch.bool, device=x.device)
+            if mask is None
+            else mask
+        )
 
         scores = self.router(RouterInputs(tokens, mask, ids, words))
         plan = self.router.assign(scores, real, drop_tokens=drop_tokens)
-        finish = self.start_experts(tokens, plan)  # with experts on other ranks, rows travel while the losses are made
+        finish = self.start_experts(
+            tokens, plan
+        )  # with experts on other ranks, rows travel while the losses are made
         output = self._report(scores, plan) if report else None
         return from_groups(finish(), sequences).to(x.dtype), output
 
@@ -129,7 +147,8 @@ class SparseFeedForward(nn.Module):
         return RouterOutput(scores.logits, plan, losses, router_stats(scores, plan, losses))
 
     def start_experts(self, tokens: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
-        """Dispatches tokens <any float>[G, S, D] and returns a function that runs the experts and combines.
+        """Dispatches tokens <any float>[G, S, D] and returns a function that runs the experts and
+        combines.
 
         That function returns <any float>[G, S, D].
         """
@@ -145,7 +164,9 @@ class SparseFeedForward(nn.Module):
         return lambda: leave_shards(start(), self.tp).unflatten(0, tokens.shape[:2])
 
     def _run_here(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
-        """Returns <any float>[T, D]: dispatch, experts and combine of tokens <any float>[T, D] on this rank."""
+        """Returns <any float>[T, D]: dispatch, experts and combine of tokens <any float>[T, D] on
+        this rank.
+        """
         if self.config.dispatch == "ragged":
             return self.experts(flat, sort_rows(plan, self.config.num_experts))
         slots = fill_slots(plan, self.config.num_experts)

@@ -1,4 +1,6 @@
-"""The sparse layer in a foreign Transformer: its place there, and what its routers did. Comes after layer.py."""
+"""The sparse layer in a foreign Transformer: its place there, and what its routers did. Comes after
+layer.py.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -18,15 +20,18 @@ from moe.sparse.stats import RouterStats, add_stats
 
 
 class FeedForwardSlot(nn.Module):
-    """A sparse layer where a Transformer expects a module from tensor to tensor; `collect_routers` gives the rest.
+    """A sparse layer where a Transformer expects a module from tensor to tensor; `collect_routers`
+    gives the rest.
 
     Three things to know:
-    - The input is [B, L, D]. A Transformer that keeps its tokens as [L, B, D] (`nn.Transformer...` without
-      `batch_first=True`) would route other groups, and nothing can notice unless there is a token mask.
-    - Make a new slot for each layer, after the Transformer is built: `nn.TransformerEncoder` copies its layer, so
-      that all layers would start with the same experts.
-    - A slot cannot know whether its decoder decodes step by step. Set `eval_capacity_factor` to None in a decoder that
-      generates, so that no token is dropped, and none depends on its neighbours in the batch.
+    - The input is [B, L, D]. A Transformer that keeps its tokens as [L, B, D] (`nn.Transformer...`
+      without `batch_first=True`) would route other groups, and nothing can notice unless there is a
+      token mask.
+    - Make a new slot for each layer, after the Transformer is built: `nn.TransformerEncoder` copies
+      its layer, so that all layers would start with the same experts.
+    - A slot cannot know whether its decoder decodes step by step. Set `eval_capacity_factor` to
+      None in a decoder that generates, so that no token is dropped, and none depends on its
+      neighbours in the batch.
 
     Example:
         config = SparseConfig(d_model=t5.config.d_model, d_ff=t5.config.d_ff, num_experts=8)
@@ -39,7 +44,8 @@ class FeedForwardSlot(nn.Module):
         if isinstance(layer, SparseConfig):
             layer = SparseFeedForward(layer)
 
-        # Adapters, compilation and activation checkpointing wrap a layer into a module of their own.
+        # Adapters, compilation and activation checkpointing wrap a layer into a module of their
+        # own.
         parts = layer.modules() if isinstance(layer, nn.Module) else ()
         num_sparse = sum(isinstance(part, SparseFeedForward) for part in parts)
         expected = "a SparseFeedForward, be it wrapped, or the SparseConfig of one"
@@ -62,14 +68,19 @@ class FeedForwardSlot(nn.Module):
 
 
 @contextmanager
-def collect_routers(module: nn.Module, token_mask: Tensor | None = None) -> Iterator[list[RouterOutput]]:
-    """Gives a list that fills with the RouterOutput of every sparse layer inside `module`, in the order of the calls.
+def collect_routers(
+    module: nn.Module, token_mask: Tensor | None = None
+) -> Iterator[list[RouterOutput]]:
+    """Gives a list that fills with the RouterOutput of every sparse layer inside `module`, in the
+    order of the calls.
 
-    Run the backward pass inside the context. Activation checkpointing calls the layers again there: that is not
-    recorded, but needs the same token mask. Only without a mask, or without checkpointing, may backward come later.
+    Run the backward pass inside the context. Activation checkpointing calls the layers again there:
+    that is not recorded, but needs the same token mask. Only without a mask, or without
+    checkpointing, may backward come later.
 
-    Open one context for the encoder and one for the decoder when their masks differ. Of nested contexts over the same
-    layer each records, and the innermost mask holds; a mask that the model passes itself comes before all.
+    Open one context for the encoder and one for the decoder when their masks differ. Of nested
+    contexts over the same layer each records, and the innermost mask holds; a mask that the model
+    passes itself comes before all.
 
     Example:
         with collect_routers(model, token_mask=mask) as routers:
@@ -79,12 +90,13 @@ def collect_routers(module: nn.Module, token_mask: Tensor | None = None) -> Iter
 
     Args:
         module: A Transformer, or a part of it.
-        token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype, of every call inside; None means that all are.
+        token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype, of every call inside; None
+            means that all are.
 
     Raises:
-        ConfigError: When `module` has no sparse layer, one mask is given to encoder and decoder, the layers run under
-            reentrant checkpointing (which loses the gradient of their losses), or the context ends before the
-            backward pass of checkpointed layers with a mask.
+        ConfigError: When `module` has no sparse layer, one mask is given to encoder and decoder,
+            the layers run under reentrant checkpointing (which loses the gradient of their losses),
+            or the context ends before the backward pass of checkpointed layers with a mask.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, SparseFeedForward)]
     if not layers:
@@ -101,7 +113,9 @@ def collect_routers(module: nn.Module, token_mask: Tensor | None = None) -> Iter
     collector = _Collector(token_mask)
     with ExitStack() as hooks:
         for layer in layers:  # the innermost context comes first, and the others respect its mask
-            hooks.enter_context(layer.register_forward_pre_hook(collector.give_mask, prepend=True, with_kwargs=True))
+            hooks.enter_context(
+                layer.register_forward_pre_hook(collector.give_mask, prepend=True, with_kwargs=True)
+            )
             hooks.enter_context(layer.register_forward_hook(collector.record))
         yield collector.routers
     collector.check_backward()
@@ -114,7 +128,8 @@ def router_loss(
     router_z_weight: float = 0.001,
     reduction: Literal["sum", "mean"] = "sum",
 ) -> Tensor:
-    """Returns <float32>[]: the weighted auxiliary losses of all layers, to be added to the task's loss.
+    """Returns <float32>[]: the weighted auxiliary losses of all layers, to be added to the task's
+    loss.
 
     Args:
         routers: Of one forward pass, from `collect_routers`.
@@ -127,7 +142,8 @@ def router_loss(
         DataError: When there are no routers.
 
     Source:
-        ST-MoE (arXiv:2202.08906) eq. 6 and its weights; Mesh-TensorFlow sums over layers. Differs: no.
+        ST-MoE (arXiv:2202.08906) eq. 6 and its weights; Mesh-TensorFlow sums over layers. Differs:
+        no.
     """
     check_choice("reduction", reduction, ("sum", "mean"))
     if not torch.compiler.is_compiling():
@@ -135,7 +151,8 @@ def router_loss(
         check_number("router_z_weight", router_z_weight, least=0)
     _refuse_empty(routers)
     losses = [
-        load_balance_weight * router.losses.load_balance_loss + router_z_weight * router.losses.router_z_loss
+        load_balance_weight * router.losses.load_balance_loss
+        + router_z_weight * router.losses.router_z_loss
         for router in routers
     ]
     total = functools.reduce(torch.add, losses)
@@ -152,7 +169,10 @@ def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
         DataError: When there are no routers, or they differ in the number of experts or of places.
     """
     _refuse_empty(routers)
-    shapes = [(router.stats.expert_load.numel(), router.stats.dropped_by_place.numel()) for router in routers]
+    shapes = [
+        (router.stats.expert_load.numel(), router.stats.dropped_by_place.numel())
+        for router in routers
+    ]
     first, others = shapes[0], [index for index, shape in enumerate(shapes) if shape != shapes[0]]
     if others:
         num_experts, places = shapes[others[0]]
@@ -193,7 +213,9 @@ class _Collector:
         self.must_recompute |= _checkpointed()
         return args[:1], {**kwargs, "token_mask": self.token_mask}
 
-    def record(self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]) -> None:
+    def record(
+        self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
+    ) -> None:
         """Appends what the router did, unless activation checkpointing only calls the layer again."""
         if _in_backward():
             return
@@ -206,7 +228,9 @@ class _Collector:
         self.routers.append(output[1])
 
     def check_backward(self) -> None:
-        """Raises a ConfigError when a later backward pass would call the layers again without their mask."""
+        """Raises a ConfigError when a later backward pass would call the layers again without their
+        mask.
+        """
         if self.must_recompute and not self.recomputed:
             raise ConfigError(
                 "collect_routers ended before the backward pass, but activation checkpointing will call the sparse "
@@ -221,7 +245,11 @@ def _in_backward() -> bool:
 
 
 def _checkpointed() -> bool:
-    """Returns whether non-reentrant checkpointing will call what runs now again; torch has no public word for it."""
-    top_hooks = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+    """Returns whether non-reentrant checkpointing will call what runs now again; torch has no
+    public word for it.
+    """
+    top_hooks = getattr(
+        getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None
+    )
     hooks = top_hooks(True) if top_hooks else None
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__

@@ -1,12 +1,14 @@
 """The experts' products on a CPU: whole experts in parallel, one thread each.
 
-One core at a time does gather, product, activation and product of one expert's rows while they are in its cache.
-That scales better than splitting each product over all cores, because products of a few hundred rows are small.
+One core at a time does gather, product, activation and product of one expert's rows while they are
+in its cache. That scales better than splitting each product over all cores, because products of a
+few hundred rows are small.
 
-With few rows for an expert, most of a backward pass is the first touch of the gradients' memory; huge pages halve it
-there. With many rows they won 10 % at best, and lost as much on a virtual machine that gives free memory to its host.
-OpenMP's threads spin on the workers' cores for 10 ms after each operation of torch; to make them sleep at once won
-nothing that could be measured, and every later operation of the process, such as a step of decoding, had to wake them.
+With few rows for an expert, most of a backward pass is the first touch of the gradients' memory;
+huge pages halve it there. With many rows they won 10 % at best, and lost as much on a virtual
+machine that gives free memory to its host. OpenMP's threads spin on the workers' cores for 10 ms
+after each operation of torch; to make them sleep at once won nothing that could be measured, and
+every later operation of the process, such as a step of decoding, had to wake them.
 """
 
 import contextlib
@@ -55,8 +57,8 @@ def parallel_feed_forward(
 ) -> Tensor:
     """Returns every token's weighted sum of what its experts make of it.
 
-    Results do not depend on the number of threads in the forward pass; in the backward pass only an expert with more
-    than its fair share of all rows is summed up in another order.
+    Results do not depend on the number of threads in the forward pass; in the backward pass only an
+    expert with more than its fair share of all rows is summed up in another order.
 
     Args:
         tokens: <float>[T, D].
@@ -73,11 +75,15 @@ def parallel_feed_forward(
     learns = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (tokens, rows.weight, first, down, bias)
     )
-    return _ParallelFeedForward.apply(tokens, rows.weight, first, down, bias, rows, config, drop_rate, learns)
+    return _ParallelFeedForward.apply(
+        tokens, rows.weight, first, down, bias, rows, config, drop_rate, learns
+    )
 
 
 class _ParallelFeedForward(torch.autograd.Function):
-    """Gather, experts and weighted sum in one node: only what the products return is kept for the backward pass."""
+    """Gather, experts and weighted sum in one node: only what the products return is kept for the
+    backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -104,7 +110,9 @@ class _ParallelFeedForward(torch.autograd.Function):
             here = slice(piece.start, piece.end)
             x = tokens.index_select(0, rows.token[here])
             if drop_rate:
-                kept[here].bernoulli_(1 - drop_rate, generator=torch.Generator().manual_seed(seed + piece.start))
+                kept[here].bernoulli_(
+                    1 - drop_rate, generator=torch.Generator().manual_seed(seed + piece.start)
+                )
             product = multiply(x, first[piece.expert], out=products[here] if learns else None)
             gate = expert.activate(product, gates[here] if gates.numel() else None)
             hidden = expert.hidden(product, gate, _of(bias, piece.expert), kept[here]).hidden
@@ -117,7 +125,15 @@ class _ParallelFeedForward(torch.autograd.Function):
         else:
             run_pieces(run, pieces)
         ctx.save_for_backward(
-            tokens, weight, first, down, bias, products, gates, kept, outputs if ctx.needs_input_grad[1] else None
+            tokens,
+            weight,
+            first,
+            down,
+            bias,
+            products,
+            gates,
+            kept,
+            outputs if ctx.needs_input_grad[1] else None,
         )
         ctx.rows, ctx.counts, ctx.expert = rows, counts, expert
         return sum_by_token(outputs, rows, weight)
@@ -130,7 +146,9 @@ class _ParallelFeedForward(torch.autograd.Function):
         d_output = grad_outputs[0]
         tokens, weight, first, down, bias, products, gates, kept, outputs = ctx.saved_tensors
         rows, expert = ctx.rows, ctx.expert
-        d_rows = tokens.new_empty(products.shape[0] if ctx.needs_input_grad[0] else 0, tokens.shape[1])
+        d_rows = tokens.new_empty(
+            products.shape[0] if ctx.needs_input_grad[0] else 0, tokens.shape[1]
+        )
         d_weight = None if outputs is None else torch.empty_like(weight)
         d_first, d_down, d_bias = (
             _ExpertSums(x, products.shape[0]) if needed else None
@@ -150,7 +168,9 @@ class _ParallelFeedForward(torch.autograd.Function):
             if d_down:
                 torch.mm(dy.t(), parts.hidden, out=d_down.of(piece))
             d_hidden = multiply(dy, down[piece.expert].t())
-            d_plain = expert.d_plain(d_hidden, parts, expert_bias, kept[here], d_bias.of(piece) if d_bias else None)
+            d_plain = expert.d_plain(
+                d_hidden, parts, expert_bias, kept[here], d_bias.of(piece) if d_bias else None
+            )
             d_product = expert.d_product(d_plain, product, gate)
             if d_first:
                 torch.mm(d_product.t(), tokens.index_select(0, token), out=d_first.of(piece))
@@ -160,7 +180,12 @@ class _ParallelFeedForward(torch.autograd.Function):
         share = math.ceil(products.shape[0] / torch.get_num_threads())
         run_pieces(run, cut_rows(ctx.counts, max(_CHUNK, share)))
         d_tokens = sum_by_token(d_rows, rows, None) if ctx.needs_input_grad[0] else None
-        return d_tokens, d_weight, *(x.total() if x else None for x in (d_first, d_down, d_bias)), *[None] * 4
+        return (
+            d_tokens,
+            d_weight,
+            *(x.total() if x else None for x in (d_first, d_down, d_bias)),
+            *[None] * 4,
+        )
 
 
 class _Hidden(NamedTuple):
@@ -178,20 +203,25 @@ class _Hidden(NamedTuple):
 class _Expert:
     """The elementwise half of an expert, forwards and backwards.
 
-    A ReLU is done in place of the first product, since its gradient needs no more than that. GELU's gradient needs its
-    input, and to do it again would cost more than to keep its result.
+    A ReLU is done in place of the first product, since its gradient needs no more than that. GELU's
+    gradient needs its input, and to do it again would cost more than to keep its result.
     """
 
     def __init__(self, config: SparseConfig, drop_rate: float) -> None:
         self.gated, self.gelu = config.gated, config.activation == "gelu"
-        self.multiplicative, self.keep_scale = config.expert_bias == "multiplicative", 1 / (1 - drop_rate)
+        self.multiplicative, self.keep_scale = (
+            config.expert_bias == "multiplicative",
+            1 / (1 - drop_rate),
+        )
 
     def gate(self, product: Tensor) -> Tensor:
         """Returns the gate's part <float>[n, F] of a first product <float>[n, 2F or F]."""
         return product.chunk(2, dim=-1)[0] if self.gated else product
 
     def activate(self, product: Tensor, out: Tensor | None) -> Tensor:
-        """Returns the activated gate <float>[n, F] of a first product <float>[n, 2F or F]; GELU may fill `out`."""
+        """Returns the activated gate <float>[n, F] of a first product <float>[n, 2F or F]; GELU may
+        fill `out`.
+        """
         gate = self.gate(product)
         if not self.gelu:
             return gate.relu_()
@@ -200,7 +230,9 @@ class _Expert:
         return torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
 
     def hidden(self, product: Tensor, gate: Tensor, bias: Tensor | None, kept: Tensor) -> _Hidden:
-        """Returns the steps from first product and activated gate <float>[n, F]; `kept` is empty without dropout."""
+        """Returns the steps from first product and activated gate <float>[n, F]; `kept` is empty
+        without dropout.
+        """
         plain = gate * product.chunk(2, dim=-1)[1] if self.gated else gate
         hidden = plain
         if bias is not None:
@@ -210,13 +242,22 @@ class _Expert:
         return _Hidden(plain, hidden)
 
     def d_plain(
-        self, d_hidden: Tensor, parts: _Hidden, bias: Tensor | None, kept: Tensor, d_bias: Tensor | None
+        self,
+        d_hidden: Tensor,
+        parts: _Hidden,
+        bias: Tensor | None,
+        kept: Tensor,
+        d_bias: Tensor | None,
     ) -> Tensor:
-        """Returns the gradient <float>[n, F] before dropout and bias; fills that of the bias <float>[F]."""
+        """Returns the gradient <float>[n, F] before dropout and bias; fills that of the bias
+        <float>[F].
+        """
         if kept.numel():
             d_hidden = d_hidden * kept * self.keep_scale
         if d_bias is not None:
-            torch.sum(d_hidden * parts.plain if self.multiplicative else d_hidden, dim=0, out=d_bias)
+            torch.sum(
+                d_hidden * parts.plain if self.multiplicative else d_hidden, dim=0, out=d_bias
+            )
         return d_hidden * bias if bias is not None and self.multiplicative else d_hidden
 
     def d_product(self, d_plain: Tensor, product: Tensor, gate: Tensor) -> Tensor:
@@ -232,12 +273,16 @@ class _Expert:
     def _d_gate(self, d_activated: Tensor, gate: Tensor, out: Tensor) -> Tensor:
         """Returns `out`, filled with the gradient <float>[n, F] of the activation's input."""
         if self.gelu:
-            return torch.ops.aten.gelu_backward.grad_input(d_activated, gate, approximate="tanh", grad_input=out)
+            return torch.ops.aten.gelu_backward.grad_input(
+                d_activated, gate, approximate="tanh", grad_input=out
+            )
         return torch.ops.aten.threshold_backward.grad_input(d_activated, gate, 0, grad_input=out)
 
 
 class _ExpertSums:
-    """Gradient of stacked weights; an expert in several pieces is summed in their order, whoever ends first."""
+    """Gradient of stacked weights; an expert in several pieces is summed in their order, whoever
+    ends first.
+    """
 
     def __init__(self, weights: Tensor, num_rows: int) -> None:
         few_rows = num_rows < _FEW_ROWS * weights.shape[0]
@@ -259,7 +304,9 @@ class _ExpertSums:
 
 
 def in_huge_pages(like: Tensor) -> Tensor:
-    """Returns uninitialised memory of shape and dtype of <float>[...], in huge pages where the system has them."""
+    """Returns uninitialised memory of shape and dtype of <float>[...], in huge pages where the
+    system has them.
+    """
     num_bytes = like.numel() * like.element_size()
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty_like(like)
@@ -280,11 +327,14 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
         return outputs.new_zeros(rows.token_start.numel(), outputs.shape[1])
     if weight is not None:
         weight = weight.to(outputs.dtype).index_select(0, rows.by_token)
-    return F.embedding_bag(rows.by_token, outputs, rows.token_start, mode="sum", per_sample_weights=weight)
+    return F.embedding_bag(
+        rows.by_token, outputs, rows.token_start, mode="sum", per_sample_weights=weight
+    )
 
 
 def cut_rows(counts: list[int], most: int) -> list[Piece]:
-    """Returns each expert's rows in even pieces of at most `most`, largest first; an expert without rows has one.
+    """Returns each expert's rows in even pieces of at most `most`, largest first; an expert without
+    rows has one.
 
     Args:
         counts: Rows of each expert.
@@ -328,7 +378,9 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
             work()
         return
     pool, jobs = _thread_pool(threads), []
-    if torch.is_inference_mode_enabled():  # the mode belongs to a thread, and its tensors change within it only
+    if (
+        torch.is_inference_mode_enabled()
+    ):  # the mode belongs to a thread, and its tensors change within it only
         work = torch.inference_mode()(work)
     try:
         for _ in range(threads):
@@ -344,7 +396,9 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
         jobs.clear()
 
 
-@functools.lru_cache(maxsize=4)  # the workers of a number of threads that is no longer asked for end
+@functools.lru_cache(
+    maxsize=4
+)  # the workers of a number of threads that is no longer asked for end
 def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Returns the workers for so many threads: each runs torch on one core and builds no graph."""
     started = threading.Barrier(threads)
@@ -358,11 +412,15 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
     try:
         for ready in [pool.submit(started.wait) for _ in range(threads)]:
             ready.result()
-    except BaseException:  # the system gives no more threads: who waits for them would keep the process from ending
+    except (
+        BaseException
+    ):  # the system gives no more threads: who waits for them would keep the process from ending
         started.abort()
         raise
     finally:
-        torch.set_num_threads(threads)  # the workers' setting is also what threads to come would inherit
+        torch.set_num_threads(
+            threads
+        )  # the workers' setting is also what threads to come would inherit
     return pool
 
 

@@ -1,11 +1,13 @@
 """Matrix products of a CPU in float32, by the faster of torch's two libraries.
 
-torch sends float32 products to MKL, which takes the slower half of an AMD core's instructions, and one core for a
-single row; the other library in torch's builds, oneDNN, knows neither limit. Both are exact to rounding. On a 4-core
-AMD EPYC, 4096 x 768 x 3072 takes 75 ms with MKL and 32 ms with oneDNN, a single row 0.55 ms and 0.20 ms.
+torch sends float32 products to MKL, which takes the slower half of an AMD core's instructions, and
+one core for a single row; the other library in torch's builds, oneDNN, knows neither limit. Both
+are exact to rounding. On a 4-core AMD EPYC, 4096 x 768 x 3072 takes 75 ms with MKL and 32 ms with
+oneDNN, a single row 0.55 ms and 0.20 ms.
 
-Small products stay where they are: a call of oneDNN costs 15 us more. So do gradients of the weights of experts: oneDNN
-prepares itself for every new number of rows, for sums over them in twice the time of the product.
+Small products stay where they are: a call of oneDNN costs 15 us more. So do gradients of the
+weights of experts: oneDNN prepares itself for every new number of rows, for sums over them in twice
+the time of the product.
 """
 
 from typing import Any
@@ -25,7 +27,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         x: <any float>[..., I].
         weight: <any float>[O, I].
     """
-    if torch.compiler.is_compiling() or _is_watched() or x.dim() < 2 or not _onednn_is_faster(x, weight):
+    if (
+        torch.compiler.is_compiling()
+        or _is_watched()
+        or x.dim() < 2
+        or not _onednn_is_faster(x, weight)
+    ):
         return F.linear(x, weight)
     return _Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
@@ -84,7 +91,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # no shard, no stand-in of a tracer
 
 
 def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T <float32>[N, O] of <float32>[N, I] and <float32>[O, I]; the operation that torch.compile uses."""
+    """Returns x W^T <float32>[N, O] of <float32>[N, I] and <float32>[O, I]; the operation that
+    torch.compile uses.
+    """
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 

@@ -37,7 +37,8 @@ class RouterInputs(NamedTuple):
         tokens: <any float>[G, S, D] hidden states.
         token_mask: <bool>[G, S] real tokens; None when all are.
         token_ids: <int64>[G, S] vocabulary ids; None when the caller has none.
-        word_embeddings: <any float>[G, S, D] embeddings of those ids; None when the caller has none.
+        word_embeddings: <any float>[G, S, D] embeddings of those ids; None when the caller has
+            none.
     """
 
     tokens: Tensor
@@ -54,13 +55,15 @@ class NoOptions:
 class Router(nn.Module):
     """Base of the routers: a float32 gate, and a rule that makes a plan of its scores.
 
-    Everything from the gate's input to the plan is float32 (float64 in a float64 model), whatever the autocast or
-    parameter dtype. A router is a subclass with `assign`, registered in ROUTERS.
+    Everything from the gate's input to the plan is float32 (float64 in a float64 model), whatever
+    the autocast or parameter dtype. A router is a subclass with `assign`, registered in ROUTERS.
 
     Attributes:
-        Options: Frozen dataclass of the settings of this router alone; `check(config)` of it is optional.
-        causal: Whether a token's choice never depends on later tokens; if not, a decoder refuses the router. Capacity
-            can cost a token a place after its first through later tokens all the same; see `assign_slots`.
+        Options: Frozen dataclass of the settings of this router alone; `check(config)` of it is
+            optional.
+        causal: Whether a token's choice never depends on later tokens; if not, a decoder refuses
+            the router. Capacity can cost a token a place after its first through later tokens all
+            the same; see `assign_slots`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
     """
 
@@ -87,17 +90,22 @@ class Router(nn.Module):
         return config.num_experts * cls.gate_width(config)
 
     def reset_parameters(self) -> None:
-        """Draws the gate anew: normal, or truncated normal with variance scale / fan_in; see SparseConfig."""
+        """Draws the gate anew: normal, or truncated normal with variance scale / fan_in; see
+        SparseConfig.
+        """
         if not self.num_parameters(self.config):
             return
         std = self.config.router_initializer_std
         if std is None:
-            truncated_normal_(self.gate, math.sqrt(self.config.initializer_scale / self.gate.shape[1]))
+            truncated_normal_(
+                self.gate, math.sqrt(self.config.initializer_scale / self.gate.shape[1])
+            )
         else:
             nn.init.normal_(self.gate, std=std)
 
     def forward(self, inputs: RouterInputs) -> RouterScores:
-        """Returns the scores of every expert for every token; those of padding are zeros with no gradient.
+        """Returns the scores of every expert for every token; those of padding are zeros with no
+        gradient.
 
         Raises:
             DataError: When the scores of a real token are not finite, or a needed input is missing.
@@ -115,7 +123,8 @@ class Router(nn.Module):
         """Returns <any float>[G, S, D or 2D]: what the gate sees of the tokens.
 
         Source:
-            ST-MoE (arXiv:2202.08906) appendix C: neutral after long training; the hidden state alone is the default.
+            ST-MoE (arXiv:2202.08906) appendix C: neutral after long training; the hidden state
+            alone is the default.
         """
         mode, tokens = self.config.router_input, inputs.tokens
         if mode == "hidden":
@@ -125,15 +134,27 @@ class Router(nn.Module):
                 f"router_input is {mode!r}, but the layer got no word embeddings. Pass word_embeddings [B, L, D] "
                 "beside the tokens, or set router_input to 'hidden'."
             )
-        words = inputs.word_embeddings.detach() if mode.endswith("stop_gradient") else inputs.word_embeddings
-        return tokens + words if mode.startswith("add") else torch.cat([tokens, words.to(tokens.dtype)], dim=-1)
+        words = (
+            inputs.word_embeddings.detach()
+            if mode.endswith("stop_gradient")
+            else inputs.word_embeddings
+        )
+        return (
+            tokens + words
+            if mode.startswith("add")
+            else torch.cat([tokens, words.to(tokens.dtype)], dim=-1)
+        )
 
     def perturb(self, seen: Tensor) -> Tensor:
-        """Returns the gate's input <float32>[G, S, D or 2D] with the noise that the router adds to it."""
+        """Returns the gate's input <float32>[G, S, D or 2D] with the noise that the router adds to
+        it.
+        """
         return seen
 
     @abstractmethod
-    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+    def assign(
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+    ) -> DispatchPlan:
         """Returns the plan for these scores.
 
         Args:
@@ -148,10 +169,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update(self, stats: RouterStats) -> None:
-        """Learns from the load of a whole update; called once after the optimizer's step. Most routers do not."""
+        """Learns from the load of a whole update; called once after the optimizer's step. Most
+        routers do not.
+        """
 
     def capacity(self, num_tokens: int, drop_tokens: bool) -> int | None:
-        """Returns the slots of an expert in a group of `num_tokens`; None when there is room for all."""
+        """Returns the slots of an expert in a group of `num_tokens`; None when there is room for
+        all.
+        """
         if not drop_tokens:
             return None
         return slots_of_expert(self.config, num_tokens, training=self.training)
@@ -205,7 +230,9 @@ def check_router(config: SparseConfig) -> None:
 
 
 def check_causal(name: str, advice: str) -> None:
-    """Raises a ConfigError when router `name` is for encoders only; `advice` is what to do with the others' names."""
+    """Raises a ConfigError when router `name` is for encoders only; `advice` is what to do with the
+    others' names.
+    """
     if not load_routers().get(name).causal:
         causal = ", ".join(other for other in ROUTERS.names() if ROUTERS.get(other).causal)
         raise ConfigError(
@@ -218,7 +245,9 @@ _KINDS = {bool: "True or False", int: "an integer", float: "a finite number"}
 
 
 def router_options_by_name() -> dict[str, list[str]]:
-    """Returns the name of every option that a router has, with the names of the routers that have it."""
+    """Returns the name of every option that a router has, with the names of the routers that have
+    it.
+    """
     found: dict[str, list[str]] = {}
     for name in load_routers().names():
         for item in dataclasses.fields(ROUTERS.get(name).Options):
@@ -231,14 +260,17 @@ def gate_logits(seen: Tensor, gate: Tensor) -> Tensor:
 
     Args:
         seen: <float32>[G, S, D or 2D].
-        gate: <float32>[E, D or 2D]; stands on the left, since libraries do that product several times faster.
+        gate: <float32>[E, D or 2D]; stands on the left, since libraries do that product several
+            times faster.
     """
     by_expert = gate @ rearrange(seen, "g s d -> d (g s)")
     return rearrange(by_expert.unflatten(1, seen.shape[:2]), "e g s -> g s e").contiguous()
 
 
 def _refuse_not_finite(logits: Tensor) -> None:
-    """Raises a DataError when <float>[G, S, E] holds NaN or infinity; on an accelerator without waiting for it."""
+    """Raises a DataError when <float>[G, S, E] holds NaN or infinity; on an accelerator without
+    waiting for it.
+    """
     message = (
         "The router's logits are not finite: its input or its weights hold NaN or infinity. Look for the first layer "
         "whose output is not finite; lower the learning rate, or use bfloat16 instead of float16."

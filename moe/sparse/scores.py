@@ -1,4 +1,6 @@
-"""The scores of a router: logits and what is computed from them once, for the plan, the losses and the statistics."""
+"""The scores of a router: logits and what is computed from them once, for the plan, the losses and
+the statistics.
+"""
 
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ class RouterScores(NamedTuple):
 def router_scores(logits: Tensor) -> RouterScores:
     """Returns the scores that belong to logits <float32>[G, S, E].
 
-    The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie in a softmax.
+    The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie
+    in a softmax.
     """
     return RouterScores(logits, logits.softmax(dim=-1), logits.logsumexp(dim=-1))

@@ -1,10 +1,13 @@
-"""Experts on other ranks: rows go out over the ep axis, are worked on where their experts are, and come back.
+"""Experts on other ranks: rows go out over the ep axis, are worked on where their experts are, and
+come back.
 
-Dispatch and combine stay those of dispatch.py; the routing weights never leave. `ragged` sends the accepted rows and
-their counts; `static` sends every slot, empty or not, and waits for nothing on the way.
+Dispatch and combine stay those of dispatch.py; the routing weights never leave. `ragged` sends the
+accepted rows and their counts; `static` sends every slot, empty or not, and waits for nothing on
+the way.
 
-Received rows carry a weight of 1. Experts that write them in the order of arrival, without a weight, and a gradient of
-the combination in pieces that fit the cache were no faster on a CPU (a layer took 47.4 ms of CPU time either way).
+Received rows carry a weight of 1. Experts that write them in the order of arrival, without a
+weight, and a gradient of the combination in pieces that fit the cache were no faster on a CPU (a
+layer took 47.4 ms of CPU time either way).
 """
 
 from collections.abc import Callable
@@ -25,7 +28,8 @@ from moe.sparse.plan import DispatchPlan
 def start_ragged(
     tokens: Tensor, plan: DispatchPlan, num_experts: int, experts: Experts, axis: ExpertAxis
 ) -> Callable[[], Tensor]:
-    """Sends accepted rows to their experts, and returns a function that brings back what they make of them.
+    """Sends accepted rows to their experts, and returns a function that brings back what they make
+    of them.
 
     Args:
         tokens: <float>[T, D] of this rank, in the dtype that travels.
@@ -45,7 +49,9 @@ def start_ragged(
 
     def finish() -> Tensor:
         outputs = experts(arrive(), sort_received(received))
-        return _CombineRows.apply(send_rows(outputs, route, "combine", reverse=True)(), rows.weight, rows)
+        return _CombineRows.apply(
+            send_rows(outputs, route, "combine", reverse=True)(), rows.weight, rows
+        )
 
     return finish
 
@@ -64,13 +70,16 @@ def start_static(
         inputs = rearrange(arrive(), "(p e n) d -> e (p n) d", **sizes)
         outputs = rearrange(experts(inputs), "e (p n) d -> (p e n) d", **sizes)
         back = send_rows(outputs, route, "combine", reverse=True)()
-        return combine_slots(rearrange(back, "(e n) d -> e n d", e=num_experts), slots, tokens.shape[0])
+        return combine_slots(
+            rearrange(back, "(e n) d -> e n d", e=num_experts), slots, tokens.shape[0]
+        )
 
     return finish
 
 
 def sort_received(counts: Tensor) -> ExpertRows:
-    """Returns which received row each row of each expert here is; all have weight 1, for their own is elsewhere.
+    """Returns which received row each row of each expert here is; all have weight 1, for their own
+    is elsewhere.
 
     Args:
         counts: <int64>[ep, E / ep] rows from each rank for each expert; they arrive in this order.
@@ -80,7 +89,9 @@ def sort_received(counts: Tensor) -> ExpertRows:
     token = expert.argsort(stable=True)
     rows = torch.arange(token.numel(), device=token.device)
     weight = torch.ones(token.numel(), device=token.device)
-    return ExpertRows(counts.sum(dim=0), token, weight, torch.empty_like(token).scatter(0, token, rows), rows)
+    return ExpertRows(
+        counts.sum(dim=0), token, weight, torch.empty_like(token).scatter(0, token, rows), rows
+    )
 
 
 class _GatherRows(torch.autograd.Function):
@@ -100,7 +111,9 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _CombineRows(torch.autograd.Function):
-    """Rows <float>[N, D] and their weights <float32>[N] to every token's weighted sum <float>[T, D]."""
+    """Rows <float>[N, D] and their weights <float32>[N] to every token's weighted sum <float>[T,
+    D].
+    """
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:

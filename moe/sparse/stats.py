@@ -1,4 +1,6 @@
-"""What a router did, as sums and counts that add up exactly over batches, micro-batches, layers and ranks."""
+"""What a router did, as sums and counts that add up exactly over batches, micro-batches, layers and
+ranks.
+"""
 
 from typing import NamedTuple
 
@@ -23,7 +25,8 @@ _REPORTED = (
 
 
 class RouterStats(NamedTuple):
-    """Sums and counts over the real tokens of one layer; see `summarize` for the numbers that people read.
+    """Sums and counts over the real tokens of one layer; see `summarize` for the numbers that
+    people read.
 
     Counts are integers and sums float64, so that no token is lost in a long run.
 
@@ -72,7 +75,9 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
     groups, size, num_experts = scores.probs.shape
     accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)
     reached = plan.accepted.sum(dim=-1)
-    entropy = scores.log_normalizer - (scores.probs * scores.logits).sum(dim=-1)  # which autocast does not round
+    entropy = scores.log_normalizer - (scores.probs * scores.logits).sum(
+        dim=-1
+    )  # which autocast does not round
     if plan.capacity is None:
         num_slots = accepted_load.sum()
     else:
@@ -107,7 +112,9 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
 
 
 def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterStats:
-    """Returns the statistics of all ranks of `group` together, the same on each; None for all ranks."""
+    """Returns the statistics of all ranks of `group` together, the same on each; None for all
+    ranks.
+    """
     return RouterStats(*sum_together(stats, group))
 
 
@@ -115,12 +122,13 @@ def summarize(stats: RouterStats) -> dict[str, float]:
     """Returns the numbers that people read.
 
     Returns:
-        `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that reached no
-        expert), `fraction_dropped_place_1` to `_K` (places that asked and got no slot, of all tokens),
-        `fraction_padding` (of all positions), `second_expert_rate` (tokens that reached two or more experts),
-        `entropy` (nats, mean over tokens), `load_cv` (standard deviation over mean of the expert load
-        before capacity), `max_over_mean` of the same load, `dead_experts` (that no token asked for),
-        `expert_usage` (filled slots over slots), `confidence` (mean combine weight of an accepted place).
+        `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
+        reached no expert), `fraction_dropped_place_1` to `_K` (places that asked and got no slot,
+        of all tokens), `fraction_padding` (of all positions), `second_expert_rate` (tokens that
+        reached two or more experts), `entropy` (nats, mean over tokens), `load_cv` (standard
+        deviation over mean of the expert load before capacity), `max_over_mean` of the same load,
+        `dead_experts` (that no token asked for), `expert_usage` (filled slots over slots),
+        `confidence` (mean combine weight of an accepted place).
     """
     load, tokens = stats.expert_load.double(), float(stats.num_tokens) or 1.0
     mean = float(load.mean()) or 1.0
@@ -129,7 +137,8 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         for place, count in enumerate(stats.dropped_by_place.tolist(), start=1)
     }
     return {
-        "load_balance_loss": float(stats.load_balance_sum) / (float(stats.load_balance_count) or 1.0),
+        "load_balance_loss": float(stats.load_balance_sum)
+        / (float(stats.load_balance_count) or 1.0),
         "router_z_loss": float(stats.router_z_sum) / (float(stats.router_z_count) or 1.0),
         "fraction_dropped": float(stats.dropped_tokens) / tokens,
         **dropped,
@@ -145,7 +154,8 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
 
 def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
-    """Returns `router/{stack}/...`: those numbers of a stack's routers that every training run reports.
+    """Returns `router/{stack}/...`: those numbers of a stack's routers that every training run
+    reports.
 
     Args:
         stack: `encoder` or `decoder`.

@@ -1,4 +1,6 @@
-"""A callback of transformers' Trainer: logs the parts of the loss and what the routers did, and lets routers learn."""
+"""A callback of transformers' Trainer: logs the parts of the loss and what the routers did, and
+lets routers learn.
+"""
 
 import warnings
 from functools import reduce
@@ -18,14 +20,17 @@ from moe.training.step import router_learns
 
 
 class RouterStatsCallback(TrainerCallback):
-    """Adds the parts of the training loss and the routers' statistics to what transformers' Trainer logs.
+    """Adds the parts of the training loss and the routers' statistics to what transformers' Trainer
+    logs.
 
-    The log, its history and all that is written of it then hold, beside `loss`, the cross-entropy `ce_loss` and the
-    vocabulary's `z_loss`, both as means over the updates since the last log, and `router/{encoder,decoder}/...`,
-    exactly added up over the same updates, micro-batches, layers and processes. Reporters put `train/` before names.
+    The log, its history and all that is written of it then hold, beside `loss`, the cross-entropy
+    `ce_loss` and the vocabulary's `z_loss`, both as means over the updates since the last log, and
+    `router/{encoder,decoder}/...`, exactly added up over the same updates, micro-batches, layers
+    and processes. Reporters put `train/` before names.
 
-    A router that learns of its load, such as `bias_balanced`, does so only with this callback, and not when frozen.
-    With a `compute_loss_func` of the Trainer, the model sees no labels, and the log has the routers' part alone.
+    A router that learns of its load, such as `bias_balanced`, does so only with this callback, and
+    not when frozen. With a `compute_loss_func` of the Trainer, the model sees no labels, and the
+    log has the routers' part alone.
 
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
@@ -39,7 +44,12 @@ class RouterStatsCallback(TrainerCallback):
         self._since_log: list[RouterStats] = []
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Begins to watch the model.
 
@@ -65,7 +75,12 @@ class RouterStatsCallback(TrainerCallback):
         ]
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Lets the routers learn, once for each update."""
         for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
@@ -84,17 +99,24 @@ class RouterStatsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds the numbers to a log of the training loss, on all processes, and begins to count anew."""
+        """Adds the numbers to a log of the training loss, on all processes, and begins to count
+        anew.
+        """
         if logs is None or "loss" not in logs or not self._num_updates:
             return
         losses = [] if self._losses is None else [self._losses]
         sums = iter(sum_together([*losses, *chain.from_iterable(self._since_log)]))
-        shares = 1 if args.average_tokens_across_devices else args.world_size  # each process had divisors of its own
+        shares = (
+            1 if args.average_tokens_across_devices else args.world_size
+        )  # each process had divisors of its own
         parts = (next(sums) / self._num_updates / shares).tolist() if losses else []
         layers = [RouterStats(*islice(sums, len(stats))) for stats in self._since_log]
         num_encoder_layers = model.config.num_sparse_encoder_layers
         values: dict[str, float] = dict(zip(("ce_loss", "z_loss"), parts, strict=False))
-        for stack, part in (("encoder", layers[:num_encoder_layers]), ("decoder", layers[num_encoder_layers:])):
+        for stack, part in (
+            ("encoder", layers[:num_encoder_layers]),
+            ("decoder", layers[num_encoder_layers:]),
+        ):
             if part:
                 values.update(router_values(stack, reduce(add_stats, part)))
         logs.update(values)
@@ -132,7 +154,9 @@ class RouterStatsCallback(TrainerCallback):
 def _ask_for_routers(
     model: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a training step with the routers' outputs asked for; a hook of the model."""
+    """Returns the arguments of a training step with the routers' outputs asked for; a hook of the
+    model.
+    """
     return inputs, {**arguments, "output_router_logits": True} if model.training else arguments
 
 

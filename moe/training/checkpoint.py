@@ -1,7 +1,9 @@
-"""Checkpoints that are whole or absent: each rank writes its shards aside, while training goes on; then they appear.
+"""Checkpoints that are whole or absent: each rank writes its shards aside, while training goes on;
+then they appear.
 
-A checkpoint is what snapshot.py says of model and optimizer, in the format of torch.distributed.checkpoint, a file
-state.json, and the checksums of all of them. All randomness of a run is a function of its seed and step, and so is the
+A checkpoint is what snapshot.py says of model and optimizer, in the format of
+torch.distributed.checkpoint, a file state.json, and the checksums of all of them. All randomness of
+a run is a function of its seed and step, and so is the
 place in data and schedule: the step is all that is kept of them.
 """
 
@@ -44,8 +46,8 @@ from moe.training.snapshot import OPTIMIZER, fresh_state, optimizer_state, put_n
 class CheckpointWriter:
     """Writes checkpoints below a folder, one at a time, and keeps the newest.
 
-    A kill of any rank at any moment, or a full disk, leaves the earlier ones as they were. Every rank must enter, save
-    and wait alike; `folder` must be one that all of them see.
+    A kill of any rank at any moment, or a full disk, leaves the earlier ones as they were. Every
+    rank must enter, save and wait alike; `folder` must be one that all of them see.
 
     Example:
         with CheckpointWriter(folder, keep=2) as writer:
@@ -59,7 +61,12 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, damaged: Iterable[Path] = (), timeout: timedelta | None = None
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        damaged: Iterable[Path] = (),
+        timeout: timedelta | None = None,
     ) -> None:
         self._folder = folder
         self._keep = keep
@@ -69,16 +76,22 @@ class CheckpointWriter:
         self._running: tuple[_Save, Future[Any]] | None = None
 
     def __enter__(self) -> "CheckpointWriter":
-        """Removes what killed runs have left; gives the background threads of all ranks a group of their own."""
+        """Removes what killed runs have left; gives the background threads of all ranks a group of
+        their own.
+        """
         if dist.is_initialized():
-            self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout))
+            self._group = cast(
+                dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout)
+            )
         else:  # said by torch at each save, in its thread, where it cannot be caught
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         from_first_rank(lambda: remove_leftovers(self._folder, "step_*"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the last checkpoint; after an error, which is then what counts, without raising its own."""
+        """Waits for the last checkpoint; after an error, which is then what counts, without raising
+        its own.
+        """
         try:
             if kind is None:
                 self.wait()
@@ -91,12 +104,17 @@ class CheckpointWriter:
                 self._group = None
 
     def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout], state: RunState
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layouts: Mapping[str, Layout],
+        state: RunState,
     ) -> Path:
-        """Copies weights and the optimizer's state, begins to write them in the background, and returns where.
+        """Copies weights and the optimizer's state, begins to write them in the background, and
+        returns where.
 
-        Waits for the save before, if that is still running. When all ranks have written, the checkpoint appears and
-        all but the newest are removed.
+        Waits for the save before, if that is still running. When all ranks have written, the
+        checkpoint appears and all but the newest are removed.
 
         Raises:
             DataError: When something else lies where the checkpoint should be.
@@ -112,7 +130,10 @@ class CheckpointWriter:
 
         partial = from_first_rank(begin)
         saving = _Save(target, opened)
-        with ExitStack() as after_failure, closing(DefaultStager(StagingOptions(False, False, False, False))) as stager:
+        with (
+            ExitStack() as after_failure,
+            closing(DefaultStager(StagingOptions(False, False, False, False))) as stager,
+        ):
             after_failure.push(opened)
             future = async_save(
                 {**weights_of(model, layouts), **optimizer_state(model, optimizer, layouts)},
@@ -175,7 +196,9 @@ class _Written(NamedTuple):
 class _Writer(FileSystemWriter):
     """Writes one checkpoint; torch calls `finish` on the first rank once all ranks have written."""
 
-    def __init__(self, partial: Path, save: _Save, state: RunState, keep: int, damaged: set[Path]) -> None:
+    def __init__(
+        self, partial: Path, save: _Save, state: RunState, keep: int, damaged: set[Path]
+    ) -> None:
         super().__init__(partial)
         self._partial = partial
         self._save = save
@@ -184,10 +207,12 @@ class _Writer(FileSystemWriter):
         self._damaged = damaged
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Writes this rank's shards, waits until they are on the disk, and computes their checksums.
+        """Writes this rank's shards, waits until they are on the disk, and computes their
+        checksums.
 
         Raises:
-            OSError: When the disk fails; torch says RuntimeError, and the reason would be lost on the way to others.
+            OSError: When the disk fails; torch says RuntimeError, and the reason would be lost on
+                the way to others.
         """
         try:
             pieces = super().write_data(plan, planner).wait()
@@ -204,11 +229,14 @@ class _Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Writes index, state.json and checksums, lets the checkpoint appear, and removes those that are too many."""
+        """Writes index, state.json and checksums, lets the checkpoint appear, and removes those
+        that are too many.
+        """
         super().finish(metadata, [written.pieces for written in results])
         write_state(self._partial, self._state)
 
-        # Every file has a checksum; the index, state.json and the empty file of an idle rank get theirs here.
+        # Every file has a checksum; the index, state.json and the empty file of an idle rank get
+        # theirs here.
         digests: dict[str, str] = {}
         for written in results:
             digests.update(written.digests)
@@ -235,10 +263,11 @@ def load_checkpoint(
     *,
     verified: bool = False,
 ) -> None:
-    """Puts weights and the optimizer's state of a checkpoint into `model` and `optimizer`, wherever it was made.
+    """Puts weights and the optimizer's state of a checkpoint into `model` and `optimizer`, wherever
+    it was made.
 
-    Every rank must call it; it reads what it holds. Parameters whose state the checkpoint has not, since they never
-    had a gradient, start fresh.
+    Every rank must call it; it reads what it holds. Parameters whose state the checkpoint has not,
+    since they never had a gradient, start fresh.
 
     Args:
         path: The checkpoint.
@@ -248,15 +277,19 @@ def load_checkpoint(
         verified: Whether `newest_whole_checkpoint` has just read every file of it.
 
     Raises:
-        CheckpointError: When a file is not what was written, or something is missing, unexpected or of another shape;
-            names or lists it, and changes nothing.
+        CheckpointError: When a file is not what was written, or something is missing, unexpected or
+            of another shape; names or lists it, and changes nothing.
     """
     if not verified and (damage := first_damage(path)) is not None:
-        raise CheckpointError(f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy.")
+        raise CheckpointError(
+            f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy."
+        )
     saved = read_shapes(path)
     saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
     weights = weights_of(model, layouts)
-    refuse_misfits(path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights)
+    refuse_misfits(
+        path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights
+    )
     with fresh_state(model, optimizer, {owner(name) for name in saved_state}):
         state = optimizer_state(model, optimizer, layouts)
         refuse_misfits(path, "optimizer", "Its state:", saved_state, state)
@@ -265,12 +298,18 @@ def load_checkpoint(
 
 
 def owner(key: str) -> str:
-    """Returns the parameter that a checkpoint's `optimizer/NAME/KEY` belongs to; an empty string for other entries."""
+    """Returns the parameter that a checkpoint's `optimizer/NAME/KEY` belongs to; an empty string
+    for other entries.
+    """
     return key.split("/")[1] if key.startswith(OPTIMIZER) else ""
 
 
 def refuse_misfits(
-    path: Path, kind: str, subject: str, saved: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]
+    path: Path,
+    kind: str,
+    subject: str,
+    saved: Mapping[str, tuple[int, ...]],
+    own: Mapping[str, Tensor],
 ) -> None:
     """Raises when tensors of a checkpoint and of a run differ in names or shapes.
 
@@ -280,7 +319,9 @@ def refuse_misfits(
     both = [(name, saved[name], tuple(own[name].shape)) for name in own.keys() & saved.keys()]
     reshaped = [(name, there, here) for name, there, here in both if there != here]
     if text := describe_misfits(own.keys() - saved.keys(), saved.keys() - own.keys(), reshaped):
-        raise CheckpointError(f"{path} is a checkpoint of another {kind}. {subject} {text}. Use the recipe of its run.")
+        raise CheckpointError(
+            f"{path} is a checkpoint of another {kind}. {subject} {text}. Use the recipe of its run."
+        )
 
 
 def _not_written(target: Path, reason: str) -> CheckpointError:
@@ -292,20 +333,25 @@ def _not_written(target: Path, reason: str) -> CheckpointError:
 
 
 def _remove_torn(target: Path) -> None:
-    """Removes what is left of a checkpoint without its state and index: a removal that was killed half-way."""
+    """Removes what is left of a checkpoint without its state and index: a removal that was killed
+    half-way.
+    """
     if target.is_dir() and kind_of(target) is None and holds_only_checkpoint_files(target):
         remove_folder(target)
 
 
 def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
-    """Removes the checkpoints that are older than the newest `keep` whole ones, and what is damaged among them.
+    """Removes the checkpoints that are older than the newest `keep` whole ones, and what is damaged
+    among them.
 
     Args:
         newest: The checkpoint that was just written; those of later steps are left alone.
         keep: Whole checkpoints that stay.
         damaged: Checkpoints that do not count as whole.
     """
-    until_now = [path for path in checkpoint_folders(newest.parent) if step_of(path) <= step_of(newest)]
+    until_now = [
+        path for path in checkpoint_folders(newest.parent) if step_of(path) <= step_of(newest)
+    ]
     whole = [path for path in until_now if path not in damaged and visible_damage(path) is None]
     for path in until_now[: until_now.index(whole[-keep])] if len(whole) >= keep else ():
         if path in whole or holds_only_checkpoint_files(path):

@@ -1,7 +1,7 @@
 """The index and the shards of a checkpoint, read without running anything that stands in them.
 
-torch.distributed.checkpoint keeps the index as a pickle, which could call any function. Here it may only name the
-classes that an index consists of, and its content is checked before it is used.
+torch.distributed.checkpoint keeps the index as a pickle, which could call any function. Here it may
+only name the classes that an index consists of, and its content is checked before it is used.
 """
 
 import pickle
@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from moe.errors import CheckpointError
 from moe.training.integrity import INDEX_FILE
 
-# What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch unpickles such entries.
+# What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch
+# unpickles such entries.
 _ADMITTED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -41,7 +47,16 @@ _ADMITTED = {
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 _DAMAGE = (
-    *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, LookupError, TypeError, ValueError),
+    *(
+        OSError,
+        EOFError,
+        pickle.UnpicklingError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ),
     *(RuntimeError, OverflowError, MemoryError, AssertionError, struct.error),
 )
 """What unpickling raises for a file that is torn or holds something else."""
@@ -52,10 +67,11 @@ class _ForbiddenNameError(Exception):
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint; whatever else a pickle could name is refused before it is even imported.
+    """Reads the index of a checkpoint; whatever else a pickle could name is refused before it is
+    even imported.
 
-    It is Python's own form of the class: that in C makes room for any number that a damaged byte gives as the place of
-    a value, and the machine ends the process for the memory that it takes.
+    It is Python's own form of the class: that in C makes room for any number that a damaged byte
+    gives as the place of a value, and the machine ends the process for the memory that it takes.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -68,7 +84,9 @@ class _IndexUnpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:  # where the checkpoint was written
+        if (
+            module in ("pathlib", "pathlib._local") and name in _PATHS
+        ):  # where the checkpoint was written
             return PurePath
         raise _ForbiddenNameError(f"{module}.{name}")
 
@@ -87,8 +105,8 @@ def read_index(path: Path) -> Metadata:
     """Returns the index of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: When there is none, it is damaged, or it names anything that no index consists of, as a file
-            does that was made to run code.
+        CheckpointError: When there is none, it is damaged, or it names anything that no index
+            consists of, as a file does that was made to run code.
     """
     file = path / INDEX_FILE
     try:
@@ -134,7 +152,9 @@ def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
             load(tensors, storage_reader=_Reader(path))
         except CheckpointException as failed:
             rank, error = cause_of(failed)
-            raise CheckpointError(f"{path} could not be read: rank {rank} failed with {error!r}.") from failed
+            raise CheckpointError(
+                f"{path} could not be read: rank {rank} failed with {error!r}."
+            ) from failed
 
 
 def cause_of(failed: CheckpointException) -> tuple[int, BaseException]:
@@ -165,7 +185,11 @@ def _oddity(index: Any) -> str:
 
     for piece, place in pieces.items():
         file = getattr(place, "relative_path", None)
-        if not isinstance(piece, MetadataIndex) or not isinstance(file, str) or file != PurePath(file).name:
+        if (
+            not isinstance(piece, MetadataIndex)
+            or not isinstance(file, str)
+            or file != PurePath(file).name
+        ):
             return f"a shard is {file!r}, which is no file of the checkpoint"
         if not _is_shape((getattr(place, "offset", None), getattr(place, "length", None))):
             return f"a piece of {file} has no place in it"

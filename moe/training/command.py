@@ -1,4 +1,6 @@
-"""From a command line and YAML files to a recipe; every mistake is one ConfigError that names the key."""
+"""From a command line and YAML files to a recipe; every mistake is one ConfigError that names the
+key.
+"""
 
 import argparse
 import dataclasses
@@ -37,7 +39,9 @@ _WORDS = {
 
 
 class Setting(NamedTuple):
-    """One key of a recipe: its dotted name, type, default (`argparse.SUPPRESS` for none) and explanation."""
+    """One key of a recipe: its dotted name, type, default (`argparse.SUPPRESS` for none) and
+    explanation.
+    """
 
     name: str
     type: Any
@@ -48,8 +52,8 @@ class Setting(NamedTuple):
 class RecipeCommand(Generic[R]):
     """A command whose arguments are a recipe and a few of its own.
 
-    `--config FILE` may be given several times, later files and later arguments win; `--print_config` shows the
-    result and ends.
+    `--config FILE` may be given several times, later files and later arguments win;
+    `--print_config` shows the result and ends.
 
     Example:
         command = RecipeCommand(PretrainRecipe, "Pre-trains a model.")
@@ -60,12 +64,18 @@ class RecipeCommand(Generic[R]):
     def __init__(self, kind: type[R], description: str) -> None:
         self.kind = kind
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
-        self._mappings = {name for name, setting in self._settings.items() if _is_mapping(setting.type)}
+        self._mappings = {
+            name for name, setting in self._settings.items() if _is_mapping(setting.type)
+        }
         self._own_arguments: dict[str, dict[str, Any]] = {}
-        options = {f"{name}.{option}" for name in self._mappings for option in router_options_by_name()}
+        options = {
+            f"{name}.{option}" for name in self._mappings for option in router_options_by_name()
+        }
         self._suggested = options | self._settings.keys()
         self._parser = ArgumentParser(description=description, exit_on_error=False)
-        self._parser.add_argument("--config", action="config", help="YAML file with settings; later ones win")
+        self._parser.add_argument(
+            "--config", action="config", help="YAML file with settings; later ones win"
+        )
         for setting in self._settings.values():
             self._parser.add_argument(
                 f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
@@ -84,7 +94,8 @@ class RecipeCommand(Generic[R]):
     def timeout(self, argv: list[str]) -> float:
         """Returns the seconds that ranks wait for each other, for `launch`, before they have met.
 
-        Of arguments that are wrong the default: `parse` says among the ranks, and once, what is wrong with them.
+        Of arguments that are wrong the default: `parse` says among the ranks, and once, what is
+        wrong with them.
         """
         try:
             return self.parse(argv)[1].timeout
@@ -95,13 +106,16 @@ class RecipeCommand(Generic[R]):
         """Returns the recipe and the command's own arguments.
 
         Raises:
-            ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a file is unreadable.
+            ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
+                file is unreadable.
         """
         self._refuse_unknown_options(argv)
         for file in _config_files(argv):
             self._check_file(Path(file))
         _refuse_long_numbers(argv)
-        _refuse_empty_paths(argv, {name for name, own in self._own_arguments.items() if own.get("type") is Path})
+        _refuse_empty_paths(
+            argv, {name for name, own in self._own_arguments.items() if own.get("type") is Path}
+        )
 
         try:
             parsed = self._parser.parse_args(argv)
@@ -115,25 +129,41 @@ class RecipeCommand(Generic[R]):
 
     def _refuse_unknown_options(self, argv: list[str]) -> None:
         """Raises a ConfigError for the first `--name` that the command does not have."""
-        known = self._settings.keys() | self._own_arguments.keys() | {"config", "print_config", "help"}
+        known = (
+            self._settings.keys() | self._own_arguments.keys() | {"config", "print_config", "help"}
+        )
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
-            if argument.startswith("--") and name not in known and name.rpartition(".")[0] not in self._mappings:
+            if (
+                argument.startswith("--")
+                and name not in known
+                and name.rpartition(".")[0] not in self._mappings
+            ):
                 closest = did_you_mean(name, known | self._suggested)
-                raise ConfigError(f"There is no option --{name}.{closest} --help lists all of them.")
+                raise ConfigError(
+                    f"There is no option --{name}.{closest} --help lists all of them."
+                )
 
     def _refuse_nulls(self, parsed: Any) -> None:
-        """Raises a ConfigError for the first setting that is null and may not be; jsonargparse lets all be null."""
+        """Raises a ConfigError for the first setting that is null and may not be; jsonargparse lets
+        all be null.
+        """
         for setting in self._settings.values():
             nullable = type(None) in typing.get_args(setting.type)
             if setting.name in parsed and parsed[setting.name] is None and not nullable:
                 kind = getattr(setting.type, "__name__", setting.type)
-                raise ConfigError(f"{setting.name} is null; expected {kind}. Give a value, or leave the key out.")
+                raise ConfigError(
+                    f"{setting.name} is null; expected {kind}. Give a value, or leave the key out."
+                )
 
     def _check_file(self, file: Path) -> None:
-        """Raises a ConfigError for the first key of a YAML file that is no setting, or whose value cannot be one."""
+        """Raises a ConfigError for the first key of a YAML file that is no setting, or whose value
+        cannot be one.
+        """
         if file.is_fifo():
-            raise ConfigError(f"{file} is a pipe, which can be read only once. Save the settings in a file.")
+            raise ConfigError(
+                f"{file} is a pipe, which can be read only once. Save the settings in a file."
+            )
 
         sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
         known = self._settings.keys() | self._own_arguments.keys() | sections
@@ -144,12 +174,16 @@ class RecipeCommand(Generic[R]):
                     f"{did_you_mean(key, self._suggested)} Remove it or correct its name."
                 )
             if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
-                raise ConfigError(f"{file}: {key} is {shown(value)}; expected a number of at most 300 digits.")
+                raise ConfigError(
+                    f"{file}: {key} is {shown(value)}; expected a number of at most 300 digits."
+                )
             if key in self._own_arguments:
                 _check_own(f"{file}: {key}", value, self._own_arguments[key])
 
     def _in_our_words(self, error: argparse.ArgumentError) -> str:
-        """Returns jsonargparse's message about a value of the wrong type: the setting, the value, what is expected."""
+        """Returns jsonargparse's message about a value of the wrong type: the setting, the value,
+        what is expected.
+        """
         text = " ".join(str(error).split())
         key = re.search(r'[Pp]arser key "([^"]+)"', text)
         value = re.search(r"(?:Got|Given) value: (.*)$", text)
@@ -160,8 +194,12 @@ class RecipeCommand(Generic[R]):
 
 
 def typed_settings(argv: list[str]) -> set[str]:
-    """Returns the names of the settings that a command line gives itself, beside those of its files."""
-    return {argument.removeprefix("--").split("=")[0] for argument in argv if argument.startswith("--")}
+    """Returns the names of the settings that a command line gives itself, beside those of its
+    files.
+    """
+    return {
+        argument.removeprefix("--").split("=")[0] for argument in argv if argument.startswith("--")
+    }
 
 
 def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
@@ -182,16 +220,22 @@ def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
                 yield Setting(f"{item.name}.{sub.name}", types[sub.name], value, explain[sub.name])
         else:
             explain = _attribute_help(kind) | _attribute_help(Recipe)
-            yield Setting(item.name, typing.get_type_hints(kind)[item.name], default, explain[item.name])
+            yield Setting(
+                item.name, typing.get_type_hints(kind)[item.name], default, explain[item.name]
+            )
 
 
 def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
-    """Returns the recipe of nested plain values, e.g. those that `dataclasses.asdict` gave; other keys are ignored."""
+    """Returns the recipe of nested plain values, e.g. those that `dataclasses.asdict` gave; other
+    keys are ignored.
+    """
     arguments = {}
     for item in dataclasses.fields(kind):
         if item.name in values:
             default, value = _default(item), values[item.name]
-            arguments[item.name] = type(default)(**value) if dataclasses.is_dataclass(default) else value
+            arguments[item.name] = (
+                type(default)(**value) if dataclasses.is_dataclass(default) else value
+            )
     return kind(**arguments)
 
 
@@ -207,7 +251,9 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _attribute_help(cls: type) -> dict[str, str]:
-    """Returns the explanation of each attribute that the docstring of a class lists under `Attributes:`."""
+    """Returns the explanation of each attribute that the docstring of a class lists under
+    `Attributes:`.
+    """
     section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE)
     explanations = {name: " ".join(text.split()) for name, text in entries}
@@ -218,7 +264,9 @@ def _attribute_help(cls: type) -> dict[str, str]:
 def _config_files(argv: list[str]) -> list[str]:
     """Returns the files that the arguments name with --config."""
     following = [value for option, value in itertools.pairwise(argv) if option == "--config"]
-    return following + [argument.partition("=")[2] for argument in argv if argument.startswith("--config=")]
+    return following + [
+        argument.partition("=")[2] for argument in argv if argument.startswith("--config=")
+    ]
 
 
 def _is_mapping(kind: Any) -> bool:
@@ -226,8 +274,11 @@ def _is_mapping(kind: Any) -> bool:
     return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
 
 
-def _leaves(mapping: dict[str, Any], leaves: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for an empty one.
+def _leaves(
+    mapping: dict[str, Any], leaves: set[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for
+    an empty one.
 
     Args:
         mapping: Read from YAML.
@@ -244,11 +295,18 @@ def _leaves(mapping: dict[str, Any], leaves: set[str], prefix: str = "") -> Iter
 
 
 def _check_own(name: str, value: object, options: dict[str, Any]) -> None:
-    """Raises a ConfigError when a value in a file is not of the kind that the command's own argument has."""
+    """Raises a ConfigError when a value in a file is not of the kind that the command's own
+    argument has.
+    """
     if options.get("action") == "store_true":
         check_flag(name, value)
     elif options.get("required"):
-        check(value is not None, name, value, "a value; leave the key out to give it on the command line")
+        check(
+            value is not None,
+            name,
+            value,
+            "a value; leave the key out to give it on the command line",
+        )
     if options.get("nargs") == "+" and value is not None:
         check(isinstance(value, list), name, value, "a list, e.g. [0, 1]")
     if options.get("type") is Path and value is not None:
@@ -257,19 +315,29 @@ def _check_own(name: str, value: object, options: dict[str, Any]) -> None:
 
 
 def _refuse_long_numbers(argv: list[str]) -> None:
-    """Raises a ConfigError for a number that no setting can have and that Python takes ages to read."""
+    """Raises a ConfigError for a number that no setting can have and that Python takes ages to
+    read.
+    """
     for before, argument in itertools.pairwise(["", *argv]):
         name, _, value = argument.rpartition("=")
         if re.fullmatch(r"[+-]?[\d_]{300,}|0x[0-9a-fA-F_]{250,}", value):
-            raise ConfigError(f"{name or before} is {shown(value)}; expected a number of at most 300 digits.")
+            raise ConfigError(
+                f"{name or before} is {shown(value)}; expected a number of at most 300 digits."
+            )
 
 
 def _refuse_empty_paths(argv: list[str], names: set[str]) -> None:
-    """Raises a ConfigError for the first of these options that is given an empty text: as a path, the folder here."""
+    """Raises a ConfigError for the first of these options that is given an empty text: as a path,
+    the folder here.
+    """
     for before, argument in itertools.pairwise(["", *argv]):
-        option, separator, value = argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        option, separator, value = (
+            argument.partition("=") if argument.startswith("--") else (before, "=", argument)
+        )
         if option.removeprefix("--") in names and separator and not value.strip():
-            raise ConfigError(f"{option} is empty; expected a path. Give one, or leave the option out.")
+            raise ConfigError(
+                f"{option} is empty; expected a path. Give one, or leave the option out."
+            )
 
 
 def _in_words(kind: Any) -> str:

@@ -1,4 +1,6 @@
-"""The paper's fine-tuning kit: where a run starts, which settings of the model it changes, and what of it trains."""
+"""The paper's fine-tuning kit: where a run starts, which settings of the model it changes, and what
+of it trains.
+"""
 
 import dataclasses
 from collections.abc import Collection
@@ -30,29 +32,34 @@ __all__ = [
 
 
 def finetuning_overrides(**changes: Any) -> dict[str, Any]:
-    """Returns the settings of a model that fine-tuning changes: the paper's dropout, and what you change beside it.
+    """Returns the settings of a model that fine-tuning changes: the paper's dropout, and what you
+    change beside it.
 
-    They are those of a recipe's `model:` section. For the losses of the routers off, give both weights as 0.
+    They are those of a recipe's `model:` section. For the losses of the routers off, give both
+    weights as 0.
 
     Example:
         overrides = finetuning_overrides(capacity_factor=2.0, load_balance_loss_weight=0.0)
         model = STMoEForConditionalGeneration.from_pretrained(folder, **overrides)
 
     Args:
-        changes: Fields of STMoEConfig that belong to no weight, e.g. `dropout_rate` (0.1), `expert_dropout_rate` (0.4),
-            `capacity_factor`, `eval_capacity_factor`, `load_balance_loss_weight`; others stay as the model has them.
+        changes: Fields of STMoEConfig that belong to no weight, e.g. `dropout_rate` (0.1),
+            `expert_dropout_rate` (0.4), `capacity_factor`, `eval_capacity_factor`,
+            `load_balance_loss_weight`; others stay as the model has them.
 
     Raises:
         ConfigError: When a field is unknown or belongs to the architecture.
 
     Source:
-        Switch (arXiv:2101.03961) table 4: dropout 0.1, inside experts 0.4. ST-MoE (arXiv:2202.08906) §4.4: the balance
-        loss stays on, higher capacities do not help.
+        Switch (arXiv:2101.03961) table 4: dropout 0.1, inside experts 0.4. ST-MoE
+        (arXiv:2202.08906) §4.4: the balance loss stays on, higher capacities do not help.
     """
     return dict(FinetuneRecipe(model=changes).model)
 
 
-def choose_data(recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]) -> FinetuneRecipe:
+def choose_data(
+    recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]
+) -> FinetuneRecipe:
     """Returns the recipe with the tasks that the run trains on, none for pairs of texts.
 
     Args:
@@ -62,24 +69,30 @@ def choose_data(recipe: FinetuneRecipe, task: str | None, train: Path | None, ty
         typed: Names of the settings on the command line; they win over those of a recipe.
 
     Raises:
-        ConfigError: When there is nothing to train on, or more than one thing, or a setting that changes nothing.
+        ConfigError: When there is nothing to train on, or more than one thing, or a setting that
+            changes nothing.
     """
     every = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
     given = [name for name, value in every.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
     if len(chosen) != 1:
         found = " and ".join(f"{name} {every[name]}" for name in chosen) or "nothing"
-        raise ConfigError(f"{found} given to train on; expected one of --task, --train and mixture.tasks.")
+        raise ConfigError(
+            f"{found} given to train on; expected one of --task, --train and mixture.tasks."
+        )
     if chosen == ["train"]:
         if idle := sorted(name for name in typed if name.startswith("mixture.")):
-            raise ConfigError(f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out.")
+            raise ConfigError(
+                f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out."
+            )
         return dataclasses.replace(recipe, mixture=MixtureRecipe())
     tasks = [task] if task is not None and chosen == ["task"] else recipe.mixture.tasks
     return dataclasses.replace(recipe, mixture=dataclasses.replace(recipe.mixture, tasks=tasks))
 
 
 def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
-    """Returns the configuration of the model in a folder with the recipe's dropout and routing settings.
+    """Returns the configuration of the model in a folder with the recipe's dropout and routing
+    settings.
 
     Raises:
         CheckpointError: When there is no model in the folder.
@@ -126,11 +139,14 @@ def load_for_finetuning(
 def remember_sentinels(
     model: STMoEForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, sentinels: Sentinels
 ) -> PreTrainedTokenizerFast:
-    """Makes model and tokenizer, once saved, treat inputs as they were fine-tuned on, whoever uses them.
+    """Makes model and tokenizer, once saved, treat inputs as they were fine-tuned on, whoever uses
+    them.
 
-    With `one` the tokenizer that is returned puts the first sentinel at the end of every input, and the model begins
-    every generation with it, by `generation_config.forced_bos_token_id`; decoding skips it as any special token. It
-    ends targets like inputs, though training put the sentinel before them: labels are made by `PairSource`.
+    With `one` the tokenizer that is returned puts the first sentinel at the end of every input, and
+    the model begins every generation with it, by `generation_config.forced_bos_token_id`; decoding
+    skips it as any special token. It
+    ends targets like inputs, though training put the sentinel before them: labels are made by
+    `PairSource`.
 
     Args:
         model: Its generation settings are changed.
@@ -139,5 +155,7 @@ def remember_sentinels(
     """
     one = sentinels == "one"
     assert model.generation_config is not None, "the model generates"
-    model.generation_config.forced_bos_token_id = SpecialIds.of(tokenizer).first_sentinel if one else None
+    model.generation_config.forced_bos_token_id = (
+        SpecialIds.of(tokenizer).first_sentinel if one else None
+    )
     return end_with_sentinel(tokenizer, one)

@@ -1,4 +1,6 @@
-"""The end of a run: a folder with the model and its tokenizer, for `from_pretrained`, whole or absent."""
+"""The end of a run: a folder with the model and its tokenizer, for `from_pretrained`, whole or
+absent.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,7 +21,8 @@ from moe.parsing import read_json
 
 
 def damage_of_model(folder: Path) -> str | None:
-    """Returns why the model in a folder is not whole, so that its run is not finished; None when it is.
+    """Returns why the model in a folder is not whole, so that its run is not finished; None when it
+    is.
 
     Every rank must call it: each reads a share of the weights.
     """
@@ -51,7 +54,8 @@ def export_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Writes model and tokenizer to `folder`, which all ranks must see and every rank must call; see `write_model`.
+    """Writes model and tokenizer to `folder`, which all ranks must see and every rank must call;
+    see `write_model`.
 
     Raises:
         DataError: When something else lies there.

@@ -28,9 +28,14 @@ class HeldOut(NamedTuple):
 
 @torch.no_grad()
 def evaluate_held_out(
-    model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None = None, *, bfloat16: bool = False
+    model: STMoEForConditionalGeneration,
+    held_out: HeldOut,
+    mesh: Mesh | None = None,
+    *,
+    bfloat16: bool = False,
 ) -> dict[str, float]:
-    """Returns the held-out numbers, the same on every rank of a mesh; the model is in evaluation mode meanwhile.
+    """Returns the held-out numbers, the same on every rank of a mesh; the model is in evaluation
+    mode meanwhile.
 
     Args:
         model: Whole, or cut over `mesh`.
@@ -39,16 +44,20 @@ def evaluate_held_out(
         bfloat16: Whether to compute in autocast, as the model is trained.
 
     Returns:
-        `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same over text tokens,
-        without sentinels and the end token, which are easy to guess. `heldout/unigram_entropy`: entropy in nats of
-        the frequencies of those text tokens themselves, a bound that no unigram model beats.
-        `heldout/token_accuracy`: share of target tokens that are the most probable.
+        `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same
+        over text tokens, without sentinels and the end token, which are easy to guess.
+        `heldout/unigram_entropy`: entropy in nats of the frequencies of those text tokens
+        themselves, a bound that no unigram model beats. `heldout/token_accuracy`: share of target
+        tokens that are the most probable.
     """
     training, source = model.training, held_out.source
     rows = mesh.rows(source.batch_size) if mesh else ALL_ROWS
     model.eval()
     with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-        batches = (to_device(source.batch(index, rows), model.device) for index in range(held_out.num_batches))
+        batches = (
+            to_device(source.batch(index, rows), model.device)
+            for index in range(held_out.num_batches)
+        )
         results = [token_losses(model, batch) for batch in batches]
     model.train(training)
     losses, labels, hits = (torch.cat(parts) for parts in zip(*results, strict=True))
@@ -67,8 +76,12 @@ def evaluate_held_out(
     }
 
 
-def token_losses(model: STMoEForConditionalGeneration, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the cross-entropy <float64>[N], label <int64>[N] and hit <bool>[N] of each target token of a batch."""
+def token_losses(
+    model: STMoEForConditionalGeneration, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the cross-entropy <float64>[N], label <int64>[N] and hit <bool>[N] of each target
+    token of a batch.
+    """
     targets = batch["labels"] != -100
     logits = model(**batch, output_router_logits=False, use_cache=False).logits[targets].double()
     labels = batch["labels"][targets]
@@ -78,11 +91,17 @@ def token_losses(model: STMoEForConditionalGeneration, batch: Batch) -> tuple[Te
 
 def is_text(labels: Tensor, ids: SpecialIds) -> Tensor:
     """Returns <bool>[N]: which of <int64>[N] tokens are neither sentinel, end nor padding."""
-    return (labels <= ids.first_sentinel - ids.num_sentinels) & (labels != ids.eos) & (labels != ids.pad)
+    return (
+        (labels <= ids.first_sentinel - ids.num_sentinels)
+        & (labels != ids.eos)
+        & (labels != ids.pad)
+    )
 
 
 def unigram_entropy(counts: Tensor) -> float:
-    """Returns the entropy in nats of the frequencies of tokens that occur <int64>[V] times; 0 for none."""
+    """Returns the entropy in nats of the frequencies of tokens that occur <int64>[V] times; 0 for
+    none.
+    """
     share = counts.double() / counts.sum().clamp(min=1)
     return -torch.special.xlogy(share, share).sum().item()
 

@@ -24,7 +24,9 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Returns all checkpoints below `folder`, whole or damaged, oldest first."""
-    return sorted((path for path in folder.glob("step_*") if _FOLDER_NAME.fullmatch(path.name)), key=step_of)
+    return sorted(
+        (path for path in folder.glob("step_*") if _FOLDER_NAME.fullmatch(path.name)), key=step_of
+    )
 
 
 def step_of(path: Path) -> int:
@@ -33,14 +35,18 @@ def step_of(path: Path) -> int:
 
 
 def visible_damage(path: Path) -> Damage | None:
-    """Returns what is wrong with a checkpoint as far as it can be seen without reading its shards; None for nothing."""
+    """Returns what is wrong with a checkpoint as far as it can be seen without reading its shards;
+    None for nothing.
+    """
     if not path.is_dir():
         return Damage(path.name, "is no folder")
     try:
         state = read_state_file(path)
     except CheckpointError as error:
         reason = str(error).removeprefix(str(path / STATE_FILE)).lstrip(": ")
-        return Damage(STATE_FILE, reason.removesuffix(" Go on from another checkpoint.").removesuffix("."))
+        return Damage(
+            STATE_FILE, reason.removesuffix(" Go on from another checkpoint.").removesuffix(".")
+        )
     if state.step != step_of(path):
         return Damage(STATE_FILE, f"says step {state.step}, and its folder is {path.name}")
 
@@ -109,14 +115,18 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
 
     if damaged:
         every = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
-        raise CheckpointError(f"Every checkpoint in {folder} is damaged ({every}). Nothing was changed. {advice}")
+        raise CheckpointError(
+            f"Every checkpoint in {folder} is damaged ({every}). Nothing was changed. {advice}"
+        )
     return None, {}
 
 
 def holds_only_checkpoint_files(path: Path) -> bool:
     """Returns whether everything in a folder may have been written as part of a checkpoint."""
     names = {STATE_FILE, INDEX_FILE, f"{INDEX_FILE}.tmp", SUMS_FILE, KIND_FILE}
-    return path.is_dir() and all(child.name in names or _SHARD_NAME.fullmatch(child.name) for child in path.iterdir())
+    return path.is_dir() and all(
+        child.name in names or _SHARD_NAME.fullmatch(child.name) for child in path.iterdir()
+    )
 
 
 def _say_passed_over(damaged: Mapping[Path, Damage], chosen: Path) -> None:

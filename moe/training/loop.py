@@ -55,15 +55,17 @@ class Run(NamedTuple):
     """Everything that a run is made of.
 
     Attributes:
-        folder: Receives metrics.jsonl, tensorboard/, checkpoints/, recipe.yaml and in the end model/; on several
-            machines it lies on a file system that all of them see.
+        folder: Receives metrics.jsonl, tensorboard/, checkpoints/, recipe.yaml and in the end
+            model/; on several machines it lies on a file system that all of them see.
         recipe: All settings.
         placed: The model with its initial weights, on its device or mesh.
         tokenizer: Saved beside the model.
         source: Training batches.
         held_out: What to measure on; None for nothing.
-        slots: Folder of the checkpoints whose optimizer state the first step starts with; None for fresh state.
-        dev: Scores models at every evaluation; the best stays in best/, see peak.py. None for no scores.
+        slots: Folder of the checkpoints whose optimizer state the first step starts with; None for
+            fresh state.
+        dev: Scores models at every evaluation; the best stays in best/, see peak.py. None for no
+            scores.
     """
 
     folder: Path
@@ -79,20 +81,21 @@ class Run(NamedTuple):
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
     """Trains to the last step of the recipe and returns the folder of the finished model.
 
-    On a mesh every rank calls it with its part of the model; the first one writes metrics and messages.
+    On a mesh every rank calls it with its part of the model; the first one writes metrics and
+    messages.
 
     Args:
         run: What to train.
-        resume: Goes on from the newest whole checkpoint in the folder, or from the start when there is none; the
-            losses that follow are bit-identical to those of a run that was never stopped (same machine, threads and
-            mesh).
+        resume: Goes on from the newest whole checkpoint in the folder, or from the start when there
+            is none; the losses that follow are bit-identical to those of a run that was never
+            stopped (same machine, threads and mesh).
         description: Names the progress bar.
 
     Raises:
-        DataError: When the folder holds a run and `resume` is not given, something else than a run, or another
-            process writes to it.
-        CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings or data, the slots
-            to another optimizer or model, or loss or gradient is not finite.
+        DataError: When the folder holds a run and `resume` is not given, something else than a run,
+            or another process writes to it.
+        CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
+            or data, the slots to another optimizer or model, or loss or gradient is not finite.
         ConfigError: When the recipe's numbers do not go together.
     """
     finished = run.folder / MODEL_FOLDER
@@ -107,7 +110,9 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
         optim = run.recipe.optim
         optimizer = OPTIMIZERS.get(optim.optimizer)(
-            parameter_groups(model), clipping_threshold=optim.clipping_threshold, weight_decay=optim.weight_decay
+            parameter_groups(model),
+            clipping_threshold=optim.clipping_threshold,
+            weight_decay=optim.weight_decay,
         )
         first_step = 0
         if start_from.checkpoint is not None:
@@ -123,7 +128,9 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         with (
             _interrupts_between_steps() as stop_here,
             MetricsWriter(run.folder, first_step) if is_first_rank() else nullcontext() as writer,
-            CheckpointWriter(run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start_from.damaged) as checkpoints,
+            CheckpointWriter(
+                run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start_from.damaged
+            ) as checkpoints,
         ):
             _run_steps(run, optimizer, writer, checkpoints, first_step, description, stop_here)
         export_model(model, layouts, run.placed.mesh, finished, run.tokenizer)
@@ -139,7 +146,9 @@ def _run_steps(
     description: str,
     stop_here: Callable[[], None],
 ) -> None:
-    """Takes all steps from `start` on, reporting and saving as the recipe says; `stop_here` is called after each."""
+    """Takes all steps from `start` on, reporting and saving as the recipe says; `stop_here` is
+    called after each.
+    """
     training, (model, layouts, mesh) = run.recipe.training, run.placed
     rows = mesh.rows(run.source.batch_size) if mesh else ALL_ROWS
     model.train()
@@ -147,7 +156,12 @@ def _run_steps(
         _report_held_out(run, writer, 0)
     clock, tokens = time.perf_counter(), 0.0
     with tqdm(
-        total=training.steps, initial=start, desc=description, unit="step", mininterval=1.0, disable=writer is None
+        total=training.steps,
+        initial=start,
+        desc=description,
+        unit="step",
+        mininterval=1.0,
+        disable=writer is None,
     ) as bar:
         for step in range(start, training.steps):
             batch = to_device(run.source.batch(step, rows), model.device)
@@ -157,7 +171,9 @@ def _run_steps(
             _refuse_non_finite(float(metrics.loss), float(metrics.grad_norm), done, run.folder)
             if writer is not None and (done % training.log_every == 0 or done == training.steps):
                 writer.write(done, step_values(metrics, tokens / (time.perf_counter() - clock)))
-                bar.set_postfix(ce_loss=f"{float(metrics.ce_loss):.3f}", lr=f"{metrics.lr:.2g}", refresh=False)
+                bar.set_postfix(
+                    ce_loss=f"{float(metrics.ce_loss):.3f}", lr=f"{metrics.lr:.2g}", refresh=False
+                )
                 clock, tokens = time.perf_counter(), 0.0
             bar.update()
             if done % training.evaluate_every == 0 or done == training.steps:
@@ -173,17 +189,24 @@ def _report_held_out(run: Run, writer: MetricsWriter | None, step: int) -> None:
     """Writes the held-out numbers after `step` updates, if there is something to measure on."""
     if run.held_out is not None and run.held_out.num_batches > 0:
         bfloat16 = run.recipe.training.precision == "bfloat16"
-        values = evaluate_held_out(run.placed.model, run.held_out, run.placed.mesh, bfloat16=bfloat16)
+        values = evaluate_held_out(
+            run.placed.model, run.held_out, run.placed.mesh, bfloat16=bfloat16
+        )
         if writer is not None:
             writer.write(step, values)
 
 
 def _report_dev(run: Run, writer: MetricsWriter | None, step: int) -> None:
-    """Writes the dev scores after `step` updates, if there is something that scores, and keeps the best model."""
+    """Writes the dev scores after `step` updates, if there is something that scores, and keeps the
+    best model.
+    """
     if run.dev is not None:
         model, layouts, mesh = run.placed
         scores = score_model(
-            run.folder, step, lambda to: export_model(model, layouts, mesh, to, run.tokenizer), run.dev
+            run.folder,
+            step,
+            lambda to: export_model(model, layouts, mesh, to, run.tokenizer),
+            run.dev,
         )
         if writer is not None:
             writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
@@ -205,8 +228,9 @@ def _where_to_start(run: Run) -> _Start | None:
     """Returns where a resumed run begins; None when it is finished.
 
     Raises:
-        CheckpointError: When the checkpoint belongs to other settings or data (a finished run is checked too: more
-            steps would not be taken), all checkpoints are damaged, or a damaged model could not be written again.
+        CheckpointError: When the checkpoint belongs to other settings or data (a finished run is
+            checked too: more steps would not be taken), all checkpoints are damaged, or a damaged
+            model could not be written again.
     """
     folder = run.folder / CHECKPOINTS_FOLDER
     model = run.folder / MODEL_FOLDER
@@ -215,7 +239,9 @@ def _where_to_start(run: Run) -> _Start | None:
         from_first_rank(lambda: _check_same_run(latest_checkpoint(folder), run))
         return None
 
-    from_first_rank(lambda: remove_leftovers(folder, "step_*"))  # puts back what a killed run was replacing
+    from_first_rank(
+        lambda: remove_leftovers(folder, "step_*")
+    )  # puts back what a killed run was replacing
     anew = f"Restore the files from a copy, or remove {folder}: --resume then starts at the first step."
     checkpoint, damaged = newest_whole_checkpoint(folder, advice=anew)
     from_first_rank(lambda: _check_same_run(checkpoint, run))
@@ -257,16 +283,22 @@ def _state(run: Run, step: int) -> RunState:
 
 
 def refuse_to_overwrite(folder: Path, resume: bool) -> None:
-    """Raises a DataError when the folder holds a run that would be lost, or something else than a run."""
+    """Raises a DataError when the folder holds a run that would be lost, or something else than a
+    run.
+    """
     check_kind(folder, FOLDER_KIND)
-    if not resume and any((folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS_FOLDER, MODEL_FOLDER)):
+    if not resume and any(
+        (folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS_FOLDER, MODEL_FOLDER)
+    ):
         raise DataError(
             f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
         )
 
 
 def _refuse_non_finite(loss: float, grad_norm: float, step: int, folder: Path) -> None:
-    """Raises a CheckpointError when training has diverged, before such weights are saved; checkpoints stay."""
+    """Raises a CheckpointError when training has diverged, before such weights are saved;
+    checkpoints stay.
+    """
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise CheckpointError(
             f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}. The "
@@ -279,7 +311,8 @@ def _refuse_non_finite(loss: float, grad_norm: float, step: int, folder: Path) -
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """Holds Ctrl-C back until the yielded function is called; a second Ctrl-C acts at once.
 
-    An interrupt in the middle of an exchange would leave other ranks waiting, and in the middle of a line half of it.
+    An interrupt in the middle of an exchange would leave other ranks waiting, and in the middle of
+    a line half of it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None

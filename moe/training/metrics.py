@@ -1,4 +1,6 @@
-"""What a run reports: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard."""
+"""What a run reports: one JSON object a line in metrics.jsonl, and the same numbers for
+TensorBoard.
+"""
 
 import json
 import os
@@ -56,7 +58,8 @@ class MetricsWriter:
 
     Args:
         folder: Of the run.
-        step: Updates that the run has behind it; lines of later ones, and a torn last line, are removed.
+        step: Updates that the run has behind it; lines of later ones, and a torn last line, are
+            removed.
 
     Raises:
         DataError: When another line is torn or has no step; names file and line.
@@ -80,7 +83,10 @@ class MetricsWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._lines.close()
         self._board.close()
@@ -89,8 +95,8 @@ class MetricsWriter:
 class _Board:
     """A file of events for TensorBoard, written at once.
 
-    TensorBoard's own writer is a thread: on a full disk its traceback comes between the lines of a run, and the run
-    hears of it later or never.
+    TensorBoard's own writer is a thread: on a full disk its traceback comes between the lines of a
+    run, and the run hears of it later or never.
 
     Args:
         folder: Receives the file.

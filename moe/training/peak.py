@@ -1,7 +1,9 @@
-"""The peak of a run: dev scores at every evaluation, and the model with the best of them beside the last.
+"""The peak of a run: dev scores at every evaluation, and the model with the best of them beside the
+last.
 
-What is scored is the saved model: it is written to a folder, read back by the evaluation, on whatever ranks, and either
-kept as the best or removed. Scores are kept by step: a run that was killed and takes the same steps again reads them.
+What is scored is the saved model: it is written to a folder, read back by the evaluation, on
+whatever ranks, and either kept as the best or removed. Scores are kept by step: a run that was
+killed and takes the same steps again reads them.
 """
 
 import json
@@ -22,7 +24,9 @@ DevEvaluation = Callable[[Path, Path], dict[str, float]]
 """(folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`; on every rank."""
 
 
-def score_model(folder: Path, step: int, export: Callable[[Path], None], evaluate: DevEvaluation) -> dict[str, float]:
+def score_model(
+    folder: Path, step: int, export: Callable[[Path], None], evaluate: DevEvaluation
+) -> dict[str, float]:
     """Returns the dev scores of the model after `step` updates; every rank must call it.
 
     The first model of the highest mean so far stays in best/model, its scores in best/scores.json.
@@ -53,7 +57,8 @@ def score_model(folder: Path, step: int, export: Callable[[Path], None], evaluat
 
 
 def forget_scores(folder: Path) -> None:
-    """Removes the scores of a run that begins at its first step: they are of other settings, or will be found again.
+    """Removes the scores of a run that begins at its first step: they are of other settings, or
+    will be found again.
 
     Answers stay: each file of them says which model gave them.
     """

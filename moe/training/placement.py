@@ -1,4 +1,6 @@
-"""From a recipe and the running ranks to a model in its place: the mesh checked, built, the weights drawn or read."""
+"""From a recipe and the running ranks to a model in its place: the mesh checked, built, the weights
+drawn or read.
+"""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ class PlacedModel(NamedTuple):
     mesh: Mesh | None
 
 
-def check_placement(recipe: Recipe, config: STMoEConfig, num_ranks: int, lengths: Sequence[int] | None) -> None:
+def check_placement(
+    recipe: Recipe, config: STMoEConfig, num_ranks: int, lengths: Sequence[int] | None
+) -> None:
     """Refuses a mesh on which the run would not fit, before anything is allocated.
 
     Args:
@@ -50,10 +54,14 @@ def check_placement(recipe: Recipe, config: STMoEConfig, num_ranks: int, lengths
     num_groups = None
     if lengths is not None and sparse:
         size = tokens_per_group(config)
-        num_groups = math.gcd(*(rows // sequences_per_group(rows, length, size) for length in lengths))
+        num_groups = math.gcd(
+            *(rows // sequences_per_group(rows, length, size) for length in lengths)
+        )
     check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups))
     if lengths is not None and sparse:
-        check_groups(lengths, rows, micro or rows // recipe.mesh.num_data_ranks, tokens_per_group(config))
+        check_groups(
+            lengths, rows, micro or rows // recipe.mesh.num_data_ranks, tokens_per_group(config)
+        )
 
 
 def new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> PlacedModel:
@@ -72,7 +80,9 @@ def new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> PlacedMo
     return PlacedModel(_prepare(model, recipe), layouts, mesh)
 
 
-def pretrained_model(recipe: Recipe, config: STMoEConfig, folder: Path, device_type: str) -> PlacedModel:
+def pretrained_model(
+    recipe: Recipe, config: STMoEConfig, folder: Path, device_type: str
+) -> PlacedModel:
     """Returns the model of a folder with the settings of `config`.
 
     Raises:
@@ -84,7 +94,9 @@ def pretrained_model(recipe: Recipe, config: STMoEConfig, folder: Path, device_t
         torch.nn.Module.to(model, _device(device_type))
     else:
         mesh = build_mesh(recipe.mesh, device_type)
-        model, layouts = load_model_on_mesh(folder, mesh, config=config, bfloat16=_in_bfloat16(recipe))
+        model, layouts = load_model_on_mesh(
+            folder, mesh, config=config, bfloat16=_in_bfloat16(recipe)
+        )
     return PlacedModel(_prepare(model, recipe), layouts, mesh)
 
 
@@ -102,4 +114,8 @@ def _prepare(model: STMoEForConditionalGeneration, recipe: Recipe) -> STMoEForCo
 
 def _device(device_type: str) -> torch.device:
     """Returns this rank's device."""
-    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    return (
+        torch.device(device_type, torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )

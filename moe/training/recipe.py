@@ -1,4 +1,6 @@
-"""What a run is: frozen records, checked when they are made. Read from YAML and the command line by command.py."""
+"""What a run is: frozen records, checked when they are made. Read from YAML and the command line by
+command.py.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -44,11 +46,12 @@ class OptimRecipe:
     Attributes:
         optimizer: `adafactor` (the paper's) or `adamw`, whose rate is absolute.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)) or `constant`.
-        lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the peak is lr / sqrt(warmup_steps).
+        lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the peak is lr /
+            sqrt(warmup_steps).
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (`constant`).
         cooldown_steps: Last steps, over which the rate falls linearly to zero.
-        clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper loses quality
-            with 0.1.
+        clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
+            loses quality with 0.1.
         weight_decay: Share of lr by which adamw shrinks weights.
         max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
     """
@@ -67,10 +70,27 @@ class OptimRecipe:
         SCHEDULES.get(self.schedule)
         check_number("optim.lr", self.lr, above=0, most=_HIGHEST_RATE, reason=_WHY_HIGHEST_RATE)
         for name in ("warmup_steps", "cooldown_steps"):
-            check_integer(f"optim.{name}", getattr(self, name), least=0, most=_MOST_STEPS, reason=_WHY_MOST_STEPS)
+            check_integer(
+                f"optim.{name}",
+                getattr(self, name),
+                least=0,
+                most=_MOST_STEPS,
+                reason=_WHY_MOST_STEPS,
+            )
         check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
-        check_number("optim.weight_decay", self.weight_decay, least=0, most=_LARGEST_DECAY, reason=_WHY_LARGEST_DECAY)
-        check_number("optim.max_grad_norm", self.max_grad_norm, above=0, optional="null to leave gradients as they are")
+        check_number(
+            "optim.weight_decay",
+            self.weight_decay,
+            least=0,
+            most=_LARGEST_DECAY,
+            reason=_WHY_LARGEST_DECAY,
+        )
+        check_number(
+            "optim.max_grad_norm",
+            self.max_grad_norm,
+            above=0,
+            optional="null to leave gradients as they are",
+        )
 
 
 @dataclass(frozen=True)
@@ -80,11 +100,12 @@ class TrainingRecipe:
     Attributes:
         steps: Updates in the whole run.
         batch_size: Sequences in an update.
-        micro_batch_size: Sequences in a forward pass of one rank; less needs less memory and changes no result. Null
-            for all.
-        precision: `bfloat16` computes in autocast; parameters, router and losses stay float32. On a mesh parameters
-            travel in bfloat16, gradients in float32.
-        activation_checkpointing: Whether a block keeps only its input and runs again in the backward pass.
+        micro_batch_size: Sequences in a forward pass of one rank; less needs less memory and
+            changes no result. Null for all.
+        precision: `bfloat16` computes in autocast; parameters, router and losses stay float32. On a
+            mesh parameters travel in bfloat16, gradients in float32.
+        activation_checkpointing: Whether a block keeps only its input and runs again in the
+            backward pass.
         log_every: Steps from one line of metrics to the next.
         evaluate_every: Steps from one held-out evaluation to the next.
         held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
@@ -105,17 +126,40 @@ class TrainingRecipe:
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="training.")
-        for name in ("steps", "log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints"):
-            check_integer(f"training.{name}", getattr(self, name), least=1, most=_MOST_STEPS, reason=_WHY_MOST_STEPS)
+        for name in (
+            "steps",
+            "log_every",
+            "evaluate_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            check_integer(
+                f"training.{name}",
+                getattr(self, name),
+                least=1,
+                most=_MOST_STEPS,
+                reason=_WHY_MOST_STEPS,
+            )
         held_out = self.held_out_batches
         reason = "every evaluation goes through all of them"
-        check_integer("training.held_out_batches", held_out, least=0, most=_MOST_HELD_OUT, reason=reason)
+        check_integer(
+            "training.held_out_batches", held_out, least=0, most=_MOST_HELD_OUT, reason=reason
+        )
 
         rows, micro = self.batch_size, self.micro_batch_size
-        check_integer("training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH)
-        check_integer("training.micro_batch_size", micro, least=1, optional="null for all rows at once")
+        check_integer(
+            "training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH
+        )
+        check_integer(
+            "training.micro_batch_size", micro, least=1, optional="null for all rows at once"
+        )
         divides = micro is None or rows % micro == 0
-        check(divides, "training.micro_batch_size", micro, f"a divisor of training.batch_size, {rows}, or null")
+        check(
+            divides,
+            "training.micro_batch_size",
+            micro,
+            f"a divisor of training.batch_size, {rows}, or null",
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +167,8 @@ class SpanCorruptionRecipe:
     """Pre-training examples.
 
     Attributes:
-        inputs_length: Encoder tokens of an example with sentinels and end; the targets' length follows.
+        inputs_length: Encoder tokens of an example with sentinels and end; the targets' length
+            follows.
         noise_density: Share of tokens that are masked.
         mean_noise_span_length: Mean length of a masked span in tokens.
 
@@ -137,7 +182,9 @@ class SpanCorruptionRecipe:
 
     def __post_init__(self) -> None:
         length = self.inputs_length
-        check_integer("data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
+        check_integer(
+            "data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW
+        )
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
 
 
@@ -149,8 +196,9 @@ class PairsRecipe:
         inputs_length: Encoder tokens of a row; longer inputs are cut.
         targets_length: Decoder tokens of a row; longer targets are cut.
         pack: Whether several examples share a row; they do not see each other.
-        sentinels: `one` ends every input and begins every target with the first sentinel, as pre-training does; the
-            saved model and tokenizer do the same by themselves. `none` leaves the texts alone.
+        sentinels: `one` ends every input and begins every target with the first sentinel, as
+            pre-training does; the saved model and tokenizer do the same by themselves. `none`
+            leaves the texts alone.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster and is no better in general.
@@ -164,7 +212,13 @@ class PairsRecipe:
     def __post_init__(self) -> None:
         check_field_types(self, prefix="data.")
         for name in ("inputs_length", "targets_length"):
-            check_integer(f"data.{name}", getattr(self, name), least=2, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
+            check_integer(
+                f"data.{name}",
+                getattr(self, name),
+                least=2,
+                most=LONGEST_ROW,
+                reason=WHY_LONGEST_ROW,
+            )
 
 
 @dataclass(frozen=True)
@@ -173,15 +227,19 @@ class MixtureRecipe:
 
     Attributes:
         tasks: Names of tasks of eval/; none for pairs of texts of your own.
-        folder: Holds a folder of rows for each task, called as the task is; null for the tasks' own sources, the hub.
-        maximum: Cap of a task's number of training examples, to which its share is proportional; null for no cap.
-        temperature: The capped number counts as its power of 1 / temperature: more than 1 evens the tasks out.
-        dev_examples: Most examples of each task's dev split that are answered by generation at every evaluation, so
-            that the best model stays beside the last; null for all, 0 for no such evaluation.
+        folder: Holds a folder of rows for each task, called as the task is; null for the tasks' own
+            sources, the hub.
+        maximum: Cap of a task's number of training examples, to which its share is proportional;
+            null for no cap.
+        temperature: The capped number counts as its power of 1 / temperature: more than 1 evens the
+            tasks out.
+        dev_examples: Most examples of each task's dev split that are answered by generation at
+            every evaluation, so that the best model stays beside the last; null for all, 0 for no
+            such evaluation.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §6.1: proportional to the examples, at most 65,536 a task; T5 (arXiv:1910.10683)
-        §3.5.2 for the temperature.
+        ST-MoE (arXiv:2202.08906) §6.1: proportional to the examples, at most 65,536 a task; T5
+        (arXiv:1910.10683) §3.5.2 for the temperature.
     """
 
     tasks: list[str] = field(default_factory=list)
@@ -195,10 +253,20 @@ class MixtureRecipe:
         names = isinstance(tasks, list) and all(isinstance(name, str) and name for name in tasks)
         check(names, "mixture.tasks", tasks, "a list of names of tasks")
         repeated = sorted({name for name in tasks if tasks.count(name) > 1})
-        check(not repeated, "mixture.tasks", tasks, f"every task once; {', '.join(repeated)} is repeated")
+        check(
+            not repeated,
+            "mixture.tasks",
+            tasks,
+            f"every task once; {', '.join(repeated)} is repeated",
+        )
 
         path = folder is None or (isinstance(folder, str) and folder.strip() and "\0" not in folder)
-        check(bool(path), "mixture.folder", folder, "the path of a folder, or null for the tasks' own sources")
+        check(
+            bool(path),
+            "mixture.folder",
+            folder,
+            "the path of a folder, or null for the tasks' own sources",
+        )
         check_rates(self.maximum, self.temperature)
         check_integer("mixture.dev_examples", self.dev_examples, least=0, optional="null for all")
 
@@ -231,7 +299,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, least=0, most=2**32 - 1, reason="it has 32 bits")
-        check(isinstance(self.model, Mapping), "model", self.model, "a mapping of settings of the model")
+        check(
+            isinstance(self.model, Mapping),
+            "model",
+            self.model,
+            "a mapping of settings of the model",
+        )
         for name in self.model:
             if name not in self.model_fields:
                 raise ConfigError(
@@ -265,7 +338,9 @@ class Recipe:
         """
         optim = self.optim
         schedule = SCHEDULES.get(optim.schedule)(lr=optim.lr, warmup_steps=optim.warmup_steps)
-        return with_cooldown(schedule, total_steps=self.training.steps, cooldown_steps=optim.cooldown_steps)
+        return with_cooldown(
+            schedule, total_steps=self.training.steps, cooldown_steps=optim.cooldown_steps
+        )
 
 
 @dataclass(frozen=True)
@@ -294,21 +369,23 @@ _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 class FinetuneRecipe(Recipe):
     """Fine-tuning on pairs of texts; defaults are the paper's.
 
-    The model's architecture is that of the model it starts from: only settings without weights can be given.
+    The model's architecture is that of the model it starts from: only settings without weights can
+    be given.
 
     Attributes:
-        init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same architecture.
+        init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
+            architecture.
         parameters: What trains: `all`, `non_moe`, `moe`, `attention`, `ffn` or `router_frozen`; see
             `select_parameters`.
-        optimizer_slots: `keep` starts with the optimizer's state of the pre-training run, whose checkpoints lie beside
-            the model's folder, and is better in the paper; `reset` starts with none and needs the model alone. The
-            schedule begins anew either way.
+        optimizer_slots: `keep` starts with the optimizer's state of the pre-training run, whose
+            checkpoints lie beside the model's folder, and is better in the paper; `reset` starts
+            with none and needs the model alone. The schedule begins anew either way.
         mixture: The tasks, and how often each is drawn.
         data: How rows are made of pairs.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §5 and T5X's MoE fine-tuning: constant rate 1e-3 after 1,000 steps, 128 sequences,
-        dropout 0.1; Switch (arXiv:2101.03961) §4.2: expert dropout 0.4.
+        ST-MoE (arXiv:2202.08906) §5 and T5X's MoE fine-tuning: constant rate 1e-3 after 1,000
+        steps, 128 sequences, dropout 0.1; Switch (arXiv:2101.03961) §4.2: expert dropout 0.4.
     """
 
     model_defaults: ClassVar[Mapping[str, Any]] = {"dropout_rate": 0.1, "expert_dropout_rate": 0.4}
@@ -350,7 +427,14 @@ class FinetuneRecipe(Recipe):
         super().__post_init__()
         check_choice("init", self.init, get_args(Init))
         check_choice("optimizer_slots", self.optimizer_slots, get_args(Slots))
-        check(isinstance(self.parameters, str), "parameters", self.parameters, "the name of a subset")
+        check(
+            isinstance(self.parameters, str), "parameters", self.parameters, "the name of a subset"
+        )
         check_subset(self.parameters)
         slots = self.optimizer_slots
-        check(slots == "reset" or self.init == "pretrained", "optimizer_slots", slots, "reset, since init is scratch")
+        check(
+            slots == "reset" or self.init == "pretrained",
+            "optimizer_slots",
+            slots,
+            "reset, since init is scratch",
+        )

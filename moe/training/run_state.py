@@ -59,7 +59,9 @@ def write_state(folder: Path, state: RunState) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     content = StateFile(**state._asdict(), sizes=sizes, versions=versions, format=FORMAT)
-    (folder / STATE_FILE).write_text(json.dumps(content._asdict(), indent=1) + "\n", encoding="utf-8")
+    (folder / STATE_FILE).write_text(
+        json.dumps(content._asdict(), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def read_state_file(path: Path) -> StateFile:
@@ -121,5 +123,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings under dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+        flat.update(
+            _flatten(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return flat

@@ -1,4 +1,6 @@
-"""The optimizer's slots of an earlier run, kept for fine-tuning; the paper finds that better than fresh ones."""
+"""The optimizer's slots of an earlier run, kept for fine-tuning; the paper finds that better than
+fresh ones.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,11 +39,17 @@ class _Settings(TypedDict):
 
 
 def load_slots(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout], name: str
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Mapping[str, Layout],
+    name: str,
 ) -> None:
-    """Gives a new optimizer the state that an earlier run ended with, for the parameters that train now.
+    """Gives a new optimizer the state that an earlier run ended with, for the parameters that train
+    now.
 
-    Adafactor's count of steps comes with its moments: at a count of 0 it would forget them in one step.
+    Adafactor's count of steps comes with its moments: at a count of 0 it would forget them in one
+    step.
 
     Args:
         folder: The checkpoints of that run.
@@ -51,10 +59,12 @@ def load_slots(
         name: Of the optimizer, as in a recipe.
 
     Raises:
-        CheckpointError: When there is no checkpoint of the run's last step, or it is of another optimizer or model.
+        CheckpointError: When there is no checkpoint of the run's last step, or it is of another
+            optimizer or model.
 
     Source:
-        ST-MoE (arXiv:2202.08906) table 20: 86.9 with slots kept and 85.9 with new ones, for the best sparse setting.
+        ST-MoE (arXiv:2202.08906) table 20: 86.9 with slots kept and 85.9 with new ones, for the
+        best sparse setting.
     """
     advice = "or start without slots: --optimizer_slots reset."
     path, _ = newest_whole_checkpoint(folder, advice=f"Restore their files from a copy, {advice}")
@@ -67,18 +77,26 @@ def load_slots(
     # They are of the run's last step, and of the same optimizer.
     state = load_state(path)
     where = f"{path / STATE_FILE}: recipe"
-    settings = to_record(_Settings, state.recipe, where=where, advice=f"Restore it, {advice}", error=CheckpointError)
+    settings = to_record(
+        _Settings, state.recipe, where=where, advice=f"Restore it, {advice}", error=CheckpointError
+    )
     steps = settings["training"]["steps"]
     if steps != state.step:
-        raise CheckpointError(f"{path} is not of the last step, {steps}, as the model is. Finish that run, {advice}")
+        raise CheckpointError(
+            f"{path} is not of the last step, {steps}, as the model is. Finish that run, {advice}"
+        )
     before = settings["optim"]["optimizer"]
     if before != name:
-        raise CheckpointError(f"{path} has slots of {before}, not of {name}. Set optim.optimizer to {before}, {advice}")
+        raise CheckpointError(
+            f"{path} has slots of {before}, not of {name}. Set optim.optimizer to {before}, {advice}"
+        )
 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     saved = {key: shape for key, shape in read_shapes(path).items() if owner(key) in trained}
     if not saved:
-        raise CheckpointError(f"{path} has no slots of any parameter that trains now. Train others, {advice}")
+        raise CheckpointError(
+            f"{path} has no slots of any parameter that trains now. Train others, {advice}"
+        )
     with fresh_state(model, optimizer, {owner(key) for key in saved}):
         slots = optimizer_state(model, optimizer, layouts)
         refuse_misfits(path, "optimizer", "Its state:", saved, slots)

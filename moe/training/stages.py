@@ -21,31 +21,41 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
         resume: Whether the user asked to go on.
 
     Raises:
-        DataError: When the folder holds a job, and it is not resumed, has other settings, or settings.json is damaged.
+        DataError: When the folder holds a job, and it is not resumed, has other settings, or
+            settings.json is damaged.
     """
     path = folder / "settings.json"
     if not path.exists():
         write_text(path, json.dumps(settings))
         return
 
-    before = read_record(path, dict[str, str], advice=f"Restore it, or remove {folder} to begin anew.")
+    before = read_record(
+        path, dict[str, str], advice=f"Restore it, or remove {folder} to begin anew."
+    )
     if not resume or before != settings:
         why = "with other settings" if resume else "already"
-        raise DataError(f"{folder} holds a run {why}. Give --resume and the same settings, or another --out.")
+        raise DataError(
+            f"{folder} holds a run {why}. Give --resume and the same settings, or another --out."
+        )
 
 
 def claim_job(folder: Path) -> None:
-    """Makes the folder of several runs, and writes into it what it is; each of them holds a folder of its own.
+    """Makes the folder of several runs, and writes into it what it is; each of them holds a folder
+    of its own.
 
     Raises:
         DataError: When the folder holds something else.
     """
-    with claim_folder(folder, JOB, taken=f"Another job begins in {folder}. Wait for it, or choose another --out."):
+    with claim_folder(
+        folder, JOB, taken=f"Another job begins in {folder}. Wait for it, or choose another --out."
+    ):
         pass
 
 
 def merge_metrics(folder: Path, stages: Sequence[str]) -> None:
-    """Writes the metrics of the runs in the folders `stages` to one metrics.jsonl, each line with its stage."""
+    """Writes the metrics of the runs in the folders `stages` to one metrics.jsonl, each line with
+    its stage.
+    """
     with whole_file(folder / METRICS_FILE) as partial, partial.open("w", encoding="utf-8") as file:
         for stage in stages:
             for _, line in read_json_lines(folder / stage / METRICS_FILE, torn_end=True, nan=True):

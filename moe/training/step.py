@@ -56,8 +56,9 @@ def train_step(
 ) -> StepMetrics:
     """Updates the weights once and returns what happened.
 
-    All randomness is a function of `recipe.seed` and `step`, so that a resumed run needs no generator state. With
-    dropout or the random second-expert policy, another cut of the batch draws other numbers.
+    All randomness is a function of `recipe.seed` and `step`, so that a resumed run needs no
+    generator state. With dropout or the random second-expert policy, another cut of the batch draws
+    other numbers.
 
     Args:
         model: In training mode.
@@ -65,7 +66,8 @@ def train_step(
         recipe: Gives schedule, micro-batch size, precision and clipping.
         batch: Of the whole update, on the model's device; on a mesh the rows of this rank.
         step: Number of the update, from 0.
-        mesh: What the model is cut over by `shard_model`; None for one process. Whatever is returned is of all ranks.
+        mesh: What the model is cut over by `shard_model`; None for one process. Whatever is
+            returned is of all ranks.
 
     Raises:
         ConfigError: When the micro-batch size would change which tokens are routed together.
@@ -80,15 +82,22 @@ def train_step(
         torch.manual_seed(((recipe.seed * 1_000_003 + step) * data_ranks + data_rank) % 2**63)
         for number, part in enumerate(parts, start=1):
             sum_gradients_now(model, number == len(parts))
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+            with torch.autocast(
+                model.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"
+            ):
                 output = model(**part, loss_counts=counts, output_router_logits=True)
             yield output  # outside: a backward pass in autocast would round the router's gradient
 
     counts = sum_counts(model.loss_counts(batch), ranks) if mesh else model.loss_counts(batch)
     if model.config.balance_scope in ("ranks", "global") and len(parts) * data_ranks > 1:
         with torch.no_grad():
-            totals = [[_totals(router.losses, mesh) for router in _routers(output)] for output in run_parts(counts)]
-        counts = counts._replace(balance_totals=tuple(reduce(add_totals, layer) for layer in zip(*totals, strict=True)))
+            totals = [
+                [_totals(router.losses, mesh) for router in _routers(output)]
+                for output in run_parts(counts)
+            ]
+        counts = counts._replace(
+            balance_totals=tuple(reduce(add_totals, layer) for layer in zip(*totals, strict=True))
+        )
 
     losses: list[tuple[Tensor, Tensor]] = []
     stats: list[list[RouterStats]] = []
@@ -115,11 +124,21 @@ def train_step(
             layer.router.update(layer_stat)
     tokens = counts.encoder.tokens + counts.target_tokens
     encoder = model.config.num_sparse_encoder_layers
-    return StepMetrics(loss, ce_loss, grad_norm, lr, tokens, _sum(layer_stats[:encoder]), _sum(layer_stats[encoder:]))
+    return StepMetrics(
+        loss,
+        ce_loss,
+        grad_norm,
+        lr,
+        tokens,
+        _sum(layer_stats[:encoder]),
+        _sum(layer_stats[encoder:]),
+    )
 
 
 def router_learns(layer: SparseFeedForward) -> bool:
-    """Returns whether the router of a layer learns of its load after an update; a frozen one does not."""
+    """Returns whether the router of a layer learns of its load after an update; a frozen one does
+    not.
+    """
     router = layer.router
     learns = isinstance(router, Router) and type(router).update is not Router.update
     return learns and any(parameter.requires_grad for parameter in router.parameters())
@@ -137,7 +156,8 @@ def cut_batch(
         data_ranks: Ranks with as many rows each.
 
     Raises:
-        ConfigError: When a micro-batch would group tokens for routing otherwise than the whole batch does.
+        ConfigError: When a micro-batch would group tokens for routing otherwise than the whole
+            batch does.
     """
     rows = batch["labels"].shape[0]
     micro = micro_batch_size or rows
@@ -149,7 +169,8 @@ def cut_batch(
 
 
 def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> None:
-    """Refuses to cut a batch where tokens would be routed in other groups than those of the whole batch.
+    """Refuses to cut a batch where tokens would be routed in other groups than those of the whole
+    batch.
 
     Args:
         lengths: Tokens of a row in the encoder and the decoder.
@@ -169,7 +190,8 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
 
     if not groups_alike(group_size):
         whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
-        # Groups change where one more sequence fits: just below such a size lies the largest with the same groups.
+        # Groups change where one more sequence fits: just below such a size lies the largest with
+        # the same groups.
         most = min(group_size, rows * max(lengths))
         sizes = {1, most}
         for length in lengths:
@@ -185,7 +207,11 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
 
 def _totals(losses: RouterLosses, mesh: Mesh | None) -> BalanceTotals:
     """Returns what the shares of a balance loss are of, over all data ranks."""
-    return balance_totals(losses, mesh.data) if mesh else BalanceTotals(losses.choices, losses.num_positions)
+    return (
+        balance_totals(losses, mesh.data)
+        if mesh
+        else BalanceTotals(losses.choices, losses.num_positions)
+    )
 
 
 def _routers(output: STMoEOutput) -> tuple[RouterOutput, ...]:

@@ -1,4 +1,6 @@
-"""The benchmark of evaluation at a size of milliseconds; that both say the same of every example is its own oracle."""
+"""The benchmark of evaluation at a size of milliseconds; that both say the same of every example is
+its own oracle.
+"""
 
 import json
 
@@ -8,7 +10,9 @@ from benchmarks.evaluation import EvaluationBenchmark, EvaluationCase, make_task
 from moe import ConfigError
 from scripts.benchmark import main
 
-TINY = EvaluationCase(307, 16, 24, 2, 2, 1, num_experts=3, num_examples=7, words=(2, 11), batches=(2, 3))
+TINY = EvaluationCase(
+    307, 16, 24, 2, 2, 1, num_experts=3, num_examples=7, words=(2, 11), batches=(2, 3)
+)
 
 
 def test_the_table_has_a_row_for_every_model_mode_and_system(tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""The benchmark of the exchange in milliseconds; the bytes that must travel are the oracle of those that do."""
+"""The benchmark of the exchange in milliseconds; the bytes that must travel are the oracle of those
+that do.
+"""
 
 import json
 
@@ -10,7 +12,9 @@ from moe import ConfigError
 from scripts.benchmark import main
 
 TINY = Case(64, 32, 48, 8, 2)
-TINY_STEP = ScalingCase(rows=2, length=12, targets=8, d_model=64, d_ff=48, num_layers=2, vocab_size=97)
+TINY_STEP = ScalingCase(
+    rows=2, length=12, targets=8, d_model=64, d_ff=48, num_layers=2, vocab_size=97
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,20 +26,36 @@ def tiny_sizes(monkeypatch):
 @pytest.mark.slow
 def test_two_ranks_send_the_fewest_bytes_and_the_saved_tables_have_every_row(tmp_path, capsys):
     path = tmp_path / "exchange.json"
-    options = ("--ranks", "2", "--cases", "0", "--rounds", "1", "--dtypes", "float32", "--device", "cpu")
+    options = (
+        "--ranks",
+        "2",
+        "--cases",
+        "0",
+        "--rounds",
+        "1",
+        "--dtypes",
+        "float32",
+        "--device",
+        "cpu",
+    )
     main(["exchange", "--json", str(path), *options])
     report = json.loads(path.read_text(encoding="utf-8"))
     rows = {row["layer"]: row for row in report["rows"]}
     assert set(rows) == {"dropless", "capacity", "static", "transformers"}
     for name in ("dropless", "capacity"):
         assert rows[name]["row_bytes"] == rows[name]["fewest_bytes"] > 0
-        assert rows[name]["count_bytes"] == 2 * 4 * 8  # each rank tells the other the rows of its 4 experts
+        assert (
+            rows[name]["count_bytes"] == 2 * 4 * 8
+        )  # each rank tells the other the rows of its 4 experts
     slots = 8 * 5 * 2  # E x C x ranks: C is 1.25 x 32 tokens / 8 experts
     assert rows["static"]["row_bytes"] == 4 * slots // 2 * 32 * 4
     assert rows["static"]["count_bytes"] == 0
     assert rows["static"]["bytes_ratio"] >= 1
     for name in ("dropless", "capacity", "static"):
-        assert all(rows[name][key] > 0 for key in ("ms", "one_process_ms", "apart_ms", "bare_ms", "over_ideal"))
+        assert all(
+            rows[name][key] > 0
+            for key in ("ms", "one_process_ms", "apart_ms", "bare_ms", "over_ideal")
+        )
     assert rows["dropless"]["over_transformers"] > 0
     (scaling,) = report["scaling"]
     assert {row["mesh"] for row in scaling["rows"]} == {"one", "apart", "ep 2", "dp_shard 2"}

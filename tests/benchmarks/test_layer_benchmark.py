@@ -1,4 +1,6 @@
-"""The benchmark of the layer at a size of milliseconds; the peers' outputs on shared weights are the oracle of ours."""
+"""The benchmark of the layer at a size of milliseconds; the peers' outputs on shared weights are
+the oracle of ours.
+"""
 
 import importlib.util
 import json
@@ -22,16 +24,22 @@ def tiny_cases(monkeypatch):
 
 def measure(tmp_path, *options):
     path = tmp_path / "layer.json"
-    main(["layer", "--json", str(path), "--rounds", "1", "--no-memory", "--device", "cpu", *options])
+    main(
+        ["layer", "--json", str(path), "--rounds", "1", "--no-memory", "--device", "cpu", *options]
+    )
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, capsys):
-    report = measure(tmp_path, "--cases", "0", "--profile", "--threads", str(torch.get_num_threads()))
+    report = measure(
+        tmp_path, "--cases", "0", "--profile", "--threads", str(torch.get_num_threads())
+    )
     dropless = {"dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm", "hf_nllb"}
     found = {(row["dtype"], row["pass"], row["variant"]) for row in report["rows"]}
     passes, dtypes = ("forward", "forward_backward"), ("float32", "bfloat16")
-    assert found >= {(dtype, name, variant) for dtype in dtypes for name in passes for variant in dropless}
+    assert found >= {
+        (dtype, name, variant) for dtype in dtypes for name in passes for variant in dropless
+    }
     for row in report["rows"]:
         assert row["ms"] > 0
         assert row["ratio"] == 1 if row["variant"] == "dense" else row["ratio"] > 0
@@ -40,18 +48,35 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
     assert "moe_dropless" in printed.out
     assert "hf_switch (case 0, float32): only one expert for a token" in printed.out + printed.err
     if importlib.util.find_spec("deepspeed") is None:
-        assert "deepspeed (case 0, float32): not installed; pip install 'stmoe[bench]'" in printed.out + printed.err
+        assert (
+            "deepspeed (case 0, float32): not installed; pip install 'stmoe[bench]'"
+            in printed.out + printed.err
+        )
 
 
-@pytest.mark.parametrize(("case", "peer"), [("0", "hf_grouped_mm"), ("3", "hf_grouped_mm"), ("3", "hf_switch")])
+@pytest.mark.parametrize(
+    ("case", "peer"), [("0", "hf_grouped_mm"), ("3", "hf_grouped_mm"), ("3", "hf_switch")]
+)
 def test_the_dropless_layer_gives_what_a_peer_gives_with_the_same_weights(tmp_path, case, peer):
-    options = ("--variants", "moe_dropless", peer, "--dtypes", "float32", "--passes", "forward", "--cases", case)
+    options = (
+        "--variants",
+        "moe_dropless",
+        peer,
+        "--dtypes",
+        "float32",
+        "--passes",
+        "forward",
+        "--cases",
+        case,
+    )
     difference = {row["variant"]: row["difference"] for row in measure(tmp_path, *options)["rows"]}
     assert difference[peer] < 1e-6
 
 
 def test_rows_are_those_that_the_paper_counts(tmp_path):
-    rows = {row["variant"]: row["product_rows"] for row in measure(tmp_path, "--cases", "0")["rows"]}
+    rows = {
+        row["variant"]: row["product_rows"] for row in measure(tmp_path, "--cases", "0")["rows"]
+    }
     assert rows["dense"] == rows["moe_dropless"] == 128
     assert rows["moe_capacity"] <= 80  # 1.25 x 64
     assert rows["moe_static"] == 80
@@ -61,7 +86,20 @@ def test_rows_are_those_that_the_paper_counts(tmp_path):
 def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
     path = tmp_path / "layer.json"
     variants = ("--variants", "dense", "--dtypes", "float32", "--passes", "forward_backward")
-    main(["layer", "--json", str(path), "--rounds", "1", "--cases", "0", "--device", "cpu", *variants])
+    main(
+        [
+            "layer",
+            "--json",
+            str(path),
+            "--rounds",
+            "1",
+            "--cases",
+            "0",
+            "--device",
+            "cpu",
+            *variants,
+        ]
+    )
     (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert row["peak_mib"] > 1
     assert row["peak_ratio"] == 1

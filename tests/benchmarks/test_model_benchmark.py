@@ -1,4 +1,6 @@
-"""The benchmark of whole models at a size of milliseconds; its own comparison of tokens is the oracle of ours."""
+"""The benchmark of whole models at a size of milliseconds; its own comparison of tokens is the
+oracle of ours.
+"""
 
 import json
 
@@ -13,7 +15,9 @@ TINY = ModelCase(131, 16, 24, 2, 2, 1, batch=2, input_length=11, target_length=7
 
 def test_the_table_has_a_row_for_every_model_and_part(tmp_path, capsys):
     path = tmp_path / "model.json"
-    run_model(ModelBenchmark(("training", "generation"), [3, 5], [1, 2], rounds=1, json=path, case=TINY))
+    run_model(
+        ModelBenchmark(("training", "generation"), [3, 5], [1, 2], rounds=1, json=path, case=TINY)
+    )
     printed = capsys.readouterr().out
     assert "tokens differ" not in printed
     assert "decoder alone" in printed
@@ -21,7 +25,9 @@ def test_the_table_has_a_row_for_every_model_and_part(tmp_path, capsys):
     found = {(row["part"], row["experts"], row["batch"], row["model"]) for row in rows}
     names = ("switch", "ours", "t5_eager", "t5_sdpa")
     parts = [("training", 3, 2)]
-    parts += [(part, e, b) for part in ("generation", "decoder alone") for e in (3, 5) for b in (1, 2)]
+    parts += [
+        (part, e, b) for part in ("generation", "decoder alone") for e in (3, 5) for b in (1, 2)
+    ]
     assert found == {(*part, name) for part in parts for name in names}
     for row in rows:
         assert row["over"][row["model"]] == 1
@@ -39,7 +45,9 @@ def test_ours_has_the_weights_of_switch_and_drops_nothing():
 
 
 def test_sparse_layers_that_do_not_divide_the_blocks_are_refused():
-    with pytest.raises(ConfigError, match="--sparse-layers is 5, which does not divide 12 blocks; expected one of"):
+    with pytest.raises(
+        ConfigError, match="--sparse-layers is 5, which does not divide 12 blocks; expected one of"
+    ):
         main(["model", "--sparse-layers", "5"])
 
 

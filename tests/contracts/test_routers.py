@@ -1,7 +1,8 @@
 """What every router promises; a new file in moe/sparse/routers is tested without an edit here.
 
-The oracle is the promise itself in the docstrings of `Router` and `DispatchPlan`, or the layer on the other form of the
-same input. What each router computes is held to tests/oracles in tests/sparse/test_layer.py.
+The oracle is the promise itself in the docstrings of `Router` and `DispatchPlan`, or the layer on
+the other form of the same input. What each router computes is held to tests/oracles in
+tests/sparse/test_layer.py.
 """
 
 import copy
@@ -33,11 +34,21 @@ def config_of(name, **fields):
     """The least that a router needs; one that gives each token one expert wants one place."""
     places = 1 if ROUTERS.get(name).single else 2
     sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5, "num_selected_experts": places}
-    return SparseConfig(**{**sizes, "router": name, "router_initializer_std": 0.7, "initializer_scale": 1.0, **fields})
+    return SparseConfig(
+        **{
+            **sizes,
+            "router": name,
+            "router_initializer_std": 0.7,
+            "initializer_scale": 1.0,
+            **fields,
+        }
+    )
 
 
 def build(name, seed=0, **fields):
-    """A layer in float64 and evaluation, with whatever the router keeps beside its parameters away from zero."""
+    """A layer in float64 and evaluation, with whatever the router keeps beside its parameters away
+    from zero.
+    """
     torch.manual_seed(seed)
     layer = SparseFeedForward(config_of(name, **fields)).double().eval()
     for buffer in layer.router.buffers():
@@ -54,7 +65,10 @@ def inputs(batch=3, length=13, seed=0):
 
 
 def same_plan(ours, theirs):
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, theirs, strict=True))
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 # ---- the registry ----
@@ -86,10 +100,15 @@ def test_options_are_a_frozen_dataclass_with_defaults(name):
 @by_name
 def test_an_unknown_option_is_refused_by_name_with_the_closest(name):
     known = [option.name for option in dataclasses.fields(ROUTERS.get(name).Options)]
-    with pytest.raises(ConfigError, match=f"^Router '{name}' has no option 'zzz'. Known: {', '.join(known) or 'none'}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^Router '{name}' has no option 'zzz'. Known: {', '.join(known) or 'none'}",
+    ):
         config_of(name, router_options={"zzz": 1})
     for option in known:
-        with pytest.raises(ConfigError, match=f"has no option '{option}x'. Did you mean '{option}'?"):
+        with pytest.raises(
+            ConfigError, match=f"has no option '{option}x'. Did you mean '{option}'?"
+        ):
             config_of(name, router_options={f"{option}x": 1})
 
 
@@ -98,13 +117,17 @@ def test_a_decoder_takes_a_router_only_if_it_never_looks_at_later_tokens(name):
     if ROUTERS.get(name).causal:
         assert config_of(name, decoder=True).decoder
     else:
-        with pytest.raises(ConfigError, match=f"'{name}' cannot be used in a decoder: .* looking at later ones"):
+        with pytest.raises(
+            ConfigError, match=f"'{name}' cannot be used in a decoder: .* looking at later ones"
+        ):
             config_of(name, decoder=True)
 
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_router_of_one_expert_a_token_refuses_more_places_and_fills_no_more(name):
-    with pytest.raises(ConfigError, match=r"num_selected_experts is 2\. Set num_selected_experts to 1"):
+    with pytest.raises(
+        ConfigError, match=r"num_selected_experts is 2\. Set num_selected_experts to 1"
+    ):
         config_of(name, num_selected_experts=2)
     x, mask, beside = inputs()
     assert build(name)(x, mask, **beside)[1].plan.accepted.sum(dim=-1).max() == 1
@@ -125,7 +148,12 @@ def test_a_router_of_one_expert_a_token_refuses_more_places_and_fills_no_more(na
 )
 def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, training, seed):
     factors = {"capacity_factor": factor, "eval_capacity_factor": factor}
-    fields = {"num_experts": num_experts, "min_expert_capacity": least, "group_size": group_size, **factors}
+    fields = {
+        "num_experts": num_experts,
+        "min_expert_capacity": least,
+        "group_size": group_size,
+        **factors,
+    }
     layer, (x, mask, beside) = build(name, seed, **fields).train(training), inputs(seed=seed)
     plan = layer(x, mask, **beside)[1].plan
 
@@ -147,7 +175,13 @@ def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, tra
     room = group_size if plan.capacity is None else plan.capacity
     for group in range(shape[0]):
         here = plan.accepted[group]
-        taken = list(zip(plan.expert_index[group][here].tolist(), plan.slot[group][here].tolist(), strict=True))
+        taken = list(
+            zip(
+                plan.expert_index[group][here].tolist(),
+                plan.slot[group][here].tolist(),
+                strict=True,
+            )
+        )
         assert len(set(taken)) == len(taken)
         assert all(0 <= slot < room for _, slot in taken)
         experts_of = [plan.expert_index[group, s][here[s]].tolist() for s in range(group_size)]
@@ -178,7 +212,10 @@ def test_a_plan_is_made_of_the_scores_and_the_mask_alone(name):
 @pytest.mark.parametrize("how", ["no factor", "drop_tokens=False"])
 @by_name
 def test_without_a_capacity_nothing_is_dropped_and_every_token_has_an_expert(name, how):
-    layer, (x, mask, beside) = build(name, eval_capacity_factor=None if how == "no factor" else 0.05), inputs()
+    layer, (x, mask, beside) = (
+        build(name, eval_capacity_factor=None if how == "no factor" else 0.05),
+        inputs(),
+    )
     router = layer(x, mask, drop_tokens=how == "no factor", **beside)[1]
     assert torch.equal(router.plan.accepted, router.plan.wanted)
     assert router.plan.accepted.any(dim=-1).equal(router.plan.token_mask)
@@ -194,7 +231,10 @@ def test_ragged_and_static_dispatch_are_one_layer_in_output_and_all_gradients(na
     x, mask, beside = inputs()
     results = []
     for dispatch in ("ragged", "static"):
-        layer, tokens = build(name, dispatch=dispatch, eval_capacity_factor=factor), x.clone().requires_grad_()
+        layer, tokens = (
+            build(name, dispatch=dispatch, eval_capacity_factor=factor),
+            x.clone().requires_grad_(),
+        )
         y, router = layer(tokens, mask, **beside)
         total = (y * x.cos()).sum() + router.losses.load_balance_loss + router.losses.router_z_loss
         wanted = [tokens, *layer.parameters()]
@@ -213,7 +253,9 @@ def test_in_a_decoder_that_drops_nothing_no_output_depends_on_later_tokens(name)
         for key, value in beside.items():
             other_beside[key] = torch.cat([value[:, :length], other_beside[key][:, length:]], dim=1)
         changed, _ = layer(later, drop_tokens=False, **other_beside)
-        alone, _ = layer(x[:, :length], drop_tokens=False, **{key: v[:, :length] for key, v in beside.items()})
+        alone, _ = layer(
+            x[:, :length], drop_tokens=False, **{key: v[:, :length] for key, v in beside.items()}
+        )
         torch.testing.assert_close(changed[:, :length], y[:, :length], rtol=0, atol=1e-12)
         torch.testing.assert_close(alone, y[:, :length], rtol=0, atol=1e-12)
         assert not torch.allclose(changed[:, length:], y[:, length:])
@@ -243,7 +285,11 @@ def test_a_layer_and_its_configuration_survive_copying_and_pickling(name):
     layer, (x, mask, beside) = build(name), inputs()
     options = dataclasses.asdict(layer.router.options)
     config = config_of(name, router_options=options)
-    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
+    for same in (
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        dataclasses.replace(config),
+    ):
         assert same == config
         assert same.router_options == options
     expected = layer(x, mask, **beside)[0]

@@ -1,6 +1,7 @@
 """What every task promises; a new file in eval/tasks is tested without an edit here.
 
-Tasks of the hub are asked with their fixtures; those that come with Python promise more, since all their rows are here.
+Tasks of the hub are asked with their fixtures; those that come with Python promise more, since all
+their rows are here.
 """
 
 import pytest
@@ -12,7 +13,9 @@ from moe import DataError
 from tests.eval.rows import OFFLINE, ON_THE_HUB, examples_of, folder_of
 
 NAMES = TASKS.names()
-CLASSIFICATIONS = [name for name in NAMES if isinstance(TASKS.get(name).choices, tuple) and TASKS.get(name).choices]
+CLASSIFICATIONS = [
+    name for name in NAMES if isinstance(TASKS.get(name).choices, tuple) and TASKS.get(name).choices
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +72,11 @@ def test_only_variants_read_the_same_rows():
     owners = {}
     for task in map(TASKS.get, ON_THE_HUB):
         for split in task.source.splits:
-            place = (task.source.repository, task.source.config, task.source.hub_splits.get(split, split))
+            place = (
+                task.source.repository,
+                task.source.config,
+                task.source.hub_splits.get(split, split),
+            )
             owners.setdefault(place, set()).add(task.variant_of or task.name)
     assert {place: names for place, names in owners.items() if len(names) > 1} == {}
 
@@ -96,8 +103,14 @@ def test_targets_are_among_the_choices_and_choices_have_values_of_their_own(name
     for split in task.source.splits:
         for example in examples_of(task, split):
             if example.choices:
-                assert example.targets in (*example.choices, *[HIDDEN] * (split in task.source.hidden))
-                values = [str(task.postprocess(choice, example.fields, False)) for choice in example.choices]
+                assert example.targets in (
+                    *example.choices,
+                    *[HIDDEN] * (split in task.source.hidden),
+                )
+                values = [
+                    str(task.postprocess(choice, example.fields, False))
+                    for choice in example.choices
+                ]
                 assert len(set(values)) == len(values) > 1
                 assert str(-1) not in values
 
@@ -145,7 +158,11 @@ def test_every_choice_of_an_offline_classification_is_trained_and_tested(name):
 
 
 def test_unicode_category_has_the_words_of_the_standard():
-    examples = {example.id: example for split in SPLITS for example in TASKS.get("unicode_category").examples(split)}
+    examples = {
+        example.id: example
+        for split in SPLITS
+        for example in TASKS.get("unicode_category").examples(split)
+    }
     assert len(examples) > 9000
     assert examples["U+0028"].inputs == "unicode category name: left parenthesis"
     assert examples["U+0028"].targets == "open punctuation"

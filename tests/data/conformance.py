@@ -10,6 +10,10 @@ CASES = json.loads(_FILE.read_text(encoding="utf-8"))["cases"]
 
 def cases_of(function: str) -> list[Any]:
     """Returns (input, expected) of the cases whose function begins with `function`; never none."""
-    found = [(case["input"], case["expected"]) for case in CASES if case["input"].get("fn", "").startswith(function)]
+    found = [
+        (case["input"], case["expected"])
+        for case in CASES
+        if case["input"].get("fn", "").startswith(function)
+    ]
     assert found, function
     return found

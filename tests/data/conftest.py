@@ -14,12 +14,18 @@ VOCAB_SIZE = 607
 @pytest.fixture(scope="session")
 def raw_docstrings() -> list[str]:
     """Docstrings as they are, with code, rules and tables: what is hardest for a tokenizer."""
-    return [docstring for path in python_files(package_folder("stdlib") / "email") for docstring in docstrings(path)]
+    return [
+        docstring
+        for path in python_files(package_folder("stdlib") / "email")
+        for docstring in docstrings(path)
+    ]
 
 
 @pytest.fixture(scope="session")
 def english(raw_docstrings: list[str]) -> list[str]:
-    return [text for docstring in raw_docstrings if (text := "\n\n".join(prose_paragraphs(docstring)))]
+    return [
+        text for docstring in raw_docstrings if (text := "\n\n".join(prose_paragraphs(docstring)))
+    ]
 
 
 @pytest.fixture(scope="session")

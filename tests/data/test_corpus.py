@@ -1,4 +1,6 @@
-"""The corpus and its folder. Oracles: set arithmetic on documents written by the test; a process that kills itself."""
+"""The corpus and its folder. Oracles: set arithmetic on documents written by the test; a process
+that kills itself.
+"""
 
 import os
 import signal
@@ -21,7 +23,8 @@ NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 def documents(count: int = 211) -> list[Document]:
     return [
-        Document(f"Text {n}.\n\nMore {n}.", f"file{n}.py", "own" if n % 3 else "other", "MIT") for n in range(count)
+        Document(f"Text {n}.\n\nMore {n}.", f"file{n}.py", "own" if n % 3 else "other", "MIT")
+        for n in range(count)
     ]
 
 
@@ -31,14 +34,21 @@ def sources(dataset: datasets.Dataset) -> set[str]:
 
 def test_every_document_is_on_exactly_one_side_in_about_the_right_share():
     corpus = build_corpus(documents(), held_out_fraction=0.1, seed=5)
-    assert sources(corpus.train) | sources(corpus.held_out) == {document.source for document in documents()}
+    assert sources(corpus.train) | sources(corpus.held_out) == {
+        document.source for document in documents()
+    }
     assert not sources(corpus.train) & sources(corpus.held_out)
     assert 0.04 < corpus.held_out.num_rows / 211 < 0.17
 
 
 def test_the_split_depends_on_the_seed_and_not_on_the_other_documents():
-    small, large = build_corpus(documents(101), 0.2, seed=1), build_corpus(documents(211), 0.2, seed=1)
-    assert sources(small.held_out) == sources(large.held_out) & {document.source for document in documents(101)}
+    small, large = (
+        build_corpus(documents(101), 0.2, seed=1),
+        build_corpus(documents(211), 0.2, seed=1),
+    )
+    assert sources(small.held_out) == sources(large.held_out) & {
+        document.source for document in documents(101)
+    }
     assert sources(build_corpus(documents(101), 0.2, seed=2).held_out) != sources(small.held_out)
 
 
@@ -65,7 +75,10 @@ def test_a_repeated_paragraph_stays_only_where_it_came_first():
 def test_what_is_left_out_is_unseen_wherever_else_it_stands_and_moves_no_other_document():
     quoting = Document("text 7!\n\nIts own.", "quoting.py", "own", "MIT")
     some = [quoting, *documents(101)]
-    whole, rest = build_corpus(some, 0.2, seed=1), build_corpus(some, 0.2, seed=1, leave_out={"file7.py", "file8.py"})
+    whole, rest = (
+        build_corpus(some, 0.2, seed=1),
+        build_corpus(some, 0.2, seed=1, leave_out={"file7.py", "file8.py"}),
+    )
     for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
         assert sources(after) == sources(before) - {"file7.py", "file8.py"}
     texts = dict(zip(rest.train["source"], rest.train["text"], strict=True))
@@ -74,7 +87,9 @@ def test_what_is_left_out_is_unseen_wherever_else_it_stands_and_moves_no_other_d
 
 
 def test_a_source_to_leave_out_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"'gone.py' is to be left out, but is no source of the documents"):
+    with pytest.raises(
+        ConfigError, match=r"'gone.py' is to be left out, but is no source of the documents"
+    ):
         build_corpus(documents(), leave_out={"file7.py", "gone.py"})
 
 
@@ -96,7 +111,9 @@ def letters(text: str) -> str:
 
 
 def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept():
-    corpus = build_corpus([Document(f"{mark}\n\n漢字{mark}", mark, "own", "MIT") for mark in ("+++", "---")])
+    corpus = build_corpus(
+        [Document(f"{mark}\n\n漢字{mark}", mark, "own", "MIT") for mark in ("+++", "---")]
+    )
     assert corpus.num_repeated == 1
 
 
@@ -104,7 +121,9 @@ def test_one_document_cannot_be_divided():
     with pytest.raises(DataError, match=r"has 1 document\(s\) with text; expected at least 2"):
         build_corpus(documents(1))
     with pytest.raises(DataError, match=r"has 1 document\(s\)"):
-        build_corpus([Document("One.", "same.txt", "a", "MIT"), Document("Two.", "same.txt", "b", "MIT")])
+        build_corpus(
+            [Document("One.", "same.txt", "a", "MIT"), Document("Two.", "same.txt", "b", "MIT")]
+        )
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1])
@@ -207,7 +226,9 @@ def test_the_command_builds_a_corpus_from_the_users_files(tmp_path, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     for number in NUMBERS:
-        (folder / f"{number}.txt").write_text(f"The number {number} is written here.", encoding="utf-8")
+        (folder / f"{number}.txt").write_text(
+            f"The number {number} is written here.", encoding="utf-8"
+        )
     build_corpus_command.main(["--out", str(tmp_path / "corpus"), "--data", str(folder)])
     assert load_corpus(tmp_path / "corpus").train.num_rows + 1 >= len(NUMBERS) - 1
     printed = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Documents of this Python and of the user. Oracle: files written by the test; for Python, its own docstrings."""
+"""Documents of this Python and of the user. Oracle: files written by the test; for Python, its own
+docstrings.
+"""
 
 import inspect
 import json
@@ -29,7 +31,9 @@ def test_python_carries_several_million_characters_of_english_with_known_licence
 def test_a_text_file_is_one_document_with_blank_lines_between_paragraphs(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(b"\xef\xbb\xbfOne  line\r\nand the next.\r\n \t\r\n\r\n\r\nNew paragraph.\r\n")
-    assert read_files([path]) == [Document("One line and the next.\n\nNew paragraph.", "book.txt", "book", OWN_LICENCE)]
+    assert read_files([path]) == [
+        Document("One line and the next.\n\nNew paragraph.", "book.txt", "book", OWN_LICENCE)
+    ]
 
 
 def test_a_folder_stands_for_its_files_and_says_what_it_leaves_out(tmp_path, caplog):
@@ -53,7 +57,9 @@ def test_a_folder_stands_for_its_files_and_says_what_it_leaves_out(tmp_path, cap
 def test_a_file_that_is_not_utf8_says_at_which_byte_and_line(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes("first line\nna\u00efve\n".encode("latin1"))
-    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8: byte 0xef at offset 13 \(line 2\)\. Convert it"):
+    with pytest.raises(
+        DataError, match=r"latin\.txt is not UTF-8: byte 0xef at offset 13 \(line 2\)\. Convert it"
+    ):
         read_files([path])
 
 

@@ -1,4 +1,6 @@
-"""Corpora, pairs and tokenizers that are damaged, or no text: one error that names the file, or documents."""
+"""Corpora, pairs and tokenizers that are damaged, or no text: one error that names the file, or
+documents.
+"""
 
 import contextlib
 import json
@@ -50,7 +52,9 @@ ANY_FILE = st.tuples(
     st.sampled_from([".txt", ".md", ".jsonl"]),
     st.one_of(
         st.binary(max_size=80),
-        st.sampled_from([*NO_TEXT, *[line.encode("utf-8", "surrogatepass") for line in JSON_ODDITIES]]),
+        st.sampled_from(
+            [*NO_TEXT, *[line.encode("utf-8", "surrogatepass") for line in JSON_ODDITIES]]
+        ),
         st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")),
         st.lists(st.text(max_size=20)).map(
             lambda texts: "\n".join(
@@ -61,7 +65,9 @@ ANY_FILE = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(ANY_FILE, min_size=1, max_size=4))
 def test_any_bytes_are_documents_that_last_or_one_error(tmp_path_factory, tokenizer_folder, files):
     folder = tmp_path_factory.mktemp("any")
@@ -80,7 +86,11 @@ def test_any_bytes_are_documents_that_last_or_one_error(tmp_path_factory, tokeni
 
     # The corpus of what was read: with a second document, so that it can be divided.
     corpus = build_corpus(
-        [*read, Document("Some words.", "first", "own", ""), Document("Others.", "second", "own", "")]
+        [
+            *read,
+            Document("Some words.", "first", "own", ""),
+            Document("Others.", "second", "own", ""),
+        ]
     )
     save_corpus(corpus, folder / "corpus")
     loaded = load_corpus(folder / "corpus")
@@ -129,7 +139,9 @@ def test_what_is_no_file_is_named_and_links_do_not_turn_in_a_circle(tmp_path, ca
 
 
 def test_half_a_character_in_a_document_is_refused_before_it_is_saved(tmp_path):
-    with pytest.raises(DataError, match=r"text of the document 'x' holds half a character, '\\udcff' at position 2"):
+    with pytest.raises(
+        DataError, match=r"text of the document 'x' holds half a character, '\\udcff' at position 2"
+    ):
         build_corpus([*documents(), Document("ab\udcff", "x", "own", "MIT")])
 
 
@@ -167,12 +179,16 @@ def test_a_damaged_file_of_a_corpus_is_named(tmp_path, name, damage):
 def test_a_damaged_list_of_checksums_is_noticed(tmp_path, damage):
     save_corpus(build_corpus(documents()), tmp_path / "corpus")
     damage(tmp_path / "corpus" / "SHA256SUMS")
-    with pytest.raises(DataError, match=r"is damaged: it (is missing in SHA256SUMS|holds no checksum)"):
+    with pytest.raises(
+        DataError, match=r"is damaged: it (is missing in SHA256SUMS|holds no checksum)"
+    ):
         load_corpus(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("position", range(0, 2_000, 97))
-def test_a_corpus_of_an_earlier_version_without_checksums_loads_or_names_the_file(tmp_path, position):
+def test_a_corpus_of_an_earlier_version_without_checksums_loads_or_names_the_file(
+    tmp_path, position
+):
     save_corpus(build_corpus(documents()), tmp_path / "corpus")
     (tmp_path / "corpus" / "SHA256SUMS").unlink()
     assert load_corpus(tmp_path / "corpus").train.num_rows > 0
@@ -202,7 +218,9 @@ def test_a_damaged_tokenizer_names_the_file(tmp_path, tokenizer_folder, name, da
         assert "scripts.train_tokenizer" in str(error)
 
 
-@pytest.mark.parametrize("junk", [None, [], {}, 5, "x", {"model": {"type": "Unigram", "unk_id": 9, "vocab": []}}])
+@pytest.mark.parametrize(
+    "junk", [None, [], {}, 5, "x", {"model": {"type": "Unigram", "unk_id": 9, "vocab": []}}]
+)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
 def test_a_tokenizer_of_other_content_is_one_error(tmp_path, tokenizer_folder, name, junk):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
@@ -223,7 +241,9 @@ def test_a_tokenizer_that_a_user_saves_into_a_model_is_no_damage(tmp_path, token
 
 @pytest.mark.parametrize("size", [10**20, -1, 0, 1.5, True])
 def test_a_vocabulary_of_an_impossible_size_is_refused(tmp_path, size):
-    with pytest.raises(ConfigError, match=r"vocab_size is .*expected an integer from 104 to 1,000,000"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size is .*expected an integer from 104 to 1,000,000"
+    ):
         train_tokenizer(["text"], size, tmp_path / "none")
 
 

@@ -1,4 +1,6 @@
-"""Mixtures. Oracles: rates by hand; counting what a long stretch of the stream holds; asking in another order."""
+"""Mixtures. Oracles: rates by hand; counting what a long stretch of the stream holds; asking in
+another order.
+"""
 
 from collections import Counter
 
@@ -32,7 +34,11 @@ SUPERGLUE = {  # training examples that T5's preprocessors make
         (138854, {"maximum": 65536}, 65536.0),
         (138854, {"maximum": 65536, "temperature": 2.0}, 256.0),  # sqrt(65536)
         (250, {"temperature": 2.0}, 15.811388300841896),
-        (100, {"maximum": 150, "temperature": 2.0, "scale": 4.0}, 12.24744871391589),  # sqrt(150): scaled before
+        (
+            100,
+            {"maximum": 150, "temperature": 2.0, "scale": 4.0},
+            12.24744871391589,
+        ),  # sqrt(150): scaled before
         (100, {"maximum": 150, "scale": 1.25}, 125.0),
         (7, {"maximum": 7}, 7.0),
     ],
@@ -50,7 +56,10 @@ def test_the_papers_cap_changes_record_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"maximum": 0}, "mixture.maximum is 0; expected an integer of at least 1, or null for no cap"),
+        (
+            {"maximum": 0},
+            "mixture.maximum is 0; expected an integer of at least 1, or null for no cap",
+        ),
         ({"temperature": 0.0}, "mixture.temperature is 0.0; expected a finite number above 0"),
         ({"temperature": float("nan")}, "mixture.temperature is nan"),
         ({"scale": 0.0}, "scale is 0.0"),
@@ -67,7 +76,9 @@ def test_numbers_that_give_no_rate_are_refused(options, message):
 
 SIZES = {"many": 211, "some": 53, "few": 7, "one": 1}
 TASKS = {
-    name: [(f"{name} header {'and ' * (n % 5)}{n}", f"value {'of ' * (n % 3)}{n}") for n in range(size)]
+    name: [
+        (f"{name} header {'and ' * (n % 5)}{n}", f"value {'of ' * (n % 3)}{n}") for n in range(size)
+    ]
     for name, size in SIZES.items()
 }
 CAPPED = {"many": 101, "some": 53, "few": 7, "one": 1}  # with a maximum of 101
@@ -80,16 +91,28 @@ def tokenizer(tokenizer_folder):
 
 
 def mixture(tokenizer, tasks=TASKS, **changes) -> MixtureSource:
-    settings = {"inputs_length": 61, "targets_length": 29, "batch_size": 8, "seed": 3, "maximum": 101, **changes}
+    settings = {
+        "inputs_length": 61,
+        "targets_length": 29,
+        "batch_size": 8,
+        "seed": 3,
+        "maximum": 101,
+        **changes,
+    }
     return MixtureSource(tasks, tokenizer, **settings)
 
 
 def examples_of(batch) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """Reads the tokens of the examples of each row back from their segments."""
-    sides = [(batch["input_ids"], batch["segment_ids"]), (batch["labels"], batch["decoder_segment_ids"])]
+    sides = [
+        (batch["input_ids"], batch["segment_ids"]),
+        (batch["labels"], batch["decoder_segment_ids"]),
+    ]
     return [
         [
-            tuple(tuple(tokens[row][segments[row] == number].tolist()) for tokens, segments in sides)
+            tuple(
+                tuple(tokens[row][segments[row] == number].tolist()) for tokens, segments in sides
+            )
             for number in range(1, int(batch["segment_ids"][row].max()) + 1)
         ]
         for row in range(len(batch["input_ids"]))
@@ -125,7 +148,9 @@ def test_the_share_of_a_task_in_batches_is_that_of_its_rate(tokenizer, temperatu
 def test_no_stretch_of_the_stream_is_without_a_large_task_and_tasks_are_not_in_blocks(tokenizer):
     tasks, _ = mixture(tokenizer).window(0)
     runs = np.diff(np.flatnonzero(np.concatenate([[True], tasks[1:] != tasks[:-1], [True]])))
-    assert runs.max() < 30  # 101 / 162 of the examples are of one task: 30 in a row have a chance of 1e-3
+    assert (
+        runs.max() < 30
+    )  # 101 / 162 of the examples are of one task: 30 in a row have a chance of 1e-3
     assert np.bincount(tasks[:512], minlength=4)[0] == pytest.approx(512 * 101 / 162, abs=60)
 
 
@@ -140,7 +165,10 @@ def test_a_task_goes_through_its_own_epochs_each_in_another_order(tokenizer, pac
                 stream[task_of(tokenizer, example)].append(example)
         step += 1
     for name, size in SIZES.items():
-        epochs = [stream[name][start : start + size] for start in range(0, len(stream[name]) - size + 1, size)]
+        epochs = [
+            stream[name][start : start + size]
+            for start in range(0, len(stream[name]) - size + 1, size)
+        ]
         assert all(len(set(epoch)) == size for epoch in epochs), name
         assert len(epochs) >= 3
         if size > 5:
@@ -154,7 +182,9 @@ def test_a_batch_of_a_mixture_depends_on_the_step_alone(tokenizer, pack):
     straight = mixture(tokenizer, pack=pack)
     batches = {step: straight.batch(step) for step in range(last + 1)}
     for step in reversed(steps):
-        assert same(mixture(tokenizer, pack=pack).batch(step), batches[step]), "resuming needs the step alone"
+        assert same(mixture(tokenizer, pack=pack).batch(step), batches[step]), (
+            "resuming needs the step alone"
+        )
     resumed = mixture(tokenizer, pack=pack)
     assert all(same(resumed.batch(step), batches[step]) for step in (last, 0, last - 1, 1))
     assert not same(batches[0], batches[1])
@@ -176,7 +206,10 @@ def test_rows_are_the_same_however_they_are_cut_into_batches(tokenizer):
     small, large = (mixture(tokenizer, pack=True, batch_size=size) for size in (4, 8))
     for step in range(3):
         halves = [small.batch(2 * step), small.batch(2 * step + 1)]
-        assert same({name: torch.cat([half[name] for half in halves]) for name in halves[0]}, large.batch(step))
+        assert same(
+            {name: torch.cat([half[name] for half in halves]) for name in halves[0]},
+            large.batch(step),
+        )
 
 
 def test_packed_rows_hold_several_tasks_at_the_rates_of_the_examples_in_them(tokenizer):
@@ -192,10 +225,14 @@ def test_packed_rows_hold_several_tasks_at_the_rates_of_the_examples_in_them(tok
 
 
 @pytest.mark.parametrize(
-    "architecture", [DENSE, {"eval_capacity_factor": None}, {"eval_capacity_factor": 7.0}], ids=["dense", "ragged", "7"]
+    "architecture",
+    [DENSE, {"eval_capacity_factor": None}, {"eval_capacity_factor": 7.0}],
+    ids=["dense", "ragged", "7"],
 )
 def test_a_token_of_a_packed_mixture_has_the_loss_that_it_has_unpacked(tokenizer, architecture):
-    model = tiny_model(**architecture, vocab_size=len(tokenizer))  # 7 experts: a capacity of 7 is room for all
+    model = tiny_model(
+        **architecture, vocab_size=len(tokenizer)
+    )  # 7 experts: a capacity of 7 is room for all
     packed = mixture(tokenizer, pack=True).batch(0)
     rows = examples_of(packed)
     assert max(map(len, rows)) > 2
@@ -216,7 +253,9 @@ def token_losses(model, batch) -> torch.Tensor:
 
 def test_one_task_is_a_mixture_too_and_has_every_pair_in_every_epoch(tokenizer):
     source = mixture(tokenizer, {"some": TASKS["some"]}, batch_size=53)
-    theirs = PairSource(TASKS["some"], tokenizer, inputs_length=61, targets_length=29, batch_size=53, seed=3)
+    theirs = PairSource(
+        TASKS["some"], tokenizer, inputs_length=61, targets_length=29, batch_size=53, seed=3
+    )
     for step in range(3):
         assert sorted(examples_of(source.batch(step))) == sorted(examples_of(theirs.batch(step)))
 
@@ -224,7 +263,12 @@ def test_one_task_is_a_mixture_too_and_has_every_pair_in_every_epoch(tokenizer):
 def test_the_fingerprint_of_a_mixture_tells_data_rates_and_settings_apart(tokenizer):
     fingerprint = mixture(tokenizer).fingerprint
     assert fingerprint == mixture(tokenizer).fingerprint
-    others = [{"tasks": {**TASKS, "few": TASKS["few"][1:]}}, {"maximum": 97}, {"temperature": 2.0}, {"seed": 4}]
+    others = [
+        {"tasks": {**TASKS, "few": TASKS["few"][1:]}},
+        {"maximum": 97},
+        {"temperature": 2.0},
+        {"seed": 4},
+    ]
     others += [{"pack": True}, {"batch_size": 4}, {"sentinels": "one"}, {"inputs_length": 59}]
     assert len({fingerprint, *(mixture(tokenizer, **other).fingerprint for other in others)}) == 9
 
@@ -235,7 +279,12 @@ def test_the_fingerprint_of_a_mixture_tells_data_rates_and_settings_apart(tokeni
         ({**TASKS, "none": []}, {}, DataError, "Task 'none' has no training examples"),
         (TASKS, {"maximum": 0}, ConfigError, "mixture.maximum is 0"),
         (TASKS, {"temperature": -1.0}, ConfigError, "mixture.temperature is -1.0"),
-        (TASKS, {"temperature": 0.1}, ConfigError, "Task 'one' would be .* of the mixture and hardly ever drawn"),
+        (
+            TASKS,
+            {"temperature": 0.1},
+            ConfigError,
+            "Task 'one' would be .* of the mixture and hardly ever drawn",
+        ),
         (TASKS, {"batch_size": 0}, ConfigError, "batch_size is 0"),
     ],
 )

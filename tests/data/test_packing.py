@@ -29,7 +29,8 @@ def test_rows_are_seqios(given, expected):
 
 def test_an_example_that_does_not_fit_on_one_side_closes_the_row_on_both():
     examples = [([7] * 3, [8]), ([7] * 4, [8] * 2), ([7], [8] * 3), ([7] * 2, [8])]
-    # Rows of 7 and 5: 3+4 inputs fill the first, though targets have room; the third example then starts a row.
+    # Rows of 7 and 5: 3+4 inputs fill the first, though targets have room; the third example then
+    # starts a row.
     assert pack_rows(examples, 7, 5) == [[0, 1], [2, 3]]
     # With 3 targets a row, the third example fills its row alone.
     assert pack_rows(examples, 7, 3) == [[0, 1], [2], [3]]
@@ -45,7 +46,9 @@ def test_every_example_stands_in_one_row_in_order_and_no_row_overflows(sizes):
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         used = np.sum([sizes[index] for index in row], axis=0)
         assert (used <= (11, 5)).all()
-        if following is not None:  # a row is closed only when the next example would not have fitted
+        if (
+            following is not None
+        ):  # a row is closed only when the next example would not have fitted
             assert (used + sizes[following[0]] > (11, 5)).any()
 
 
@@ -56,5 +59,7 @@ def test_segments_are_numbered_from_one_and_padding_is_zero():
 
 
 def test_an_example_longer_than_a_row_is_named():
-    with pytest.raises(DataError, match="Example 1 has 2 input and 7 target tokens; a row holds 11 and 5"):
+    with pytest.raises(
+        DataError, match="Example 1 has 2 input and 7 target tokens; a row holds 11 and 5"
+    ):
         pack_rows([([7], [8]), ([7, 7], [8] * 7)], 11, 5)

@@ -1,4 +1,6 @@
-"""Batches by step. Oracles: undoing the corruption; counting which text stands where; asking in another order."""
+"""Batches by step. Oracles: undoing the corruption; counting which text stands where; asking in
+another order.
+"""
 
 import datasets
 import numpy as np
@@ -45,7 +47,9 @@ def test_batches_are_full_and_in_the_planned_shape():
 
 def test_each_chunk_of_the_text_occurs_once_in_every_epoch_and_the_rest_never():
     chunks = text()[: NUM_CHUNKS * LENGTH].reshape(NUM_CHUNKS, LENGTH).tolist()
-    examples = [row for step in range(3 * NUM_CHUNKS) for row in restored(source(batch_size=1).batch(step))]
+    examples = [
+        row for step in range(3 * NUM_CHUNKS) for row in restored(source(batch_size=1).batch(step))
+    ]
     epochs = [examples[start : start + NUM_CHUNKS] for start in range(0, len(examples), NUM_CHUNKS)]
     assert [sorted(epoch) for epoch in epochs] == [sorted(chunks)] * 3
     assert epochs[0] != epochs[1] != epochs[2] != chunks
@@ -55,7 +59,10 @@ def test_a_chunk_is_corrupted_anew_in_every_epoch():
     batches = [source(batch_size=NUM_CHUNKS).batch(step) for step in range(2)]
     first, second = (sorted(zip(restored(b), b["labels"].tolist(), strict=True)) for b in batches)
     assert [chunk for chunk, _ in first] == [chunk for chunk, _ in second]
-    assert sum(one != other for (_, one), (_, other) in zip(first, second, strict=True)) > NUM_CHUNKS // 2
+    assert (
+        sum(one != other for (_, one), (_, other) in zip(first, second, strict=True))
+        > NUM_CHUNKS // 2
+    )
 
 
 def test_a_batch_depends_on_the_step_alone():
@@ -70,7 +77,9 @@ def test_the_examples_do_not_depend_on_how_they_are_cut_into_batches():
     for step in range(5):
         halves = [small.batch(2 * step), small.batch(2 * step + 1)]
         whole = large.batch(step)
-        assert all(torch.equal(torch.cat([half[name] for half in halves]), whole[name]) for name in whole)
+        assert all(
+            torch.equal(torch.cat([half[name] for half in halves]), whole[name]) for name in whole
+        )
 
 
 def test_another_seed_gives_other_batches():
@@ -79,7 +88,13 @@ def test_another_seed_gives_other_batches():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 4}, {"batch_size": 7}, {"inputs_length": 31}, {"noise": Noise(0.2)}, {"noise": Noise(0.15, 2.0)}],
+    [
+        {"seed": 4},
+        {"batch_size": 7},
+        {"inputs_length": 31},
+        {"noise": Noise(0.2)},
+        {"noise": Noise(0.15, 2.0)},
+    ],
 )
 def test_the_fingerprint_tells_settings_apart(changes):
     assert source().fingerprint == source().fingerprint != source(**changes).fingerprint
@@ -97,7 +112,9 @@ def test_a_batch_may_be_larger_than_an_epoch():
 
 
 def test_a_text_shorter_than_an_example_is_refused():
-    with pytest.raises(DataError, match=f"The text has 33 tokens, less than one example of {LENGTH}"):
+    with pytest.raises(
+        DataError, match=f"The text has 33 tokens, less than one example of {LENGTH}"
+    ):
         SpanCorruptionSource(text(33), IDS, inputs_length=32, batch_size=5, seed=3)
 
 
@@ -109,7 +126,9 @@ def test_a_text_with_ids_that_are_not_text_is_refused(intruder):
         SpanCorruptionSource(tokens, IDS, inputs_length=32, batch_size=5, seed=3)
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"batch_size": 0}, "batch_size is 0"), ({"seed": -1}, "seed is -1")])
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"batch_size": 0}, "batch_size is 0"), ({"seed": -1}, "seed is -1")]
+)
 def test_numbers_out_of_range_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         source(**changes)
@@ -119,17 +138,24 @@ def test_documents_are_joined_without_anything_between_them(tokenizer_folder, en
     tokenizer = load_tokenizer(tokenizer_folder)
     documents = [*english[:17], "this is </s> text and so is <extra_id_3>"]
     tokens = tokenize_corpus(datasets.Dataset.from_dict({"text": documents}), tokenizer)
-    pieces = [tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] for document in documents[:-1]]
+    pieces = [
+        tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        for document in documents[:-1]
+    ]
     joined = [token for piece in pieces for token in piece]
     assert tokens.dtype == np.int32
     assert tokens[: len(joined)].tolist() == joined
     assert tokens.min() > 1 and tokens.max() < SpecialIds.of(tokenizer).first_sentinel - 99
-    SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), inputs_length=32, batch_size=2, seed=0).batch(0)
+    SpanCorruptionSource(
+        tokens, SpecialIds.of(tokenizer), inputs_length=32, batch_size=2, seed=0
+    ).batch(0)
 
 
 def test_documents_without_text_are_refused(tokenizer_folder):
     with pytest.raises(DataError, match="The corpus has no token"):
-        tokenize_corpus(datasets.Dataset.from_dict({"text": [" ", ""]}), load_tokenizer(tokenizer_folder))
+        tokenize_corpus(
+            datasets.Dataset.from_dict({"text": [" ", ""]}), load_tokenizer(tokenizer_folder)
+        )
 
 
 PAIRS = [(f"the header number {'and ' * (n % 5)}{n}", f"value {n}") for n in range(23)]
@@ -162,14 +188,18 @@ def test_every_pair_occurs_once_in_every_epoch(tokenizer, pack):
     pairs = pair_source(tokenizer, pack=pack, batch_size=1)
     for epoch in range(2):
         steps = range(epoch * pairs.num_rows, (epoch + 1) * pairs.num_rows)
-        assert sorted(pair for step in steps for pair in pairs_in(tokenizer, pairs.batch(step))) == sorted(PAIRS)
+        assert sorted(
+            pair for step in steps for pair in pairs_in(tokenizer, pairs.batch(step))
+        ) == sorted(PAIRS)
 
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_batch_of_pairs_depends_on_the_step_alone(tokenizer, pack):
     pairs = pair_source(tokenizer, pack=pack)
     batches = [pairs.batch(step) for step in range(5)]
-    assert all(same(pair_source(tokenizer, pack=pack).batch(step), batches[step]) for step in (4, 1))
+    assert all(
+        same(pair_source(tokenizer, pack=pack).batch(step), batches[step]) for step in (4, 1)
+    )
     assert not same(batches[0], batches[1])
 
 
@@ -192,7 +222,9 @@ def test_packed_rows_are_full_length_and_fewer_than_the_pairs(tokenizer):
 
 
 def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokenizer, caplog):
-    batch = pair_source(tokenizer, [("the " * 50, "value"), ("the", "value")], inputs_length=13, batch_size=2).batch(0)
+    batch = pair_source(
+        tokenizer, [("the " * 50, "value"), ("the", "value")], inputs_length=13, batch_size=2
+    ).batch(0)
     lengths = batch["segment_ids"].sum(dim=1)
     assert sorted(lengths.tolist()) == [2, 13]
     assert (batch["input_ids"][torch.arange(2), lengths - 1] == 1).all()
@@ -202,12 +234,19 @@ def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokeniz
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_sentinel_ends_every_input_and_begins_every_target(tokenizer, pack):
-    sources = [pair_source(tokenizer, pack=pack, batch_size=23, sentinels=kind) for kind in ("none", "one")]
+    sources = [
+        pair_source(tokenizer, pack=pack, batch_size=23, sentinels=kind) for kind in ("none", "one")
+    ]
     plain, marked = (sorted(pairs_in(tokenizer, source.batch(0))) for source in sources)
     by_hand = [(f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in plain]
-    tidy = [tuple(" ".join(text.replace("<extra_id_0>", " <extra_id_0> ").split()) for text in pair) for pair in marked]
+    tidy = [
+        tuple(" ".join(text.replace("<extra_id_0>", " <extra_id_0> ").split()) for text in pair)
+        for pair in marked
+    ]
     if pack:  # rows hold fewer examples: an epoch is longer than the batch
-        assert set(tidy) <= set((f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in PAIRS)
+        assert set(tidy) <= set(
+            (f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in PAIRS
+        )
     else:
         assert sorted(tidy) == sorted(by_hand)
     assert sources[0].fingerprint != sources[1].fingerprint
@@ -215,8 +254,13 @@ def test_a_sentinel_ends_every_input_and_begins_every_target(tokenizer, pack):
 
 def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
     pairs = [("the " * 50, "and " * 50)]
-    batch = pair_source(tokenizer, pairs, inputs_length=7, targets_length=5, batch_size=1, sentinels="one").batch(0)
-    first, the = SpecialIds.of(tokenizer).first_sentinel, tokenizer("the the the and and and")["input_ids"]
+    batch = pair_source(
+        tokenizer, pairs, inputs_length=7, targets_length=5, batch_size=1, sentinels="one"
+    ).batch(0)
+    first, the = (
+        SpecialIds.of(tokenizer).first_sentinel,
+        tokenizer("the the the and and and")["input_ids"],
+    )
     assert batch["input_ids"][0][:7].tolist() == [*[the[0]] * 5, first, 1]
     assert batch["labels"][0][:5].tolist() == [first, *[the[3]] * 3, 1]
     with pytest.raises(ConfigError, match="have no room for a sentinel and an end token"):
@@ -226,12 +270,23 @@ def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
 def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
     fingerprint = pair_source(tokenizer).fingerprint
     assert fingerprint == pair_source(tokenizer).fingerprint
-    others = [{"pairs": PAIRS[1:]}, {"seed": 4}, {"batch_size": 5}, {"pack": True}, {"inputs_length": 59}]
-    assert len({fingerprint, *(pair_source(tokenizer, **other).fingerprint for other in others)}) == 6
+    others = [
+        {"pairs": PAIRS[1:]},
+        {"seed": 4},
+        {"batch_size": 5},
+        {"pack": True},
+        {"inputs_length": 59},
+    ]
+    assert (
+        len({fingerprint, *(pair_source(tokenizer, **other).fingerprint for other in others)}) == 6
+    )
 
 
 def test_no_pairs_and_lengths_without_room_are_refused(tokenizer):
     with pytest.raises(DataError, match="There are no training pairs"):
         pair_source(tokenizer, [])
-    with pytest.raises(ConfigError, match=r"targets_length is 0; expected an integer from 1 to 1,048,576 \(attention"):
+    with pytest.raises(
+        ConfigError,
+        match=r"targets_length is 0; expected an integer from 1 to 1,048,576 \(attention",
+    ):
         pair_source(tokenizer, targets_length=0)

@@ -1,4 +1,6 @@
-"""Prose out of docstrings. Oracle: a reader's eye, written down as the paragraphs expected of hand-made docstrings."""
+"""Prose out of docstrings. Oracle: a reader's eye, written down as the paragraphs expected of
+hand-made docstrings.
+"""
 
 import inspect
 import warnings
@@ -61,9 +63,13 @@ def test_sentences_stay_and_code_headings_tables_and_doctests_go():
 
 def test_fenced_code_goes():
     text = (
-        "The first sentence stands here.\n```python\nthis is code as you can see\n```\nThe second sentence stands here."
+        "The first sentence stands here.\n```python\nthis is code as you can see\n```\n"
+        "The second sentence stands here."
     )
-    assert prose_paragraphs(text) == ["The first sentence stands here.", "The second sentence stands here."]
+    assert prose_paragraphs(text) == [
+        "The first sentence stands here.",
+        "The second sentence stands here.",
+    ]
 
 
 def test_few_words_or_many_symbols_are_not_prose():
@@ -119,7 +125,10 @@ def test_invalid_escapes_in_foreign_code_do_not_warn(tmp_path):
 
 
 def test_tests_and_installed_packages_are_not_part_of_the_standard_library():
-    files = [path.relative_to(package_folder("stdlib")).parts for path in python_files(package_folder("stdlib"))]
+    files = [
+        path.relative_to(package_folder("stdlib")).parts
+        for path in python_files(package_folder("stdlib"))
+    ]
     assert ("email", "message.py") in files
     assert not any({"site-packages", "test"} & set(parts) for parts in files)
 

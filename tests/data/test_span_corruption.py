@@ -1,4 +1,6 @@
-"""Span corruption. Oracles: cases computed by T5's own code; putting the targets back gives the text again."""
+"""Span corruption. Oracles: cases computed by T5's own code; putting the targets back gives the
+text again.
+"""
 
 from collections import Counter
 
@@ -7,18 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, count_noise, noise_mask, tokens_length
+from moe.data.span_corruption import (
+    Noise,
+    corrupt,
+    corrupted_lengths,
+    count_noise,
+    noise_mask,
+    tokens_length,
+)
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError
 from tests.data.conformance import cases_of
 
 NOISE = Noise()
 VOCABULARY = SpecialIds(pad=0, eos=1, first_sentinel=999, num_sentinels=100)
-# T5 rounds 0.15 x length in float32 when it masks and in float64 when it plans lengths; where the product ends in .5
-# the two differ by one token. We follow the plan, so that targets have the planned length: tokens and spans by hand.
+# T5 rounds 0.15 x length in float32 when it masks and in float64 when it plans lengths; where the
+# product ends in .5 the two differ by one token. We follow the plan, so that targets have the
+# planned length: tokens and spans by hand.
 FLOAT32_LENGTHS = {190: (28, 9), 350: (52, 17)}
 
-noises = st.builds(Noise, st.sampled_from([0.01, 0.15, 0.3, 0.5, 0.85]), st.sampled_from([1.0, 2.5, 3.0, 11.0]))
+noises = st.builds(
+    Noise, st.sampled_from([0.01, 0.15, 0.3, 0.5, 0.85]), st.sampled_from([1.0, 2.5, 3.0, 11.0])
+)
 
 
 @pytest.mark.parametrize(("given", "expected"), cases_of("random_spans_noise_mask"))
@@ -57,13 +69,16 @@ def test_the_planned_length_is_the_longest_that_fits(inputs_length, noise):
 @pytest.mark.parametrize(("given", "expected"), cases_of("noise/nonnoise_span_to_unique_sentinel"))
 def test_sentinels_descend_and_none_closes_the_targets(given, expected):
     ids = SpecialIds(0, 1, given["vocab_size"] - 1, 100)
-    inputs, targets = corrupt(np.array(given["tokens"]), np.array(given["noise_mask"], dtype=bool), ids)
+    inputs, targets = corrupt(
+        np.array(given["tokens"]), np.array(given["noise_mask"], dtype=bool), ids
+    )
     assert inputs.tolist() == [*expected["inputs"], 1]
     assert targets.tolist() == [*expected["targets"], 1]
 
 
 @pytest.mark.parametrize(
-    ("function", "hidden"), [("drop_noise_tokens", "noise"), ("drop_nonnoise_tokens", "everything else")]
+    ("function", "hidden"),
+    [("drop_noise_tokens", "noise"), ("drop_nonnoise_tokens", "everything else")],
 )
 def test_without_sentinels_the_two_sides_are_the_text_kept_and_the_text_hidden(function, hidden):
     for case, expected in cases_of(function):
@@ -90,7 +105,9 @@ def test_putting_the_targets_back_gives_the_text(length, seed, noise):
     before = text.copy()
     mask = noise_mask(length, noise, np.random.default_rng(seed))
     masked, spans = count_noise(length, noise)
-    inputs, targets = corrupt(text, mask, VOCABULARY._replace(num_sentinels=1000, first_sentinel=5000))
+    inputs, targets = corrupt(
+        text, mask, VOCABULARY._replace(num_sentinels=1000, first_sentinel=5000)
+    )
     assert mask.sum() == masked
     assert (len(inputs), len(targets)) == corrupted_lengths(length, noise)
     sentinels = list(range(5000, 5000 - spans, -1))
@@ -115,13 +132,16 @@ def test_one_token_alone_has_no_noise():
 
 
 def test_every_division_into_spans_is_equally_likely():
-    # 7 tokens, 4 of them noise in 2 spans: C(3,1) divisions of the noise times C(2,1) of the text are 6 masks.
+    # 7 tokens, 4 of them noise in 2 spans: C(3,1) divisions of the noise times C(2,1) of the text
+    # are 6 masks.
     rng = np.random.default_rng(3)
     noise = Noise(0.57, 2.0)
     assert count_noise(7, noise) == (4, 2)
     drawn = Counter(tuple(noise_mask(7, noise, rng).tolist()) for _ in range(6_000))
     assert len(drawn) == 6
-    assert all(850 < count < 1_150 for count in drawn.values())  # 1,000 expected; 5 standard deviations are 144
+    assert all(
+        850 < count < 1_150 for count in drawn.values()
+    )  # 1,000 expected; 5 standard deviations are 144
 
 
 def test_half_a_token_is_rounded_to_even_whatever_the_float():
@@ -131,7 +151,10 @@ def test_half_a_token_is_rounded_to_even_whatever_the_float():
 
 
 def test_more_spans_than_sentinels_are_refused():
-    with pytest.raises(ConfigError, match="inputs_length 2048 masks 114 spans, but the vocabulary has 100 sentinels"):
+    with pytest.raises(
+        ConfigError,
+        match="inputs_length 2048 masks 114 spans, but the vocabulary has 100 sentinels",
+    ):
         tokens_length(2048, NOISE, num_sentinels=100)
 
 
@@ -143,5 +166,7 @@ def test_inputs_without_room_for_a_span_are_refused():
 
 @pytest.mark.parametrize("noise", [Noise(0.0, 3.0), Noise(1.0, 3.0), Noise(0.15, 0.5)])
 def test_noise_out_of_range_is_refused(noise):
-    with pytest.raises(ConfigError, match=r"(noise_density|mean_noise_span_length) is .*; expected a finite number"):
+    with pytest.raises(
+        ConfigError, match=r"(noise_density|mean_noise_span_length) is .*; expected a finite number"
+    ):
         tokens_length(64, noise, num_sentinels=100)

@@ -32,13 +32,19 @@ def reference(tokenizer_folder):
 
 
 def as_text(tokenizer, texts):
-    """Token ids without an end token, special tokens in the text read as text: what sentencepiece does."""
-    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    """Token ids without an end token, special tokens in the text read as text: what sentencepiece
+    does.
+    """
+    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+        "input_ids"
+    ]
 
 
 def test_ids_are_laid_out_as_in_t5(tokenizer):
     assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
-    assert tokenizer.convert_tokens_to_ids(SENTINELS) == list(range(VOCAB_SIZE - 1, VOCAB_SIZE - 101, -1))
+    assert tokenizer.convert_tokens_to_ids(SENTINELS) == list(
+        range(VOCAB_SIZE - 1, VOCAB_SIZE - 101, -1)
+    )
     assert len(tokenizer) == len(tokenizer.get_vocab()) == VOCAB_SIZE
     assert SpecialIds.of(tokenizer) == (0, 1, VOCAB_SIZE - 1, 100)
 
@@ -67,12 +73,16 @@ def test_truncation_keeps_the_end_token(tokenizer):
 
 def test_sentinels_in_a_text_are_single_tokens_and_spaces_around_them_vanish(tokenizer):
     # SeqIO's vocabularies_test.py test_extra_ids: nothing stands between two sentinels.
-    ids = tokenizer("<extra_id_0> <extra_id_1> the <extra_id_9>", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("<extra_id_0> <extra_id_1> the <extra_id_9>", add_special_tokens=False)[
+        "input_ids"
+    ]
     the = tokenizer("the", add_special_tokens=False)["input_ids"]
     assert ids == [VOCAB_SIZE - 1, VOCAB_SIZE - 2, *the, VOCAB_SIZE - 10]
 
 
-def test_it_agrees_with_sentencepiece_on_raw_lines_and_whole_docstrings(tokenizer, reference, raw_docstrings):
+def test_it_agrees_with_sentencepiece_on_raw_lines_and_whole_docstrings(
+    tokenizer, reference, raw_docstrings
+):
     lines = [line for docstring in raw_docstrings for line in docstring.splitlines()]
     assert len(lines) > 1_500
     assert as_text(tokenizer, lines) == reference.encode(lines)
@@ -98,7 +108,9 @@ def test_it_agrees_with_sentencepiece_on_any_latin_text(tokenizer, reference, te
 
 
 def test_it_agrees_with_sentencepiece_on_letters_with_combining_marks(tokenizer, reference):
-    texts = [f"the {letter}{chr(mark)} value" for letter in "aeiouy" for mark in range(0x300, 0x370)]
+    texts = [
+        f"the {letter}{chr(mark)} value" for letter in "aeiouy" for mark in range(0x300, 0x370)
+    ]
     assert as_text(tokenizer, texts) == reference.encode(texts)
 
 
@@ -114,7 +126,9 @@ def test_text_that_says_end_is_an_end_only_when_asked(tokenizer):
     assert tokenizer("a</s>b", add_special_tokens=False)["input_ids"].count(1) == 1
 
 
-def test_auto_tokenizer_loads_the_folder_with_and_without_a_model_beside_it(tokenizer, tokenizer_folder, tmp_path):
+def test_auto_tokenizer_loads_the_folder_with_and_without_a_model_beside_it(
+    tokenizer, tokenizer_folder, tmp_path
+):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
     text = "the message <extra_id_0> of the header"
     for _ in range(2):
@@ -141,7 +155,9 @@ def test_the_same_text_gives_the_same_files_in_silence(english, tokenizer_folder
 
 
 def test_a_corpus_too_small_for_the_vocabulary_says_which_size_is_possible(english, tmp_path):
-    with pytest.raises(DataError, match=r"too small for a vocabulary of 500000: at most \d+ .* is possible") as error:
+    with pytest.raises(
+        DataError, match=r"too small for a vocabulary of 500000: at most \d+ .* is possible"
+    ) as error:
         train_tokenizer(english[:50], 500_000, tmp_path / "none")
     largest = int(str(error.value).split("at most ")[1].split()[0])
     assert len(train_tokenizer(english[:50], largest, tmp_path / "largest")) == largest
@@ -151,7 +167,9 @@ def test_a_corpus_too_small_for_the_vocabulary_says_which_size_is_possible(engli
 
 
 def test_a_vocabulary_too_small_for_the_letters_says_which_size_is_needed(english, tmp_path):
-    with pytest.raises(DataError, match=r"too many different characters for a vocabulary of 107: at least 1\d\d"):
+    with pytest.raises(
+        DataError, match=r"too many different characters for a vocabulary of 107: at least 1\d\d"
+    ):
         train_tokenizer(english, 107, tmp_path / "none")
 
 
@@ -159,7 +177,8 @@ def test_no_text_and_no_room_for_pieces_are_refused(tmp_path):
     with pytest.raises(DataError, match="Is there any text in it"):
         train_tokenizer([], 2048, tmp_path / "none")
     with pytest.raises(
-        ConfigError, match=r"vocab_size is 103; expected an integer from 104 to 1,000,000 \(100 sentinels and 3 special"
+        ConfigError,
+        match=r"vocab_size is 103; expected an integer from 104 to 1,000,000 \(100 sentinels and 3 special",
     ):
         train_tokenizer(["text"], 103, tmp_path / "none")
 
@@ -171,10 +190,14 @@ def test_somebody_elses_folder_is_refused_before_the_work(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_says_how_to_make_one(tmp_path):
-    with pytest.raises(DataError, match=r"has no readable tokenizer\.json .*scripts\.train_tokenizer"):
+    with pytest.raises(
+        DataError, match=r"has no readable tokenizer\.json .*scripts\.train_tokenizer"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{torn", encoding="utf-8")
-    with pytest.raises(DataError, match=r"tokenizer\.json: '\{torn' is not JSON .*scripts\.train_tokenizer"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json: '\{torn' is not JSON .*scripts\.train_tokenizer"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -182,7 +205,8 @@ def test_sentinels_in_another_order_are_refused(tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer.add_special_tokens({"extra_special_tokens": [*SENTINELS, sentinel(100)]})
     with pytest.raises(
-        DataError, match=rf"<extra_id_100> has id {VOCAB_SIZE}; expected {VOCAB_SIZE - 101}, descending"
+        DataError,
+        match=rf"<extra_id_100> has id {VOCAB_SIZE}; expected {VOCAB_SIZE - 101}, descending",
     ):
         SpecialIds.of(tokenizer)
 
@@ -190,7 +214,14 @@ def test_sentinels_in_another_order_are_refused(tokenizer_folder):
 def test_the_command_trains_on_a_saved_corpus(english, tmp_path, capsys):
     texts = [Document(text, str(number), "email", "PSF-2.0") for number, text in enumerate(english)]
     save_corpus(build_corpus(texts), tmp_path / "corpus")
-    arguments = ["--corpus", str(tmp_path / "corpus"), "--out", str(tmp_path / "tokenizer"), "--vocab-size", "503"]
+    arguments = [
+        "--corpus",
+        str(tmp_path / "corpus"),
+        "--out",
+        str(tmp_path / "tokenizer"),
+        "--vocab-size",
+        "503",
+    ]
     train_tokenizer_command.main(arguments)
     assert len(load_tokenizer(tmp_path / "tokenizer")) == 503
     assert load_corpus(tmp_path / "corpus").train.num_rows > 0

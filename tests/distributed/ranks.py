@@ -11,14 +11,21 @@ TIMEOUT = 200  # seconds; most of them are the imports of a fresh process on a b
 
 
 def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
-    """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them after `timeout`.
+    """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them
+    after `timeout`.
 
-    The processes come of a server that has imported the library and done nothing else, so that `function` must stand
-    in a module. They meet in a file: no port is needed.
+    The processes come of a server that has imported the library and done nothing else, so that
+    `function` must stand in a module. They meet in a file: no port is needed.
     """
-    multiprocessing.set_forkserver_preload(["moe", "moe.planning.plan", "moe.training.loop", "eval.run"])
+    multiprocessing.set_forkserver_preload(
+        ["moe", "moe.planning.plan", "moe.training.loop", "eval.run"]
+    )
     context = mp.start_processes(
-        _rank, (function, num_ranks, str(folder), arguments), nprocs=num_ranks, join=False, start_method="forkserver"
+        _rank,
+        (function, num_ranks, str(folder), arguments),
+        nprocs=num_ranks,
+        join=False,
+        start_method="forkserver",
     )
     end = time.monotonic() + timeout
     try:

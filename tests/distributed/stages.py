@@ -1,4 +1,6 @@
-"""One stage of a run that moves from mesh to mesh: a small model, its optimizer, and what both hold."""
+"""One stage of a run that moves from mesh to mesh: a small model, its optimizer, and what both
+hold.
+"""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +30,8 @@ FIELDS = {
 }
 ROWS, LENGTH, TARGETS = 16, 13, 11
 RECIPE = PretrainRecipe(
-    optim=OptimRecipe(lr=0.1, warmup_steps=1, max_grad_norm=0.5), training=TrainingRecipe(steps=99, batch_size=ROWS)
+    optim=OptimRecipe(lr=0.1, warmup_steps=1, max_grad_norm=0.5),
+    training=TrainingRecipe(steps=99, batch_size=ROWS),
 )
 
 
@@ -66,7 +69,11 @@ class Stage:
     def __init__(self, optimizer, mesh=None):
         self.model, self.mesh = build(), mesh
         config = mesh.config if mesh else MeshConfig()
-        self.layouts = shard_model(self.model, mesh) if mesh else model_layouts(self.model, self.model.config, config)
+        self.layouts = (
+            shard_model(self.model, mesh)
+            if mesh
+            else model_layouts(self.model, self.model.config, config)
+        )
         self.optimizer = OPTIMIZERS[optimizer](self.model)
 
     def step(self, number):
@@ -93,7 +100,9 @@ class Stage:
 
 
 def differing(ours, theirs):
-    return sorted(name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name)))
+    return sorted(
+        name for name in ours.keys() | theirs.keys() if not same(ours.get(name), theirs.get(name))
+    )
 
 
 def same(a, b):

@@ -1,7 +1,8 @@
 """Adafactor on parameters that are cut over four ranks in every way that the library cuts them.
 
-The oracle is the same optimizer on whole parameters in one process. Each rank brings the elements that it holds and
-where they stand in the whole, as it learned from a parameter of running numbers that was cut alike.
+The oracle is the same optimizer on whole parameters in one process. Each rank brings the elements
+that it holds and where they stand in the whole, as it learned from a parameter of running numbers
+that was cut alike.
 """
 
 from functools import partial
@@ -24,7 +25,9 @@ NUM_RANKS, NUM_STEPS = 4, 20
 
 
 class Case(NamedTuple):
-    """A parameter and how it is cut: `cut` names the dim of an axis, None for replicas; FSDP takes the other axes."""
+    """A parameter and how it is cut: `cut` names the dim of an axis, None for replicas; FSDP takes
+    the other axes.
+    """
 
     axes: dict[str, int]
     shape: tuple[int, ...]
@@ -81,7 +84,9 @@ RESHARDED = {
 
 
 def whole(name, case, step, dtype):
-    """Returns the weights (step -1) or the gradient of a step; some gradients are spikes, so that clipping acts."""
+    """Returns the weights (step -1) or the gradient of a step; some gradients are spikes, so that
+    clipping acts.
+    """
     seed = 1000 * sorted(CASES).index(name) + step + 1
     x = torch.randn(case.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return (x * (30 if step % 5 == 4 else 1)).to(dtype)
@@ -90,7 +95,11 @@ def whole(name, case, step, dtype):
 def build_adafactor(parameters, cases):
     """Returns Adafactor in two groups, in which matrices are factored from 5 x 5 on."""
     groups = [
-        {"params": [parameters[name] for name, case in cases.items() if case.batch_dims == batch_dims]}
+        {
+            "params": [
+                parameters[name] for name, case in cases.items() if case.batch_dims == batch_dims
+            ]
+        }
         | {"batch_dims": batch_dims}
         for batch_dims in (0, 1)
     ]
@@ -102,7 +111,9 @@ def build_adamw(parameters, cases, foreach=None):
 
 
 def steps_of_one_process(cases, dtype, num_steps=NUM_STEPS, build=build_adafactor):
-    parameters = {name: torch.nn.Parameter(whole(name, case, -1, dtype)) for name, case in cases.items()}
+    parameters = {
+        name: torch.nn.Parameter(whole(name, case, -1, dtype)) for name, case in cases.items()
+    }
     optimizer = build(parameters, cases)
     for step in range(num_steps):
         for name, case in cases.items():
@@ -114,7 +125,9 @@ def steps_of_one_process(cases, dtype, num_steps=NUM_STEPS, build=build_adafacto
 ADAMW = {
     "adamw": (CASES, build_adamw),
     "adamw, foreach": (
-        {name: case for name, case in CASES.items() if case.axes},  # torch refuses to mix them with plain tensors
+        {
+            name: case for name, case in CASES.items() if case.axes
+        },  # torch refuses to mix them with plain tensors
         partial(build_adamw, foreach=True),
     ),
 }
@@ -124,7 +137,9 @@ ADAMW = {
 
 
 def cut_up(full, case, meshes):
-    """Returns this rank's parameter: experts and tensor axes first, then FSDP, as the library does it."""
+    """Returns this rank's parameter: experts and tensor axes first, then FSDP, as the library does
+    it.
+    """
     if not case.axes:
         return torch.nn.Parameter(full)
     names, sizes = tuple(case.axes), tuple(case.axes.values())
@@ -163,10 +178,14 @@ class OnAMesh:
 
     def __init__(self, cases, dtype, meshes, build=build_adafactor):
         self.cases, self.dtype = cases, dtype
-        self.parameters = {name: cut_up(whole(name, case, -1, dtype), case, meshes) for name, case in cases.items()}
+        self.parameters = {
+            name: cut_up(whole(name, case, -1, dtype), case, meshes) for name, case in cases.items()
+        }
         self.places = {}
         for name, case in cases.items():
-            numbers = torch.arange(float(self.parameters[name].numel()), dtype=torch.float64).view(case.shape)
+            numbers = torch.arange(float(self.parameters[name].numel()), dtype=torch.float64).view(
+                case.shape
+            )
             self.places[name] = local(cut_up(numbers, case, meshes).detach()).long()
         self.optimizer = build(self.parameters, cases)
 
@@ -180,10 +199,15 @@ class OnAMesh:
     def checkpoint(self):
         """Returns weights and moments under the names of the cases."""
         moments = {name: dict(self.optimizer.state[p]) for name, p in self.parameters.items()}
-        return {"moments": moments, "weights": {name: p.detach() for name, p in self.parameters.items()}}
+        return {
+            "moments": moments,
+            "weights": {name: p.detach() for name, p in self.parameters.items()},
+        }
 
     def resume(self, folder):
-        """Takes over a checkpoint; as torch's own loading does, after a step of nothing that makes the moments."""
+        """Takes over a checkpoint; as torch's own loading does, after a step of nothing that makes
+        the moments.
+        """
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         for group in self.optimizer.param_groups:
@@ -198,7 +222,10 @@ class OnAMesh:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def elements(self):
-        return {name: (self.places[name], local(p.detach()).clone()) for name, p in self.parameters.items()}
+        return {
+            name: (self.places[name], local(p.detach()).clone())
+            for name, p in self.parameters.items()
+        }
 
 
 def count_all_reduces(num_parameters, meshes):
@@ -206,12 +233,16 @@ def count_all_reduces(num_parameters, meshes):
     vectors = {f"vector {i}": Case(FSDP, (3,)) for i in range(num_parameters)}
     matrices = {f"matrix {i}": Case(FSDP, (5, 7)) for i in range(2 * num_parameters)}
     cases = {**vectors, **matrices}
-    parameters = {name: cut_up(torch.ones(case.shape), case, meshes) for name, case in cases.items()}
+    parameters = {
+        name: cut_up(torch.ones(case.shape), case, meshes) for name, case in cases.items()
+    }
     optimizer = build_adafactor(parameters, cases)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     real, calls = dist.all_reduce, []
-    dist.all_reduce = lambda *arguments, **options: (calls.append(1), real(*arguments, **options))[1]
+    dist.all_reduce = lambda *arguments, **options: (calls.append(1), real(*arguments, **options))[
+        1
+    ]
     try:
         optimizer.step()
     finally:
@@ -220,7 +251,9 @@ def count_all_reduces(num_parameters, meshes):
 
 
 def on_a_rank(rank, num_ranks, folder):
-    """Returns this rank's answers to all tests below; the small buckets hold one to three parameters."""
+    """Returns this rank's answers to all tests below; the small buckets hold one to three
+    parameters.
+    """
     answers, meshes = {}, {}
     for dtype, limit in ((torch.float64, adafactor.MAX_BUCKET_ELEMENTS), (torch.float32, 30)):
         adafactor.MAX_BUCKET_ELEMENTS, before = limit, adafactor.MAX_BUCKET_ELEMENTS
@@ -252,7 +285,9 @@ def answers(tmp_path_factory):
 
 
 def assert_same(parts, expected, tolerance):
-    """Compares the elements of all ranks with whole parameters, relative to the largest entry of each."""
+    """Compares the elements of all ranks with whole parameters, relative to the largest entry of
+    each.
+    """
     for name, parameter in expected.items():
         flat, seen = parameter.detach().flatten(), set()
         for part in parts:

@@ -1,7 +1,9 @@
-"""Losses, gradients and statistics do not depend on how a batch is cut into micro-batches and ranks.
+"""Losses, gradients and statistics do not depend on how a batch is cut into micro-batches and
+ranks.
 
-The oracle is the whole batch in one call of one process. Where shares are taken over more than one group, a part
-needs the totals of all parts; its loss is then a sum that is divided by the count of all parts.
+The oracle is the whole batch in one call of one process. Where shares are taken over more than one
+group, a part needs the totals of all parts; its loss is then a sum that is divided by the count of
+all parts.
 """
 
 import pytest
@@ -15,7 +17,12 @@ from tests.sparse.layers import DROPLESS, assert_all_close, build_layer
 
 BATCH, LENGTH = 6, 13
 CUTS = {"halves": [3, 3], "uneven": [1, 4, 1], "single": [1] * 6}
-SETTINGS = [{}, {"balance_choices": "all"}, {"balance_over": "all_positions"}, {"router_z_loss_over": "all_positions"}]
+SETTINGS = [
+    {},
+    {"balance_choices": "all"},
+    {"balance_over": "all_positions"},
+    {"router_z_loss_over": "all_positions"},
+]
 
 
 def build(scope, **fields):
@@ -33,21 +40,33 @@ def batch():
 
 def weighed(y, first):
     """Returns a loss of the task that is a sum over sequences, each with its own weight."""
-    return (y * torch.arange(first + 1, first + 1 + y.shape[0], dtype=torch.float64)[:, None, None]).square().sum()
+    return (
+        (y * torch.arange(first + 1, first + 1 + y.shape[0], dtype=torch.float64)[:, None, None])
+        .square()
+        .sum()
+    )
 
 
 def sums_and_gradients(layer, total, losses):
     """Returns the three sums of a part, its two counts, and the gradients of each sum."""
     sums = [total, losses.load_balance_sum, losses.router_z_sum]
     grads = [
-        torch.autograd.grad(x, list(layer.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        torch.autograd.grad(
+            x,
+            list(layer.parameters()),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         for x in sums
     ]
     return [x.detach() for x in (*sums, losses.load_balance_count, losses.router_z_count)], grads
 
 
 def part(layer, start, count, totals=None):
-    """Returns sums, counts and gradients of `count` sequences from `start`, balanced within `totals`."""
+    """Returns sums, counts and gradients of `count` sequences from `start`, balanced within
+    `totals`.
+    """
     x, mask = (value[start : start + count] for value in batch())
     y, router = layer(x, mask)
     losses = router.losses if totals is None else balance_within(router.losses, totals)
@@ -95,7 +114,9 @@ def test_wide_scopes_do_not_depend_on_the_cut_into_micro_batches(scope, fields, 
     numbers, grads = None, None
     for start, count in zip(starts, cut, strict=True):
         ours, our_grads, _ = part(layer, start, count, totals)
-        numbers, grads = (ours, our_grads) if numbers is None else (add(numbers, ours), add(grads, our_grads))
+        numbers, grads = (
+            (ours, our_grads) if numbers is None else (add(numbers, ours), add(grads, our_grads))
+        )
     assert_same(means(numbers, grads), means(*whole))
 
 
@@ -153,7 +174,9 @@ def on_a_rank(rank, num_ranks, cut):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [[3, 3], [4, 2], [1, 3, 2]], ids=["two", "two_and_padding", "three_and_padding"])
+@pytest.mark.parametrize(
+    "cut", [[3, 3], [4, 2], [1, 3, 2]], ids=["two", "two_and_padding", "three_and_padding"]
+)
 def test_several_ranks_equal_one_process_in_losses_gradients_and_statistics(cut, tmp_path):
     answers = run_ranks(on_a_rank, len(cut), tmp_path, cut)
     for scope in ("group", "ranks", "global"):
@@ -170,11 +193,15 @@ def test_several_ranks_equal_one_process_in_losses_gradients_and_statistics(cut,
         expected = part(build(scope), 0, BATCH)[-1].stats
         for answer in answers:
             summed = RouterStats(*answer[f"{scope}_stats"])
-            if scope != "group":  # a rank's loss is balanced within its call: a sum over ranks is no loss of them all
+            if (
+                scope != "group"
+            ):  # a rank's loss is balanced within its call: a sum over ranks is no loss of them all
                 summed = summed._replace(load_balance_sum=expected.load_balance_sum)
             assert_all_close(summed, expected, atol=1e-10)
 
-    micro_batches = [part(build("micro_batch"), sum(cut[:rank]), cut[rank]) for rank in range(len(cut))]
+    micro_batches = [
+        part(build("micro_batch"), sum(cut[:rank]), cut[rank]) for rank in range(len(cut))
+    ]
     for answer, (numbers, grads, _) in zip(answers, micro_batches, strict=True):
         assert_all_close(answer["micro_batch"][0], numbers, atol=1e-10)
         for ours, theirs in zip(answer["micro_batch"][1], grads, strict=True):

@@ -1,7 +1,8 @@
-"""A run that moves from mesh to mesh by its checkpoints, against the same run in one process that never stops.
+"""A run that moves from mesh to mesh by its checkpoints, against the same run in one process that
+never stops.
 
-After each move every parameter and every tensor of the optimizer must be the one that was saved, to the last bit, and
-the next loss that of the undisturbed run.
+After each move every parameter and every tensor of the optimizer must be the one that was saved, to
+the last bit, and the next loss that of the undisturbed run.
 """
 
 import functools
@@ -41,7 +42,9 @@ NUM_STEPS = 2 + sum(len(meshes) for meshes in JOURNEY.values())
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As the ranks have it: many threads for so small a model cost a hundred times its work on a busy machine."""
+    """As the ranks have it: many threads for so small a model cost a hundred times its work on a
+    busy machine.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +52,9 @@ def one_thread():
 
 
 def travel(rank, num_ranks, folder, meshes):
-    """Returns by optimizer and mesh which tensors came otherwise than they were saved, and the next loss."""
+    """Returns by optimizer and mesh which tensors came otherwise than they were saved, and the next
+    loss.
+    """
     found = {}
     for name in OPTIMIZERS:
         for mesh_name, sizes in list(meshes.items())[0 if name == "adafactor" else -1 :]:
@@ -107,7 +112,9 @@ def say(function):
 
 
 def on_two_ranks(rank, num_ranks, folder):
-    """Returns what each rank heard: of errors of one rank, of what does not fit, and which checkpoints stayed."""
+    """Returns what each rank heard: of errors of one rank, of what does not fit, and which
+    checkpoints stayed.
+    """
     mesh, said = build_mesh(MeshConfig(1, 1, 2, 1), "cpu"), {}
     stage = Stage("adafactor", mesh)
     with CheckpointWriter(folder, keep=2) as writer:
@@ -117,7 +124,9 @@ def on_two_ranks(rank, num_ranks, folder):
         stage.step(1)  # while the first is being written
         for number in (2, 3):
             stage.save(writer, number)
-            said[f"while {number} is written"] = [path.name for path in sorted(folder.glob("step_*"))]
+            said[f"while {number} is written"] = [
+                path.name for path in sorted(folder.glob("step_*"))
+            ]
         writer.wait()
         said["kept"] = [path.name for path in sorted(folder.iterdir())]
         together(lambda: None)
@@ -159,7 +168,9 @@ def choice(folder):
 
 
 def verify_on_two_ranks(rank, num_ranks, folder):
-    """Returns what each rank chose beside a damaged checkpoint, when all were damaged, and which files it read."""
+    """Returns what each rank chose beside a damaged checkpoint, when all were damaged, and which
+    files it read.
+    """
     stage = Stage("adafactor", build_mesh(MeshConfig(1, 1, 2, 1), "cpu"))
     stage.step(0)
     with CheckpointWriter(folder, keep=2) as writer:
@@ -188,7 +199,12 @@ def verify_on_two_ranks(rank, num_ranks, folder):
 def test_ranks_share_the_reading_and_agree_on_what_is_damaged(tmp_path):
     folder = tmp_path / "checkpoints"
     first, second = run_ranks(verify_on_two_ranks, 2, tmp_path, folder)
-    assert sorted(first["read"] + second["read"]) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+    assert sorted(first["read"] + second["read"]) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "state.json",
+    ]
     assert len(first["read"]) == len(second["read"]) == 2
     reason = "__1_0.distcp has another SHA-256 than it was written with"
     for said in (first, second):
@@ -216,7 +232,10 @@ def test_errors_of_one_rank_are_heard_on_all_and_cost_nothing(tmp_path):
         assert "step_00000004" in said["disk"]
         assert said["copy"] == []
         assert said["moved on"]
-        assert "step_00000003 is a checkpoint of another optimizer. Its state: " in said["other optimizer"]
+        assert (
+            "step_00000003 is a checkpoint of another optimizer. Its state: "
+            in said["other optimizer"]
+        )
         assert (
             "missing: optimizer/model.decoder.blocks.0.cross_attention.k_proj.weight/exp_avg"
             in said["no optimizer yet"]
@@ -233,7 +252,9 @@ def test_errors_of_one_rank_are_heard_on_all_and_cost_nothing(tmp_path):
 
 
 def killed_while_saving(rank, num_ranks, folder, victim):
-    """Saves once, and once more with a rank that is killed in the background, its shards half-way on the disk."""
+    """Saves once, and once more with a rank that is killed in the background, its shards half-way
+    on the disk.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the parent when the victim is gone
     stage = Stage("adafactor", build_mesh(MeshConfig(1, 1, 2, 1), "cpu"))
     writer = CheckpointWriter(folder, keep=1)

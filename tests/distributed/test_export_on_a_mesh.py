@@ -1,7 +1,9 @@
-"""Model folders that a mesh reads and writes, against `from_pretrained` and `save_pretrained` of the whole model.
+"""Model folders that a mesh reads and writes, against `from_pretrained` and `save_pretrained` of
+the whole model.
 
-What is written must be the same bytes; what is read the same tensors. How much a rank holds is counted: elements read
-from files, bytes written to them, and the largest tensor that any operation allocates.
+What is written must be the same bytes; what is read the same tensors. How much a rank holds is
+counted: elements read from files, bytes written to them, and the largest tensor that any operation
+allocates.
 """
 
 import json
@@ -43,7 +45,11 @@ UNTIED = {**FIELDS, "tie_word_embeddings": False}
 VARIANTS = {
     "tied, in one file": (FIELDS, torch.float32, "50GB"),
     "bfloat16, in many files": (UNTIED, torch.bfloat16, 2_000),
-    "with a buffer": ({**UNTIED, "router": "bias_balanced", "router_options": None}, torch.float32, "50GB"),
+    "with a buffer": (
+        {**UNTIED, "router": "bias_balanced", "router_options": None},
+        torch.float32,
+        "50GB",
+    ),
 }
 
 
@@ -61,7 +67,9 @@ def files(folder):
 
 
 class Largest(TorchDispatchMode):
-    """Knows the most elements of any tensor that took memory on this rank; views of a mapped file take none."""
+    """Knows the most elements of any tensor that took memory on this rank; views of a mapped file
+    take none.
+    """
 
     def __init__(self):
         super().__init__()
@@ -73,7 +81,9 @@ class Largest(TorchDispatchMode):
         result = function(*arguments, **(options or {}))
         is_view = any(returned.alias_info is not None for returned in function._schema.returns)
         for tensor in [] if is_view else tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            if isinstance(tensor, torch.Tensor) and not (
+                tensor.is_meta or isinstance(tensor, FakeTensor)
+            ):
                 self.elements = max(self.elements, tensor.numel())
         return result
 
@@ -111,7 +121,9 @@ class CountedSlice:
 
 @contextmanager
 def counted():
-    """Gives three things that fill: elements read by access, bytes written by access, the largest tensor."""
+    """Gives three things that fill: elements read by access, bytes written by access, the largest
+    tensor.
+    """
     read, written, pwrite, largest = [], [], os.pwrite, Largest()
     loading.safe_open = lambda *arguments, **options: CountedFile(read, *arguments, **options)
     os.pwrite = lambda file, data, place: (written.append(len(data)), pwrite(file, data, place))[1]
@@ -143,7 +155,11 @@ def read_and_write(rank, num_ranks, folder):
                     or not torch.equal(whole(tensor).reshape(expected[name].shape), expected[name])
                 ]
                 wrong += [] if ours.config.to_dict() == theirs.config.to_dict() else ["config"]
-                wrong += [] if ours.generation_config == theirs.generation_config else ["generation config"]
+                wrong += (
+                    []
+                    if ours.generation_config == theirs.generation_config
+                    else ["generation config"]
+                )
                 wrong += [] if ours.training == theirs.training else ["training"]
                 tied = ours.lm_head.weight is ours.get_input_embeddings().weight
                 wrong += [] if tied == ours.config.tie_word_embeddings else ["tied"]
@@ -156,7 +172,9 @@ def read_and_write(rank, num_ranks, folder):
                 counts += [sum(written), largest.elements]
                 here = {key: value[mesh.rows(16)] for key, value in batch(0).items()}
                 found[mesh_name, name, gather] = wrong, counts, float(ours(**here).loss.isfinite())
-                with torch.no_grad():  # the root now holds whole parameters, which must not be what is written
+                with (
+                    torch.no_grad()
+                ):  # the root now holds whole parameters, which must not be what is written
                     ours(**here)
                 again = folder / f"{target.name}, again"
                 if rank == 0:
@@ -191,7 +209,9 @@ def test_a_mesh_reads_and_writes_the_very_files_of_one_process(tmp_path):
             assert [file for file in expected if found[file] != expected[file]] == []
         model = build(name)
         num_bytes = sum(tensor.nbytes for tensor in stored_tensors(model).values())
-        assert sum(answer[case][1][4] for answer in answers) == num_bytes  # nothing is written twice
+        assert (
+            sum(answer[case][1][4] for answer in answers) == num_bytes
+        )  # nothing is written twice
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -207,7 +227,9 @@ def test_one_process_writes_what_save_pretrained_writes(tmp_path, name):
 def test_shapes_of_the_whole_model_need_no_memory():
     model = tiny_model(**FIELDS)
     shapes = whole_tensors(model.config, stored_tensors(model))
-    assert {name: x.shape for name, x in shapes.items()} == {name: x.shape for name, x in stored_tensors(model).items()}
+    assert {name: x.shape for name, x in shapes.items()} == {
+        name: x.shape for name, x in stored_tensors(model).items()
+    }
     assert all(x.is_meta for x in shapes.values())
 
 
@@ -229,7 +251,9 @@ class Tokenizer:
 
 
 def refuse(rank, num_ranks, folder):
-    """Returns the texts of both ways to load each damaged folder, and how exports end that cannot be."""
+    """Returns the texts of both ways to load each damaged folder, and how exports end that cannot
+    be.
+    """
     mesh, said = build_mesh(MeshConfig(1, 1, 2, 1), "cpu"), {}
     for name in (*DAMAGES, "torn", "torn index", "no model", "flipped"):
         theirs = say(lambda name=name: load_complete(STMoEForConditionalGeneration, folder / name))
@@ -260,12 +284,16 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
         if name in DAMAGES:
             weights = safetensors.torch.load_file(good / "model.safetensors")
             DAMAGES[name](weights)
-            safetensors.torch.save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+            safetensors.torch.save_file(
+                weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"}
+            )
     flip_a_bit(tmp_path / "flipped" / "model.safetensors")
     torn = tmp_path / "torn" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:1000])
     (tmp_path / "torn index" / "model.safetensors").unlink()  # which would be read first
-    (tmp_path / "torn index" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    (tmp_path / "torn index" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "b.safetensors"}}'
+    )
     (tmp_path / "no model" / "config.json").unlink()
     ranks = tmp_path / "ranks"
     ranks.mkdir()
@@ -277,8 +305,14 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
         assert "Weights 1 missing: lm_head.weight. Copy the whole folder" in said["missing"][0]
         assert "is damaged: model.safetensors has another SHA-256" in said["flipped"][0]
         assert "lm_head.weight (3, 5) instead of (53, 13)" in said["another shape"][0]
-        assert f"CheckpointError: The model in {tmp_path / 'torn'} cannot be loaded: " in said["torn"][0]
-        assert f"CheckpointError: {tmp_path / 'torn index' / 'model.safetensors.index.json'}" in said["torn index"][0]
+        assert (
+            f"CheckpointError: The model in {tmp_path / 'torn'} cannot be loaded: "
+            in said["torn"][0]
+        )
+        assert (
+            f"CheckpointError: {tmp_path / 'torn index' / 'model.safetensors.index.json'}"
+            in said["torn index"][0]
+        )
         assert said["disk"].startswith("OSError: [Errno 27] File too large: ")
         assert "model.safetensors" in said["disk"]
         assert said["after the disk"] == []

@@ -1,7 +1,7 @@
 """Parts of a model that train on a mesh, and kept slots, against the same in one process.
 
-Two ranks take two updates on each mesh, once in micro-batches with activation checkpointing too; every weight and every
-tensor of the optimizer must be that of one process.
+Two ranks take two updates on each mesh, once in micro-batches with activation checkpointing too;
+every weight and every tensor of the optimizer must be that of one process.
 """
 
 import dataclasses
@@ -47,17 +47,25 @@ def tuned(subset, slots=None, mesh=None, micro=None):
 
 def distances(ours, theirs):
     assert ours.keys() == theirs.keys()
-    return {name: float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs}
+    return {
+        name: float((ours[name].double() - theirs[name].double()).abs().max()) for name in theirs
+    }
 
 
 def on_two_ranks(rank, num_ranks, slots):
     found = {}
-    expected = {(subset, kept): tuned(subset, slots if kept else None) for subset in SUBSETS for kept in (False, True)}
+    expected = {
+        (subset, kept): tuned(subset, slots if kept else None)
+        for subset in SUBSETS
+        for kept in (False, True)
+    }
     for name, sizes in MESHES.items():
         mesh = build_mesh(MeshConfig(*sizes), "cpu")
         for (subset, kept), (theirs, selected) in expected.items():
             ours, selection = tuned(subset, slots if kept else None, mesh)
-            far = {key: value for key, value in distances(ours, theirs).items() if not value <= 1e-10}
+            far = {
+                key: value for key, value in distances(ours, theirs).items() if not value <= 1e-10
+            }
             found[name, subset, kept] = far, selection == selected
             if kept and subset in IN_PARTS:
                 again, _ = tuned(subset, slots, mesh, micro=2)
@@ -69,7 +77,11 @@ def on_two_ranks(rank, num_ranks, slots):
     with pytest.raises(CheckpointError, match="has slots of adafactor, not of adamw"):
         load_slots(slots, stage.model, stage.optimizer, stage.layouts, "adamw")
     changed = {key for key in expected["ffn", False][0] if not key.startswith("optimizer/")}
-    changed = {k for k in changed if not torch.equal(expected["ffn", False][0][k], expected["ffn", True][0][k])}
+    changed = {
+        k
+        for k in changed
+        if not torch.equal(expected["ffn", False][0][k], expected["ffn", True][0][k])
+    }
     return found, changed
 
 

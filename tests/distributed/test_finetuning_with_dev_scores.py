@@ -1,4 +1,5 @@
-"""A mixture with dev scores on two ranks: every mesh ends, and says what one process says of the same saved models.
+"""A mixture with dev scores on two ranks: every mesh ends, and says what one process says of the
+same saved models.
 
 Oracles: the losses of one process; the saved best and last models, scored in one process.
 """
@@ -17,16 +18,34 @@ from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture
 from tests.training.tiny_tasks import registered
 
-MESHES = {"ep 2": ["--mesh.ep", "2"], "dp_shard 2": ["--mesh.dp_shard", "2"], "tp 2": ["--mesh.tp", "2"]}
-SAME_NUMBERS = ["--model.dropout_rate", "0", "--model.expert_dropout_rate", "0", "--model.group_size", "48"]
-SAME_NUMBERS += ["--model.router_options.second_expert_policy", "all", "--training.micro_batch_size", "2"]
+MESHES = {
+    "ep 2": ["--mesh.ep", "2"],
+    "dp_shard 2": ["--mesh.dp_shard", "2"],
+    "tp 2": ["--mesh.tp", "2"],
+}
+SAME_NUMBERS = [
+    "--model.dropout_rate",
+    "0",
+    "--model.expert_dropout_rate",
+    "0",
+    "--model.group_size",
+    "48",
+]
+SAME_NUMBERS += [
+    "--model.router_options.second_expert_policy",
+    "all",
+    "--training.micro_batch_size",
+    "2",
+]
 
 
 def one_run(recipe, out, rank=0, num_ranks=1, mesh=()):
     """Does what the command does inside `launch`, and returns the losses."""
     with registered():
         command = [*SAME_NUMBERS, *mesh]
-        parsed, arguments = finetune.finetune_command().parse(["--config", str(recipe), "--out", str(out), *command])
+        parsed, arguments = finetune.finetune_command().parse(
+            ["--config", str(recipe), "--out", str(out), *command]
+        )
         data = read_tasks(parsed.mixture.tasks)
         world = World(rank, num_ranks, rank, "cpu")
         train(finetune.build_run(parsed, arguments.pretrained, data, out, world))
@@ -35,7 +54,9 @@ def one_run(recipe, out, rank=0, num_ranks=1, mesh=()):
 
 
 def on_two_ranks(rank, num_ranks, recipe, out):
-    return {name: one_run(recipe, out / name, rank, num_ranks, mesh) for name, mesh in MESHES.items()}
+    return {
+        name: one_run(recipe, out / name, rank, num_ranks, mesh) for name, mesh in MESHES.items()
+    }
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Ranks that torchrun starts meet, and whatever goes wrong with one of them ends all in time, with a message.
+"""Ranks that torchrun starts meet, and whatever goes wrong with one of them ends all in time, with
+a message.
 
-The ranks of the tests are processes that get torchrun's environment variables, and a store for every start as its agent
-keeps one.
+The ranks of the tests are processes that get torchrun's environment variables, and a store for
+every start as its agent keeps one.
 """
 
 import json
@@ -31,7 +32,13 @@ def torchrun(monkeypatch):
     """Sets torchrun's variables."""
 
     def set_variables(rank, size, port):
-        values = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        values = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
 
@@ -63,13 +70,21 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch):
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e300, None, "60", True])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
-    with pytest.raises(ConfigError, match=r"^timeout is .*; expected a finite number above 0 and"), launch(timeout):
+    with (
+        pytest.raises(ConfigError, match=r"^timeout is .*; expected a finite number above 0 and"),
+        launch(timeout),
+    ):
         pass
 
 
 def test_half_of_torchruns_variables_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"), launch():
+    with (
+        pytest.raises(
+            ConfigError, match="but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+        ),
+        launch(),
+    ):
         pass
 
 
@@ -94,16 +109,24 @@ def test_an_error_of_the_program_is_not_mistaken_for_a_lost_rank(torchrun, free_
 
 def test_a_port_in_use_is_named(torchrun, busy_port):
     torchrun(0, 2, busy_port)
-    with pytest.raises(DistributedError, match=rf"listen on 127\.0\.0\.1:{busy_port}: the port is in use"), launch(5):
+    with (
+        pytest.raises(
+            DistributedError, match=rf"listen on 127\.0\.0\.1:{busy_port}: the port is in use"
+        ),
+        launch(5),
+    ):
         pass
 
 
-@pytest.mark.parametrize(("rank", "reason"), [(0, "1/2 clients joined"), (1, "nobody listens there: .*refused")])
+@pytest.mark.parametrize(
+    ("rank", "reason"), [(0, "1/2 clients joined"), (1, "nobody listens there: .*refused")]
+)
 def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank, reason):
     torchrun(rank, 2, free_port)
     start = time.monotonic()
     message = (
-        rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds.*--timeout.*{reason}"
+        rf"Rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{free_port} within 2 seconds"
+        rf".*--timeout.*{reason}"
     )
     with pytest.raises(DistributedError, match=message), launch(timeout=2):
         pass
@@ -136,14 +159,22 @@ def test_a_listener_that_never_answers_is_given_up_in_time(torchrun, busy_port):
 def test_torchruns_variables_are_numbers_in_their_range(torchrun, monkeypatch, name, value):
     torchrun(0, 2, 29500)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"^{name} is '.*; expected an integer from . to .*unset RANK"), launch():
+    with (
+        pytest.raises(
+            ConfigError, match=rf"^{name} is '.*; expected an integer from . to .*unset RANK"
+        ),
+        launch(),
+    ):
         pass
 
 
 def test_a_name_that_no_host_can_have_is_a_message(torchrun, monkeypatch):
     torchrun(1, 2, 29500)
     monkeypatch.setenv("MASTER_ADDR", "x" * 100)
-    with pytest.raises(DistributedError, match=r"did not meet the others at x{100}:29500"), launch(timeout=0.2):
+    with (
+        pytest.raises(DistributedError, match=r"did not meet the others at x{100}:29500"),
+        launch(timeout=0.2),
+    ):
         pass
 
 
@@ -175,7 +206,10 @@ def run_cases(folder):
     ports = [store.port for store in stores]
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(RANKS)
-    processes = [context.Process(target=on_a_rank, args=(rank, ports, str(folder), barrier)) for rank in range(RANKS)]
+    processes = [
+        context.Process(target=on_a_rank, args=(rank, ports, str(folder), barrier))
+        for rank in range(RANKS)
+    ]
     for process in processes:
         process.start()
     end = time.monotonic() + 90

@@ -1,7 +1,8 @@
-"""A model on a mesh gives the numbers of one process: losses, statistics, every gradient, and 20 updates.
+"""A model on a mesh gives the numbers of one process: losses, statistics, every gradient, and 20
+updates.
 
-The oracle is the same model, whole, with the whole batch, in one process; groups of tokens are the same on both sides.
-The first rank computes the oracle for all; each returns how far it is from it.
+The oracle is the same model, whole, with the whole batch, in one process; groups of tokens are the
+same on both sides. The first rank computes the oracle for all; each returns how far it is from it.
 """
 
 import functools
@@ -54,7 +55,10 @@ FURTHER_MESHES = {
     "dp_replicate 2, tp 2": (2, 1, 1, 2),
     "tp 4": (1, 1, 1, 4),
 }
-LONG = {"ragged": {}, "static, accumulated, checkpointed": {"dispatch": "static", "micro": 2, "checkpointed": True}}
+LONG = {
+    "ragged": {},
+    "static, accumulated, checkpointed": {"dispatch": "static", "micro": 2, "checkpointed": True},
+}
 SHORT = {
     "static": {"dispatch": "static"},
     "dropless": {"capacity_factor": None},
@@ -62,7 +66,11 @@ SHORT = {
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
-    "bias_balanced, expert bias": {"router": "bias_balanced", "router_options": None, "expert_bias": "multiplicative"},
+    "bias_balanced, expert bias": {
+        "router": "bias_balanced",
+        "router_options": None,
+        "expert_bias": "multiplicative",
+    },
     "relu, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
     "adamw": {"optimizer": "adamw"},
 }
@@ -80,16 +88,22 @@ def build(dtype, checkpointed=False, crowded=False, **fields):
 
 
 def recipe(dtype, micro=None, optimizer="adafactor", precision="float32"):
-    """Returns settings of a run; in float32 with small steps, else rounding soon sends a token to another expert."""
+    """Returns settings of a run; in float32 with small steps, else rounding soon sends a token to
+    another expert.
+    """
     lr = 0.1 if dtype == torch.float64 and optimizer == "adafactor" else 1e-3
     return PretrainRecipe(
         optim=OptimRecipe(optimizer=optimizer, lr=lr, warmup_steps=1, max_grad_norm=0.5),
-        training=TrainingRecipe(steps=99, batch_size=ROWS, micro_batch_size=micro, precision=precision),
+        training=TrainingRecipe(
+            steps=99, batch_size=ROWS, micro_batch_size=micro, precision=precision
+        ),
     )
 
 
 def batch(step, hole):
-    """Returns a batch with padding; with a hole, its second quarter, which is some rank's all, has no tokens at all."""
+    """Returns a batch with padding; with a hole, its second quarter, which is some rank's all, has
+    no tokens at all.
+    """
     generator = torch.Generator().manual_seed(step)
     mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.2).long()
     labels = torch.randint(2, FIELDS["vocab_size"], (ROWS, TARGETS), generator=generator)
@@ -116,8 +130,12 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", spoil=None, **fields):
-    """Returns all numbers of a run: losses and statistics by step, first gradients, last weights, held-out loss."""
+def run(
+    dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", spoil=None, **fields
+):
+    """Returns all numbers of a run: losses and statistics by step, first gradients, last weights,
+    held-out loss.
+    """
     model, settings = build(dtype, **fields), recipe(dtype, micro, optimizer)
     if mesh is not None:
         shard_model(model, mesh)
@@ -129,7 +147,9 @@ def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor
 
     def keep_gradients(*_):
         if not any(name.startswith("gradient") for name in numbers):
-            numbers.update({f"gradient {name}": whole(p.grad) for name, p in model.named_parameters()})
+            numbers.update(
+                {f"gradient {name}": whole(p.grad) for name, p in model.named_parameters()}
+            )
 
     optim.register_step_pre_hook(keep_gradients)
     for step in range(steps):
@@ -138,20 +158,32 @@ def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor
             data = {name: value[mesh.rows(ROWS)] for name, value in data.items()}
         metrics = train_step(model, optim, settings, data, step, mesh)
         numbers.update(
-            {f"{name} {step}": getattr(metrics, name) for name in ("loss", "ce_loss", "grad_norm", "tokens")}
+            {
+                f"{name} {step}": getattr(metrics, name)
+                for name in ("loss", "ce_loss", "grad_norm", "tokens")
+            }
         )
         for stack in (metrics.encoder_stats, metrics.decoder_stats):
-            numbers.update({f"{name} {step} {stack is None}": value for name, value in stack._asdict().items()})
+            numbers.update(
+                {f"{name} {step} {stack is None}": value for name, value in stack._asdict().items()}
+            )
     numbers.update({f"weight {name}": whole(p) for name, p in model.named_parameters()})
-    measured = {} if fields.get("crowded") else evaluate_held_out(model, HELD_OUT, mesh)  # unused experts stay tied
-    numbers.update({name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()})
+    measured = (
+        {} if fields.get("crowded") else evaluate_held_out(model, HELD_OUT, mesh)
+    )  # unused experts stay tied
+    numbers.update(
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()}
+    )
     return numbers
 
 
 def distance(ours, theirs):
     """Returns the largest difference, relative to the largest entry."""
     theirs = theirs.double()
-    return float((ours.double().reshape(theirs.shape) - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+    return float(
+        (ours.double().reshape(theirs.shape) - theirs).abs().max()
+        / theirs.abs().max().clamp(min=1e-30)
+    )
 
 
 def on_a_rank(rank, num_ranks, cases):
@@ -192,7 +224,11 @@ def test_20_updates_on_a_mesh_equal_those_of_one_process(num_ranks, tmp_path):
 @pytest.mark.slow
 def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
     meshes = {**MESHES[4], **FURTHER_MESHES}
-    cases = {(mesh, name): (meshes[mesh], torch.float64, 2, LONG[name]) for mesh in FURTHER_MESHES for name in LONG}
+    cases = {
+        (mesh, name): (meshes[mesh], torch.float64, 2, LONG[name])
+        for mesh in FURTHER_MESHES
+        for name in LONG
+    }
     for mesh in ("dp_shard 2, ep 2", "ep 2, tp 2", "ep 4 in 2 nodes"):
         for name, fields in SHORT.items():
             cases[mesh, name] = (meshes[mesh], torch.float64, 2, fields)
@@ -202,7 +238,11 @@ def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
 @pytest.mark.slow
 def test_20_updates_in_float32_on_a_mesh_equal_those_of_one_process(tmp_path):
     meshes = ("dp_shard 2, ep 2", "ep 2, tp 2")
-    cases = {(mesh, name): (MESHES[4][mesh], torch.float32, 20, LONG[name]) for mesh in meshes for name in LONG}
+    cases = {
+        (mesh, name): (MESHES[4][mesh], torch.float32, 20, LONG[name])
+        for mesh in meshes
+        for name in LONG
+    }
     assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-5)
 
 
@@ -213,7 +253,9 @@ def in_bfloat16(rank, num_ranks):
 
     def watch(name):
         def call(*arguments, **options):
-            x = options.get("input_tensor", options.get("input", arguments[1] if len(arguments) > 1 else None))
+            x = options.get(
+                "input_tensor", options.get("input", arguments[1] if len(arguments) > 1 else None)
+            )
             seen[name].add(str(x.dtype))
             return originals[name](*arguments, **options)
 
@@ -225,7 +267,9 @@ def in_bfloat16(rank, num_ranks):
         mesh = build_mesh(MeshConfig(dp_shard=2, ep=2), "cpu")
         shard_model(ours, mesh, bfloat16=True)
         optimizers = [
-            OPTIMIZERS.get("adafactor")(parameter_groups(m), clipping_threshold=1.0, weight_decay=0.0)
+            OPTIMIZERS.get("adafactor")(
+                parameter_groups(m), clipping_threshold=1.0, weight_decay=0.0
+            )
             for m in (ours, theirs)
         ]
         settings = recipe(torch.float32, 2, precision="bfloat16")
@@ -238,8 +282,12 @@ def in_bfloat16(rank, num_ranks):
             metrics = train_step(ours, optimizers[0], settings, here, step, mesh)
             for name, original in originals.items():
                 setattr(dist, name, original)
-            losses.append((metrics.loss, train_step(theirs, optimizers[1], settings, data, step).loss))
-        held_out = HeldOut(Batches(), 2, SpecialIds(pad=0, eos=1, first_sentinel=52, num_sentinels=2))
+            losses.append(
+                (metrics.loss, train_step(theirs, optimizers[1], settings, data, step).loss)
+            )
+        held_out = HeldOut(
+            Batches(), 2, SpecialIds(pad=0, eos=1, first_sentinel=52, num_sentinels=2)
+        )
         both = [
             evaluate_held_out(ours, held_out, mesh, bfloat16=True),
             evaluate_held_out(theirs, held_out, bfloat16=True),
@@ -263,7 +311,9 @@ def test_in_bfloat16_rows_travel_in_it_and_gradients_are_summed_in_float32(tmp_p
 
 
 def average_over_ep(model, mesh):
-    """Averages each expert's gradient with those of the other experts that have its place on other ranks."""
+    """Averages each expert's gradient with those of the other experts that have its place on other
+    ranks.
+    """
     for layer in model.sparse_layers():
         for parameter in layer.experts.parameters():
             parameter.register_post_accumulate_grad_hook(
@@ -272,7 +322,9 @@ def average_over_ep(model, mesh):
 
 
 def average_over_data_ranks(model, mesh):
-    """Averages each expert's gradient over the ranks that hold it, as if they had not divided by the whole batch."""
+    """Averages each expert's gradient over the ranks that hold it, as if they had not divided by
+    the whole batch.
+    """
     for layer in model.sparse_layers():
         layer.experts.set_gradient_divide_factor(2.0)
 
@@ -298,4 +350,6 @@ def test_gradients_of_experts_over_the_wrong_ranks_would_be_found(tmp_path):
     for answer in run_ranks(with_wrong_groups, 4, tmp_path):
         for name, distances in answer.items():
             wrong = {number for number, far in distances.items() if far > 1e-3}
-            assert any(number.startswith("gradient") and "experts" in number for number in wrong), name
+            assert any(number.startswith("gradient") and "experts" in number for number in wrong), (
+                name
+            )

@@ -1,7 +1,9 @@
-"""What FSDP2 warns of when a model returns views: which they are, and that an update writes into none of them.
+"""What FSDP2 warns of when a model returns views: which they are, and that an update writes into
+none of them.
 
-FSDP2 gathers parameters for a backward pass when it reaches a tensor that a module returned. A write into a view takes
-that hook away; its warning is left out for the whole model, since nothing writes there.
+FSDP2 gathers parameters for a backward pass when it reaches a tensor that a module returned. A
+write into a view takes that hook away; its warning is left out for the whole model, since nothing
+writes there.
 """
 
 import warnings
@@ -17,7 +19,9 @@ VIEWS = {"encoder_router_logits", "decoder_router_logits"}
 
 
 def update(rank, num_ranks):
-    """Returns the warnings of an update, the outputs that are views with a gradient, and those that were changed."""
+    """Returns the warnings of an update, the outputs that are views with a gradient, and those that
+    were changed.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stage = Stage("adafactor", build_mesh(MeshConfig(dp_shard=num_ranks), "cpu"))
@@ -28,11 +32,19 @@ def update(rank, num_ranks):
     views, changed = set(), set()
     for name, value in outputs[0].items():
         for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, torch.Tensor) and tensor._base is not None and tensor.requires_grad:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor._base is not None
+                and tensor.requires_grad
+            ):
                 views.add(name)
                 if tensor._version:
                     changed.add(name)
-    return [str(warning.message) for warning in caught if "FSDP" in str(warning.message)], views, changed
+    return (
+        [str(warning.message) for warning in caught if "FSDP" in str(warning.message)],
+        views,
+        changed,
+    )
 
 
 def test_an_update_on_a_mesh_returns_views_that_nothing_writes_into_and_warns_of_nothing(tmp_path):

@@ -1,4 +1,6 @@
-"""python -m tests.doors [DOOR ...]: tries all cases and prints the table, and after it what went wrong."""
+"""python -m tests.doors [DOOR ...]: tries all cases and prints the table, and after it what went
+wrong.
+"""
 
 import sys
 import tempfile
@@ -16,14 +18,18 @@ COLUMNS = (*GOOD, *BAD)
 
 def main(wanted: list[str]) -> None:
     """Prints a line for each door."""
-    doors = [name for name in door_names() if not wanted or any(name.startswith(each) for each in wanted)]
+    doors = [
+        name for name in door_names() if not wanted or any(name.startswith(each) for each in wanted)
+    ]
     sys.stdout.reconfigure(errors="backslashreplace")  # halves of characters
     totals: Counter[str] = Counter()
     outcomes: list[Outcome] = []
     start = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         workspace = build_workspace(Path(folder) / "workspace")
-        print(f"| door | cases | {' | '.join(COLUMNS)} | seconds |\n|---|{'---:|' * (len(COLUMNS) + 2)}")
+        print(
+            f"| door | cases | {' | '.join(COLUMNS)} | seconds |\n|---|{'---:|' * (len(COLUMNS) + 2)}"
+        )
         for door in doors:
             begin = time.process_time()
             found = outcomes_of(door, workspace)

@@ -1,13 +1,17 @@
-"""From the files of cases to cases: every line of tests/doors/cases/*.yaml is some knocks on one door.
+"""From the files of cases to cases: every line of tests/doors/cases/*.yaml is some knocks on one
+door.
 
-A door is a command with `argv`, or a function of knocks.py with `arguments`. Around what is valid there stand
+A door is a command with `argv`, or a function of knocks.py with `arguments`. Around what is valid
+there stand
 
-- `refused`, `accepted` and `either`: by option or argument the values that take its place; under `calls` whole
-  command lines, each perhaps with words of which the message must hold one;
-- `damage`, `harmless` and `unsure`: by file what is wrong with it (names of damage.py), which must be refused, be
-  accepted, or either; `edits`, `harmless_edits` and `unsure_edits`: by file and key the values that are put there;
+- `refused`, `accepted` and `either`: by option or argument the values that take its place; under
+  `calls` whole command lines, each perhaps with words of which the message must hold one;
+- `damage`, `harmless` and `unsure`: by file what is wrong with it (names of damage.py), which must
+  be refused, be accepted, or either; `edits`, `harmless_edits` and `unsure_edits`: by file and key
+  the values that are put there;
 - `drawn`, `drawn_bytes` and `drawn_arguments`: how many cases hypothesis draws;
-- `changes`: what the door may change of its copies when it accepts; `rewrites`: what it makes anew whatever happens;
+- `changes`: what the door may change of its copies when it accepts; `rewrites`: what it makes anew
+  whatever happens;
 - `any_words`: whether a refusal may hold the name of an error of Python;
 - `says`: by option, argument or key further words of which a refusal may hold one.
 """
@@ -32,7 +36,18 @@ _DAMAGE = {"damage": "refused", "harmless": "accepted", "unsure": "either"}
 _EDITS = {"edits": "refused", "harmless_edits": "accepted", "unsure_edits": "either"}
 _DRAWN = {"drawn": drawn_edits, "drawn_bytes": drawn_bytes}
 _KEYS = {
-    *("door", "argv", "arguments", "module", "calls", "changes", "rewrites", "says", "any_words", "drawn_arguments"),
+    *(
+        "door",
+        "argv",
+        "arguments",
+        "module",
+        "calls",
+        "changes",
+        "rewrites",
+        "says",
+        "any_words",
+        "drawn_arguments",
+    ),
     *(*_EXPECTED, *_DAMAGE, *_EDITS, *_DRAWN),
 }
 
@@ -58,7 +73,9 @@ def door_names() -> list[str]:
 
 def cases_of(name: str, workspace: Path) -> list[Case]:
     """Returns the cases of a door, those that are listed and those that are drawn."""
-    return [case for door in read_doors() if door["door"] == name for case in _cases(door, workspace)]
+    return [
+        case for door in read_doors() if door["door"] == name for case in _cases(door, workspace)
+    ]
 
 
 def _cases(door: Door, workspace: Path) -> Iterator[Case]:
@@ -94,7 +111,15 @@ def _file_cases(door: Door) -> Iterator[Case]:
         for file, kinds in (door.get(section) or {}).items():
             for kind in kinds:
                 spoil = spoiler(file, (kind,))
-                yield _case(door, f"{file} {kind}", {}, expect=expect, names=_parts(file), spoil=spoil, file=file)
+                yield _case(
+                    door,
+                    f"{file} {kind}",
+                    {},
+                    expect=expect,
+                    names=_parts(file),
+                    spoil=spoil,
+                    file=file,
+                )
     for section, expect in _EDITS.items():
         for file, keys in (door.get(section) or {}).items():
             for key, values in keys.items():
@@ -107,7 +132,9 @@ def _file_cases(door: Door) -> Iterator[Case]:
 
 
 def _drawn_cases(door: Door, workspace: Path) -> Iterator[Case]:
-    """Yields the cases of an entry that hypothesis draws; what is refused must be so in clear words."""
+    """Yields the cases of an entry that hypothesis draws; what is refused must be so in clear
+    words.
+    """
     for section, draw in _DRAWN.items():
         for file, number in (door.get(section) or {}).items():
             for label, spoil in draw(workspace / file, file, number):
@@ -118,9 +145,17 @@ def _drawn_cases(door: Door, workspace: Path) -> Iterator[Case]:
 
 
 def _case(
-    door: Door, label: str, changes: dict[str, Any], *, argv: str | None = None, file: str = "", **facts: Any
+    door: Door,
+    label: str,
+    changes: dict[str, Any],
+    *,
+    argv: str | None = None,
+    file: str = "",
+    **facts: Any,
 ) -> Case:
-    """Returns a case of a door with changed options, and with copies of what it damages or may change."""
+    """Returns a case of a door with changed options, and with copies of what it damages or may
+    change.
+    """
     knock = partial(_run, door, changes, argv) if "argv" in door else partial(_call, door, changes)
     may_change, rewrites = tuple(door.get("changes") or ()), tuple(door.get("rewrites") or ())
     copied = tuple(dict.fromkeys(name.split("/")[0] for name in (file, *may_change) if name))
@@ -148,7 +183,9 @@ def _run(door: Door, changes: dict[str, Any], argv: str | None, place: Place) ->
 def _call(door: Door, changes: dict[str, Any], place: Place) -> Any:
     """Calls a function of knocks.py."""
     arguments = {**(door.get("arguments") or {}), **changes}
-    filled = {name: _filled(value, place) for name, value in arguments.items() if value != "$absent"}
+    filled = {
+        name: _filled(value, place) for name, value in arguments.items() if value != "$absent"
+    }
     name = door["door"].split(" ")[0].replace(".", "_")
     knock: Callable[..., Any] = getattr(knocks, f"{name}_", None) or getattr(knocks, name)
     return knock(**filled)
@@ -166,16 +203,24 @@ def _filled(value: Any, place: Place) -> Any:
 
 
 def with_option(words: Sequence[str], option: str, value: Any) -> list[str]:
-    """Returns a command line in which an option has another value; None takes it away, a list gives several."""
+    """Returns a command line in which an option has another value; None takes it away, a list gives
+    several.
+    """
     words = list(words)
     if option in words:
         start = words.index(option)
-        end = next((i for i in range(start + 1, len(words)) if words[i].startswith("--")), len(words))
+        end = next(
+            (i for i in range(start + 1, len(words)) if words[i].startswith("--")), len(words)
+        )
         words = words[:start] + words[end:]
     if value is None:
         return words
     values = value if isinstance(value, list) else [value]
-    return [*words, option, *(str(value_of(item)) if item != "$digits" else "9" * 5000 for item in values)]
+    return [
+        *words,
+        option,
+        *(str(value_of(item)) if item != "$digits" else "9" * 5000 for item in values),
+    ]
 
 
 def _shown(value: Any) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""What can be wrong with a file: each function makes one of a valid file, and stands under its name in DAMAGE."""
+"""What can be wrong with a file: each function makes one of a valid file, and stands under its name
+in DAMAGE.
+"""
 
 import json
 import math
@@ -130,7 +132,9 @@ def nested(path: Path) -> None:
 
 
 def surrogates(path: Path) -> None:
-    path.write_text('{"text": "\\ud800", "inputs": "\\udc00", "targets": "\\ud800"}\n', encoding="utf-8")
+    path.write_text(
+        '{"text": "\\ud800", "inputs": "\\udc00", "targets": "\\ud800"}\n', encoding="utf-8"
+    )
 
 
 def not_a_number(path: Path) -> None:
@@ -179,7 +183,9 @@ def many_aliases(path: Path) -> None:
 
 
 def python_tag(path: Path) -> None:
-    path.write_text(f"seed: !!python/object/apply:builtins.open ['{MARKER}', 'w']\n", encoding="utf-8")
+    path.write_text(
+        f"seed: !!python/object/apply:builtins.open ['{MARKER}', 'w']\n", encoding="utf-8"
+    )
 
 
 def torch_list(path: Path) -> None:
@@ -259,7 +265,8 @@ def edit(path: Path, key: str, value: Any) -> None:
 
     Args:
         path: The file.
-        key: Where it is, e.g. `tasks.0.digest`; in JSON lines the first part is the number of the line, from 0.
+        key: Where it is, e.g. `tasks.0.digest`; in JSON lines the first part is the number of the
+            line, from 0.
         value: The new one, or a name in VALUES.
     """
     lines = path.suffix == ".jsonl"
@@ -276,12 +283,16 @@ def edit(path: Path, key: str, value: Any) -> None:
     if value == "$missing":
         del place[last]
     else:
-        place[last] = value if not (isinstance(value, str) and value.startswith("$")) else f"@{value}@"
+        place[last] = (
+            value if not (isinstance(value, str) and value.startswith("$")) else f"@{value}@"
+        )
 
     if path.suffix == ".yaml":
         text = yaml.safe_dump(content)
     else:
-        text = "".join(json.dumps(line) + "\n" for line in content) if lines else json.dumps(content)
+        text = (
+            "".join(json.dumps(line) + "\n" for line in content) if lines else json.dumps(content)
+        )
     path.write_text(_fill_in(text), encoding="utf-8")
 
 
@@ -309,7 +320,9 @@ def _fill_in(text: str) -> str:
 
 def names_that_are_not_utf8(path: Path) -> None:
     """Adds a file to a folder whose name is no UTF-8."""
-    (Path(os.fsdecode(os.fsencode(path) + b"/caf\xe9.txt"))).write_text("The sea is blue.\n", encoding="utf-8")
+    (Path(os.fsdecode(os.fsencode(path) + b"/caf\xe9.txt"))).write_text(
+        "The sea is blue.\n", encoding="utf-8"
+    )
 
 
 DAMAGE["names_that_are_not_utf8"] = names_that_are_not_utf8

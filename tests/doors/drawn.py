@@ -24,11 +24,16 @@ SCALARS = st.one_of(
     st.text(max_size=5),
     st.sampled_from(_ODD_TEXTS),
 )
-VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3))
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.text(max_size=5), SCALARS, max_size=3),
+)
 
 
 def drawn_edits(path: Path, file: str, number: int) -> list[tuple[str, Spoil]]:
-    """Returns that many changes of one value in a file of JSON, JSON lines or YAML, each with its description.
+    """Returns that many changes of one value in a file of JSON, JSON lines or YAML, each with its
+    description.
 
     Args:
         path: The valid file.
@@ -48,14 +53,21 @@ def drawn_edits(path: Path, file: str, number: int) -> list[tuple[str, Spoil]]:
 
 
 def drawn_bytes(path: Path, file: str, number: int) -> list[tuple[str, Spoil]]:
-    """Returns that many changes of some bytes in a file, each with its description; the arguments as above."""
+    """Returns that many changes of some bytes in a file, each with its description; the arguments
+    as above.
+    """
     size = path.stat().st_size
     drawn: list[tuple[str, Spoil]] = []
 
     @_quickly(number)
     @given(st.integers(0, size - 1), st.integers(0, 9), st.binary(max_size=9))
     def draw(start: int, length: int, content: bytes) -> None:
-        drawn.append((f"{file} bytes {start}:{start + length}={content!r}", _writer(file, start, length, content)))
+        drawn.append(
+            (
+                f"{file} bytes {start}:{start + length}={content!r}",
+                _writer(file, start, length, content),
+            )
+        )
 
     draw()
     return drawn
@@ -81,7 +93,9 @@ def shortened(value: Any) -> str:
 
 
 def _quickly(number: int) -> Callable[[Any], Any]:
-    """Returns the settings under which hypothesis only draws: always the same, and never a second time."""
+    """Returns the settings under which hypothesis only draws: always the same, and never a second
+    time.
+    """
     return settings(
         max_examples=number,
         derandomize=True,
@@ -113,7 +127,11 @@ def _read(path: Path) -> Any:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".yaml":
         return yaml.safe_load(text)
-    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    return (
+        [json.loads(line) for line in text.splitlines()]
+        if path.suffix == ".jsonl"
+        else json.loads(text)
+    )
 
 
 def _places(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -121,7 +139,11 @@ def _places(value: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
     if prefix:
         yield prefix
     items = (
-        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+        list(value.items())
+        if isinstance(value, dict)
+        else list(enumerate(value))
+        if isinstance(value, list)
+        else []
     )
     for key, item in items[:40]:
         if "." not in str(key):

@@ -118,7 +118,12 @@ def try_case(case: Case, workspace: Path) -> Outcome:
         if (place.own / MARKER).exists():
             return Outcome(case, "damage", f"code of a data file ran; then {kind}: {text}", seconds)
         if lost:
-            return Outcome(case, "damage", f"{', '.join(lost[:3])} changed or vanished; then {kind}: {text}", seconds)
+            return Outcome(
+                case,
+                "damage",
+                f"{', '.join(lost[:3])} changed or vanished; then {kind}: {text}",
+                seconds,
+            )
         return Outcome(case, *_judge(case, kind, text), seconds)
 
 
@@ -129,7 +134,9 @@ def command(module: Any, argv: list[str]) -> None:
     module.main(argv)
 
 
-def spoiler(name: str, kinds: tuple[str, ...] = (), key: str = "", value: Any = None) -> Callable[[Place], None]:
+def spoiler(
+    name: str, kinds: tuple[str, ...] = (), key: str = "", value: Any = None
+) -> Callable[[Place], None]:
     """Returns what damages one file of a case's copies."""
 
     def spoil(place: Place) -> None:
@@ -186,7 +193,9 @@ def _judge(case: Case, kind: str, text: str) -> tuple[str, str]:
         return "unclear", f"refused, but it is right: {text}"
     if not text.strip():
         return "unclear", "refused without a word"
-    if len(text) > _LONGEST_MESSAGE and not text.startswith("usage:"):  # argparse repeats what it is given
+    if len(text) > _LONGEST_MESSAGE and not text.startswith(
+        "usage:"
+    ):  # argparse repeats what it is given
         return "unclear", f"{len(text):,} characters: {text}"
     if _BARE.search(text) and not case.any_words:
         return "unclear", f"Python's words: {text}"
@@ -200,10 +209,16 @@ def _surroundings(folder: Path) -> Iterator[None]:
     """Limits time and memory, and makes `folder` the working folder; then all is as before."""
     here, arguments = Path.cwd(), sys.argv
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    pages = (
+        int(Path("/proc/self/statm").read_text().split()[0])
+        if Path("/proc/self/statm").exists()
+        else 0
+    )
     handler = signal.signal(signal.SIGALRM, _ring)
     if pages:
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MEMORY, limits[1]))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (pages * resource.getpagesize() + _MEMORY, limits[1])
+        )
     profiler = signal.signal(signal.SIGPROF, _ring)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     remaining = signal.setitimer(signal.ITIMER_REAL, PATIENCE)

@@ -1,4 +1,5 @@
-"""The functions of the library as doors: one for each name in cases/functions.yaml, with `_` in place of `.`.
+"""The functions of the library as doors: one for each name in cases/functions.yaml, with `_` in
+place of `.`.
 
 A text `@NAME` in an argument stands for what the function `_NAME` here returns.
 """
@@ -285,7 +286,9 @@ def MeshConfig_(**fields: Any) -> Any:
     return MeshConfig(**fields)
 
 
-def check_mesh(config: Mapping[str, Any], num_ranks: Any, num_experts: Any, num_heads: Any, d_ff: Any) -> None:
+def check_mesh(
+    config: Mapping[str, Any], num_ranks: Any, num_experts: Any, num_heads: Any, d_ff: Any
+) -> None:
     moe.check_mesh(MeshConfig(**config), MeshLimits(num_ranks, num_experts, num_heads, d_ff))
 
 
@@ -294,14 +297,24 @@ def build_mesh(config: Any, device_type: Any) -> Any:
 
 
 def PretrainRecipe_(section: str = "", **fields: Any) -> Any:
-    sections = {"optim": OptimRecipe, "training": TrainingRecipe, "data": SpanCorruptionRecipe, "mesh": MeshConfig}
+    sections = {
+        "optim": OptimRecipe,
+        "training": TrainingRecipe,
+        "data": SpanCorruptionRecipe,
+        "mesh": MeshConfig,
+    }
     if section:
         return PretrainRecipe(**{section: sections[section](**fields)})
     return PretrainRecipe(**fields)
 
 
 def FinetuneRecipe_(section: str = "", **fields: Any) -> Any:
-    sections = {"optim": OptimRecipe, "training": TrainingRecipe, "data": PairsRecipe, "mixture": MixtureRecipe}
+    sections = {
+        "optim": OptimRecipe,
+        "training": TrainingRecipe,
+        "data": PairsRecipe,
+        "mixture": MixtureRecipe,
+    }
     if section:
         return FinetuneRecipe(**{section: sections[section](**fields)})
     return FinetuneRecipe(**fields)
@@ -319,10 +332,14 @@ def SparseFeedForward_(config: Any) -> Any:
     return SparseFeedForward(config)
 
 
-def SparseFeedForward_forward(router: str = "token_choice", router_input: str = "hidden", **arguments: Any) -> Any:
+def SparseFeedForward_forward(
+    router: str = "token_choice", router_input: str = "hidden", **arguments: Any
+) -> Any:
     single = {"num_selected_experts": 1} if router == "hash" else {}
     torch.manual_seed(0)
-    return SparseFeedForward(_sparse_config(router=router, router_input=router_input, **single))(**arguments)[0].shape
+    return SparseFeedForward(_sparse_config(router=router, router_input=router_input, **single))(
+        **arguments
+    )[0].shape
 
 
 def FeedForwardSlot(layer: Any, x: Any) -> Any:
@@ -448,8 +465,12 @@ def load_corpus_(folder: Any) -> Any:
     return load_corpus(folder)
 
 
-def build_corpus_(held_out_fraction: Any = 0.5, seed: Any = 0, texts: Any = ("sea", "night")) -> Any:
-    documents = [Document(text, f"{number}.txt", "mine", "mine") for number, text in enumerate(texts)]
+def build_corpus_(
+    held_out_fraction: Any = 0.5, seed: Any = 0, texts: Any = ("sea", "night")
+) -> Any:
+    documents = [
+        Document(text, f"{number}.txt", "mine", "mine") for number, text in enumerate(texts)
+    ]
     return build_corpus(documents, held_out_fraction, seed)
 
 

@@ -1,4 +1,6 @@
-"""python -m tests.doors.racer WORKSPACE FOLDER NUMBER: one of two processes that run the same commands at once."""
+"""python -m tests.doors.racer WORKSPACE FOLDER NUMBER: one of two processes that run the same
+commands at once.
+"""
 
 import json
 import sys
@@ -15,8 +17,16 @@ _PATIENCE = 120
 
 # Each with what differs between the two, so that a mixture of both could be told from either.
 ROUNDS = {
-    "corpus": ("scripts.build_corpus", "--data {texts} --out {out} --held-out 0.2 --seed", ("1", "2")),
-    "tokenizer": ("scripts.train_tokenizer", "--corpus {corpus} --out {out} --vocab-size", ("230", "240")),
+    "corpus": (
+        "scripts.build_corpus",
+        "--data {texts} --out {out} --held-out 0.2 --seed",
+        ("1", "2"),
+    ),
+    "tokenizer": (
+        "scripts.train_tokenizer",
+        "--corpus {corpus} --out {out} --vocab-size",
+        ("230", "240"),
+    ),
     "run": (
         "scripts.pretrain",
         "--config {pretrain.yaml} --corpus {corpus} --tokenizer {tokenizer} --out {out} --training.steps 2 --seed",

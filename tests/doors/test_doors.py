@@ -1,4 +1,6 @@
-"""No malformed input ends in a traceback, a hang, a silent acceptance or damage, whichever door it comes to."""
+"""No malformed input ends in a traceback, a hang, a silent acceptance or damage, whichever door it
+comes to.
+"""
 
 import pytest
 

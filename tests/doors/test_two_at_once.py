@@ -1,4 +1,6 @@
-"""Two processes that write to one --out: one does, the other waits or is told, and what lies there is whole."""
+"""Two processes that write to one --out: one does, the other waits or is told, and what lies there
+is whole.
+"""
 
 import json
 import subprocess
@@ -21,12 +23,16 @@ pytestmark = pytest.mark.slow
 def race(workspace, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("race")
     racers = [
-        subprocess.Popen([sys.executable, "-m", "tests.doors.racer", workspace, folder, str(number)])
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.doors.racer", workspace, folder, str(number)]
+        )
         for number in range(2)
     ]
     for racer in racers:
         assert racer.wait(timeout=250) == 0
-    return folder, [json.loads((folder / f"results-{number}.json").read_text()) for number in range(2)]
+    return folder, [
+        json.loads((folder / f"results-{number}.json").read_text()) for number in range(2)
+    ]
 
 
 @pytest.mark.parametrize("name", ROUNDS)
@@ -51,7 +57,10 @@ def test_what_both_wrote_is_whole(race):
     assert AutoModelForSeq2SeqLM.from_pretrained(folder / "model")
 
     report = read_report(folder / "evaluation")
-    assert json.loads((folder / "evaluation/report.json").read_text())["settings"]["limit"] in (5, 2)
+    assert json.loads((folder / "evaluation/report.json").read_text())["settings"]["limit"] in (
+        5,
+        2,
+    )
     assert report
     assert json.loads((folder / "comparison/compare.json").read_text())["tasks"]
     assert (folder / "report.html").read_text().rstrip().endswith("</html>")
@@ -59,5 +68,9 @@ def test_what_both_wrote_is_whole(race):
 
 def test_nothing_half_written_is_left(race):
     folder, _ = race
-    left = [path for path in folder.rglob(".*") if path.name.endswith((".partial", ".replaced", ".removed"))]
+    left = [
+        path
+        for path in folder.rglob(".*")
+        if path.name.endswith((".partial", ".replaced", ".removed"))
+    ]
     assert not left

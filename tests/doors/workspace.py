@@ -21,9 +21,13 @@ from tests.training.tiny_run import MODEL, TRAINING, write_inputs
 REPOSITORY = Path(__file__).parents[2]
 TASK = "copa"  # choices and a generation, 5 rows
 SHORT = {**TRAINING, "steps": 4, "checkpoint_every": 2, "evaluate_every": 4}
-PAIRS = [{"inputs": f"the colour of {thing}", "targets": colour} for thing, colour in zip("abc", "xyz", strict=True)]
+PAIRS = [
+    {"inputs": f"the colour of {thing}", "targets": colour}
+    for thing, colour in zip("abc", "xyz", strict=True)
+]
 DOCUMENTS = [
-    {"text": f"The sea is {word} today, and the night too."} for word in ("blue", "so very dark", "red", "wide")
+    {"text": f"The sea is {word} today, and the night too."}
+    for word in ("blue", "so very dark", "red", "wide")
 ]
 
 _ROW_CASE = {
@@ -31,7 +35,9 @@ _ROW_CASE = {
     "kind": "preprocess",
     "task": "super_glue/boolq",
     "input": {"question": "is it red", "passage": "It is red.", "idx": 3, "label": 1},
-    "expected": [{"idx": 3, "inputs": "boolq passage: It is red. question: is it red", "targets": "True"}],
+    "expected": [
+        {"idx": 3, "inputs": "boolq passage: It is red. question: is it red", "targets": "True"}
+    ],
 }
 _DATA_CASES = [
     {
@@ -46,7 +52,12 @@ _DATA_CASES = [
         "kind": "preprocess",
         "task": "span_corruption",
         "input": {"fn": "random_spans_noise_mask", "length": 20, "noise_density": 0.15},
-        "expected": {"noise_tokens": 3, "noise_spans": 1, "first_is_noise": False, "last_is_noise": True},
+        "expected": {
+            "noise_tokens": 3,
+            "noise_spans": 1,
+            "first_is_noise": False,
+            "last_is_noise": True,
+        },
     },
     {
         "id": "vocabulary-1",
@@ -59,7 +70,9 @@ _DATA_CASES = [
 
 
 def build_workspace(root: Path) -> Path:
-    """Returns a folder with one valid thing of each kind; of two processes that ask for it, one makes it."""
+    """Returns a folder with one valid thing of each kind; of two processes that ask for it, one
+    makes it.
+    """
     root.parent.mkdir(parents=True, exist_ok=True)
     with root.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -85,13 +98,17 @@ def _fill(root: Path) -> None:
 def _write_texts(root: Path) -> None:
     """Writes what a user writes by hand: lines of text and pairs, recipes, cases."""
     for name, lines in (("documents.jsonl", DOCUMENTS), ("pairs.jsonl", PAIRS)):
-        (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (root / name).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
     (root / "cases.json").write_text(json.dumps({"cases": [_ROW_CASE]}), encoding="utf-8")
     (root / "data_cases.json").write_text(json.dumps({"cases": _DATA_CASES}), encoding="utf-8")
     _write_harness_task(root / "harness_tasks")
     (root / "job").mkdir()
     names = ("out", "pretrain_config", "finetune_config", "vocab_size", "data")
-    (root / "job/settings.json").write_text(json.dumps(dict.fromkeys(names, "other")), encoding="utf-8")
+    (root / "job/settings.json").write_text(
+        json.dumps(dict.fromkeys(names, "other")), encoding="utf-8"
+    )
     (root / "t5x").mkdir()
     (root / "t5x/checkpoint").write_bytes(b"\x80")
 
@@ -106,7 +123,9 @@ def _write_harness_task(folder: Path) -> None:
     """Writes a task of lm-evaluation-harness with its rows."""
     folder.mkdir()
     rows = [{"thing": thing, "label": label} for thing, label in (("fire", 0), ("grass", 1))]
-    (folder / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "colours.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     task = {
         "task": "colours",
         "dataset_path": "json",
@@ -126,7 +145,14 @@ def _write_runs(root: Path) -> None:
     """Pre-trains and fine-tunes for four steps each, so that two checkpoints stay."""
     inputs = ["--corpus", root / "corpus", "--tokenizer", root / "tokenizer"]
     _run(pretrain, "--config", root / "pretrain.yaml", *inputs, "--out", root / "run")
-    start = ["--config", root / "finetune.yaml", "--pretrained", root / "run/model", "--train", root / "pairs.jsonl"]
+    start = [
+        "--config",
+        root / "finetune.yaml",
+        "--pretrained",
+        root / "run/model",
+        "--train",
+        root / "pairs.jsonl",
+    ]
     _run(finetune, *start, "--out", root / "finetuned")
     for name, unfinished in (("run", "unfinished"), ("finetuned", "unfinished-finetuning")):
         shutil.copytree(root / name, root / unfinished, ignore=shutil.ignore_patterns("model"))
@@ -146,7 +172,9 @@ def _write_models(root: Path) -> None:
     for name in ("binary", "sharded"):
         shutil.copytree(root / "switch", root / name, ignore=ignored)
     torch.save(weights, root / "binary/pytorch_model.bin")
-    their_model("Switch", **{**sizes, **switch}).save_pretrained(root / "sharded", max_shard_size="150KB")
+    their_model("Switch", **{**sizes, **switch}).save_pretrained(
+        root / "sharded", max_shard_size="150KB"
+    )
 
 
 def _write_evaluations(root: Path) -> None:

@@ -1,4 +1,6 @@
-"""A tiny random T5 of transformers with a small vocabulary: eval/ serves any sequence-to-sequence checkpoint."""
+"""A tiny random T5 of transformers with a small vocabulary: eval/ serves any sequence-to-sequence
+checkpoint.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,21 @@ from moe.data.tokenizer import train_tokenizer
 from tests.models.tiny import tiny_model
 
 CHOICES = ("red", "green", "dark blue")
-WORDS = ["red", "green", "dark", "blue", "fire", "grass", "sea", "leaf", "blood", "night", "name", "of", "colour"]
+WORDS = [
+    "red",
+    "green",
+    "dark",
+    "blue",
+    "fire",
+    "grass",
+    "sea",
+    "leaf",
+    "blood",
+    "night",
+    "name",
+    "of",
+    "colour",
+]
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +52,10 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
         decoder_start_token_id=0,
         dropout_rate=0.0,
     )
-    models = {"t5": T5ForConditionalGeneration(config), "moe": tiny_model(eval_capacity_factor=None)}
+    models = {
+        "t5": T5ForConditionalGeneration(config),
+        "moe": tiny_model(eval_capacity_factor=None),
+    }
     made = {}
     for name, model in models.items():
         made[name] = tmp_path_factory.mktemp(name)
@@ -46,9 +65,20 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
 
 
 def colour_task() -> Task:
-    things = [("fire", "red"), ("grass", "green"), ("sea", "dark blue"), ("blood", "red"), ("leaf", "green")]
+    things = [
+        ("fire", "red"),
+        ("grass", "green"),
+        ("sea", "dark blue"),
+        ("blood", "red"),
+        ("leaf", "green"),
+    ]
     rows = [
-        {"id": f"{thing}-{i}", "thing": thing, "inputs": f"name the colour of {'the ' * i}{thing}", "targets": colour}
+        {
+            "id": f"{thing}-{i}",
+            "thing": thing,
+            "inputs": f"name the colour of {'the ' * i}{thing}",
+            "targets": colour,
+        }
         for i in range(5)
         for thing, colour in things
     ]

@@ -15,7 +15,9 @@ def folder_of(task: Task) -> Path | None:
     if task.name in OFFLINE:
         return None
     home = FIXTURES / (task.variant_of or task.name)
-    missing = [f"{split}.jsonl" for split in task.source.splits if not (home / f"{split}.jsonl").is_file()]
+    missing = [
+        f"{split}.jsonl" for split in task.source.splits if not (home / f"{split}.jsonl").is_file()
+    ]
     assert not missing, (
         f"The task {task.name} has no fixture {home}/{missing[0]}. Write three to five rows of your own for it in the "
         "schema of the dataset: eval/tasks/__init__.py says how."

@@ -16,7 +16,9 @@ def both(additive, targets, answers):
 def test_f1_and_matthews_of_sums_are_those_of_sklearn(seed):
     rng = np.random.default_rng(seed)
     targets, answers = rng.integers(3, size=29).tolist(), rng.integers(-1, 3, size=29).tolist()
-    macro = 100 * sklearn.metrics.f1_score(targets, answers, labels=range(3), average="macro", zero_division=0)
+    macro = 100 * sklearn.metrics.f1_score(
+        targets, answers, labels=range(3), average="macro", zero_division=0
+    )
     assert both(mean_f1(range(3)), targets, answers) == pytest.approx(macro)
     correlation = 100 * sklearn.metrics.matthews_corrcoef(targets, answers)
     assert both(matthews(range(-1, 3)), targets, answers) == pytest.approx(correlation)
@@ -32,7 +34,9 @@ def test_a_class_that_never_occurs_and_constant_answers_count_zero():
 def test_many_sums_at_once_are_each_alone():
     parts = mean_f1(range(3)).parts([0, 1, 2, 1], [0, 2, 2, 1])
     sums = np.stack([parts[:2].sum(axis=0), parts[1:].sum(axis=0)])
-    assert mean_f1(range(3)).of_sums(sums).tolist() == [mean_f1(range(3)).of_sums(one) for one in sums]
+    assert mean_f1(range(3)).of_sums(sums).tolist() == [
+        mean_f1(range(3)).of_sums(one) for one in sums
+    ]
 
 
 def test_a_mean_leaves_out_what_does_not_count():
@@ -40,7 +44,9 @@ def test_a_mean_leaves_out_what_does_not_count():
     assert np.isnan(mean_of_sums(mean_parts(np.asarray([np.nan])).sum(axis=0)))
 
 
-@pytest.mark.parametrize("metric", [MACRO_F1, F1_WITH_INVALID, MULTIRC_F1A, MATTHEWS], ids=lambda metric: metric.name)
+@pytest.mark.parametrize(
+    "metric", [MACRO_F1, F1_WITH_INVALID, MULTIRC_F1A, MATTHEWS], ids=lambda metric: metric.name
+)
 @pytest.mark.parametrize("seed", range(7))
 def test_metrics_of_sums_are_the_metrics_of_examples(metric, seed):
     rng = np.random.default_rng(seed)
@@ -48,5 +54,7 @@ def test_metrics_of_sums_are_the_metrics_of_examples(metric, seed):
     targets, answers = rng.integers(num_classes, size=23), rng.integers(-1, num_classes, size=23)
     values = [[int(value) for value in array] for array in (targets, answers)]
     if metric is MULTIRC_F1A:
-        values = [[{"group": i // 3, "value": value} for i, value in enumerate(array)] for array in values]
+        values = [
+            [{"group": i // 3, "value": value} for i, value in enumerate(array)] for array in values
+        ]
     assert both(metric.additive, *values) == pytest.approx(metric.score(*values))

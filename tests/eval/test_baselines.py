@@ -24,7 +24,11 @@ def bodies():
     """The best sentence has the word "key", and stands second or third."""
     made = []
     for i in range(13):
-        sentences = [f"Noise about thing{i} is first.", f"The key is word{i}.", f"More noise of thing{i}!"]
+        sentences = [
+            f"Noise about thing{i} is first.",
+            f"The key is word{i}.",
+            f"More noise of thing{i}!",
+        ]
         if i % 2:
             sentences[1:] = sentences[:0:-1]
         made.append(example(i, "summarize: " + " ".join(sentences), f"the key: word{i}"))
@@ -40,7 +44,9 @@ def test_a_classification_learns_separable_words_and_majority_counts(task):
         assert outputs[name] == [example.targets for example in examples]
 
 
-def test_sentence_pickers_find_the_word_that_marks_the_best_sentence_and_lead_takes_the_first(summaries, bodies):
+def test_sentence_pickers_find_the_word_that_marks_the_best_sentence_and_lead_takes_the_first(
+    summaries, bodies
+):
     train, test = bodies[:9], bodies[9:]
     outputs = baseline_outputs(summaries, train, test)
     assert list(outputs) == ["majority", "lead", "naive Bayes", "logistic regression"]
@@ -64,11 +70,17 @@ def test_answers_do_not_depend_on_the_references_of_the_test_split(summaries, bo
     assert baseline_outputs(summaries, bodies, blind) == baseline_outputs(summaries, bodies, bodies)
 
 
-def test_the_majority_summary_is_the_most_frequent_and_of_equals_that_most_like_the_others(summaries):
-    twice = [example(i, "summarize: a body.", t) for i, t in enumerate(["rare one", "the key", "the key", "the lock"])]
+def test_the_majority_summary_is_the_most_frequent_and_of_equals_that_most_like_the_others(
+    summaries,
+):
+    twice = [
+        example(i, "summarize: a body.", t)
+        for i, t in enumerate(["rare one", "the key", "the key", "the lock"])
+    ]
     assert baseline_outputs(summaries, twice, twice[:1])["majority"] == ["the key"]
     once = [
-        example(i, "summarize: a body.", t) for i, t in enumerate(["far off", "the red key", "the red", "the lock"])
+        example(i, "summarize: a body.", t)
+        for i, t in enumerate(["far off", "the red key", "the red", "the lock"])
     ]
     assert baseline_outputs(summaries, once, once[:2])["majority"] == ["the red"] * 2
 
@@ -78,12 +90,19 @@ def test_bodies_of_one_sentence_leave_nothing_to_pick(summaries):
     assert list(baseline_outputs(summaries, train, train)) == ["majority", "lead"]
 
 
-def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(task, summaries, bodies, monkeypatch):
-    for other in (dataclasses.replace(task, choices=(), metrics=(ACCURACY,)), dataclasses.replace(task, choices=len)):
+def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(
+    task, summaries, bodies, monkeypatch
+):
+    for other in (
+        dataclasses.replace(task, choices=(), metrics=(ACCURACY,)),
+        dataclasses.replace(task, choices=len),
+    ):
         assert not has_baselines(other)
         assert baseline_outputs(other, bodies, bodies) == {}
     assert baseline_outputs(summaries, [], bodies) == {}
-    monkeypatch.setattr(baselines, "MOST_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1)
+    monkeypatch.setattr(
+        baselines, "MOST_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
+    )
     assert baseline_outputs(summaries, bodies, bodies) == {}
 
 
@@ -93,6 +112,9 @@ def test_the_offline_tasks_have_baselines_that_score_above_the_majority(name):
     assert has_baselines(task)
     examples = task.examples("test")
     outputs = baseline_outputs(task, task.examples("train"), examples)
-    scores = {name: task.metrics[0].score(*task.values(examples, answers)) for name, answers in outputs.items()}
+    scores = {
+        name: task.metrics[0].score(*task.values(examples, answers))
+        for name, answers in outputs.items()
+    }
     assert scores.pop("majority") < max(scores.values())
     assert all(0 < score < 100 for score in scores.values())

@@ -25,7 +25,16 @@ def call(*arguments):
 @pytest.mark.slow
 def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(folders, tmp_path):
     models = ["--model", f"ours={folders['moe']}", "--also", f"t5={folders['t5']}"]
-    done = call("run", *models, "--tasks", "unicode_category", "--limit", "61", "--out", str(tmp_path / "run"))
+    done = call(
+        "run",
+        *models,
+        "--tasks",
+        "unicode_category",
+        "--limit",
+        "61",
+        "--out",
+        str(tmp_path / "run"),
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run/report.json").read_text())
     rows = report["tasks"][0]["systems"]
@@ -47,17 +56,37 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(fo
     assert report["settings"]["limit"] == 61
     assert report["models"]["t5"]["parameters"] > 0
 
-    done = call("compare", f"ours={tmp_path}/run", f"t5={tmp_path}/run", "--mode", "rank", "--out", str(tmp_path / "c"))
+    done = call(
+        "compare",
+        f"ours={tmp_path}/run",
+        f"t5={tmp_path}/run",
+        "--mode",
+        "rank",
+        "--out",
+        str(tmp_path / "c"),
+    )
     assert done.returncode == 0, done.stderr
     assert "## unicode_category by rank" in done.stdout
     assert "by generate" not in done.stdout
     assert (tmp_path / "c/compare.md").read_text() in done.stdout
-    assert json.loads((tmp_path / "c/compare.json").read_text())["tasks"][0]["num_examples"] == rows[0]["num_examples"]
+    assert (
+        json.loads((tmp_path / "c/compare.json").read_text())["tasks"][0]["num_examples"]
+        == rows[0]["num_examples"]
+    )
 
 
 @pytest.mark.slow
 def test_a_task_that_fails_is_said_at_the_end_and_the_exit_code_is_1(folders, tmp_path):
-    asked = ["--model", str(folders["t5"]), "--tasks", "rte,unicode_category", "--limit", "5", "--modes", "rank"]
+    asked = [
+        "--model",
+        str(folders["t5"]),
+        "--tasks",
+        "rte,unicode_category",
+        "--limit",
+        "5",
+        "--modes",
+        "rank",
+    ]
     done = call("run", *asked, "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run"))
     assert done.returncode == 1, done.stderr
     assert re.search(r"error: rte failed: There is no folder .*nowhere/rte", done.stderr)
@@ -72,39 +101,83 @@ def test_a_task_that_fails_is_said_at_the_end_and_the_exit_code_is_1(folders, tm
     [
         (["run", "--model", "no", "--tasks", "unicode_category"], "no holds no model"),
         (["run", "--model", "no", "--tasks", "unicode_categry"], "Did you mean 'unicode_category'"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--modes", "guess"], "no mode 'guess'"),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--modes", "guess"],
+            "no mode 'guess'",
+        ),
         (
             ["run", "--model", "no", "--tasks", "unicode_category", "--limit", "0"],
             "--limit is 0; expected an integer of at least 1",
         ),
         (["run", "--model", "no", "--tasks", "unicode_category", "--modes", ""], "--modes is ''"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--modes", "rank,"], "--modes is 'rank,'"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--limit", "-1"], "--limit is -1; expected"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--limit", "many"], "--limit is 'many'; expected"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--ep", "0"], "--ep is 0; expected an integer of"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--tp", "-1"], "--tp is -1; expected an integer of"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "nan"], "--timeout is nan; expected a"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "inf"], "--timeout is inf; expected a"),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--modes", "rank,"],
+            "--modes is 'rank,'",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--limit", "-1"],
+            "--limit is -1; expected",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--limit", "many"],
+            "--limit is 'many'; expected",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--ep", "0"],
+            "--ep is 0; expected an integer of",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--tp", "-1"],
+            "--tp is -1; expected an integer of",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "nan"],
+            "--timeout is nan; expected a",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "inf"],
+            "--timeout is inf; expected a",
+        ),
         (
             ["run", "--model", "no", "--tasks", "unicode_category", "--timeout", "1e308"],
             "--timeout is 1e+308; expected",
         ),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--data", ""], "--data is ''; expected a path"),
-        (["run", "--model", "no", "--tasks", "unicode_category", "--revision", ""], "--revision is empty"),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--data", ""],
+            "--data is ''; expected a path",
+        ),
+        (
+            ["run", "--model", "no", "--tasks", "unicode_category", "--revision", ""],
+            "--revision is empty",
+        ),
         (["run", "--model", "no", "--tasks", ""], "--tasks is '', in which a name is empty"),
-        (["run", "--model", "flan.b=x", "--also", "b=y", "--tasks", "anli_r1,anli_r1.flan"], "would be one file"),
+        (
+            ["run", "--model", "flan.b=x", "--also", "b=y", "--tasks", "anli_r1,anli_r1.flan"],
+            "would be one file",
+        ),
         (["compare", "no", "no", "--tasks", ""], "--tasks is ''"),
         (["compare", "", "no"], "names no run with a report.json"),
         (["compare", "=a", "no"], "'=a' is empty, or names no run"),
         (["harness", "", "--model", "no"], "TASKS is ''"),
-        (["harness", "a", "--model", "no", "--batch-size", "0"], "--batch-size is 0; expected an integer of"),
+        (
+            ["harness", "a", "--model", "no", "--batch-size", "0"],
+            "--batch-size is 0; expected an integer of",
+        ),
         (["run", "--model", "=no", "--tasks", "unicode_category"], "'=no' names no model"),
-        (["run", "--model", "runs/lr=3/model", "--tasks", "unicode_category"], "runs/lr=3/model holds no model"),
-        (["run", "--model", "a", "--also", "model=b", "--tasks", "rte"], "Two models are called 'model'"),
+        (
+            ["run", "--model", "runs/lr=3/model", "--tasks", "unicode_category"],
+            "runs/lr=3/model holds no model",
+        ),
+        (
+            ["run", "--model", "a", "--also", "model=b", "--tasks", "rte"],
+            "Two models are called 'model'",
+        ),
         (["compare", "no", "no"], "There is no report.json in no"),
     ],
 )
-def test_a_wrong_argument_is_one_message_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
+def test_a_wrong_argument_is_one_message_and_exit_code_2(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["eval", *arguments, "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         run_main(main)
@@ -115,7 +188,9 @@ def test_a_wrong_argument_is_one_message_and_exit_code_2(arguments, message, tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["run --model m --tasks copa", "compare a b", "harness t --model m"])
+@pytest.mark.parametrize(
+    "command", ["run --model m --tasks copa", "compare a b", "harness t --model m"]
+)
 def test_an_empty_folder_for_reports_is_refused(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eval", *command.split(), "--out", ""])
     with pytest.raises(SystemExit):
@@ -135,7 +210,10 @@ def test_results_are_not_mixed_with_something_else(command, kind, tmp_path, monk
 
 
 def test_only_a_run_goes_on_after_it_was_stopped():
-    assert how_to_go_on(["run", "--model", "m"]) == "The same command goes on: answers that it wrote are kept."
+    assert (
+        how_to_go_on(["run", "--model", "m"])
+        == "The same command goes on: answers that it wrote are kept."
+    )
     for command in ("compare", "harness", "conformance", "list"):
         assert "goes on" not in how_to_go_on([command])
         assert "--resume" not in how_to_go_on([command])
@@ -146,7 +224,9 @@ def test_ctrl_c_is_one_line_at_any_moment_of_a_command(tmp_path):
     """While Python imports, while it reads, and at its end: the exit code says which."""
     command = [sys.executable, "-m", "eval", "conformance", *[str(CASES)] * 40]
     for seconds in (0.5, 2.0, 6.0, 12.0):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         try:
             _, said = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -160,27 +240,54 @@ def test_ctrl_c_is_one_line_at_any_moment_of_a_command(tmp_path):
 
 
 def torchrun(num_ranks, *arguments):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "eval"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        "-m",
+        "eval",
+    ]
     return subprocess.run(
-        [sys.executable, *launcher, *arguments], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, *launcher, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
 @pytest.mark.slow
 def test_four_ranks_report_what_one_process_reports(folders, tokenizer, tmp_path):
-    tiny_model(num_experts=8, num_heads=4, d_ff=34, eval_capacity_factor=0.5).save_pretrained(tmp_path / "model")
+    tiny_model(num_experts=8, num_heads=4, d_ff=34, eval_capacity_factor=0.5).save_pretrained(
+        tmp_path / "model"
+    )
     tokenizer.save_pretrained(tmp_path / "model")
-    asked = ["run", "--model", str(tmp_path / "model"), "--tasks", "unicode_category", "--limit", "71"]
+    asked = [
+        "run",
+        "--model",
+        str(tmp_path / "model"),
+        "--tasks",
+        "unicode_category",
+        "--limit",
+        "71",
+    ]
     spread = [*asked, "--ep", "2", "--tp", "2", "--timeout", "60"]
     for num_ranks, arguments, out in ((1, asked, "one"), (4, spread, "four")):
         start = call if num_ranks == 1 else partial(torchrun, num_ranks)
         done = start(*arguments, "--out", str(tmp_path / out))
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("unicode_category  model") == 2
-    one, four = (json.loads((tmp_path / out / "report.json").read_text()) for out in ("one", "four"))
+    one, four = (
+        json.loads((tmp_path / out / "report.json").read_text()) for out in ("one", "four")
+    )
     assert four["tasks"] == one["tasks"]
     assert four["command"].startswith("torchrun --nproc-per-node 4 -m eval run")
-    one, four = ((tmp_path / out / "predictions/unicode_category.model.generate.jsonl") for out in ("one", "four"))
+    one, four = (
+        (tmp_path / out / "predictions/unicode_category.model.generate.jsonl")
+        for out in ("one", "four")
+    )
     assert four.read_bytes() == one.read_bytes()
 
 

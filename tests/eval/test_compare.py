@@ -23,7 +23,9 @@ def colour(monkeypatch):
     return colour_task()
 
 
-def write_run(folder, outputs, *, task=None, modes=("generate",), name="model", limit=None, **changes):
+def write_run(
+    folder, outputs, *, task=None, modes=("generate",), name="model", limit=None, **changes
+):
     """Writes what a run leaves; `outputs` are answers to the first examples, the others are right."""
     task = task or colour_task()
     examples = task.examples("validation")[:limit]
@@ -31,16 +33,24 @@ def write_run(folder, outputs, *, task=None, modes=("generate",), name="model", 
     rows = []
     for mode in modes:
         decoding = task.decoding if mode == "generate" else None
-        header = Header("f" * 16, task.name, task.version, mode, decoding, "b" * 16, ScoringFields(True, "none"))
+        header = Header(
+            "f" * 16, task.name, task.version, mode, decoding, "b" * 16, ScoringFields(True, "none")
+        )
         journal = Journal(predictions_path(folder, task.name, name, mode), header)
         journal.open([], lambda whole: whole)
-        journal.append([Batch([prediction], {}) for prediction in made_by(mode, examples, answers)[::-1]])
+        journal.append(
+            [Batch([prediction], {}) for prediction in made_by(mode, examples, answers)[::-1]]
+        )
         rows.append(score_row(task, examples, answers, name, mode)[0])
     entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
     entry |= {"num_examples": len(examples), "decoding": task.decoding._asdict(), "systems": rows}
     entry |= write_examples(folder, task, examples)
     settings = {"scoring": {"include_eos": True, "normalize": "none"}}
-    report = {"settings": settings, "models": {name: {"fingerprint": "f" * 16}}, "tasks": [{**entry, **changes}]}
+    report = {
+        "settings": settings,
+        "models": {name: {"fingerprint": "f" * 16}},
+        "tasks": [{**entry, **changes}],
+    }
     write_whole(folder / "report.json", seal(json.dumps(report)))
     return str(folder)
 
@@ -60,7 +70,9 @@ def test_examples_that_were_cut_off_are_one_message(tmp_path):
     a, b = (write_run(tmp_path / name, ["red"]) for name in "ab")
     file = examples_path(tmp_path / "b", "colour")
     file.write_text(file.read_text()[:-7])
-    with pytest.raises(DataError, match=r"colour\.jsonl holds 24 of the 25 examples that the report is about"):
+    with pytest.raises(
+        DataError, match=r"colour\.jsonl holds 24 of the 25 examples that the report is about"
+    ):
         compare_runs(a, b)
 
 
@@ -95,9 +107,13 @@ def test_another_model_of_a_run_is_named(tmp_path):
     a = write_run(tmp_path / "a", [], name="first")
     b = write_run(tmp_path / "b", ["pink"], name="second")
     assert compare_runs(a, f"second={b}")["b"]["name"] == "second"
-    with pytest.raises(ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\? It has second"):
+    with pytest.raises(
+        ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\? It has second"
+    ):
         compare_runs(a, f"secnd={b}")
-    with pytest.raises(ConfigError, match=r"A and B are both model 'first' of .*a. Name another: NAME=FOLDER"):
+    with pytest.raises(
+        ConfigError, match=r"A and B are both model 'first' of .*a. Name another: NAME=FOLDER"
+    ):
         compare_runs(a, a)
 
 
@@ -133,11 +149,16 @@ def test_a_version_that_the_library_no_longer_has_is_refused(tmp_path):
 
 def test_what_is_missing_is_one_message(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [], modes=("rank",))
-    with pytest.raises(DataError, match=r"nothing in common: `model` of .*a has colour \(generate\)"):
+    with pytest.raises(
+        DataError, match=r"nothing in common: `model` of .*a has colour \(generate\)"
+    ):
         compare_runs(a, b)
     with pytest.raises(DataError, match=r"nothing of --mode rank in common"):
         compare_runs(a, write_run(tmp_path / "c", []), mode="rank")
-    with pytest.raises(ConfigError, match=r"Neither run has a task 'color'. Did you mean 'colour'\? They have colour"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Neither run has a task 'color'. Did you mean 'colour'\? They have colour",
+    ):
         compare_runs(a, b, tasks=["color"])
     with pytest.raises(DataError, match=r"no report.json in .*nowhere. Expected the --out folder"):
         compare_runs(a, str(tmp_path / "nowhere"))
@@ -153,8 +174,12 @@ def test_answers_that_were_not_finished_are_said(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", ["pink"])
     path = predictions_path(tmp_path / "b", "colour", "model", "generate")
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:15]) + lines[15][:5])  # the first, and two lines for each batch of one
-    with pytest.raises(DataError, match=r"answers 7 of 25 examples; .* 'fire-0'.* goes on where it stopped"):
+    path.write_text(
+        "".join(lines[:15]) + lines[15][:5]
+    )  # the first, and two lines for each batch of one
+    with pytest.raises(
+        DataError, match=r"answers 7 of 25 examples; .* 'fire-0'.* goes on where it stopped"
+    ):
         compare_runs(a, b)
     path.unlink()
     with pytest.raises(DataError, match=r"There is no .*colour.model.generate.jsonl"):

@@ -1,4 +1,6 @@
-"""The files of a real evaluation, damaged or edited in one place: the same answer, or one error that names the file."""
+"""The files of a real evaluation, damaged or edited in one place: the same answer, or one error
+that names the file.
+"""
 
 import json
 import shutil
@@ -57,7 +59,11 @@ def a_change(draw, content: bytes) -> bytes:
     place = draw(st.integers(0, len(content) - 1))
     kind = draw(st.sampled_from(["flip", "drop", "cut", "delete", "double", "junk", "swap"]))
     if kind == "flip":
-        return content[:place] + bytes([content[place] ^ draw(st.integers(1, 255))]) + content[place + 1 :]
+        return (
+            content[:place]
+            + bytes([content[place] ^ draw(st.integers(1, 255))])
+            + content[place + 1 :]
+        )
     if kind == "drop":
         return content[:place] + content[place + 1 :]
     if kind == "cut":
@@ -115,7 +121,11 @@ def prediction(folder: Path, number: int, **changes) -> None:
         (3, {"choices": {}}, "line 3: .* is no answer of mode rank"),
         (3, {"other": 1}, "line 3: other is 1"),
         (3, {"truncated": "no"}, "line 3: truncated is 'no'"),
-        (2, {"output": "choice1", "truncated": True}, "lines 1 to .*: they are not what was written"),
+        (
+            2,
+            {"output": "choice1", "truncated": True},
+            "lines 1 to .*: they are not what was written",
+        ),
         (2, {"id": "99"}, "lines 1 to .*: they are not what was written"),
     ],
 )
@@ -165,8 +175,12 @@ def test_examples_with_other_references_are_refused(runs, tmp_path):
     path = tmp_path / "run" / FILES[1]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for changes in ({"targets": "choice2"}, {"fields": {}}, {"id": "99"}):
-        path.write_text("".join(json.dumps(line | changes) + "\n" for line in lines[:1]) + _lines(lines[1:]))
-        with pytest.raises(DataError, match=r"copa\.jsonl does not hold the examples that the report is about"):
+        path.write_text(
+            "".join(json.dumps(line | changes) + "\n" for line in lines[:1]) + _lines(lines[1:])
+        )
+        with pytest.raises(
+            DataError, match=r"copa\.jsonl does not hold the examples that the report is about"
+        ):
             compare_runs(str(tmp_path / "run"), str(runs[1]))
 
 
@@ -178,12 +192,18 @@ def _lines(values) -> str:
 def asked(folders):
     """A model and what it was asked in the runs."""
     task = TASKS.get(TASK)
-    return load_seq2seq(folders["moe"]), task, requests_of(read_task(task, task.split, data=FIXTURES)[1])
+    return (
+        load_seq2seq(folders["moe"]),
+        task,
+        requests_of(read_task(task, task.split, data=FIXTURES)[1]),
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_a_run_that_goes_on_never_takes_changed_answers_for_the_models(runs, asked, tmp_path_factory, data):
+def test_a_run_that_goes_on_never_takes_changed_answers_for_the_models(
+    runs, asked, tmp_path_factory, data
+):
     folder = tmp_path_factory.mktemp("damaged")
     path = folder / "p.jsonl"
     whole = (runs[0] / FILES[2]).read_bytes()
@@ -202,7 +222,9 @@ def test_answers_without_checksums_of_an_earlier_version_are_kept_and_sealed(run
     path = tmp_path / "p.jsonl"
     whole = (runs[0] / FILES[2]).read_text()
     values = [json.loads(line) for line in whole.splitlines()]
-    path.write_text(_lines({name: part for name, part in value.items() if name != "sha256"} for value in values))
+    path.write_text(
+        _lines({name: part for name, part in value.items() if name != "sha256"} for value in values)
+    )
     system, task, requests = asked
     predict(system._replace(model=None), task, requests, "rank", path)
     assert path.read_text() == whole
@@ -215,7 +237,10 @@ def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(folders, tmp_path):
     asked = {"models": {"model": folders["t5"]}, "tasks": ["copa", "rte"], "modes": ["rank"]}
     asked |= {"data": tmp_path / "data", "out": tmp_path / "out", "command": ""}
     evaluate(**asked)
-    good = {name: (tmp_path / "out" / name).read_bytes() for name in ("report.json", "report.html", "card.md")}
+    good = {
+        name: (tmp_path / "out" / name).read_bytes()
+        for name in ("report.json", "report.html", "card.md")
+    }
     evaluate(**asked)
     assert not list((tmp_path / "out").glob("report.1.*"))
 
@@ -241,7 +266,20 @@ def test_an_evaluation_is_not_mixed_with_something_else(folders, tmp_path, kind)
 
 def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path):
     shutil.copytree(folders["t5"], tmp_path / "best/model")
-    for content in ("[]", '{"mean": "high"}', '{"step": 1e400}', '{"step": 1.5}', "{", '{"a": ' * 10_000):
+    for content in (
+        "[]",
+        '{"mean": "high"}',
+        '{"step": 1e400}',
+        '{"step": 1.5}',
+        "{",
+        '{"a": ' * 10_000,
+    ):
         (tmp_path / "best/scores.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"best/scores\.json.* Restore it, or remove it"):
-            evaluate({"model": tmp_path / "best/model"}, [TASK], data=FIXTURES, out=tmp_path / "out", command="")
+            evaluate(
+                {"model": tmp_path / "best/model"},
+                [TASK],
+                data=FIXTURES,
+                out=tmp_path / "out",
+                command="",
+            )

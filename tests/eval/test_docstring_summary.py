@@ -1,4 +1,6 @@
-"""Promises of docstring body -> summary line; a standard library written by hand is the oracle of what is a pair."""
+"""Promises of docstring body -> summary line; a standard library written by hand is the oracle of
+what is a pair.
+"""
 
 import pytest
 
@@ -18,7 +20,9 @@ def library(tmp_path, monkeypatch):
     def rows(**docstrings):
         for name, texts in docstrings.items():
             definitions = [f"def f{number}():\n    {text!r}\n" for number, text in enumerate(texts)]
-            (tmp_path / f"{name}.py").write_text('# files without """ are not parsed\n' + "".join(definitions))
+            (tmp_path / f"{name}.py").write_text(
+                '# files without """ are not parsed\n' + "".join(definitions)
+            )
         return docstring_summary._all_rows()
 
     yield rows
@@ -71,11 +75,19 @@ def test_a_pair_is_a_summary_line_a_blank_line_and_a_longer_body(library):
         short=["A line of six words here.\n\nAnd four words below."],
     )
     (row,) = [row for split in SPLITS for row in rows[split]]
-    assert row == {"id": "stdlib/good.py#1", "file": "stdlib/good.py", "body": BODY, "summary": summary}
+    assert row == {
+        "id": "stdlib/good.py#1",
+        "file": "stdlib/good.py",
+        "body": BODY,
+        "summary": summary,
+    }
 
 
 def test_a_file_that_is_added_moves_no_other(library):
-    texts = {f"module{i}": [f"Say what number {i} does here.\n\n{i} times. {BODY} {i}"] for i in range(60)}
+    texts = {
+        f"module{i}": [f"Say what number {i} does here.\n\n{i} times. {BODY} {i}"]
+        for i in range(60)
+    }
     before = library(**texts)
     docstring_summary._all_rows.cache_clear()
     after = library(another=[f"Say what no other function does.\n\nNever told. {BODY}"])

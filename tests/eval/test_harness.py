@@ -1,4 +1,6 @@
-"""Tasks of lm-evaluation-harness through our scoring; the oracle is its own model of transformers, in both forms."""
+"""Tasks of lm-evaluation-harness through our scoring; the oracle is its own model of transformers,
+in both forms.
+"""
 
 import json
 import os
@@ -30,11 +32,16 @@ CHOICE, TEXT, ROLLING = "colours_choice", "colours_text", "colours_rolling"
 
 
 def make_rows() -> list[dict]:
-    """Returns questions of 3 to 23 words, the last one empty, with two to four answers of one to three words."""
+    """Returns questions of 3 to 23 words, the last one empty, with two to four answers of one to
+    three words.
+    """
     rows = []
     for number in range(11):
         text = " ".join(WORDS[(number + 3 * place) % len(WORDS)] for place in range(3 + 2 * number))
-        answers = [" ".join(WORDS[(number * 5 + n + m) % 11] for m in range(1 + n % 3)) for n in range(2 + number % 3)]
+        answers = [
+            " ".join(WORDS[(number * 5 + n + m) % 11] for m in range(1 + n % 3))
+            for n in range(2 + number % 3)
+        ]
         rows.append({"text": text, "answers": answers, "gold": number % 2})
     return [*rows, {"text": "", "answers": ["red", "dark blue"], "gold": 1}]
 
@@ -45,7 +52,10 @@ def tasks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     lines = [json.dumps(row) + "\n" for row in make_rows()]
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-    data = {"data_files": {"validation": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
+    data = {
+        "data_files": {"validation": str(folder / "rows.jsonl")},
+        "cache_dir": str(folder / "cache"),
+    }
     common = {"dataset_path": "json", "dataset_kwargs": data, "validation_split": "validation"}
     kinds = {
         CHOICE: {
@@ -62,7 +72,11 @@ def tasks(tmp_path_factory) -> Path:
             "generation_kwargs": {"until": ["green", "\n"], "max_gen_toks": 7, "do_sample": False},
             "metric_list": [{"metric": "exact_match"}],
         },
-        ROLLING: {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"},
+        ROLLING: {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+        },
         "colours_lost": {
             "output_type": "multiple_choice",
             "doc_to_text": "{{text}}",
@@ -72,7 +86,9 @@ def tasks(tmp_path_factory) -> Path:
         },
     }
     for name, own in kinds.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **own}), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(
+            yaml.safe_dump({"task": name, **common, **own}), encoding="utf-8"
+        )
     return folder
 
 
@@ -90,13 +106,19 @@ def theirs(folder: Path, tasks: Path, names: list[str]) -> dict:
 
     system = load_seq2seq(folder)
     model = HFLM(system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=5)
-    return simple_evaluate(model, tasks=names, task_manager=TaskManager(include_path=tasks, include_defaults=False))
+    return simple_evaluate(
+        model, tasks=names, task_manager=TaskManager(include_path=tasks, include_defaults=False)
+    )
 
 
 @pytest.fixture(scope="module")
 def ours(folders, tasks):
     """What our command finds, by model and task; no run is made twice."""
-    return cache(lambda kind, name: evaluate_on_harness([name], folders[kind], include_path=tasks, batch_size=4))
+    return cache(
+        lambda kind, name: evaluate_on_harness(
+            [name], folders[kind], include_path=tasks, batch_size=4
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +130,10 @@ def lm_eval(folders, tasks):
 def assert_same_scores(ours: list, others: list) -> None:
     """Compares log-probabilities, and what greedy decoding would say."""
     torch.testing.assert_close(
-        torch.tensor([score for score, _ in ours]), torch.tensor([score for score, _ in others]), rtol=1e-5, atol=1e-4
+        torch.tensor([score for score, _ in ours]),
+        torch.tensor([score for score, _ in others]),
+        rtol=1e-5,
+        atol=1e-4,
     )
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in others]
 
@@ -122,7 +147,9 @@ def test_log_likelihoods_are_those_of_lm_eval_in_this_process(ours, lm_eval, kin
 
 
 @pytest.mark.slow
-def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(ours, folders, tasks, tmp_path):
+def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(
+    ours, folders, tasks, tmp_path
+):
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(moe.__file__).parents[1]),
@@ -130,8 +157,25 @@ def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(o
         "HF_HUB_OFFLINE": "1",
     }
     model = f"pretrained={folders['moe']},trust_remote_code=True,backend=seq2seq,dtype=float32"
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", model, "--tasks", CHOICE]
-    command += ["--include_path", str(tasks), "--device", "cpu", "--output_path", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        model,
+        "--tasks",
+        CHOICE,
+    ]
+    command += [
+        "--include_path",
+        str(tasks),
+        "--device",
+        "cpu",
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(
         [*command, "--log_samples", "--batch_size", "3"],
         env=environment,
@@ -144,7 +188,9 @@ def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(o
     assert done.returncode == 0, done.stderr
     file = next((tmp_path / "out").rglob(f"samples_{CHOICE}_*.jsonl"))
     samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    others = [(float(score), greedy == "True") for each in samples for [[score, greedy]] in each["resps"]]
+    others = [
+        (float(score), greedy == "True") for each in samples for [[score, greedy]] in each["resps"]
+    ]
     assert_same_scores(answers_of(ours("moe", CHOICE), CHOICE), others)
 
 
@@ -162,12 +208,20 @@ def test_log_likelihoods_are_those_of_rank_without_the_end_token(ours, folders, 
         metrics=(ACCURACY,),
         choices=lambda fields: tuple(fields["answers"]),
     )
-    requests = [Request(str(number), row["text"], tuple(row["answers"])) for number, row in enumerate(rows)]
+    requests = [
+        Request(str(number), row["text"], tuple(row["answers"])) for number, row in enumerate(rows)
+    ]
     system = load_seq2seq(folders[kind])
-    made = predict(system, task, requests, "rank", tmp_path / "made.jsonl", scoring=Scoring(include_eos=False))
+    made = predict(
+        system, task, requests, "rank", tmp_path / "made.jsonl", scoring=Scoring(include_eos=False)
+    )
     expected = [score for prediction in made.predictions for score in prediction.scores.values()]
-    samples = sorted(ours(kind, CHOICE)["samples"][CHOICE], key=lambda sample: sample["doc_id"])[: len(rows)]
-    found = [answer[0][0] for each in samples for answer in each["resps"][: len(each["doc"]["answers"])]]
+    samples = sorted(ours(kind, CHOICE)["samples"][CHOICE], key=lambda sample: sample["doc_id"])[
+        : len(rows)
+    ]
+    found = [
+        answer[0][0] for each in samples for answer in each["resps"][: len(each["doc"]["answers"])]
+    ]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-4)
 
 
@@ -179,8 +233,15 @@ def test_greedy_answers_are_known_as_such(folders, kind):
     contexts = [system.tokenizer(row["text"])["input_ids"] for row in make_rows()]
     asked = []
     for context in contexts:
-        tokens = system.model.generate(torch.tensor([context]), max_new_tokens=5, do_sample=False)[0, 1:].tolist()
-        for answer in (tokens[:1], tokens, [*tokens[:-1], (tokens[-1] + 1) % 100], [tokens[0], 7, *tokens[1:]]):
+        tokens = system.model.generate(torch.tensor([context]), max_new_tokens=5, do_sample=False)[
+            0, 1:
+        ].tolist()
+        for answer in (
+            tokens[:1],
+            tokens,
+            [*tokens[:-1], (tokens[-1] + 1) % 100],
+            [tokens[0], 7, *tokens[1:]],
+        ):
             asked.append((("", ""), context, answer))
     found = HarnessModel(system, 5)._loglikelihood_tokens(asked, disable_tqdm=True)
     model = HFLM(system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=5)
@@ -217,13 +278,18 @@ def test_texts_are_as_long_as_the_task_asks_for_where_lm_eval_goes_on(ours, lm_e
 def test_a_text_ends_at_the_first_stop_string(folders, monkeypatch):
     system, made = load_seq2seq(folders["t5"]), []
     generate = system.model.generate
-    monkeypatch.setattr(system.model, "generate", lambda *a, **k: made.append(generate(*a, **k)) or made[-1])
+    monkeypatch.setattr(
+        system.model, "generate", lambda *a, **k: made.append(generate(*a, **k)) or made[-1]
+    )
     model = HarnessModel(system, 3)
 
     def answers(until: list[str]) -> list[str]:
         settings = {"until": until, "max_gen_toks": 23}
         texts = [row["text"] for row in make_rows()[:5]]
-        requests = [Instance("generate_until", {}, (t, settings), 0, ("made", n, 1)) for n, t in enumerate(texts)]
+        requests = [
+            Instance("generate_until", {}, (t, settings), 0, ("made", n, 1))
+            for n, t in enumerate(texts)
+        ]
         return model.generate_until(requests, disable_tqdm=True)
 
     whole = answers([])
@@ -231,7 +297,10 @@ def test_a_text_ends_at_the_first_stop_string(folders, monkeypatch):
     assert stops
     steps = [tokens.shape[1] for tokens in made]
     for text, short in zip(whole, answers(stops), strict=True):
-        assert short == text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+        assert (
+            short
+            == text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+        )
     answers([text[:4] for text in whole])
     assert made[-1].shape[1] < steps[-1]
 
@@ -239,7 +308,9 @@ def test_a_text_ends_at_the_first_stop_string(folders, monkeypatch):
 def test_an_empty_choice_is_refused_with_its_context(folders):
     model = HarnessModel(load_seq2seq(folders["t5"]), 3)
     request = Instance("loglikelihood", {}, ("fire is", ""), 0, ("made", 0, 1))
-    with pytest.raises(DataError, match=r"A choice of a task is '', which is no token\. Its context: 'fire is'"):
+    with pytest.raises(
+        DataError, match=r"A choice of a task is '', which is no token\. Its context: 'fire is'"
+    ):
         model.loglikelihood([request], disable_tqdm=True)
 
 
@@ -249,7 +320,16 @@ def test_the_command_prints_a_table_and_leaves_its_results(folders, tasks, tmp_p
     main(["harness", f"{CHOICE},{TEXT}", "--model", str(folders["moe"]), *given])
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
-    assert lines[0] == ["task", "version", "shots", "filter", "metric", "value", "standard", "error"]
+    assert lines[0] == [
+        "task",
+        "version",
+        "shots",
+        "filter",
+        "metric",
+        "value",
+        "standard",
+        "error",
+    ]
     assert [(line[0], line[4]) for line in lines[1:5]] == [
         *((CHOICE, metric) for metric in ("acc", "acc_norm", "acc_mutual_info")),
         (TEXT, "exact_match"),
@@ -259,19 +339,29 @@ def test_the_command_prints_a_table_and_leaves_its_results(folders, tasks, tmp_p
     assert report["n-samples"][CHOICE]["effective"] == 3
     assert report["config"]["model"] == str(folders["moe"])
     for name in (CHOICE, TEXT):
-        assert len((tmp_path / "out" / f"samples.{name}.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+        assert (
+            len(
+                (tmp_path / "out" / f"samples.{name}.jsonl")
+                .read_text(encoding="utf-8")
+                .splitlines()
+            )
+            == 3
+        )
 
 
 def test_perplexities_are_refused_with_the_reason(folders, tasks):
     with pytest.raises(
-        ConfigError, match=f"{ROLLING} cannot be run: it asks for loglikelihood_rolling.*lone end token"
+        ConfigError,
+        match=f"{ROLLING} cannot be run: it asks for loglikelihood_rolling.*lone end token",
     ):
         evaluate_on_harness([CHOICE, ROLLING], folders["t5"], include_path=tasks)
 
 
 @pytest.mark.slow
 def test_an_unknown_task_names_the_closest(folders, tasks):
-    with pytest.raises(ConfigError, match=r"no task 'colours_choise'\. Did you mean 'colours_choice'"):
+    with pytest.raises(
+        ConfigError, match=r"no task 'colours_choise'\. Did you mean 'colours_choice'"
+    ):
         evaluate_on_harness(["colours_choise"], folders["t5"], include_path=tasks)
 
 
@@ -283,11 +373,15 @@ def test_what_cannot_be_is_refused_before_a_model_is_read(tasks, tmp_path):
         evaluate_on_harness([CHOICE], nowhere, include_path=tasks, batch_size=-1)
     with pytest.raises(ConfigError, match="nowhere is no folder"):
         evaluate_on_harness([CHOICE], nowhere, include_path=nowhere)
-    with pytest.raises(DataError, match=r"The data of colours_lost cannot be loaded: .*lost\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"The data of colours_lost cannot be loaded: .*lost\.jsonl"
+    ):
         evaluate_on_harness(["colours_lost"], nowhere, include_path=tasks)
 
 
 def test_without_the_package_one_message_says_what_to_install(tasks, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r"lm-evaluation-harness is missing: pip install 'stmoe\[harness\]'"):
+    with pytest.raises(
+        ConfigError, match=r"lm-evaluation-harness is missing: pip install 'stmoe\[harness\]'"
+    ):
         evaluate_on_harness([CHOICE], tmp_path, include_path=tasks)

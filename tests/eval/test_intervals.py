@@ -1,4 +1,6 @@
-"""Intervals beside what can be said of them without a bootstrap: closed forms, scipy, exact bounds, and coverage."""
+"""Intervals beside what can be said of them without a bootstrap: closed forms, scipy, exact bounds,
+and coverage.
+"""
 
 import math
 import time
@@ -8,7 +10,15 @@ import pytest
 import scipy.stats
 
 from eval.scores.additive import mean_f1
-from eval.scores.intervals import RESAMPLES, draw_groups, judge, rows_by_group, score_metrics, seed_of, statistic_of
+from eval.scores.intervals import (
+    RESAMPLES,
+    draw_groups,
+    judge,
+    rows_by_group,
+    score_metrics,
+    seed_of,
+    statistic_of,
+)
 from eval.scores.metrics import ACCURACY, Metric, mean_of
 
 
@@ -24,7 +34,10 @@ SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))
 def values_of(name):
     """A mean of given numbers: the answers are their own scores, None does not count."""
     return mean_of(
-        name, lambda targets, answers: np.asarray([math.nan if a is None else a for a in answers], dtype=np.float64)
+        name,
+        lambda targets, answers: np.asarray(
+            [math.nan if a is None else a for a in answers], dtype=np.float64
+        ),
     )
 
 
@@ -45,7 +58,9 @@ def test_the_value_is_the_metric_and_the_standard_error_that_of_a_mean():
 def test_the_interval_is_that_of_scipy():
     answers = np.random.default_rng(1).exponential(17, size=53)
     found = score(values_of("mean"), answers, answers.tolist())
-    theirs = scipy.stats.bootstrap((answers,), np.mean, n_resamples=20_000, method="percentile", rng=0)
+    theirs = scipy.stats.bootstrap(
+        (answers,), np.mean, n_resamples=20_000, method="percentile", rng=0
+    )
     assert found.low == pytest.approx(theirs.confidence_interval.low, abs=0.5)
     assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.5)
 
@@ -70,11 +85,15 @@ def test_a_score_that_is_no_mean_is_taken_anew_of_each_draw():
     assert found.stderr == pytest.approx(theirs.standard_error, rel=0.1)
 
 
-@pytest.mark.parametrize(("summed", "anew"), [(ACCURACY, Metric("accuracy", ACCURACY.score)), (SUMMED_F1, F1)])
+@pytest.mark.parametrize(
+    ("summed", "anew"), [(ACCURACY, Metric("accuracy", ACCURACY.score)), (SUMMED_F1, F1)]
+)
 def test_a_score_by_sums_of_groups_is_the_same_as_taken_anew(summed, anew):
     targets, answers = np.random.default_rng(3).integers(2, size=(2, 61)).tolist()
     groups = [str(number // 4) for number in range(61)]
-    assert score(summed, targets, answers, groups) == pytest.approx(score(anew, targets, answers, groups))
+    assert score(summed, targets, answers, groups) == pytest.approx(
+        score(anew, targets, answers, groups)
+    )
 
 
 def test_the_interval_widens_when_neighbours_share_their_fate():
@@ -109,7 +128,9 @@ def test_the_same_seed_gives_the_same_interval_and_tasks_have_their_own():
     answers = np.random.default_rng(4).random(31).tolist()
     metric = values_of("mean")
     assert score(metric, answers, answers) == score(metric, answers, answers)
-    assert score(metric, answers, answers, seed=seed_of("rte")) != score(metric, answers, answers, seed=seed_of("cb"))
+    assert score(metric, answers, answers, seed=seed_of("rte")) != score(
+        metric, answers, answers, seed=seed_of("cb")
+    )
 
 
 def test_the_order_of_examples_changes_nothing():

@@ -20,12 +20,25 @@ def test_every_task_has_one_line_below_its_family(capsys):
 
 
 def test_a_line_says_rows_reported_split_prompt_data_and_licence(capsys):
-    cells = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines(capsys) if line.startswith("  ")}
-    for part in ("1 ", "em, f1", "100,730/*10,000/(10,000)", "T5", "aps/super_glue record", "Apache-2.0"):
+    cells = {
+        line.split()[0]: line.split(maxsplit=1)[1]
+        for line in lines(capsys)
+        if line.startswith("  ")
+    }
+    for part in (
+        "1 ",
+        "em, f1",
+        "100,730/*10,000/(10,000)",
+        "T5",
+        "aps/super_glue record",
+        "Apache-2.0",
+    ):
         assert part in cells["record"]
     for part in ("f1, em", "130,319/*11,873", "rajpurkar/squad_v2 squad_v2", "CC BY-SA 4.0"):
         assert part in cells["squad_v2"]
-    assert "16,946/1,000/*1,000  FLAN" in " ".join(cells["anli_r1.flan"].split()).replace(" FLAN", "  FLAN")
+    assert "16,946/1,000/*1,000  FLAN" in " ".join(cells["anli_r1.flan"].split()).replace(
+        " FLAN", "  FLAN"
+    )
     assert "this Python installation" in cells["unicode_category"]
 
 

@@ -1,5 +1,7 @@
 # ruff: noqa: RUF001
-"""Metrics. Oracles: arithmetic by hand, T5's and t5_cbqa's own tests on other values, and what no order may change."""
+"""Metrics. Oracles: arithmetic by hand, T5's and t5_cbqa's own tests on other values, and what no
+order may change.
+"""
 
 import math
 from itertools import chain
@@ -17,12 +19,16 @@ words = st.text(st.sampled_from("ab .'’-Tthe"), max_size=9)
 labels = st.lists(st.tuples(st.integers(0, 1), st.integers(-1, 1)), min_size=1, max_size=12)
 three_labels = st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2)), min_size=1, max_size=12)
 texts = st.lists(st.tuples(words, words), min_size=1, max_size=7)
-answers = st.lists(st.tuples(st.lists(words, min_size=1, max_size=3), words), min_size=1, max_size=7)
+answers = st.lists(
+    st.tuples(st.lists(words, min_size=1, max_size=3), words), min_size=1, max_size=7
+)
 
 
 def grouped(pairs):
     """Mappings with `value`, and in targets the `group`, from ((value, value), group)."""
-    return [({"value": target, "group": group}, {"value": answer}) for (target, answer), group in pairs]
+    return [
+        ({"value": target, "group": group}, {"value": answer}) for (target, answer), group in pairs
+    ]
 
 
 def in_groups(pairs):
@@ -32,7 +38,9 @@ def in_groups(pairs):
 queries = in_groups(st.tuples(st.lists(words, min_size=1, max_size=3), words))
 questions = in_groups(st.tuples(st.integers(0, 1), st.integers(-1, 1)))
 annotators = st.lists(st.lists(words, max_size=2).map(tuple), max_size=3)
-sets = st.lists(st.tuples(annotators, st.lists(st.lists(words, max_size=2).map(tuple), min_size=1, max_size=1)))
+sets = st.lists(
+    st.tuples(annotators, st.lists(st.lists(words, max_size=2).map(tuple), min_size=1, max_size=1))
+)
 
 MEANS: list[tuple[Metric, st.SearchStrategy]] = [
     (metrics.ACCURACY, three_labels),
@@ -55,8 +63,14 @@ OTHERS: list[tuple[Metric, st.SearchStrategy]] = [
     (metrics.F1_WITH_INVALID, labels),
     (metrics.MULTIRC_F1A, questions),
     (metrics.MATTHEWS, labels),
-    (metrics.PEARSON, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=9)),
-    (metrics.SPEARMAN, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=9)),
+    (
+        metrics.PEARSON,
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=9),
+    ),
+    (
+        metrics.SPEARMAN,
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=9),
+    ),
 ]
 NAMES = {"ids": lambda value: value.name if isinstance(value, Metric) else ""}
 
@@ -92,8 +106,12 @@ def test_the_order_of_examples_does_not_matter(metric, values, data):
     pairs = data.draw(values)
     if metric in PAIRED_BY_PLACE:
         twos = [pairs[i : i + 2] for i in range(0, len(pairs) // 2 * 2, 2)]
-        pairs, shuffled = (list(chain.from_iterable(order)) for order in (twos, data.draw(st.permutations(twos))))
-    elif metric in FIRST_COUNTS:  # the order of queries does not matter; among rows of one the first counts
+        pairs, shuffled = (
+            list(chain.from_iterable(order)) for order in (twos, data.draw(st.permutations(twos)))
+        )
+    elif (
+        metric in FIRST_COUNTS
+    ):  # the order of queries does not matter; among rows of one the first counts
         shuffled = sorted(pairs, key=lambda pair: pair[0]["group"])
     else:
         shuffled = data.draw(st.permutations(pairs))
@@ -102,19 +120,27 @@ def test_the_order_of_examples_does_not_matter(metric, values, data):
 
 
 @pytest.mark.parametrize(
-    "pair", [(metrics.SQUAD_EM, metrics.SQUAD_F1), (metrics.TRIVIA_EM, metrics.TRIVIA_F1)], ids=["squad", "trivia_qa"]
+    "pair",
+    [(metrics.SQUAD_EM, metrics.SQUAD_F1), (metrics.TRIVIA_EM, metrics.TRIVIA_F1)],
+    ids=["squad", "trivia_qa"],
 )
 @settings(max_examples=200, deadline=None)
 @given(cases=answers)
 def test_an_exact_match_is_a_full_overlap_unless_both_are_empty(pair, cases):
     targets, outputs = unzip(cases)
-    normalize = metrics.normalize_squad if pair[0] is metrics.SQUAD_EM else metrics.normalize_trivia_qa
-    for exact, overlap, output in zip(*(metric.each(targets, outputs) for metric in pair), outputs, strict=True):
+    normalize = (
+        metrics.normalize_squad if pair[0] is metrics.SQUAD_EM else metrics.normalize_trivia_qa
+    )
+    for exact, overlap, output in zip(
+        *(metric.each(targets, outputs) for metric in pair), outputs, strict=True
+    ):
         assert exact <= overlap + 1e-9 or normalize(output) == ""
 
 
 def perfect(kind):
-    values = {"label": [0, 1, 2, 1], "text": ["a b.", "c d"], "answers": [["a", "b c"], ["d"]]}[kind]
+    values = {"label": [0, 1, 2, 1], "text": ["a b.", "c d"], "answers": [["a", "b c"], ["d"]]}[
+        kind
+    ]
     return values, [value[-1] if kind == "answers" else value for value in values]
 
 
@@ -144,14 +170,21 @@ def test_perfect_is_100_for_groups_too():
     targets, outputs = unzip(grouped([((1, 1), 3), ((0, 0), 3), ((1, 1), 5)]))
     assert metrics.MULTIRC_EM.score(targets, outputs) == 100
     assert metrics.MULTIRC_F1A.score(targets, outputs) == pytest.approx(100)
-    targets, outputs = unzip(grouped([((["a x", "b"], "b"), (2, 3)), ((["c"], "wrong but a repetition"), (2, 3))]))
-    assert metrics.RECORD_EM.score(targets, outputs) == metrics.RECORD_F1.score(targets, outputs) == 100
+    targets, outputs = unzip(
+        grouped([((["a x", "b"], "b"), (2, 3)), ((["c"], "wrong but a repetition"), (2, 3))])
+    )
+    assert (
+        metrics.RECORD_EM.score(targets, outputs)
+        == metrics.RECORD_F1.score(targets, outputs)
+        == 100
+    )
 
 
 def test_an_answer_that_is_no_label_is_wrong_in_every_metric():
     assert metrics.ACCURACY.score([0, 1], [0, -1]) == 50
     assert metrics.MACRO_F1.score([0, 1, 2], [0, 1, -1]) == pytest.approx(200 / 3)
-    # The invalid answers become 0 for target 1 and 1 for target 0: one hit, one miss, one false alarm.
+    # The invalid answers become 0 for target 1 and 1 for target 0: one hit, one miss, one false
+    # alarm.
     assert metrics.F1_WITH_INVALID.score([0, 1, 1, 0], [0, 1, -1, 5]) == pytest.approx(50)
     targets, outputs = unzip(grouped([((0, -1), 1), ((1, 1), 2), ((0, 0), 3)]))
     assert metrics.MULTIRC_EM.score(targets, outputs) == pytest.approx(200 / 3)
@@ -165,12 +198,16 @@ def test_answers_are_not_changed_by_scoring_them():
 
 def test_a_class_that_never_occurs_has_f1_0_and_says_nothing():
     assert metrics.MACRO_F1.score([0, 1], [0, 1]) == pytest.approx(200 / 3)
-    assert metrics.MACRO_F1.score([0, 1, 1, 2], [0, 0, 2, 2]) == pytest.approx(400 / 9)  # T5's own test
+    assert metrics.MACRO_F1.score([0, 1, 1, 2], [0, 0, 2, 2]) == pytest.approx(
+        400 / 9
+    )  # T5's own test
     assert metrics.F1_WITH_INVALID.score([0, 0], [0, 0]) == 0
 
 
 def test_the_middle_of_a_question_is_no_question_of_its_own():
-    targets, outputs = unzip(grouped([((1, 1), (0, 3)), ((1, 1), (1, 3)), ((0, 1), (0, 3)), ((0, 0), (1, 3))]))
+    targets, outputs = unzip(
+        grouped([((1, 1), (0, 3)), ((1, 1), (1, 3)), ((0, 1), (0, 3)), ((0, 0), (1, 3))])
+    )
     assert metrics.MULTIRC_EM.each(targets, outputs).tolist() == pytest.approx(
         [0, 100, math.nan, math.nan], nan_ok=True
     )
@@ -204,7 +241,10 @@ def test_the_overlap_counts_words_as_often_as_both_have_them():
     # "x x y" against "x z": 1 shared word of 3 and of 2: 2 x 1/3 x 1/2 / (1/3 + 1/2).
     assert metrics.SQUAD_F1.score([["x x y"]], ["x z"]) == pytest.approx(40)
     assert metrics.SQUAD_F1.score([["abc abd", "$$$$"]], ["abd"]) == pytest.approx(200 / 3)
-    assert metrics.SQUAD_EM.score([["big moose", "hippo"], ["a.b", "a.c"]], ["a big  Moose!", "ac"]) == 100
+    assert (
+        metrics.SQUAD_EM.score([["big moose", "hippo"], ["a.b", "a.c"]], ["a big  Moose!", "ac"])
+        == 100
+    )
     assert metrics.SQUAD_EM.score([[]], ["x"]) == 0
 
 
@@ -216,7 +256,13 @@ def test_recall_counts_questions_that_two_annotators_answered_and_whole_sets_onl
         [("no", "not really"), ("no",), ()],
         [("no", "not really"), ("no",), ()],
     ]
-    outputs = [[("yes",)], [("Bo", "Ann")], [("Cy", "Di")], [("no", "Not  really")], [("not really",)]]
+    outputs = [
+        [("yes",)],
+        [("Bo", "Ann")],
+        [("Cy", "Di")],
+        [("no", "Not  really")],
+        [("not really",)],
+    ]
     assert metrics.natural_questions_recall().score(targets, outputs) == 75
     assert metrics.natural_questions_recall(1).score(targets, outputs) == 80
     assert metrics.natural_questions_recall(1, normalize=False).score(targets, outputs) == 60
@@ -227,7 +273,10 @@ def test_summaries_are_split_at_newlines_and_at_full_stops_between_spaces():
     one, other = "a b . c d .", "c d .\na b ."
     assert metrics.ROUGELSUM.score([one], [other]) == 100
     # Without its sentence ends the longest common run is 2 of 4 words.
-    assert metrics.ROUGELSUM.score([one.replace(" .", "")], [other.replace(".", "").replace("\n", "")]) == 50
+    assert (
+        metrics.ROUGELSUM.score([one.replace(" .", "")], [other.replace(".", "").replace("\n", "")])
+        == 50
+    )
     assert metrics.ROUGE1.score(["dogs"], ["dog"]) == 0
 
 
@@ -237,7 +286,9 @@ def test_correlations_are_signed_and_undefined_or_0_for_constants():
     assert metrics.MATTHEWS.score([0, 1, 0, 1], [1, 0, 1, 0]) == pytest.approx(-100)
     # 6 true, 1 wrong and 2, 3: (6 x 3 - 1 x 2) / sqrt(7 x 8 x 4 x 5)
     targets, outputs = [1] * 8 + [0] * 4, [1] * 6 + [0] * 2 + [1] + [0] * 3
-    assert metrics.MATTHEWS.score(targets, outputs) == pytest.approx(100 * 16 / math.sqrt(7 * 8 * 4 * 5))
+    assert metrics.MATTHEWS.score(targets, outputs) == pytest.approx(
+        100 * 16 / math.sqrt(7 * 8 * 4 * 5)
+    )
     assert metrics.MATTHEWS.score([1, 1], [1, 1]) == 0
     assert math.isnan(metrics.PEARSON.score([1, 2], [3, 3]))
     assert math.isnan(metrics.SPEARMAN.score([1, 2], [3, 3]))
@@ -257,10 +308,17 @@ scores = st.floats(0, 100)
 
 
 @given(st.lists(scores, min_size=11, max_size=11), scores)
-def test_the_superglue_average_is_of_eight_tasks_with_two_scores_of_three_halved(values, diagnostic):
+def test_the_superglue_average_is_of_eight_tasks_with_two_scores_of_three_halved(
+    values, diagnostic
+):
     single = dict(zip(("boolq", "copa", "rte", "wic", "wsc"), values[:5], strict=True))
-    double = {task: {"a": values[i], "b": values[i + 1]} for task, i in (("cb", 5), ("multirc", 7), ("record", 9))}
-    average = metrics.superglue_average({**single, **double, "axb": diagnostic, "axg": {"parity": diagnostic}})
+    double = {
+        task: {"a": values[i], "b": values[i + 1]}
+        for task, i in (("cb", 5), ("multirc", 7), ("record", 9))
+    }
+    average = metrics.superglue_average(
+        {**single, **double, "axb": diagnostic, "axg": {"parity": diagnostic}}
+    )
     assert average == pytest.approx((sum(values[:5]) + sum(values[5:]) / 2) / 8)
 
 
@@ -277,14 +335,17 @@ def choices(*rights, weights=None, lengths=None):
     for row, right in enumerate(rights):
         for choice, is_right in enumerate(right):
             weight = weights[row] if weights else 1.0
-            made.append(((row, choice), bool(is_right), weight, lengths[len(made)] if lengths else 1))
+            made.append(
+                ((row, choice), bool(is_right), weight, lengths[len(made)] if lengths else 1)
+            )
     return made
 
 
 def test_two_choices_give_accuracy_f1_and_the_areas_of_the_second():
     targets = choices([1, 0], [0, 1], [1, 0])
     got = metrics.rank_classification(targets, [-1, -2, -2, -1, -3, -1], num_classes=2)
-    # Answers 0, 1, 1: precision 1/2, recall 1. The third row's second choice leads the second row's by more.
+    # Answers 0, 1, 1: precision 1/2, recall 1. The third row's second choice leads the second row's
+    # by more.
     assert got == pytest.approx({"accuracy": 200 / 3, "f1": 200 / 3, "auc-roc": 50, "auc-pr": 50})
 
 
@@ -293,7 +354,9 @@ def test_weights_count_as_repetitions():
     targets = choices([1, 0], [0, 1], [1, 0], weights=[2.0, 1.0, 1.0])
     repeated = choices([1, 0], [1, 0], [0, 1], [1, 0])
     got = metrics.rank_classification(targets, given_scores, num_classes=2)
-    assert got == pytest.approx(metrics.rank_classification(repeated, [-1, -2, *given_scores], num_classes=2))
+    assert got == pytest.approx(
+        metrics.rank_classification(repeated, [-1, -2, *given_scores], num_classes=2)
+    )
     got = metrics.rank_classification(targets, given_scores)
     assert got == pytest.approx({"accuracy": 75})
 
@@ -307,12 +370,16 @@ def test_more_choices_give_accuracy_and_the_mean_f1():
 
 def test_any_of_several_right_choices_will_do():
     targets = choices([1, 1, 0], [0, 1, 0])
-    assert metrics.rank_classification(targets, [-2, -1, -3, -1, -2, -3], num_classes=3) == {"accuracy": 50}
+    assert metrics.rank_classification(targets, [-2, -1, -3, -1, -2, -3], num_classes=3) == {
+        "accuracy": 50
+    }
 
 
 def test_rows_with_different_numbers_of_choices_give_accuracy_alone():
     targets = choices([1, 0], [0, 0, 1], [1])
-    assert metrics.rank_classification(targets, [-1, -2, -1, -2, -3, 0]) == pytest.approx({"accuracy": 200 / 3})
+    assert metrics.rank_classification(targets, [-1, -2, -1, -2, -3, 0]) == pytest.approx(
+        {"accuracy": 200 / 3}
+    )
 
 
 @given(st.permutations(range(6)))
@@ -328,7 +395,12 @@ def test_scores_may_be_divided_by_lengths():
     targets = choices([1, 0], [0, 1], lengths=[4, 1, 1, 2])
     given_scores = [-4.0, -2.0, -3.0, -4.0]
     assert metrics.rank_classification(targets, given_scores)["accuracy"] == 0
-    assert metrics.rank_classification(targets, given_scores, normalize_by_target_length=True)["accuracy"] == 100
+    assert (
+        metrics.rank_classification(targets, given_scores, normalize_by_target_length=True)[
+            "accuracy"
+        ]
+        == 100
+    )
 
 
 @pytest.mark.parametrize(("given_scores", "num_classes"), [([-1.0], None), ([-1.0] * 5, 2)])

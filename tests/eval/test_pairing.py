@@ -49,7 +49,10 @@ def test_answers_of_one_group_are_one_toss():
 def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
     """A has every answer right, B one of question 0 and none of question 1, of two answers each."""
     questions = [0, 0, 1, 1]
-    targets = [{"value": value, "group": group} for value, group in zip([1, 0, 1, 0], questions, strict=True)]
+    targets = [
+        {"value": value, "group": group}
+        for value, group in zip([1, 0, 1, 0], questions, strict=True)
+    ]
     a, b = ([{"value": value} for value in values] for values in ([1, 0, 1, 0], [1, 1, 0, -1]))
     found = {}
     for metric in (MULTIRC_F1A, MULTIRC_EM):
@@ -66,7 +69,9 @@ def test_the_same_answers_differ_by_nothing():
     assert (pair.p_value, pair.exact, pair.ties) == (1.0, True, 5)
 
 
-@pytest.mark.parametrize("metric", [ACCURACY, ANEW, F1, SUMMED_F1], ids=["mean", "anew", "f1", "summed f1"])
+@pytest.mark.parametrize(
+    "metric", [ACCURACY, ANEW, F1, SUMMED_F1], ids=["mean", "anew", "f1", "summed f1"]
+)
 @pytest.mark.parametrize("num", [7, 61])
 def test_the_p_value_is_that_of_scipy(metric, num):
     rng = np.random.default_rng(num)
@@ -75,7 +80,9 @@ def test_the_p_value_is_that_of_scipy(metric, num):
     b = np.where(rng.random(num) < 0.6, targets, 1 - targets)
     theirs = scipy.stats.permutation_test(
         (a, b),
-        lambda x, y: metric.score(targets.tolist(), x.tolist()) - metric.score(targets.tolist(), y.tolist()),
+        lambda x, y: (
+            metric.score(targets.tolist(), x.tolist()) - metric.score(targets.tolist(), y.tolist())
+        ),
         permutation_type="samples",
         vectorized=False,
         n_resamples=999,
@@ -91,9 +98,15 @@ def test_groups_of_different_sizes_are_swapped_whole():
     rng = np.random.default_rng(3)
     groups = sorted(str(number) for number in rng.integers(8, size=41))
     a, b = rng.integers(2, size=41).tolist(), rng.integers(2, size=41).tolist()
-    sums = [[sum(answers[row] for row in members) for members in rows_by_group(groups)] for answers in (a, b)]
+    sums = [
+        [sum(answers[row] for row in members) for members in rows_by_group(groups)]
+        for answers in (a, b)
+    ]
     theirs = scipy.stats.permutation_test(
-        sums, lambda x, y, axis: x.sum(axis) - y.sum(axis), permutation_type="samples", vectorized=True
+        sums,
+        lambda x, y, axis: x.sum(axis) - y.sum(axis),
+        permutation_type="samples",
+        vectorized=True,
     )
     for metric in (ACCURACY, ANEW):
         assert p_value(metric, [1] * 41, a, b, groups)[0] == pytest.approx(theirs.pvalue)
@@ -108,7 +121,9 @@ def test_chance_alone_is_below_a_twentieth_in_about_one_of_twenty():
 
 
 def test_the_interval_of_the_difference_is_paired():
-    """Two systems that err on nearly the same examples differ far more surely than their own intervals say."""
+    """Two systems that err on nearly the same examples differ far more surely than their own
+    intervals say.
+    """
     rng = np.random.default_rng(1)
     a = (rng.random(200) < 0.5).astype(int)
     b = a.copy()

@@ -15,7 +15,9 @@ ROWS = 7
 
 
 def requests_of(task):
-    return [Request(example.id, example.inputs, example.choices) for example in task.examples("test")]
+    return [
+        Request(example.id, example.inputs, example.choices) for example in task.examples("test")
+    ]
 
 
 def interrupt(*_):
@@ -63,20 +65,37 @@ def test_rank_equals_scoring_one_choice_of_one_example_at_a_time(folders, task, 
 @pytest.mark.parametrize("name", ["t5", "moe"])
 def test_generation_does_not_depend_on_batch_mates(folders, task, tmp_path, name):
     system = load_seq2seq(folders[name])
-    together = predict(system, task, requests_of(task), "generate", tmp_path / "a.jsonl").predictions
+    together = predict(
+        system, task, requests_of(task), "generate", tmp_path / "a.jsonl"
+    ).predictions
     for request, prediction in zip(requests_of(task)[::7], together[::7], strict=True):
-        alone = predict(system, task, [request], "generate", tmp_path / f"{request.id}.jsonl").predictions
+        alone = predict(
+            system, task, [request], "generate", tmp_path / f"{request.id}.jsonl"
+        ).predictions
         assert alone[0].output == prediction.output
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(dropping, task, tmp_path, mode, asked):
+def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(
+    dropping, task, tmp_path, mode, asked
+):
     requests, path = requests_of(task), tmp_path / "stopped.jsonl"
     predict(dropping, task, requests, mode, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
     assert len(lines) == 1 + 3 * (ROWS + 1) + 4 + 1
-    for num_lines, num_bytes in ((0, 0), (0, 20), (1, 0), (5, 0), (8, 9), (9, 0), (14, 13), (26, 0), (29, 3), (30, 0)):
+    for num_lines, num_bytes in (
+        (0, 0),
+        (0, 20),
+        (1, 0),
+        (5, 0),
+        (8, 9),
+        (9, 0),
+        (14, 13),
+        (26, 0),
+        (29, 3),
+        (30, 0),
+    ):
         path.write_bytes(b"".join(lines[:num_lines]) + b"".join(lines[num_lines:])[:num_bytes])
         asked.clear()
         predict(dropping, task, requests, mode, path)
@@ -87,7 +106,11 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(drop
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ctrl_c_between_batches_changes_no_byte(dropping, task, tmp_path, mode, monkeypatch):
-    requests, path, answer = requests_of(task), tmp_path / "stopped.jsonl", eval.answers.predict._answer
+    requests, path, answer = (
+        requests_of(task),
+        tmp_path / "stopped.jsonl",
+        eval.answers.predict._answer,
+    )
     predict(dropping, task, requests, mode, tmp_path / "whole.jsonl")
     calls = iter([answer, answer])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -103,9 +126,18 @@ def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tm
     requests = requests_of(task)
     for mode in MODES:
         together = predict(dropping, task, requests, mode, tmp_path / "together.jsonl").predictions
-        alone = [predict(dropping, task, [r], mode, tmp_path / "alone.jsonl").predictions[0] for r in requests]
+        alone = [
+            predict(dropping, task, [r], mode, tmp_path / "alone.jsonl").predictions[0]
+            for r in requests
+        ]
         if mode == "rank":
-            assert sum(abs(a.scores["red"] - b.scores["red"]) > 0.01 for a, b in zip(together, alone, strict=True)) > 5
+            assert (
+                sum(
+                    abs(a.scores["red"] - b.scores["red"]) > 0.01
+                    for a, b in zip(together, alone, strict=True)
+                )
+                > 5
+            )
         else:
             assert sum(a.output != b.output for a, b in zip(together, alone, strict=True)) > 5
 
@@ -127,14 +159,17 @@ def test_predictions_of_another_model_are_not_reused(folders, task, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t5", "moe"])
-def test_a_model_with_sentinels_is_asked_with_one_and_answers_without(folders, task, tmp_path, name):
+def test_a_model_with_sentinels_is_asked_with_one_and_answers_without(
+    folders, task, tmp_path, name
+):
     system = load_seq2seq(folders[name])
     first = SpecialIds.of(system.tokenizer).first_sentinel
     system.model.generation_config.forced_bos_token_id = first
     marked = system._replace(tokenizer=end_with_sentinel(system.tokenizer, True))
     requests = requests_of(task)[::6]
     ranked, generated = (
-        predict(marked, task, requests, mode, tmp_path / f"{mode}.jsonl").predictions for mode in MODES[::-1]
+        predict(marked, task, requests, mode, tmp_path / f"{mode}.jsonl").predictions
+        for mode in MODES[::-1]
     )
     for request, by_rank, answer in zip(requests, ranked, generated, strict=True):
         inputs = torch.tensor([[*system.tokenizer(request.inputs)["input_ids"][:-1], first, 1]])

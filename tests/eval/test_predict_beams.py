@@ -1,4 +1,6 @@
-"""Beam search against an exhaustive search, and against Mesh-TensorFlow's loop written with plain lists."""
+"""Beam search against an exhaustive search, and against Mesh-TensorFlow's loop written with plain
+lists.
+"""
 
 import math
 from dataclasses import replace
@@ -28,8 +30,12 @@ def search(logits_of, num_inputs, **options):
     prefixes = [() for _ in range(num_inputs * num_beams)]
 
     def step(tokens, beams):
-        prefixes[:] = [(*prefixes[b], t) for b, t in zip(beams.tolist(), tokens.tolist(), strict=True)]
-        return torch.stack([logits_of(row // num_beams, prefix) for row, prefix in enumerate(prefixes)])
+        prefixes[:] = [
+            (*prefixes[b], t) for b, t in zip(beams.tolist(), tokens.tolist(), strict=True)
+        ]
+        return torch.stack(
+            [logits_of(row // num_beams, prefix) for row, prefix in enumerate(prefixes)]
+        )
 
     first = torch.stack([logits_of(row, ()) for row in range(num_inputs)])
     answers, scores = beam_search(first, step, eos=[EOS], **options)
@@ -38,12 +44,14 @@ def search(logits_of, num_inputs, **options):
 
 
 def mesh_tensorflow(logits_of, *, num_beams, alpha, max_tokens):
-    """Returns the answer and its score as Mesh-TensorFlow's description has it, for one input, with lists.
+    """Returns the answer and its score as Mesh-TensorFlow's description has it, for one input, with
+    lists.
 
-    Each step extends every alive sequence by every token and keeps the 2 K of best score. Of these the K best without
-    an end stay alive; those with an end and the K best that ended before are ranked by score, and K remain. It stops
-    at the most tokens, or when the lowest finished score exceeds the best alive log-probability over the largest
-    penalty. Without a finished sequence the best alive one is the answer.
+    Each step extends every alive sequence by every token and keeps the 2 K of best score. Of these
+    the K best without an end stay alive; those with an end and the K best that ended before are
+    ranked by score, and K remain. It stops at the most tokens, or when the lowest finished score
+    exceeds the best alive log-probability over the largest penalty. Without a finished sequence the
+    best alive one is the answer.
     """
     alive, finished = [(0.0, ())], []
     for length in range(1, max_tokens + 1):
@@ -66,7 +74,10 @@ def mesh_tensorflow(logits_of, *, num_beams, alpha, max_tokens):
 def test_beams_end_where_mesh_tensorflows_loop_ends(num_beams, alpha):
     options = {"num_beams": num_beams, "alpha": alpha, "max_tokens": 5}
     answers, scores = search(lambda row, ids: random_logits(ids, row), 31, **options)
-    expected = [mesh_tensorflow(lambda ids, row=row: random_logits(ids, row), **options) for row in range(31)]
+    expected = [
+        mesh_tensorflow(lambda ids, row=row: random_logits(ids, row), **options)
+        for row in range(31)
+    ]
     assert answers == [ids for ids, _ in expected]
     assert scores == pytest.approx([score for _, score in expected], abs=1e-5)
     assert len({len(ids) for ids in answers}) > 2
@@ -75,10 +86,16 @@ def test_beams_end_where_mesh_tensorflows_loop_ends(num_beams, alpha):
 def test_with_a_beam_for_everything_the_best_of_all_answers_is_found():
     num_beams, max_tokens, alpha = V**2, 3, 0.6
     answers, scores = search(
-        lambda row, ids: random_logits(ids, row), 11, num_beams=num_beams, alpha=alpha, max_tokens=max_tokens
+        lambda row, ids: random_logits(ids, row),
+        11,
+        num_beams=num_beams,
+        alpha=alpha,
+        max_tokens=max_tokens,
     )
     others = [token for token in range(V) if token != EOS]
-    endings = [(*ids, EOS) for length in range(max_tokens) for ids in product(others, repeat=length)]
+    endings = [
+        (*ids, EOS) for length in range(max_tokens) for ids in product(others, repeat=length)
+    ]
     for row in range(11):
         best = max(endings, key=lambda ids, row=row: gnmt_score(ids, row, alpha))
         assert answers[row] == best
@@ -86,12 +103,16 @@ def test_with_a_beam_for_everything_the_best_of_all_answers_is_found():
 
 
 def gnmt_score(ids, row, alpha):
-    log_prob = sum(random_logits(ids[:n], row).log_softmax(-1)[token].item() for n, token in enumerate(ids))
+    log_prob = sum(
+        random_logits(ids[:n], row).log_softmax(-1)[token].item() for n, token in enumerate(ids)
+    )
     return log_prob / ((5 + len(ids)) / 6) ** alpha
 
 
 def two_answers(short, long, length):
-    """Logits of an input with two answers: token 2 and an end, or token 3 and `length` - 2 times 4 and an end."""
+    """Logits of an input with two answers: token 2 and an end, or token 3 and `length` - 2 times 4
+    and an end.
+    """
 
     def logits_of(row, ids):
         wanted = {EOS: 0.0}
@@ -109,17 +130,23 @@ def two_answers(short, long, length):
 
 @pytest.mark.parametrize(("alpha", "winner"), [(0.0, 2), (0.6, 2), (1.2, 3)])
 def test_the_length_penalty_is_gnmts_and_not_a_power_of_the_length(alpha, winner):
-    """-0.60 in 2 tokens against -0.80 in 5: at 0.6, -0.55 and -0.59; length ** 0.6 would say -0.40 and -0.30."""
+    """-0.60 in 2 tokens against -0.80 in 5: at 0.6, -0.55 and -0.59; length ** 0.6 would say -0.40
+    and -0.30.
+    """
     short, long = math.log(0.549), math.log(0.449)
     assert short / 2**0.6 < long / 5**0.6
     answers, scores = search(two_answers(short, long, 5), 1, num_beams=2, alpha=alpha, max_tokens=9)
     assert answers[0][0] == winner
     length, log_prob = (2, short) if winner == 2 else (5, long)
-    assert scores[0] == pytest.approx((log_prob - math.log(0.998)) / ((5 + length) / 6) ** alpha, abs=1e-5)
+    assert scores[0] == pytest.approx(
+        (log_prob - math.log(0.998)) / ((5 + length) / 6) ** alpha, abs=1e-5
+    )
 
 
 def test_the_search_goes_on_while_a_beam_could_win_by_its_length():
-    """All beams have ended with -0.92 or less at length 2, and what goes on has -1.91; at length 9 it will be -0.83."""
+    """All beams have ended with -0.92 or less at length 2, and what goes on has -1.91; at length 9
+    it will be -0.83.
+    """
 
     def logits_of(row, ids):
         wanted = {EOS: 0.0}
@@ -136,7 +163,11 @@ def test_the_search_goes_on_while_a_beam_could_win_by_its_length():
 
 def test_an_answer_that_never_ends_is_the_best_beam():
     answers, _ = search(
-        lambda row, ids: torch.tensor([0.0, -90.0, 3, 0, 0, 0, 0]), 1, num_beams=2, alpha=0.6, max_tokens=4
+        lambda row, ids: torch.tensor([0.0, -90.0, 3, 0, 0, 0, 0]),
+        1,
+        num_beams=2,
+        alpha=0.6,
+        max_tokens=4,
     )
     assert answers == [(2, 2, 2, 2)]
 
@@ -145,9 +176,9 @@ def test_an_answer_does_not_depend_on_the_inputs_beside_it():
     options = {"num_beams": 3, "alpha": 0.6, "max_tokens": 6}
     together = search(lambda row, ids: random_logits(ids, row, scale=1 + row % 4), 23, **options)[0]
     for row in range(23):
-        assert search(lambda _, ids, row=row: random_logits(ids, row, scale=1 + row % 4), 1, **options)[0] == [
-            together[row]
-        ]
+        assert search(
+            lambda _, ids, row=row: random_logits(ids, row, scale=1 + row % 4), 1, **options
+        )[0] == [together[row]]
 
 
 @pytest.mark.parametrize("kind", ["t5", "moe", "bart"])
@@ -155,7 +186,9 @@ def test_a_model_with_a_cache_finds_what_the_loop_finds_without(tokenizer, task,
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     decoding = Decoding(max_tokens=5, num_beams=3, alpha=0.6)
     requests = requests_of(task)[::3]
-    made = predict(system, replace(task, decoding=decoding), requests, "generate", tmp_path / "p.jsonl").predictions
+    made = predict(
+        system, replace(task, decoding=decoding), requests, "generate", tmp_path / "p.jsonl"
+    ).predictions
     for request, prediction in zip(requests, made, strict=True):
         inputs = system.tokenizer(request.inputs, return_tensors="pt")
 

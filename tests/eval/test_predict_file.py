@@ -1,4 +1,6 @@
-"""What is kept beside the answers: truncation, routers, settings; and what happens when a disk or a folder fails."""
+"""What is kept beside the answers: truncation, routers, settings; and what happens when a disk or a
+folder fails.
+"""
 
 import json
 import os
@@ -13,7 +15,15 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import eval.answers.predict
 from eval.answers.journal import read_predictions
-from eval.answers.predict import MODES, Question, Request, cut_batches, fingerprint, load_seq2seq, predict
+from eval.answers.predict import (
+    MODES,
+    Question,
+    Request,
+    cut_batches,
+    fingerprint,
+    load_seq2seq,
+    predict,
+)
 from eval.task import Decoding
 from moe import CheckpointError, DataError
 from tests.distributed.ranks import run_ranks
@@ -24,50 +34,86 @@ BEAMS = Decoding(max_tokens=7, num_beams=3, alpha=0.6)
 
 
 @pytest.mark.parametrize("decoding", [Decoding(max_tokens=7), BEAMS])
-def test_the_routers_of_a_generation_are_those_of_its_inputs_and_answers(folders, task, tmp_path, decoding):
-    """The oracle sends one input and its answer through the model at a time; padding and lost beams do not count."""
+def test_the_routers_of_a_generation_are_those_of_its_inputs_and_answers(
+    folders, task, tmp_path, decoding
+):
+    """The oracle sends one input and its answer through the model at a time; padding and lost beams
+    do not count.
+    """
     system, requests = load_seq2seq(folders["moe"]), requests_of(task)
-    made = predict(system, replace(task, decoding=decoding), requests, "generate", tmp_path / "p.jsonl")
+    made = predict(
+        system, replace(task, decoding=decoding), requests, "generate", tmp_path / "p.jsonl"
+    )
     load = {"encoder": 0, "decoder": 0}
     for request in requests:
         inputs = system.tokenizer(request.inputs, return_tensors="pt")
-        alone = predict(system, replace(task, decoding=decoding), [request], "generate", tmp_path / "alone.jsonl")
+        alone = predict(
+            system,
+            replace(task, decoding=decoding),
+            [request],
+            "generate",
+            tmp_path / "alone.jsonl",
+        )
         with torch.no_grad():
-            encoder = system.model.get_encoder()(**inputs, output_router_logits=True).encoder_router_outputs
+            encoder = system.model.get_encoder()(
+                **inputs, output_router_logits=True
+            ).encoder_router_outputs
         load["encoder"] += encoder[0].stats.expert_load
         load["decoder"] += torch.tensor(alone.router["decoder"]["expert_load"])
     for stack, expected in load.items():
         assert made.router[stack]["expert_load"] == expected.tolist()
-        assert made.router[stack]["max_over_mean"] == pytest.approx(expected.max() / expected.double().mean())
+        assert made.router[stack]["max_over_mean"] == pytest.approx(
+            expected.max() / expected.double().mean()
+        )
         assert made.router[stack]["dead_experts"] == (expected == 0).sum()
         assert made.router[stack]["fraction_dropped"] == 0
 
 
 @pytest.mark.parametrize("decoding", [Decoding(max_tokens=7), BEAMS])
-def test_the_decoders_routers_see_the_tokens_before_the_end(folders, task, tmp_path, decoding, monkeypatch):
+def test_the_decoders_routers_see_the_tokens_before_the_end(
+    folders, task, tmp_path, decoding, monkeypatch
+):
     system, requests, found = load_seq2seq(folders["moe"]), requests_of(task), []
-    monkeypatch.setattr(system.model.generation_config, "eos_token_id", list(range(40)))  # so that answers end early
+    monkeypatch.setattr(
+        system.model.generation_config, "eos_token_id", list(range(40))
+    )  # so that answers end early
     name = "generate_beams" if decoding is BEAMS else "generate_greedily"
     generate = getattr(eval.answers.predict, name)
     monkeypatch.setattr(
-        eval.answers.predict, name, lambda *args, **kwargs: found.append(generate(*args, **kwargs)) or found[-1]
+        eval.answers.predict,
+        name,
+        lambda *args, **kwargs: found.append(generate(*args, **kwargs)) or found[-1],
     )
     for request in requests:
-        made = predict(system, replace(task, decoding=decoding), [request], "generate", tmp_path / "p.jsonl")
+        made = predict(
+            system, replace(task, decoding=decoding), [request], "generate", tmp_path / "p.jsonl"
+        )
         tokens = found[-1] if decoding is BEAMS else found[-1][0]
         length = 1 + next((n for n, token in enumerate(tokens[0, 1:].tolist()) if token < 40), 6)
         inputs = system.tokenizer(request.inputs, return_tensors="pt")
         with torch.no_grad():
-            output = system.model(**inputs, decoder_input_ids=tokens[:, :length], output_router_logits=True)
-        assert made.router["decoder"]["expert_load"] == output.decoder_router_outputs[0].stats.expert_load.tolist()
+            output = system.model(
+                **inputs, decoder_input_ids=tokens[:, :length], output_router_logits=True
+            )
+        assert (
+            made.router["decoder"]["expert_load"]
+            == output.decoder_router_outputs[0].stats.expert_load.tolist()
+        )
 
 
 def test_the_routers_of_a_ranking_see_the_start_once_and_each_choice_once(folders, task, tmp_path):
     system, requests = load_seq2seq(folders["moe"]), requests_of(task)
     made = predict(system, task, requests, "rank", tmp_path / "p.jsonl")
-    tokens = sum(len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices)
-    assert sum(made.router["decoder"]["expert_load"]) == 2 * len(requests) * (1 + tokens)  # two experts for each
-    assert predict(load_seq2seq(folders["t5"]), task, requests, "rank", tmp_path / "p.jsonl").router is None
+    tokens = sum(
+        len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices
+    )
+    assert sum(made.router["decoder"]["expert_load"]) == 2 * len(requests) * (
+        1 + tokens
+    )  # two experts for each
+    assert (
+        predict(load_seq2seq(folders["t5"]), task, requests, "rank", tmp_path / "p.jsonl").router
+        is None
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -90,7 +136,9 @@ def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path
     requests = requests_of(task)
     lengths = [len(system.tokenizer(request.inputs)["input_ids"]) for request in requests]
     limit = sorted(lengths)[12]
-    made = predict(system, replace(task, inputs_length=limit), requests, "generate", tmp_path / "p.jsonl").predictions
+    made = predict(
+        system, replace(task, inputs_length=limit), requests, "generate", tmp_path / "p.jsonl"
+    ).predictions
     assert [p.truncated for p in made] == [length > limit for length in lengths]
     assert 0 < sum(p.truncated for p in made) < 25
     assert max(batch.shape[1] for batch in seen) == limit
@@ -102,10 +150,14 @@ def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path
 
 def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
     lengths = [100, 99, 98, 90, 85, 80, 79, 50, 40, 39, 31, 3]
-    questions = [Question(Request(str(n), ""), [5] * length, False) for n, length in enumerate(lengths)]
+    questions = [
+        Question(Request(str(n), ""), [5] * length, False) for n, length in enumerate(lengths)
+    ]
 
     def cut(few: int, rows: int = 128) -> list[list[int]]:
-        return [[len(q.tokens) for q in batch] for batch in cut_batches(questions, rows, 10_000, few)]
+        return [
+            [len(q.tokens) for q in batch] for batch in cut_batches(questions, rows, 10_000, few)
+        ]
 
     assert cut(few=2) == [[100, 99, 98, 90, 85, 80], [79, 50], [40, 39], [31, 3]]
     assert cut(few=4) == [[100, 99, 98, 90, 85, 80], [79, 50, 40, 39], [31, 3]]
@@ -113,7 +165,9 @@ def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
     assert cut(few=12, rows=5) == [lengths[:5], lengths[5:10], lengths[10:]]
 
 
-def test_a_batch_has_few_rows_of_long_inputs_and_many_of_short_ones(folders, task, tmp_path, monkeypatch):
+def test_a_batch_has_few_rows_of_long_inputs_and_many_of_short_ones(
+    folders, task, tmp_path, monkeypatch
+):
     monkeypatch.setattr(eval.answers.predict, "_TOKENS", 97)
     system, seen = load_seq2seq(folders["t5"]), []
     system.model.encoder.register_forward_hook(
@@ -133,18 +187,25 @@ def test_predictions_of_other_settings_are_replaced(folders, task, tmp_path, cha
     before = json.loads(path.read_text().splitlines()[0])
     predict(system, replace(task, **change), requests_of(task), "generate", path)
     assert json.loads(path.read_text().splitlines()[0]) != before
-    predict(system, replace(task, **change), requests_of(task), "generate", tmp_path / "fresh.jsonl")
+    predict(
+        system, replace(task, **change), requests_of(task), "generate", tmp_path / "fresh.jsonl"
+    )
     assert path.read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_requests_are_no_predictions(folders, task, tmp_path, mode):
     for _ in range(2):
-        assert predict(load_seq2seq(folders["moe"]), task, [], mode, tmp_path / "p.jsonl") == ([], None)
+        assert predict(load_seq2seq(folders["moe"]), task, [], mode, tmp_path / "p.jsonl") == (
+            [],
+            None,
+        )
 
 
 def fill_the_disk(rank, num_ranks, folder, out):
-    """Returns what a run says that may write half of its file, and how many predictions stand in it then."""
+    """Returns what a run says that may write half of its file, and how many predictions stand in it
+    then.
+    """
     eval.answers.predict._ROWS = dict.fromkeys(MODES, ROWS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the limit would count the progress bar too
     system, task, path = load_seq2seq(Path(folder)), colour_task(), Path(out) / "p.jsonl"
@@ -169,29 +230,51 @@ def test_a_disk_that_fills_stops_with_one_message_and_keeps_what_was_written(fol
     answer = run_ranks(fill_the_disk, 1, tmp_path, str(folders["moe"]), str(tmp_path))[0]
     assert len(answer["said"]) == 2
     for said in answer["said"]:
-        assert said.startswith(f"Predictions cannot be written to {tmp_path}/p.jsonl: File too large. ")
-        assert "Make room or give another --out, and run the same command again: it goes on from there." in said
+        assert said.startswith(
+            f"Predictions cannot be written to {tmp_path}/p.jsonl: File too large. "
+        )
+        assert (
+            "Make room or give another --out, and run the same command again: it goes on from there."
+            in said
+        )
     assert answer["kept"] == ROWS
     assert answer["same"]
 
 
 def test_a_folder_that_cannot_be_made_is_said(folders, task, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(DataError, match=r"cannot be written to .*file/p\.jsonl: (Not a directory|File exists)"):
-        predict(load_seq2seq(folders["t5"]), task, requests_of(task), "rank", tmp_path / "file" / "p.jsonl")
+    with pytest.raises(
+        DataError, match=r"cannot be written to .*file/p\.jsonl: (Not a directory|File exists)"
+    ):
+        predict(
+            load_seq2seq(folders["t5"]),
+            task,
+            requests_of(task),
+            "rank",
+            tmp_path / "file" / "p.jsonl",
+        )
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_checkpoint_that_is_not_seq2seq_is_refused(tmp_path, kind):
     if kind == "bert":
         model = BertModel(
-            BertConfig(vocab_size=131, hidden_size=30, num_hidden_layers=1, num_attention_heads=3, intermediate_size=31)
+            BertConfig(
+                vocab_size=131,
+                hidden_size=30,
+                num_hidden_layers=1,
+                num_attention_heads=3,
+                intermediate_size=31,
+            )
         )
     else:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=131, n_positions=67, n_embd=30, n_layer=1, n_head=3))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=131, n_positions=67, n_embd=30, n_layer=1, n_head=3)
+        )
     model.save_pretrained(tmp_path)
     with pytest.raises(
-        CheckpointError, match=f"holds a model of type '{kind}', which has no encoder and decoder\\. Give"
+        CheckpointError,
+        match=f"holds a model of type '{kind}', which has no encoder and decoder\\. Give",
     ):
         load_seq2seq(tmp_path)
 
@@ -208,7 +291,9 @@ def test_weights_in_any_format_tell_checkpoints_apart(tmp_path):
 
 def test_a_checkpoints_own_habits_of_generation_are_left_out(folders, task, tmp_path):
     system = load_seq2seq(folders["t5"])
-    system.model.generation_config.update(num_beams=4, min_length=7, no_repeat_ngram_size=1, repetition_penalty=2.0)
+    system.model.generation_config.update(
+        num_beams=4, min_length=7, no_repeat_ngram_size=1, repetition_penalty=2.0
+    )
     system.model.save_pretrained(tmp_path / "model")
     system.tokenizer.save_pretrained(tmp_path / "model")
     with_habits = load_seq2seq(tmp_path / "model")
@@ -222,7 +307,9 @@ def test_a_checkpoints_own_habits_of_generation_are_left_out(folders, task, tmp_
         assert one == other
 
 
-def test_a_folder_without_a_tokenizer_is_refused_though_transformers_would_make_one_up(folders, tmp_path):
+def test_a_folder_without_a_tokenizer_is_refused_though_transformers_would_make_one_up(
+    folders, tmp_path
+):
     for name, kind in folders.items():
         folder = tmp_path / name
         shutil.copytree(kind, folder)
@@ -230,5 +317,8 @@ def test_a_folder_without_a_tokenizer_is_refused_though_transformers_would_make_
             file.unlink()
         with pytest.raises(CheckpointError, match="tokenizer"):
             load_seq2seq(folder)
-    with pytest.raises(CheckpointError, match=r"holds no tokenizer: none of .*tokenizer\.json is there\. Put that of"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no tokenizer: none of .*tokenizer\.json is there\. Put that of",
+    ):
         load_seq2seq(tmp_path / "t5")

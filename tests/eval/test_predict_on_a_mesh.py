@@ -1,6 +1,8 @@
-"""Ranks together make the predictions of one process, which is the oracle: same lines, same order, each once.
+"""Ranks together make the predictions of one process, which is the oracle: same lines, same order,
+each once.
 
-The model drops tokens by group, so that other batches, or a padding batch that took capacity, would change its answers.
+The model drops tokens by group, so that other batches, or a padding batch that took capacity, would
+change its answers.
 """
 
 import json
@@ -28,7 +30,13 @@ ASKED = {
     "beams": Decoding(max_tokens=7, num_beams=3, alpha=0.6),
 }
 ROWS = 4  # 25 requests: 6 batches and one of a single request
-FIELDS = {"num_experts": 8, "num_heads": 4, "d_ff": 34, "eval_capacity_factor": 0.5, "min_expert_capacity": 1}
+FIELDS = {
+    "num_experts": 8,
+    "num_heads": 4,
+    "d_ff": 34,
+    "eval_capacity_factor": 0.5,
+    "min_expert_capacity": 1,
+}
 STATIC = {**FIELDS, "dispatch": "static", "group_size": 16}
 MESHES = {  # (model, ep, tp) by ranks
     2: [("ragged", 2, 1), ("ragged", 1, 2), ("static", 2, 1)],
@@ -81,7 +89,9 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
                     assert one["routers"] == other["routers"]
                 else:
                     assert (one["id"], one["output"]) == (other["id"], other["output"])
-                    assert one["scores"] == (pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None)
+                    assert one["scores"] == (
+                        pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None
+                    )
             made, router = answers[0][f"{name} {ep} {tp} {mode}"]
             kept = read_predictions(tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl")
             assert made == [kept[request.id][:3] for request in requests_of(colour_task())]
@@ -89,7 +99,9 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
 
 
 def ask(system, mode, path):
-    """Returns what is predicted of the colours, and writes it to `path`; beams are few rows at once as well."""
+    """Returns what is predicted of the colours, and writes it to `path`; beams are few rows at once
+    as well.
+    """
     task = replace(colour_task(), decoding=ASKED[mode])
     rows, eval.answers.predict._ROWS = (
         eval.answers.predict._ROWS,
@@ -101,7 +113,9 @@ def ask(system, mode, path):
 
 
 def predict_on_a_rank(rank, num_ranks, models, out):
-    """Writes out/MODEL.EP.TP.MODE.jsonl; returns all predictions, and how many files went on to the same bytes."""
+    """Writes out/MODEL.EP.TP.MODE.jsonl; returns all predictions, and how many files went on to the
+    same bytes.
+    """
     answers, resumed = {}, 0
     for name, ep, tp in MESHES[num_ranks]:
         ranks = arrange(World(rank, num_ranks, rank, "cpu"), ep, tp, [models[name]])
@@ -109,11 +123,19 @@ def predict_on_a_rank(rank, num_ranks, models, out):
         for mode in ASKED:
             path = Path(out, f"{name}.{ep}.{tp}.{mode}.jsonl")
             made = ask(system, mode, path)
-            answers[f"{name} {ep} {tp} {mode}"] = [prediction[:3] for prediction in made.predictions], made.router
+            answers[f"{name} {ep} {tp} {mode}"] = (
+                [prediction[:3] for prediction in made.predictions],
+                made.router,
+            )
             whole = path.read_bytes()
             dist.barrier()
-            if rank == 0:  # as kill -9 leaves it: two batches, one line of the third, and a torn one
-                path.write_bytes(b"".join(whole.splitlines(keepends=True)[: 1 + 2 * (ROWS + 1) + 1]) + b'{"id": "se')
+            if (
+                rank == 0
+            ):  # as kill -9 leaves it: two batches, one line of the third, and a torn one
+                path.write_bytes(
+                    b"".join(whole.splitlines(keepends=True)[: 1 + 2 * (ROWS + 1) + 1])
+                    + b'{"id": "se'
+                )
             dist.barrier()
             again = ask(system, mode, path)
             resumed += again == made and path.read_bytes() == whole
@@ -122,13 +144,17 @@ def predict_on_a_rank(rank, num_ranks, models, out):
 
 def test_ranks_that_cannot_be_divided_so_are_refused_before_a_model_is_loaded(models, tmp_path):
     three = World(0, 3, 0, "cpu")
-    with pytest.raises(ConfigError, match=r"it has 2 ranks, but there are 3.*Choose --ep and --tp of one"):
+    with pytest.raises(
+        ConfigError, match=r"it has 2 ranks, but there are 3.*Choose --ep and --tp of one"
+    ):
         arrange(three, 2, 1, [models["ragged"]])
     with pytest.raises(ConfigError, match=r"8 experts cannot be spread evenly over ep 3"):
         arrange(three, 3, 1, [models["ragged"]])
     with pytest.raises(ConfigError, match=r"mesh\.ep is 0; expected an integer from 1 to"):
         arrange(three, 0, 1, [models["ragged"]])
-    with pytest.raises(ConfigError, match=r"holds a model of type t5, which cannot be cut over --ep 1 and --tp 3"):
+    with pytest.raises(
+        ConfigError, match=r"holds a model of type t5, which cannot be cut over --ep 1 and --tp 3"
+    ):
         arrange(three, 1, 3, [models["t5"]])
     with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
         arrange(three, 3, 1, [tmp_path])
@@ -143,7 +169,9 @@ def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
             ranks = ranks._replace(sizes=ranks.sizes.__class__(dp_replicate=size // tp, tp=tp))
             parts.append([ranks.share(dealt) for dealt in ranks.deal(batches)])
         assert all(part == parts[rank // tp * tp] for rank, part in enumerate(parts))
-        assert [batch for dealt in zip(*parts[::tp], strict=True) for batch in dealt if batch] == batches
+        assert [
+            batch for dealt in zip(*parts[::tp], strict=True) for batch in dealt if batch
+        ] == batches
 
 
 def test_ranks_in_step_keep_whole_rounds_and_others_every_batch():

@@ -1,4 +1,6 @@
-"""Scores of choices: by hand from the numbers in the file, and from the model by teacher forcing, one at a time."""
+"""Scores of choices: by hand from the numbers in the file, and from the model by teacher forcing,
+one at a time.
+"""
 
 from dataclasses import replace
 
@@ -22,23 +24,40 @@ from moe import ConfigError
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
 
-CHOICES = {"red": Choice(-1.5, -0.75, 1), "dark blue": Choice(-2.0, -0.25, 3), "": Choice(0.0, -3.0, 0)}
+CHOICES = {
+    "red": Choice(-1.5, -0.75, 1),
+    "dark blue": Choice(-2.0, -0.25, 3),
+    "": Choice(0.0, -3.0, 0),
+}
 
 
 def make_folder(kind, tokenizer, folder):
-    """Returns a folder with a tiny model of a kind, whose logits differ enough to tell tokens apart."""
-    sizes = {"vocab_size": 131, "d_model": 30, "d_kv": 5, "d_ff": 31, "num_heads": 3, "num_layers": 2}
+    """Returns a folder with a tiny model of a kind, whose logits differ enough to tell tokens
+    apart.
+    """
+    sizes = {
+        "vocab_size": 131,
+        "d_model": 30,
+        "d_kv": 5,
+        "d_ff": 31,
+        "num_heads": 3,
+        "num_layers": 2,
+    }
     torch.manual_seed(0)
     if kind == "moe":
         model = tiny_model(eval_capacity_factor=None)
     elif kind == "dropping":
         model = tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1)
     elif kind == "t5":
-        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False))
+        model = T5ForConditionalGeneration(
+            T5Config(**sizes, decoder_start_token_id=0, tie_word_embeddings=False)
+        )
     elif kind == "switch":
         sparse = {"num_experts": 5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
         model = SwitchTransformersForConditionalGeneration(
-            SwitchTransformersConfig(**sizes, **sparse, num_decoder_layers=2, decoder_start_token_id=0)
+            SwitchTransformersConfig(
+                **sizes, **sparse, num_decoder_layers=2, decoder_start_token_id=0
+            )
         )
     else:
         shape = {
@@ -61,7 +80,9 @@ def make_folder(kind, tokenizer, folder):
                 forced_eos_token_id=1,
             )
         )
-        model.generation_config.update(num_beams=4, min_length=9, no_repeat_ngram_size=2, forced_bos_token_id=130)
+        model.generation_config.update(
+            num_beams=4, min_length=9, no_repeat_ngram_size=2, forced_bos_token_id=130
+        )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if kind in ("t5", "switch") and name.startswith("lm_head"):
@@ -75,23 +96,36 @@ def by_teacher_forcing(system, request, text):
     """Returns the Choice of one text for one request: sums over a forward pass without a cache."""
     inputs = system.tokenizer(request.inputs, return_tensors="pt")
     first, *forced = system.start
-    target = [*forced, *system.tokenizer(text, add_special_tokens=False)["input_ids"], system.tokenizer.eos_token_id]
+    target = [
+        *forced,
+        *system.tokenizer(text, add_special_tokens=False)["input_ids"],
+        system.tokenizer.eos_token_id,
+    ]
     extra = {"decoder_drop_tokens": False} if system.sparse else {}
     with torch.no_grad():
-        logits = system.model(**inputs, decoder_input_ids=torch.tensor([[first, *target[:-1]]]), **extra).logits[0]
+        logits = system.model(
+            **inputs, decoder_input_ids=torch.tensor([[first, *target[:-1]]]), **extra
+        ).logits[0]
     log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(target)[:, None]).flatten().tolist()
     return Choice(sum(log_probs[:-1]), log_probs[-1], len(target) - 1)
 
 
 def mixed_requests(task):
     """Requests with choices of their own: some share tokens, one is a single choice, one is empty."""
-    own = [("red", "green"), ("dark blue", "dark red", "dark"), ("sea",), ("", "leaf of the night", "red")]
+    own = [
+        ("red", "green"),
+        ("dark blue", "dark red", "dark"),
+        ("sea",),
+        ("", "leaf of the night", "red"),
+    ]
     return [r._replace(choices=own[n % 4]) for n, r in enumerate(requests_of(task))]
 
 
 @pytest.mark.parametrize("kind", ["t5", "switch", "bart", "moe"])
 @pytest.mark.parametrize("bytes_at_once", [1, 1 << 30])
-def test_choices_of_any_model_score_as_one_at_a_time(tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once):
+def test_choices_of_any_model_score_as_one_at_a_time(
+    tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once
+):
     monkeypatch.setattr(eval.answers.rank, "_SLICE", bytes_at_once)
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     requests = mixed_requests(task)
@@ -100,7 +134,9 @@ def test_choices_of_any_model_score_as_one_at_a_time(tokenizer, task, tmp_path, 
         assert tuple(prediction.choices) == request.choices
         for text in request.choices:
             expected = by_teacher_forcing(system, request, text)
-            assert tuple(prediction.choices[text]) == pytest.approx(tuple(expected), rel=1e-6, abs=2e-5)
+            assert tuple(prediction.choices[text]) == pytest.approx(
+                tuple(expected), rel=1e-6, abs=2e-5
+            )
 
 
 def test_a_sparse_decoder_drops_no_token_of_a_choice(tokenizer, task, tmp_path):
@@ -137,7 +173,12 @@ def test_another_scoring_is_read_from_the_file_without_the_model(folders, task, 
     requests = mixed_requests(task)
     whole = predict(system, task, requests, "rank", path)
     broken = system._replace(model=None)
-    for scoring in (Scoring(False), Scoring(True, "tokens"), Scoring(False, "characters"), Scoring()):
+    for scoring in (
+        Scoring(False),
+        Scoring(True, "tokens"),
+        Scoring(False, "characters"),
+        Scoring(),
+    ):
         fresh = predict(system, task, requests, "rank", tmp_path / "fresh.jsonl", scoring)
         again = predict(broken, task, requests, "rank", path, scoring)
         assert again == fresh
@@ -148,39 +189,60 @@ def test_another_scoring_is_read_from_the_file_without_the_model(folders, task, 
 
 def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_path, monkeypatch):
     system, requests = load_seq2seq(folders["moe"]), mixed_requests(task)
-    expected = {p.id: p for p in predict(system, task, requests, "rank", tmp_path / "a.jsonl").predictions}
-    long = Request("long", "name the colour of " + "the night " * 30, ("red", "dark blue of the sea"))
+    expected = {
+        p.id: p for p in predict(system, task, requests, "rank", tmp_path / "a.jsonl").predictions
+    }
+    long = Request(
+        "long", "name the colour of " + "the night " * 30, ("red", "dark blue of the sea")
+    )
     for number, asked in enumerate((requests[::-1], requests[::2], [*requests, long])):
         made = predict(system, task, asked, "rank", tmp_path / f"{number}.jsonl").predictions
         assert [p.id for p in made] == [r.id for r in asked]
         for prediction in made:
-            for text, choice in (expected[prediction.id].choices if prediction.id in expected else {}).items():
+            for text, choice in (
+                expected[prediction.id].choices if prediction.id in expected else {}
+            ).items():
                 assert prediction.choices[text] == pytest.approx(choice, abs=2e-5)
 
 
-def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(folders, task, tmp_path, monkeypatch):
+def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(
+    folders, task, tmp_path, monkeypatch
+):
     monkeypatch.setitem(eval.answers.predict._FEW, "rank", 25)
     system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
     for name, seen in shapes.items():
         stack = getattr(system.model, name)
         stack.register_forward_hook(
-            lambda _, args, kwargs, output, seen=seen: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+            lambda _, args, kwargs, output, seen=seen: seen.append(
+                tuple(kwargs["input_ids"].shape)
+            ),
+            with_kwargs=True,
         )
     predict(system, task, requests_of(task), "rank", tmp_path / "p.jsonl")
-    longest = max(len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices)
+    longest = max(
+        len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices
+    )
     passes = [rows for rows, _ in shapes["encoder"]]  # a batch of inputs of similar lengths each
     assert sum(passes) == 25
-    assert shapes["decoder"] == [shape for rows in passes for shape in ((rows, 1), (rows * 3, longest))]
+    assert shapes["decoder"] == [
+        shape for rows in passes for shape in ((rows, 1), (rows * 3, longest))
+    ]
 
 
 def test_a_task_or_a_request_without_choices_cannot_be_ranked(folders, task, tmp_path):
     system, free = load_seq2seq(folders["t5"]), replace(task, choices=())
     assert (modes_of(task), modes_of(free)) == (("generate", "rank"), ("generate",))
-    with pytest.raises(ConfigError, match=r"colour has no choices to rank\. Choose the mode generate"):
+    with pytest.raises(
+        ConfigError, match=r"colour has no choices to rank\. Choose the mode generate"
+    ):
         predict(system, free, [], "rank", tmp_path / "p.jsonl")
-    with pytest.raises(ConfigError, match=r"1 requests of colour have no choices to rank, the first is 'sea-0'"):
+    with pytest.raises(
+        ConfigError, match=r"1 requests of colour have no choices to rank, the first is 'sea-0'"
+    ):
         bare = [r._replace(choices=() if r.id == "sea-0" else r.choices) for r in requests_of(task)]
         predict(system, task, bare, "rank", tmp_path / "p.jsonl")
-    with pytest.raises(ConfigError, match="normalize is 'bytes'; expected one of none, tokens, characters"):
+    with pytest.raises(
+        ConfigError, match="normalize is 'bytes'; expected one of none, tokens, characters"
+    ):
         Scoring(normalize="bytes")
     assert not (tmp_path / "p.jsonl").exists()

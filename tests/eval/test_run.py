@@ -53,11 +53,15 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
     def broken(*_):
         raise ZeroDivisionError("of a bug")
 
-    monkeypatch.setattr(eval.run, "by_class", lambda task, *rest: broken() if task.name == "copa" else [])
+    monkeypatch.setattr(
+        eval.run, "by_class", lambda task, *rest: broken() if task.name == "copa" else []
+    )
     written = []
     write = eval.run.write_reports
     monkeypatch.setattr(
-        eval.run, "write_reports", lambda report, out: written.append(len(report["tasks"])) or write(report, out)
+        eval.run,
+        "write_reports",
+        lambda report, out: written.append(len(report["tasks"])) or write(report, out),
     )
     (tmp_path / "data").mkdir()
     for name in ("boolq", "rte", "copa"):
@@ -75,7 +79,9 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
 def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match=r"Another evaluation writes to .*Wait for it, or give another --out"):
+        with pytest.raises(
+            DataError, match=r"Another evaluation writes to .*Wait for it, or give another --out"
+        ):
             run(folders, ["boolq"], tmp_path)
     assert run(folders, ["boolq"], tmp_path)["failed"] == []
     assert run(folders, ["boolq"], tmp_path)["failed"] == []
@@ -84,7 +90,8 @@ def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
 def test_reports_that_cannot_be_written_are_one_message(folders, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        DataError, match=r"file is a file and holds something else; expected a folder for an evaluation"
+        DataError,
+        match=r"file is a file and holds something else; expected a folder for an evaluation",
     ):
         run(folders, ["boolq"], tmp_path / "file")
 
@@ -94,25 +101,38 @@ def test_the_report_says_what_was_run_on_what(folders, tmp_path):
     report = run(folders, ["boolq", "boolq"], tmp_path, modes=["rank"], limit=3, scoring=scoring)
     (task,) = report["tasks"]
     assert task["data"]["folder"] == str(FIXTURES / "boolq")
-    assert (task["data"]["repository"], task["num_expected"], task["num_examples"]) == ("aps/super_glue", 3270, 3)
+    assert (task["data"]["repository"], task["num_expected"], task["num_examples"]) == (
+        "aps/super_glue",
+        3270,
+        3,
+    )
     assert (task["limit"], task["data"]["split"]) == (3, "validation")
     largest = next(one for one in task["published"] if one["system"] == "ST-MoE-32B")
     assert (largest["value"], largest["split"], largest["own_metric"]) == (92.4, "test", "accuracy")
     assert any("not from the hub" in note for note in task["notes"])
     assert report["settings"]["scoring"] == {"include_eos": False, "normalize": "tokens"}
     assert report["versions"]["torch"]
-    assert report["models"]["ours"]["parameters"] == load_seq2seq(folders["moe"]).model.num_parameters()
+    assert (
+        report["models"]["ours"]["parameters"]
+        == load_seq2seq(folders["moe"]).model.num_parameters()
+    )
     assert set(task["systems"][0]["router"]) == {"encoder", "decoder"}
 
 
 def test_the_best_checkpoint_of_a_run_is_named_where_it_was_chosen(folders, tmp_path):
     (tmp_path / "best").mkdir()
     (tmp_path / "best/model").symlink_to(folders["moe"])
-    (tmp_path / "best/scores.json").write_text(json.dumps({"step": 7, "boolq/accuracy": 50.0, "mean": 50.0}))
+    (tmp_path / "best/scores.json").write_text(
+        json.dumps({"step": 7, "boolq/accuracy": 50.0, "mean": 50.0})
+    )
     models = {"ours": tmp_path / "best/model"}
-    report = evaluate(models, ["boolq", "rte"], modes=["rank"], data=FIXTURES, out=tmp_path / "out", command="")
+    report = evaluate(
+        models, ["boolq", "rte"], modes=["rank"], data=FIXTURES, out=tmp_path / "out", command=""
+    )
     assert report["models"]["ours"]["chosen_by"]["tasks"] == ["boolq"]
-    peaks = [any("on this same split" in note for note in task["notes"]) for task in report["tasks"]]
+    peaks = [
+        any("on this same split" in note for note in task["notes"]) for task in report["tasks"]
+    ]
     assert peaks == [True, False]
     assert "step 7" in (tmp_path / "out/report.md").read_text()
 
@@ -129,7 +149,9 @@ def test_the_last_checkpoint_of_a_run_is_said_to_be_that(folders, tmp_path):
 
 def test_two_runs_of_the_same_rows_are_compared_and_of_a_part_are_not(folders, tmp_path):
     run(folders, ["multirc", "record"], tmp_path / "a")
-    evaluate({"t5": folders["t5"]}, ["multirc", "record"], data=FIXTURES, out=tmp_path / "b", command="")
+    evaluate(
+        {"t5": folders["t5"]}, ["multirc", "record"], data=FIXTURES, out=tmp_path / "b", command=""
+    )
     result = compare_runs(str(tmp_path / "a"), str(tmp_path / "b"))
     assert [(task["task"], task["mode"]) for task in result["tasks"]] == [
         ("multirc", "generate"),
@@ -137,26 +159,40 @@ def test_two_runs_of_the_same_rows_are_compared_and_of_a_part_are_not(folders, t
     ]
     assert result["left_out"] == ["multirc by rank is in B only.", "record by rank is in B only."]
     run(folders, ["multirc"], tmp_path / "c", limit=3)
-    with pytest.raises(DataError, match="did not answer the same examples of multirc: limit None in A and 3 in B"):
+    with pytest.raises(
+        DataError, match="did not answer the same examples of multirc: limit None in A and 3 in B"
+    ):
         compare_runs(str(tmp_path / "a"), str(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(FIXTURES.iterdir()) if path.is_dir()])
+@pytest.mark.parametrize(
+    "name", [path.name for path in sorted(FIXTURES.iterdir()) if path.is_dir()]
+)
 def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp_path):
     task = TASKS.get(name)
     examples = task.examples(task.split, FIXTURES)
     outputs = [example.targets if number % 2 else "no" for number, example in enumerate(examples)]
     written = write_examples(tmp_path, task, examples)
-    header = Header("f", name, task.version, "generate", task.decoding, "b", ScoringFields(True, "none"))
+    header = Header(
+        "f", name, task.version, "generate", task.decoding, "b", ScoringFields(True, "none")
+    )
     journal = Journal(predictions_path(tmp_path, name, "model", "generate"), header)
     journal.open([], lambda whole: whole)
-    journal.append([Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})])
-    entry = Entry(name, task.version, task.split, None, len(examples), task.decoding, **written, systems=[])
+    journal.append(
+        [Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})]
+    )
+    entry = Entry(
+        name, task.version, task.split, None, len(examples), task.decoding, **written, systems=[]
+    )
     report = Report(tmp_path, {"model": "f"}, header.scoring, {name: entry})
     answers = read_answers(report, name, "model", "generate")
-    assert score(task, answers.examples, answers.outputs) == pytest.approx(score(task, examples, outputs), nan_ok=True)
+    assert score(task, answers.examples, answers.outputs) == pytest.approx(
+        score(task, examples, outputs), nan_ok=True
+    )
     row, *_ = score_row(task, examples, outputs, "model", "generate")
-    values = {one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]}
+    values = {
+        one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]
+    }
     assert values == pytest.approx(score(task, examples, outputs), nan_ok=True)
 
 
@@ -172,9 +208,13 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded():
             check_tasks(*options)
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden])
+@pytest.mark.parametrize(
+    "name", [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden]
+)
 def test_hidden_labels_of_no_task_are_scored(name):
-    with pytest.raises(DataError, match=f"labels of 2 of 2 examples of {name} are hidden in split 'test'"):
+    with pytest.raises(
+        DataError, match=f"labels of 2 of 2 examples of {name} are hidden in split 'test'"
+    ):
         read_task(TASKS.get(name), "test", data=FIXTURES)
 
 
@@ -182,5 +222,8 @@ def test_hidden_labels_are_not_scored(tmp_path):
     row = {"question": "is it", "passage": "it is", "idx": 0, "label": -1}
     (tmp_path / "boolq").mkdir()
     (tmp_path / "boolq/test.jsonl").write_text(json.dumps(row))
-    with pytest.raises(DataError, match=r"labels of 1 of 1 examples of boolq are hidden in split 'test'.* validation"):
+    with pytest.raises(
+        DataError,
+        match=r"labels of 1 of 1 examples of boolq are hidden in split 'test'.* validation",
+    ):
         read_task(TASKS.get("boolq"), "test", data=tmp_path)

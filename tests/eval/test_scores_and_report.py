@@ -1,4 +1,6 @@
-"""Scores of one task by hand, baselines on separable data, and reports of made-up results, without a model."""
+"""Scores of one task by hand, baselines on separable data, and reports of made-up results, without
+a model.
+"""
 
 import json
 import re
@@ -12,7 +14,15 @@ import yaml
 
 from eval.baselines import baseline_outputs
 from eval.reports.charts import bar_chart
-from eval.reports.describe import by_class, count_unparsable, input_lengths, notes_of, score_row, task_score, worst
+from eval.reports.describe import (
+    by_class,
+    count_unparsable,
+    input_lengths,
+    notes_of,
+    score_row,
+    task_score,
+    worst,
+)
 from eval.reports.paper import SUPERGLUE, SYSTEMS, published
 from eval.reports.report import describe_place, write_reports
 from eval.reports.scoreboard import scoreboard
@@ -34,7 +44,9 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        self.references += [value for name, value in attributes if name in ("src", "href", "srcset") and value]
+        self.references += [
+            value for name, value in attributes if name in ("src", "href", "srcset") and value
+        ]
         if tag not in self.EMPTY:
             self.open.append(tag)
 
@@ -55,7 +67,13 @@ def a_score(metric, value, low=None, high=None):
 def an_entry(name="colour", scores=None, **changes):
     """An entry of report.json with made-up scores of two systems."""
     scores = scores or [a_score("accuracy", 80.0, 70.0, 90.0)]
-    row = {"mode": "generate", "scores": scores, "num_examples": 25, "num_unparsable": 2, "num_empty": 1}
+    row = {
+        "mode": "generate",
+        "scores": scores,
+        "num_examples": 25,
+        "num_unparsable": 2,
+        "num_empty": 1,
+    }
     router = {
         "encoder": {
             "fraction_dropped": 0.0123,
@@ -87,7 +105,10 @@ def an_entry(name="colour", scores=None, **changes):
         "num_available": 25,
         "num_examples": 25,
         "num_groups": 5,
-        "systems": [{"name": "ours", "router": router, **row}, {"name": "other", "router": None, **row}],
+        "systems": [
+            {"name": "ours", "router": router, **row},
+            {"name": "other", "router": None, **row},
+        ],
         "inputs": {
             "mean": 6.5,
             "median": 6.0,
@@ -97,7 +118,15 @@ def an_entry(name="colour", scores=None, **changes):
             "histogram": [{"from": 0, "to": 7, "count": 22}, {"from": 8, "to": 15, "count": 3}],
         },
         "by_class": [{"target": "red", "right": 1, "total": 2, "answered": 3}],
-        "worst": [{"id": "x", "inputs": "a|b <i>" + "long " * 500, "target": "red", "output": "", "score": 0.0}],
+        "worst": [
+            {
+                "id": "x",
+                "inputs": "a|b <i>" + "long " * 500,
+                "target": "red",
+                "output": "",
+                "score": 0.0,
+            }
+        ],
         "notes": ["A note."],
     }
     return {**entry, **changes}
@@ -143,7 +172,9 @@ def test_score_of_perfect_and_of_absurd_answers(task):
 
 
 def test_classes_count_right_answers_examples_and_answers(task):
-    examples = [example for example in task.examples("validation") if example.targets != "dark blue"][:5]
+    examples = [
+        example for example in task.examples("validation") if example.targets != "dark blue"
+    ][:5]
     found = {row["target"]: row for row in by_class(task, examples, ["red"] * 5)}
     num_red = sum(example.targets == "red" for example in examples)
     assert found["red"] == {"target": "red", "right": num_red, "total": num_red, "answered": 5}
@@ -251,7 +282,8 @@ def test_published_scores_stand_beside_ours_with_a_sign_where_the_split_differs(
     write_reports(a_report(an_entry("boolq"), an_entry("colour")), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert (
-        "| boolq | accuracy | validation | 80.0 (70.0 to 90.0) | 80.0 (70.0 to 90.0) | 92.4† | 92.0† | 88.6 |" in text
+        "| boolq | accuracy | validation | 80.0 (70.0 to 90.0) | 80.0 (70.0 to 90.0) | 92.4† | 92.0† | 88.6 |"
+        in text
     )
     assert "published on another split" in text
 
@@ -259,12 +291,20 @@ def test_published_scores_stand_beside_ours_with_a_sign_where_the_split_differs(
 def test_a_variant_and_rows_of_a_folder_are_marked():
     varied = an_entry("anli_r3.flan", variant_of="anli_r3", prompt_source="FLAN")
     assert scoreboard(a_report(varied)).lines[0].marks == "‡"
-    local = an_entry("boolq", data={"folder": "here", "repository": "a", "config": "b", "revision": "c"})
+    local = an_entry(
+        "boolq", data={"folder": "here", "repository": "a", "config": "b", "revision": "c"}
+    )
     assert scoreboard(a_report(local)).lines[0].marks == "§"
 
 
 def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
-    average = {"average": "superglue", "name": "ours", "mode": "generate", "value": 81.0, "stderr": 1.0}
+    average = {
+        "average": "superglue",
+        "name": "ours",
+        "mode": "generate",
+        "value": 81.0,
+        "stderr": 1.0,
+    }
     report = a_report(
         an_entry(),
         an_entry("boolq"),
@@ -303,7 +343,9 @@ def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
 
 
 def test_the_value_in_the_chart_stands_at_the_score_and_not_at_the_end_of_its_interval():
-    chart = bar_chart(scoreboard(a_report(an_entry(scores=[a_score("accuracy", 50.0, 10.0, 100.0)]))))
+    chart = bar_chart(
+        scoreboard(a_report(an_entry(scores=[a_score("accuracy", 50.0, 10.0, 100.0)])))
+    )
     (width,) = set(re.findall(r'<rect class="ours2?" x="250" y="\d+" width="([\d.]+)"', chart))
     (place,) = set(re.findall(r'<text x="([\d.]+)" y="[\d.]+">50\.0</text>', chart))
     assert float(place) == pytest.approx(250 + float(width) + 6)
@@ -315,7 +357,10 @@ def test_the_value_in_the_chart_stands_at_the_score_and_not_at_the_end_of_its_in
 
 
 def test_a_report_says_only_what_it_has_computed(tmp_path):
-    write_reports(a_report(an_entry("boolq"), an_entry("record", scores=[a_score("em", 50.0, 40.0, 60.0)])), tmp_path)
+    write_reports(
+        a_report(an_entry("boolq"), an_entry("record", scores=[a_score("em", 50.0, 40.0, 60.0)])),
+        tmp_path,
+    )
     page = (tmp_path / "report.html").read_text()
     assert "Metrics under other names in the papers: acc of record is our em." in page
     assert "closed-book" not in page
@@ -345,17 +390,25 @@ def test_a_router_that_saw_no_token_makes_no_invalid_json(tmp_path):
     write_reports(a_report(entry), tmp_path)
     text = (tmp_path / "report.json").read_text()
     assert (
-        json.loads(text, parse_constant=lambda _: 1 / 0)["tasks"][0]["systems"][0]["router"]["encoder"]["load_cv"]
+        json.loads(text, parse_constant=lambda _: 1 / 0)["tasks"][0]["systems"][0]["router"][
+            "encoder"
+        ]["load_cv"]
         is None
     )
 
 
 def test_the_card_is_read_by_the_hub(tmp_path):
-    local = an_entry("rte", data={"folder": "here", "repository": "a/b", "config": "c", "revision": "d"}, limit=3)
+    local = an_entry(
+        "rte", data={"folder": "here", "repository": "a/b", "config": "c", "revision": "d"}, limit=3
+    )
     write_reports(a_report(an_entry("boolq"), local), tmp_path)
     card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
     first, second = card.data.eval_results
-    assert (first.dataset_type, first.dataset_config, first.dataset_split) == ("owner/colours", "plain", "validation")
+    assert (first.dataset_type, first.dataset_config, first.dataset_split) == (
+        "owner/colours",
+        "plain",
+        "validation",
+    )
     assert (first.metric_type, first.metric_value) == ("accuracy", 80.0)
     assert (second.dataset_type, second.dataset_args) == ("local", {"limit": 3})
     index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"]
@@ -368,13 +421,28 @@ def test_the_cards_header_keeps_tasks_apart_that_share_a_repository_or_have_none
     first = an_entry("anli_r1", data={**hub, "split": "test_r1"})
     third = an_entry("anli_r3", data={**hub, "split": "test_r3"})
     varied = {**third, "task": "anli_r3.flan", "variant_of": "anli_r3", "prompt_source": "FLAN"}
-    offline = {"folder": None, "repository": None, "config": None, "split": "test", "revision": None}
+    offline = {
+        "folder": None,
+        "repository": None,
+        "config": None,
+        "split": "test",
+        "revision": None,
+    }
     without = [an_entry(name, data=offline) for name in ("unicode_category", "docstring_summary")]
     local = [an_entry(name, data={**hub, "folder": "here"}) for name in ("rte", "boolq")]
     write_reports(a_report(first, third, varied, *without, *local), tmp_path)
-    index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"][0]["results"]
+    index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"][0][
+        "results"
+    ]
     here = " (rows of a local folder)"
-    names = ["anli_r1", "anli_r3", "unicode_category", "docstring_summary", f"rte{here}", f"boolq{here}"]
+    names = [
+        "anli_r1",
+        "anli_r3",
+        "unicode_category",
+        "docstring_summary",
+        f"rte{here}",
+        f"boolq{here}",
+    ]
     assert [one["dataset"]["name"] for one in index] == names
     assert [one["dataset"]["split"] for one in index[:2]] == ["test_r1", "test_r3"]
     of_third = [(metric["name"], metric["args"]["task"]) for metric in index[1]["metrics"]]
@@ -388,7 +456,10 @@ def test_models_are_compared_by_their_intervals():
     first, second = an_entry()["systems"]
     far = {**second, "scores": [a_score("accuracy", 20.0, 10.0, 30.0)]}
     assert "overlap; `python -m eval compare` tests them" in compare_models([first, second])[0]
-    assert "+60.0 points from `other`; their 95 % intervals do not overlap" in compare_models([first, far])[0]
+    assert (
+        "+60.0 points from `other`; their 95 % intervals do not overlap"
+        in compare_models([first, far])[0]
+    )
 
 
 def test_baselines_learn_separable_words_and_majority_counts(task):

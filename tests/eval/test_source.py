@@ -1,4 +1,5 @@
-"""Rows of tasks: from repositories, here folders shaped as those of the hub, and from files in their place.
+"""Rows of tasks: from repositories, here folders shaped as those of the hub, and from files in
+their place.
 
 `datasets` itself reads the repositories; an unreachable hub is the true one under HF_HUB_OFFLINE.
 """
@@ -23,11 +24,19 @@ from moe import DataError
 
 COLUMNS = {"premise": str, "idx": int, "label": int, "answers": {"text": [str], "start": [int]}}
 ROWS = [
-    {"premise": f"Tea {i}.", "idx": i, "label": i % 2, "answers": {"text": ["a", f"b{i}"], "start": [i, 7]}, "more": 1}
+    {
+        "premise": f"Tea {i}.",
+        "idx": i,
+        "label": i % 2,
+        "answers": {"text": ["a", f"b{i}"], "start": [i, 7]},
+        "more": 1,
+    }
     for i in range(5)
 ]
 WANTED = [{name: row[name] for name in COLUMNS} for row in ROWS]
-README = "---\nconfigs:\n- config_name: {config}\n  data_files:\n  - split: dev\n    path: {path}\n---\n"
+README = (
+    "---\nconfigs:\n- config_name: {config}\n  data_files:\n  - split: dev\n    path: {path}\n---\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +61,19 @@ def write_jsonl(path: Path, rows) -> None:
 def repository(folder: Path, rows=ROWS, config="tea") -> HubData:
     """A repository with parquet on its main branch, whose card names the config and the split."""
     write_parquet(folder / "data" / "dev-00000-of-00001.parquet", rows)
-    (folder / "README.md").write_text(README.format(config=config, path="data/dev-*"), encoding="utf-8")
+    (folder / "README.md").write_text(
+        README.format(config=config, path="data/dev-*"), encoding="utf-8"
+    )
     return source(folder)
 
 
 def source(folder: Path | str, **changes) -> HubData:
-    fields = {"hub_splits": {"validation": "dev"}, "labels": {"label": range(2)}, "hidden": ("test",), **changes}
+    fields = {
+        "hub_splits": {"validation": "dev"},
+        "labels": {"label": range(2)},
+        "hidden": ("test",),
+        **changes,
+    }
     return HubData(str(folder), "tea", {"validation": 5, "test": 5}, COLUMNS, **fields)
 
 
@@ -92,7 +108,11 @@ def test_a_repository_with_a_script_says_why_and_what_to_do(tmp_path):
     (tmp_path / "repository" / "repository.py").write_text("", encoding="utf-8")
     with pytest.raises(DataError) as error:
         source(tmp_path / "repository").rows("validation")
-    for part in ("config tea, split dev", "At main: Dataset scripts are no longer supported", f"At {EXPORT}: "):
+    for part in (
+        "config tea, split dev",
+        "At main: Dataset scripts are no longer supported",
+        f"At {EXPORT}: ",
+    ):
         assert part in str(error.value)
     assert "--revision" in str(error.value)
     assert "--data FOLDER with FOLDER/TASK/validation.jsonl" in str(error.value)
@@ -100,7 +120,8 @@ def test_a_repository_with_a_script_says_why_and_what_to_do(tmp_path):
 
 def test_an_unreachable_hub_is_one_message_with_a_way_out():
     with pytest.raises(
-        DataError, match=r"owner/none \(config tea, split dev at main\) .* not reachable.*HF_HUB_OFFLINE"
+        DataError,
+        match=r"owner/none \(config tea, split dev at main\) .* not reachable.*HF_HUB_OFFLINE",
     ):
         source("owner/none").rows("validation")
 
@@ -108,14 +129,20 @@ def test_an_unreachable_hub_is_one_message_with_a_way_out():
 @pytest.mark.parametrize("number", [4, 6])
 def test_another_number_of_rows_on_the_hub_is_refused_with_a_way_out(tmp_path, number):
     data = repository(tmp_path / "repository", [*ROWS, *ROWS][:number])
-    with pytest.raises(DataError, match=f"has {number} rows; expected 5.*--revision.*--data FOLDER"):
+    with pytest.raises(
+        DataError, match=f"has {number} rows; expected 5.*--revision.*--data FOLDER"
+    ):
         data.rows("validation")
 
 
 def test_a_missing_column_on_the_hub_is_named_with_those_that_there_are(tmp_path):
-    data = repository(tmp_path / "repository", [{"premise": "Tea.", "idx": 1, "answers": {"text": [], "start": []}}])
+    data = repository(
+        tmp_path / "repository",
+        [{"premise": "Tea.", "idx": 1, "answers": {"text": [], "start": []}}],
+    )
     with pytest.raises(
-        DataError, match=r"at main\) has no column 'label'; its columns are premise, idx, answers. Expected"
+        DataError,
+        match=r"at main\) has no column 'label'; its columns are premise, idx, answers. Expected",
     ):
         data.rows("validation")
 
@@ -123,7 +150,8 @@ def test_a_missing_column_on_the_hub_is_named_with_those_that_there_are(tmp_path
 def test_a_label_out_of_range_on_the_hub_is_found_in_its_row(tmp_path):
     data = repository(tmp_path / "repository", [*ROWS[:4], {**ROWS[4], "label": 2}])
     with pytest.raises(
-        DataError, match=r"Row 5 of .*repository \(config tea, split dev at main\) has label 2. .* 0, 1"
+        DataError,
+        match=r"Row 5 of .*repository \(config tea, split dev at main\) has label 2. .* 0, 1",
     ):
         data.rows("validation")
 
@@ -161,7 +189,8 @@ def test_empty_lines_are_no_rows_and_line_numbers_count_them(tmp_path):
     text = f"\n{json.dumps(ROWS[0])}\n\n{json.dumps({**ROWS[1], 'idx': '1'})}\n"
     (tmp_path / "validation.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(
-        DataError, match=r"^Line 4 of .*validation.jsonl has in 'idx' '1' \(str\). Expected whole number"
+        DataError,
+        match=r"^Line 4 of .*validation.jsonl has in 'idx' '1' \(str\). Expected whole number",
     ):
         source("owner/none").rows("validation", tmp_path)
 
@@ -171,7 +200,8 @@ def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path
         write_jsonl(tmp_path / f"{split}.jsonl", [{**ROWS[0], "label": -1}])
     assert source("owner/none").rows("test", tmp_path)[0]["label"] == -1
     with pytest.raises(
-        DataError, match=r"Line 1 of .* has label -1. Expected one of 0, 1. .* hidden label out of this"
+        DataError,
+        match=r"Line 1 of .* has label -1. Expected one of 0, 1. .* hidden label out of this",
     ):
         source("owner/none").rows("validation", tmp_path)
 
@@ -183,15 +213,26 @@ def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path
         ({"label": True}, r"has in 'label' True \(bool\). Expected whole number"),
         ({"label": None}, r"has in 'label' None \(NoneType\)"),
         ({"premise": 3}, r"has in 'premise' 3 \(int\). Expected text"),
-        ({"premise": "Tea \ud83c"}, r"jsonl, line 1: .*is not JSON \(.*half a character.* stands for nothing"),
+        (
+            {"premise": "Tea \ud83c"},
+            r"jsonl, line 1: .*is not JSON \(.*half a character.* stands for nothing",
+        ),
         ({"answers": "a"}, "Expected {text: list of text, start: list of whole number}"),
-        ({"answers": {"text": ["a"]}}, "answers of line 1 of .* has no column 'start'; its columns are text"),
+        (
+            {"answers": {"text": ["a"]}},
+            "answers of line 1 of .* has no column 'start'; its columns are text",
+        ),
         ({"answers": [{"text": "a"}]}, "has no column 'start'; its columns are text"),
         ({"answers": ["a"]}, "Line 1 of .* is 'a'. Expected an object with"),
-        ({"answers": {"text": [1], "start": [1]}}, r"has in 'answers.text' 1 \(int\). Expected text"),
+        (
+            {"answers": {"text": [1], "start": [1]}},
+            r"has in 'answers.text' 1 \(int\). Expected text",
+        ),
     ],
 )
-def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(tmp_path, change, message):
+def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(
+    tmp_path, change, message
+):
     write_jsonl(tmp_path / "validation.jsonl", [{**ROWS[0], **change}])
     with pytest.raises(DataError, match=message):
         source("owner/none").rows("validation", tmp_path)
@@ -199,30 +240,46 @@ def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(t
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_missing_column_in_a_file_is_named_with_the_file(tmp_path, form):
-    FORMS[form](tmp_path, [{name: row[name] for name in ("premise", "idx", "answers")} for row in ROWS])
-    with pytest.raises(DataError, match=f"{tmp_path}.* has no column 'label'; its columns are premise, idx, answers."):
+    FORMS[form](
+        tmp_path, [{name: row[name] for name in ("premise", "idx", "answers")} for row in ROWS]
+    )
+    with pytest.raises(
+        DataError,
+        match=f"{tmp_path}.* has no column 'label'; its columns are premise, idx, answers.",
+    ):
         source("owner/none").rows("validation", tmp_path)
 
 
 def test_a_broken_line_is_named(tmp_path):
-    (tmp_path / "validation.jsonl").write_text(json.dumps(ROWS[0]) + '\n{"premise": "Te', encoding="utf-8")
-    with pytest.raises(DataError, match=r"validation.jsonl, line 2: .* is not JSON .* a copy that was cut off"):
+    (tmp_path / "validation.jsonl").write_text(
+        json.dumps(ROWS[0]) + '\n{"premise": "Te', encoding="utf-8"
+    )
+    with pytest.raises(
+        DataError, match=r"validation.jsonl, line 2: .* is not JSON .* a copy that was cut off"
+    ):
         source("owner/none").rows("validation", tmp_path)
 
 
 @pytest.mark.parametrize(
-    "line", [b"[1, 2]", b"7", b'{"a": "\\ud800"}', b"9" * 5_000, b"[" * 100_000, b'{"a": NaN}', b"\xff"]
+    "line",
+    [b"[1, 2]", b"7", b'{"a": "\\ud800"}', b"9" * 5_000, b"[" * 100_000, b'{"a": NaN}', b"\xff"],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, line):
     (tmp_path / "validation.jsonl").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
-    with pytest.raises(DataError, match=r"validation\.jsonl(, line 2: | is not UTF-8: .*\(line 2\))"):
+    with pytest.raises(
+        DataError, match=r"validation\.jsonl(, line 2: | is not UTF-8: .*\(line 2\))"
+    ):
         source("owner/none").rows("validation", tmp_path)
 
 
 def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
     table = pyarrow.Table.from_pylist(WANTED)
     for column, values, message in (
-        ("premise", pyarrow.array([b"\xff"] * 5), r"Row 1 of .* has in 'premise' b'\\xff' \(bytes\)"),
+        (
+            "premise",
+            pyarrow.array([b"\xff"] * 5),
+            r"Row 1 of .* has in 'premise' b'\\xff' \(bytes\)",
+        ),
         (
             "premise",
             pyarrow.array([b"\xff"] * 5).cast(pyarrow.string(), safe=False),
@@ -259,7 +316,9 @@ def test_a_folder_that_cannot_be_read_is_one_message(tmp_path):
     with pytest.raises(DataError, match=r"The folder .* cannot be read: File name too long"):
         source("owner/none").rows("validation", tmp_path / ("a" * 300))
     (tmp_path / "validation.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"no rows of split 'validation'; it holds validation\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"no rows of split 'validation'; it holds validation\.jsonl"
+    ):
         source("owner/none").rows("validation", tmp_path)
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/1.jsonl").mkdir()
@@ -271,16 +330,21 @@ def test_a_torn_parquet_file_is_named(tmp_path):
     write_parquet(tmp_path / "validation.parquet", ROWS)
     whole = (tmp_path / "validation.parquet").read_bytes()
     (tmp_path / "validation.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"validation.parquet cannot be read as parquet: .* download it again"):
+    with pytest.raises(
+        DataError, match=r"validation.parquet cannot be read as parquet: .* download it again"
+    ):
         source("owner/none").rows("validation", tmp_path)
 
 
 def test_a_missing_folder_or_file_says_what_was_expected(tmp_path):
-    with pytest.raises(DataError, match=r"There is no folder .*none. Make it, and put into it validation.jsonl"):
+    with pytest.raises(
+        DataError, match=r"There is no folder .*none. Make it, and put into it validation.jsonl"
+    ):
         source("owner/none").rows("validation", tmp_path / "none")
     write_jsonl(tmp_path / "dev.jsonl", ROWS)
     with pytest.raises(
-        DataError, match=r"no rows of split 'validation'; it holds dev.jsonl. Expected validation.jsonl"
+        DataError,
+        match=r"no rows of split 'validation'; it holds dev.jsonl. Expected validation.jsonl",
     ):
         source("owner/none").rows("validation", tmp_path)
 
@@ -294,7 +358,9 @@ def test_a_split_without_rows_is_refused(tmp_path):
 def test_two_forms_of_a_split_are_refused(tmp_path):
     FORMS["jsonl"](tmp_path, ROWS)
     FORMS["shards of parquet"](tmp_path, ROWS)
-    with pytest.raises(DataError, match=r"more than once: validation.jsonl and validation/\*.parquet. Keep one"):
+    with pytest.raises(
+        DataError, match=r"more than once: validation.jsonl and validation/\*.parquet. Keep one"
+    ):
         source("owner/none").rows("validation", tmp_path)
 
 
@@ -308,7 +374,9 @@ def a_task(data) -> Task:
         description="Tea.",
         licence="CC0-1.0",
         source=data,
-        preprocess=lambda row: [{"idx": row["idx"], "inputs": row["premise"], "targets": ["no", "yes"][row["label"]]}],
+        preprocess=lambda row: [
+            {"idx": row["idx"], "inputs": row["premise"], "targets": ["no", "yes"][row["label"]]}
+        ],
         postprocess=label_index(("no", "yes")),
         metrics=(ACCURACY,),
         ids=("idx",),
@@ -320,7 +388,10 @@ def test_a_task_and_its_variants_read_the_folder_of_its_name(tmp_path):
     task = a_task(source("owner/none"))
     examples = task.examples("validation", tmp_path)
     assert [example.targets for example in examples] == ["no", "yes", "no"]
-    assert replace(task, name="tea.cold", variant_of="tea").examples("validation", tmp_path) == examples
+    assert (
+        replace(task, name="tea.cold", variant_of="tea").examples("validation", tmp_path)
+        == examples
+    )
 
 
 def test_a_task_knows_how_many_rows_are_published_beside_those_that_it_has(tmp_path):
@@ -332,7 +403,9 @@ def test_a_task_knows_how_many_rows_are_published_beside_those_that_it_has(tmp_p
 
 
 def test_a_split_that_is_not_published_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"There is no split 'train' of tea. Choose one of validation, test"):
+    with pytest.raises(
+        DataError, match=r"There is no split 'train' of tea. Choose one of validation, test"
+    ):
         a_task(source("owner/none")).examples("train", tmp_path)
 
 
@@ -342,7 +415,9 @@ def test_an_example_that_comes_twice_keeps_two_ids(tmp_path):
     assert ids == ["0", "1", "0#2"]
 
 
-def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_them_is_not(tmp_path):
+def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_them_is_not(
+    tmp_path,
+):
     task = a_task(BuiltIn(lambda split: WANTED))
     assert len(task.examples("validation", tmp_path)) == 5
     (tmp_path / "tea").mkdir()

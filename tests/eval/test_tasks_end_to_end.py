@@ -1,8 +1,10 @@
-"""Every task of the hub from its rows to its scores, with a tiny model; the registry decides what is tested.
+"""Every task of the hub from its rows to its scores, with a tiny model; the registry decides what
+is tested.
 
-Oracles: targets given back score 100 on every metric, unparsable or unrelated answers 0, and the order of the examples
-changes nothing. WSC is right when a row of label 0 is *not* answered by its candidate. A pair of AX-g counts as equal
-when both answers are, right or wrong, so its worst answers differ within each pair.
+Oracles: targets given back score 100 on every metric, unparsable or unrelated answers 0, and the
+order of the examples changes nothing. WSC is right when a row of label 0 is *not* answered by its
+candidate. A pair of AX-g counts as equal when both answers are, right or wrong, so its worst
+answers differ within each pair.
 """
 
 import json
@@ -31,11 +33,21 @@ by_name = pytest.mark.parametrize("name", ON_THE_HUB)
 @pytest.fixture(scope="module")
 def system(tmp_path_factory):
     tasks = [TASKS.get(name) for name in ON_THE_HUB]
-    texts = [f"{made.inputs} {made.targets}" for task in tasks for made in examples_of(task, task.split)]
+    texts = [
+        f"{made.inputs} {made.targets}" for task in tasks for made in examples_of(task, task.split)
+    ]
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer(texts, 331, folder)
     torch.manual_seed(0)
-    config = T5Config(vocab_size=331, d_model=29, d_kv=5, d_ff=31, num_layers=2, num_heads=3, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=331,
+        d_model=29,
+        d_kv=5,
+        d_ff=31,
+        num_layers=2,
+        num_heads=3,
+        decoder_start_token_id=0,
+    )
     T5ForConditionalGeneration(config).save_pretrained(folder)
     return load_seq2seq(folder)
 
@@ -43,7 +55,9 @@ def system(tmp_path_factory):
 def best(task: Task, examples: list[Example]) -> list[str]:
     """Returns answers that are all right."""
     if task.name == "wsc":
-        return [example.targets if example.fields["label"] else "somebody else" for example in examples]
+        return [
+            example.targets if example.fields["label"] else "somebody else" for example in examples
+        ]
     return [example.targets for example in examples]
 
 
@@ -52,7 +66,9 @@ def worst(task: Task, examples: list[Example]) -> list[str]:
     answers = ["" if task.name == "wsc" else "zzz qqq"] * len(examples)
     if GENDER_PARITY in task.metrics:
         for number in range(0, len(examples), 2):
-            wrong = [choice for choice in examples[number].choices if choice != examples[number].targets]
+            wrong = [
+                choice for choice in examples[number].choices if choice != examples[number].targets
+            ]
             answers[number] = wrong[0]
     return answers
 
@@ -85,17 +101,22 @@ def test_jsonl_parquet_and_a_repository_of_the_hub_give_the_same_rows(name, tmp_
         exported.mkdir(parents=True)
         pyarrow.parquet.write_table(table, exported / "0000.parquet")
         counts = {**source.counts, split: len(rows)}
-        hub = replace(source, repository=str(tmp_path / "repository"), counts=counts, revisions=(EXPORT,))
+        hub = replace(
+            source, repository=str(tmp_path / "repository"), counts=counts, revisions=(EXPORT,)
+        )
         assert hub.rows(split) == rows
 
 
-@pytest.mark.parametrize(("name", "column"), [("arc_easy", "choices"), ("squad", "answers"), ("squad_v2", "answers")])
+@pytest.mark.parametrize(
+    ("name", "column"), [("arc_easy", "choices"), ("squad", "answers"), ("squad_v2", "answers")]
+)
 def test_structs_of_lists_and_lists_of_structs_are_the_same(name, column, tmp_path):
     source, split = TASKS.get(name).source, "validation"
     rows = fixture(FIXTURES / name / f"{split}.jsonl")
     for row in rows:
         row[column] = [
-            dict(zip(row[column], values, strict=True)) for values in zip(*row[column].values(), strict=True)
+            dict(zip(row[column], values, strict=True))
+            for values in zip(*row[column].values(), strict=True)
         ]
     (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert source.rows(split, tmp_path) == source.rows(split, FIXTURES / name)
@@ -115,7 +136,9 @@ def test_a_model_answers_every_example_in_every_mode_and_is_scored(name, system,
         outputs = [prediction.output for prediction in made.predictions]
         assert len(outputs) == len(examples)
         if mode == "rank":
-            assert all(output in example.choices for output, example in zip(outputs, examples, strict=True))
+            assert all(
+                output in example.choices for output, example in zip(outputs, examples, strict=True)
+            )
         for metric, score in scores(task, examples, outputs).items():
             assert (-100 if metric == "matthews_corrcoef" else 0) <= score <= 100
 
@@ -138,7 +161,9 @@ def test_each_score_counts_for_itself_and_the_order_does_not_matter(name):
     examples = examples_of(task, task.split)
     outputs = [
         (good if number % 3 else bad)
-        for number, (good, bad) in enumerate(zip(best(task, examples), worst(task, examples), strict=True))
+        for number, (good, bad) in enumerate(
+            zip(best(task, examples), worst(task, examples), strict=True)
+        )
     ]
     expected = scores(task, examples, outputs)
     size = 2 if GENDER_PARITY in task.metrics else 1  # pairs stay together
@@ -155,7 +180,9 @@ def test_each_score_counts_for_itself_and_the_order_does_not_matter(name):
 def test_scores_of_examples_have_the_score_of_the_task_as_their_mean(name):
     task = TASKS.get(name)
     examples = examples_of(task, task.split)
-    targets, answers = task.values(examples, [*best(task, examples)[:2], *worst(task, examples)[2:]])
+    targets, answers = task.values(
+        examples, [*best(task, examples)[:2], *worst(task, examples)[2:]]
+    )
     for metric in task.metrics:
         if metric.each is not None:
             each = metric.each(targets, answers)
@@ -187,24 +214,50 @@ def test_record_trains_on_every_answer_asks_each_query_once_and_sorts_entities()
 
 def test_arc_keys_may_be_digits_and_choices_three_to_five():
     examples = examples_of(TASKS.get("arc_easy"), "test")
-    assert [(example.targets, len(example.choices)) for example in examples] == [("B", 4), ("C", 4), ("B", 3), ("C", 5)]
+    assert [(example.targets, len(example.choices)) for example in examples] == [
+        ("B", 4),
+        ("C", 4),
+        ("B", 3),
+        ("C", 5),
+    ]
     texts = examples_of(TASKS.get("arc_easy.unifiedqa"), "test")
     assert [example.targets for example in texts] == ["a candle", "water", "flower", "diamond"]
-    assert texts[1].inputs == "what freezes at 0 degrees celsius? \\n (a) iron (b) oil (c) water (d) salt"
+    assert (
+        texts[1].inputs
+        == "what freezes at 0 degrees celsius? \\n (a) iron (b) oil (c) water (d) salt"
+    )
 
 
 def test_an_arc_key_that_labels_no_choice_is_named(tmp_path):
-    row = {"id": "q7", "question": "Why?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "2"}
+    row = {
+        "id": "q7",
+        "question": "Why?",
+        "choices": {"text": ["a", "b"], "label": ["A", "B"]},
+        "answerKey": "2",
+    }
     (tmp_path / "arc_easy").mkdir()
     (tmp_path / "arc_easy" / "test.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"question 'q7' has answerKey '2' and 2 choices labelled A, B; expected one"):
+    with pytest.raises(
+        ValueError,
+        match=r"question 'q7' has answerKey '2' and 2 choices labelled A, B; expected one",
+    ):
         TASKS.get("arc_easy").examples("test", tmp_path)
 
 
 def test_anli_and_cb_do_not_share_the_order_of_their_labels():
-    labels = {name: examples_of(TASKS.get(name), TASKS.get(name).split)[:3] for name in ("cb", "anli_r3")}
-    assert [example.targets for example in labels["cb"]] == ["entailment", "contradiction", "neutral"]
-    assert [example.targets for example in labels["anli_r3"]] == ["entailment", "neutral", "contradiction"]
+    labels = {
+        name: examples_of(TASKS.get(name), TASKS.get(name).split)[:3] for name in ("cb", "anli_r3")
+    }
+    assert [example.targets for example in labels["cb"]] == [
+        "entailment",
+        "contradiction",
+        "neutral",
+    ]
+    assert [example.targets for example in labels["anli_r3"]] == [
+        "entailment",
+        "neutral",
+        "contradiction",
+    ]
     assert TASKS.get("cb").choices != TASKS.get("anli_r3").choices
 
 
@@ -212,17 +265,30 @@ def test_the_pairs_of_axg_are_two_rows_that_differ_in_a_pronoun():
     examples = examples_of(TASKS.get("axg"), "test")
     assert [example.group for example in examples] == ["0", "0", "1", "1"]
     constant = ["entailment"] * 4
-    assert scores(TASKS.get("axg"), examples, constant) == {"accuracy": 50.0, "gender_parity": 100.0}
+    assert scores(TASKS.get("axg"), examples, constant) == {
+        "accuracy": 50.0,
+        "gender_parity": 100.0,
+    }
 
 
 def test_squad_v2_counts_an_unanswerable_question_as_the_official_script_does():
-    """Right is `unanswerable`, or what normalisation leaves nothing of; every other answer scores 0 in both."""
+    """Right is `unanswerable`, or what normalisation leaves nothing of; every other answer scores 0
+    in both.
+    """
     task = TASKS.get("squad_v2")
     examples = examples_of(task, "validation")
-    assert [example.targets for example in examples] == ["heron", "unanswerable", "ninety crowns", "unanswerable"]
+    assert [example.targets for example in examples] == [
+        "heron",
+        "unanswerable",
+        "ninety crowns",
+        "unanswerable",
+    ]
     assert scores(task, examples, ["unanswerable"] * 4) == {"f1": 50.0, "em": 50.0}
     assert scores(task, examples, [""] * 4) == {"f1": 50.0, "em": 50.0}
-    assert scores(task, examples, ["a heron", "The.", "ninety", "heron"]) == {"f1": 75.0, "em": 75.0}
+    assert scores(task, examples, ["a heron", "The.", "ninety", "heron"]) == {
+        "f1": 75.0,
+        "em": 75.0,
+    }
     assert scores(task, examples, ["heron", "the island", "crowns", ""]) == {
         "f1": pytest.approx((100 + 0 + 100 * 2 / 3 + 100) / 4),
         "em": 50.0,
@@ -249,8 +315,14 @@ def test_the_prompts_of_this_library_and_their_variants():
         return example.inputs, example.targets
 
     sentence = "The shelf broke under the vase since the _ was weak."
-    assert first("winogrande_xl") == (f"winogrande option1: shelf option2: vase sentence: {sentence}", "option1")
-    assert first("winogrande_xl.unifiedqa") == (f"{sentence.lower()} \\n (a) shelf (b) vase", "shelf")
+    assert first("winogrande_xl") == (
+        f"winogrande option1: shelf option2: vase sentence: {sentence}",
+        "option1",
+    )
+    assert first("winogrande_xl.unifiedqa") == (
+        f"{sentence.lower()} \\n (a) shelf (b) vase",
+        "shelf",
+    )
     assert first("winogrande_xl.rainbow") == (
         f"[winogrande]:\n<sentence>{sentence}</sentence>\n<option1>shelf</option1>\n<option2>vase</option2>",
         "1",
@@ -262,7 +334,10 @@ def test_the_prompts_of_this_library_and_their_variants():
     )
     premise = "Mei Tan opened a workshop for clocks in Split in 1953 and sold it nine years later."
     hypothesis = "There was a workshop in Split."
-    assert first("anli_r3") == (f"anli_r3 hypothesis: {hypothesis} premise: {premise}", "entailment")
+    assert first("anli_r3") == (
+        f"anli_r3 hypothesis: {hypothesis} premise: {premise}",
+        "entailment",
+    )
     assert first("anli_r3.gpt3") == (
         f"{premise}\nQuestion: {hypothesis} True, False, or Neither?\nAnswer:",
         "True",

@@ -1,4 +1,6 @@
-"""T5's text functions at their edges. Oracles: what T5's and t5_cbqa's source and tests say, on other texts."""
+"""T5's text functions at their edges. Oracles: what T5's and t5_cbqa's source and tests say, on
+other texts.
+"""
 
 from functools import partial
 
@@ -44,12 +46,16 @@ def test_a_row_may_be_known_by_another_field_or_none():
     assert glue("t", ["no"], ["text"], id_field="uid")(row) == [
         {"inputs": "t text: a", "targets": "<unk>", "idx": "x7"}
     ]
-    assert glue("t", ["no"], ["text"], id_field=None)(row) == [{"inputs": "t text: a", "targets": "<unk>"}]
+    assert glue("t", ["no"], ["text"], id_field=None)(row) == [
+        {"inputs": "t text: a", "targets": "<unk>"}
+    ]
 
 
 @pytest.mark.parametrize("label", [3, -2])
 def test_a_label_that_does_not_exist_is_named(label):
-    with pytest.raises(DataError, match=rf"label {label}; expected 0 to 2 for entailment, contradiction, neutral"):
+    with pytest.raises(
+        DataError, match=rf"label {label}; expected 0 to 2 for entailment, contradiction, neutral"
+    ):
         glue_task("cb")({"premise": "p", "hypothesis": "h", "idx": 0, "label": label})
 
 
@@ -63,10 +69,25 @@ SENTENCES = {"sentence1": "s", "sentence2": "t", "idx": 3}
         ("cola", {"sentence": "s", "idx": 3}, "cola sentence: s", ["unacceptable", "acceptable"]),
         ("sst2", {"sentence": "s", "idx": 3}, "sst2 sentence: s", ["negative", "positive"]),
         ("mrpc", SENTENCES, "mrpc sentence1: s sentence2: t", ["not_equivalent", "equivalent"]),
-        ("qqp", {"question1": "s", "question2": "t", "idx": 3}, "qqp question1: s question2: t", None),
-        ("mnli_matched", PAIR, "mnli hypothesis: h premise: p", ["entailment", "neutral", "contradiction"]),
+        (
+            "qqp",
+            {"question1": "s", "question2": "t", "idx": 3},
+            "qqp question1: s question2: t",
+            None,
+        ),
+        (
+            "mnli_matched",
+            PAIR,
+            "mnli hypothesis: h premise: p",
+            ["entailment", "neutral", "contradiction"],
+        ),
         ("ax", PAIR, "mnli hypothesis: h premise: p", ["entailment", "neutral", "contradiction"]),
-        ("qnli", {"question": "q", "sentence": "s", "idx": 3}, "qnli question: q sentence: s", None),
+        (
+            "qnli",
+            {"question": "q", "sentence": "s", "idx": 3},
+            "qnli question: q sentence: s",
+            None,
+        ),
         ("rte", PAIR, "rte hypothesis: h premise: p", ["entailment", "not_entailment"]),
         ("wnli", SENTENCES, "wnli sentence1: s sentence2: t", ["not_entailment", "entailment"]),
         ("cb", PAIR, "cb hypothesis: h premise: p", ["entailment", "contradiction", "neutral"]),
@@ -77,11 +98,18 @@ SENTENCES = {"sentence1": "s", "sentence2": "t", "idx": 3}
 def test_every_task_has_its_prompt_and_its_own_order_of_labels(name, row, inputs, targets):
     targets = targets or LABELS[name]
     for label, target in [*enumerate(targets), (-1, "<unk>")]:
-        assert glue_task(name)({**row, "label": label}) == [{"inputs": inputs, "targets": target, "idx": 3}]
+        assert glue_task(name)({**row, "label": label}) == [
+            {"inputs": inputs, "targets": target, "idx": 3}
+        ]
 
 
 def test_multirc_loses_breaks_and_bold_in_every_field_and_nothing_else():
-    row = {"paragraph": "<br>a<b>b</b><B>c<br/>", "question": "<b>q</b>", "answer": "x<br>y", "label": -1}
+    row = {
+        "paragraph": "<br>a<b>b</b><B>c<br/>",
+        "question": "<b>q</b>",
+        "answer": "x<br>y",
+        "label": -1,
+    }
     (example,) = multirc({**row, "idx": {"paragraph": 2, "question": 3, "answer": 5}})
     assert example["inputs"] == "multirc question: q answer: x y paragraph:  ab<B>c<br/>"
     assert example["targets"] == "<unk>"
@@ -89,14 +117,26 @@ def test_multirc_loses_breaks_and_bold_in_every_field_and_nothing_else():
 
 @pytest.mark.parametrize(
     ("label", "text"),
-    [(0.0, "0.0"), (5.0, "5.0"), (2.5, "2.4"), (2.499, "2.4"), (1.5, "1.6"), (0.1, "0.0"), (-1.0, "-1.0")],
+    [
+        (0.0, "0.0"),
+        (5.0, "5.0"),
+        (2.5, "2.4"),
+        (2.499, "2.4"),
+        (1.5, "1.6"),
+        (0.1, "0.0"),
+        (-1.0, "-1.0"),
+    ],
 )
 def test_similarity_is_rounded_to_fifths_half_to_even(label, text):
-    assert stsb({"sentence1": "a", "sentence2": "b", "idx": 0, "label": label})[0]["targets"] == text
+    assert (
+        stsb({"sentence1": "a", "sentence2": "b", "idx": 0, "label": label})[0]["targets"] == text
+    )
 
 
 def test_record_gives_a_row_an_answer_and_parts_highlights_by_their_punctuation():
-    passage = "".join(f"{end}\n@highlight\n" for end in ["a.", "b?", "c!", 'd"', "e'", "f", "g)"]) + "end"
+    passage = (
+        "".join(f"{end}\n@highlight\n" for end in ["a.", "b?", "c!", 'd"', "e'", "f", "g)"]) + "end"
+    )
     row = {"passage": passage, "query": "q", "entities": ["Z", "A"], "answers": ["Z", "A"]}
     examples = record({**row, "idx": {"passage": 2, "query": 3}})
     assert [example["targets"] for example in examples] == ["Z", "A"]
@@ -109,7 +149,12 @@ def test_record_gives_a_row_an_answer_and_parts_highlights_by_their_punctuation(
 
 # --- pronouns ---
 
-SCHEMA = {"text": "Ada told Bo that she won , so she ran .", "span1_text": "Ada", "span2_text": "she", "idx": 7}
+SCHEMA = {
+    "text": "Ada told Bo that she won , so she ran .",
+    "span1_text": "Ada",
+    "span2_text": "she",
+    "idx": 7,
+}
 
 
 def test_only_the_pronoun_at_the_index_is_marked():
@@ -136,12 +181,16 @@ def test_words_are_parted_by_single_spaces():
 
 def test_a_pronoun_that_is_the_last_word_is_marked_too():
     row = {**SCHEMA, "text": "Ada told Bo that she", "span2_index": 4, "label": 1}
-    assert wsc_simple(row)[0]["inputs"] == "wsc: Ada told Bo that *she* "  # T5 joins what follows, here nothing
+    assert (
+        wsc_simple(row)[0]["inputs"] == "wsc: Ada told Bo that *she* "
+    )  # T5 joins what follows, here nothing
 
 
 @pytest.mark.parametrize("index", [0, 3, 99])
 def test_an_index_that_is_not_the_pronouns_is_refused(index):
-    with pytest.raises(DataError, match=rf"span2_index {index} of WSC row 7 does not point at the pronoun 'she'"):
+    with pytest.raises(
+        DataError, match=rf"span2_index {index} of WSC row 7 does not point at the pronoun 'she'"
+    ):
         wsc_simple({**SCHEMA, "span2_index": index, "label": 1})
 
 
@@ -151,13 +200,29 @@ def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
         "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out quite loud. "
         '"Good for him," he said.' + end
     )
-    row = {"text": text, "span1_text": "The boy", "span2_text": "him", "span2_index": 22, "label": 0, "idx": 1}
-    assert wsc_simple(row)[0]["inputs"].endswith('laughed out quite loud. "Good for *him* ," he said.')
+    row = {
+        "text": text,
+        "span1_text": "The boy",
+        "span2_text": "him",
+        "span2_index": 22,
+        "label": 0,
+        "idx": 1,
+    }
+    assert wsc_simple(row)[0]["inputs"].endswith(
+        'laughed out quite loud. "Good for *him* ," he said.'
+    )
     text = (
         "When they had eventually calmed down a bit , and had gotten home, Mr. Farley put the magic pebble in an iron "
         "safe . Some day they might want to use it , but really for now, what more could they wish for?"
     )
-    row = {"text": text, "span1_text": "safe", "span2_text": "it", "span2_index": 28, "label": 1, "idx": 2}
+    row = {
+        "text": text,
+        "span1_text": "safe",
+        "span2_text": "it",
+        "span2_index": 28,
+        "label": 1,
+        "idx": 2,
+    }
     assert "they might want to use *it* , but really for now" in wsc_simple(row)[0]["inputs"]
 
 
@@ -170,7 +235,12 @@ def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
 )
 def test_the_marks_of_one_span_do_not_shift_the_other(first, second, marked):
     row = {"text": "Ada told Bo that she won", "idx": 0, "label": -1}
-    row |= {"span1_text": first[0], "span1_index": first[1], "span2_text": second[0], "span2_index": second[1]}
+    row |= {
+        "span1_text": first[0],
+        "span1_index": first[1],
+        "span2_text": second[0],
+        "span2_index": second[1],
+    }
     assert wsc(row) == [{"inputs": f"wsc text: {marked}", "targets": "<unk>", "idx": 0}]
 
 
@@ -180,12 +250,17 @@ def test_the_marks_of_one_span_do_not_shift_the_other(first, second, marked):
         ("Bo met Al, and he saw he won.", "Bo met Al, and *he* saw he won."),
         ("Bo met the one, he, who won.", "Bo met the one, *he*, who won."),
         ("He said that she saw he.", "He said that she saw *he*."),
-        ("he won; so he!", "he won; so he!"),  # neither is between a space and one of space, full stop, comma
+        (
+            "he won; so he!",
+            "he won; so he!",
+        ),  # neither is between a space and one of space, full stop, comma
     ],
 )
 def test_the_first_occurrence_of_a_pronoun_between_delimiters_is_marked(sentence, marked):
     row = {"sentence": sentence, "pronoun": "he", "candidates": ["Bo", "Al"], "label": 0}
-    assert definite_pronoun_resolution_simple(row) == [{"inputs": f"wsc: {marked}", "targets": "Bo"}]
+    assert definite_pronoun_resolution_simple(row) == [
+        {"inputs": f"wsc: {marked}", "targets": "Bo"}
+    ]
 
 
 # --- questions, summaries, translations ---
@@ -216,7 +291,11 @@ def test_the_first_answer_is_the_target_padded_as_the_others():
     assert example["targets"] == "U . S . "
     assert example["answers"] == ["U . S . ", "law"]
     (example,) = squad({**row, "answers": {"text": []}}, include_context=False)
-    assert (example["inputs"], example["targets"], example["answers"]) == ("squad trivia question: Who ? ", "<unk>", [])
+    assert (example["inputs"], example["targets"], example["answers"]) == (
+        "squad trivia question: Who ? ",
+        "<unk>",
+        [],
+    )
 
 
 def test_trivia_has_an_example_for_each_context_and_each_alias_in_it():
@@ -236,7 +315,9 @@ def test_trivia_has_an_example_for_each_context_and_each_alias_in_it():
 def test_closed_books_ask_without_context_and_keep_all_answers():
     (nq,) = natural_questions_open({"question": "who", "answer": ["A", "B"]})
     (wq,) = web_questions({"question": "who?", "answers": ["A", "B"], "url": "u"})
-    (trivia,) = trivia_qa_open({"question": "Who?", "answer": {"value": "B", "aliases": ["A", "B"], "type": "t"}})
+    (trivia,) = trivia_qa_open(
+        {"question": "Who?", "answer": {"value": "B", "aliases": ["A", "B"], "type": "t"}}
+    )
     assert nq == {"inputs": "nq question: who", "targets": "A", "answers": ["A", "B"]}
     assert wq == {"inputs": "wq question: who?", "targets": "A", "answers": ["A", "B"]}
     assert trivia == {"inputs": "trivia_qa question: Who?", "targets": "B", "answers": ["A", "B"]}
@@ -258,8 +339,18 @@ ANNOTATED = {
 @pytest.mark.parametrize(
     ("options", "targets", "values", "starts"),
     [
-        ({}, "answer: no answer: yes answer: not sure sir answer: Bo answer: not sure", 3, [0, 2, 2, 3]),
-        ({"drop_yes_no": True}, "answer: not sure sir answer: Bo answer: not sure", 3, [0, 2, 2, 3]),
+        (
+            {},
+            "answer: no answer: yes answer: not sure sir answer: Bo answer: not sure",
+            3,
+            [0, 2, 2, 3],
+        ),
+        (
+            {"drop_yes_no": True},
+            "answer: not sure sir answer: Bo answer: not sure",
+            3,
+            [0, 2, 2, 3],
+        ),
         ({"max_tokens": 2}, "answer: no answer: yes answer: Bo answer: not sure", 2, [0, 1, 1, 2]),
         ({"max_answers": 1}, "answer: no", 3, [0, 2, 2, 3]),
         ({"drop_yes_no": True, "max_tokens": 1}, "answer: Bo", 1, [0, 1, 1, 1]),
@@ -279,17 +370,27 @@ def test_all_answers_of_all_annotators_are_the_target(options, targets, values, 
 
 
 def test_a_question_nobody_answered_is_left_out():
-    assert natural_questions_nocontext(ANNOTATED, drop_yes_no=True, max_tokens=0)  # 0 is no limit, as in t5_cbqa
-    empty = {"yes_no_answer": [-1], "short_answers": [{"text": [], "start_token": [], "end_token": []}]}
+    assert natural_questions_nocontext(
+        ANNOTATED, drop_yes_no=True, max_tokens=0
+    )  # 0 is no limit, as in t5_cbqa
+    empty = {
+        "yes_no_answer": [-1],
+        "short_answers": [{"text": [], "start_token": [], "end_token": []}],
+    }
     assert natural_questions_nocontext({"question": {"text": "q"}, "annotations": empty}) == []
 
 
 def test_summaries_keep_their_newlines():
-    assert summarize("d", "s")({"d": "a\nb", "s": "c\n", "id": 1}) == [{"inputs": "summarize: a\nb", "targets": "c\n"}]
+    assert summarize("d", "s")({"d": "a\nb", "s": "c\n", "id": 1}) == [
+        {"inputs": "summarize: a\nb", "targets": "c\n"}
+    ]
 
 
 def test_languages_are_called_by_their_english_names():
-    assert translate("de", "en")({"de": "Ja.", "en": "Yes."})[0]["inputs"] == "translate German to English: Ja."
+    assert (
+        translate("de", "en")({"de": "Ja.", "en": "Yes."})[0]["inputs"]
+        == "translate German to English: Ja."
+    )
     (example,) = translate("en", "zh-cn")({"en": "Yes.", "zh-cn": "是"})
     assert example == {"inputs": "translate English to Chinese: Yes.", "targets": "是"}
     with pytest.raises(ConfigError, match="no language 'xx'"):
@@ -298,9 +399,19 @@ def test_languages_are_called_by_their_english_names():
 
 # --- ranked choices ---
 
-CHOICE = {"premise": "It rained.", "a": "wet", "b": "dry", "label": 1, "weight": 0.5, "deep": {"er": "down"}}
+CHOICE = {
+    "premise": "It rained.",
+    "a": "wet",
+    "b": "dry",
+    "label": 1,
+    "weight": 0.5,
+    "deep": {"er": "down"},
+}
 ranked = partial(
-    rank_classification_formatter, CHOICE, inputs_formats="{premise} So?", targets_formats=["{a}.", "{a} {deep/er}"]
+    rank_classification_formatter,
+    CHOICE,
+    inputs_formats="{premise} So?",
+    targets_formats=["{a}.", "{a} {deep/er}"],
 )
 
 
@@ -315,7 +426,9 @@ def test_evaluation_gives_every_choice_and_training_the_right_one():
 
 def test_choices_may_differ_in_their_inputs_and_have_several_right_ones_and_a_weight():
     row = {**CHOICE, "label": [0, 2]}
-    examples = rank_classification_formatter(row, ["{a}", "{b}", "c"], "{premise}", weight_field="weight")
+    examples = rank_classification_formatter(
+        row, ["{a}", "{b}", "c"], "{premise}", weight_field="weight"
+    )
     assert [example["inputs"] for example in examples] == ["wet", "dry", "c"]
     assert {example["targets"] for example in examples} == {"It rained."}
     assert [example["is_correct"] for example in examples] == [True, False, True]
@@ -324,7 +437,8 @@ def test_choices_may_differ_in_their_inputs_and_have_several_right_ones_and_a_we
 
 def test_a_hidden_label_makes_no_choice_right():
     assert not any(
-        example["is_correct"] for example in rank_classification_formatter({**CHOICE, "label": -1}, "", ["", ""])
+        example["is_correct"]
+        for example in rank_classification_formatter({**CHOICE, "label": -1}, "", ["", ""])
     )
 
 
@@ -335,7 +449,12 @@ def test_a_hidden_label_makes_no_choice_right():
         (["x"], ["y", "z"], ConfigError, "equal lengths for two lists"),
         ("x", ["{deep}", "z"], DataError, "{deep} in the format '{deep}' is dict; expected text"),
         ("x", ["{weight}", "z"], DataError, "is float; expected text"),
-        ("{deep/est}", ["y", "z"], DataError, "{deep/est} in the format '{deep/est}' is no field of the row"),
+        (
+            "{deep/est}",
+            ["y", "z"],
+            DataError,
+            "{deep/est} in the format '{deep/est}' is no field of the row",
+        ),
     ],
 )
 def test_formats_that_cannot_be_filled_in_are_refused(inputs, targets, error, message):
@@ -371,7 +490,9 @@ def test_a_mode_that_does_not_exist_is_refused():
         ("cup  cup", "cup", 1),
     ],
 )
-def test_an_answer_names_the_referent_when_the_words_of_one_are_among_the_others(answer, referent, value):
+def test_an_answer_names_the_referent_when_the_words_of_one_are_among_the_others(
+    answer, referent, value
+):
     fields = {"targets": referent, "label": 1}
     assert postprocess.wsc_simple(answer, fields, False) == value
     assert postprocess.wsc_simple(answer, fields, True) == 1
@@ -379,13 +500,27 @@ def test_an_answer_names_the_referent_when_the_words_of_one_are_among_the_others
 
 def test_labels_are_matched_to_the_letter():
     index = postprocess.label_index(["one", "two", "one"])
-    assert [index(text, {}, False) for text in ("one", "two", "One", "one ", "")] == [0, 1, -1, -1, -1]
+    assert [index(text, {}, False) for text in ("one", "two", "One", "one ", "")] == [
+        0,
+        1,
+        -1,
+        -1,
+        -1,
+    ]
     assert postprocess.label_index(["one"], default=2)("x", {}, False) == 2
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("10", 10.0), ("10.", 10.0), (" 2.5 ", 2.5), ("-1e1", -10.0), ("ten", -7.0), ("", -7.0), ("1,5", -7.0)],
+    [
+        ("10", 10.0),
+        ("10.", 10.0),
+        (" 2.5 ", 2.5),
+        ("-1e1", -10.0),
+        ("ten", -7.0),
+        ("", -7.0),
+        ("1,5", -7.0),
+    ],
 )
 def test_numbers_are_read_as_python_reads_them(text, value):
     assert postprocess.string_to_float(-7.0)(text, {}, False) == value

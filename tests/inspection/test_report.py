@@ -1,4 +1,6 @@
-"""The page of a whole command: each of its numbers is computed again, and what was not given is not spoken of."""
+"""The page of a whole command: each of its numbers is computed again, and what was not given is not
+spoken of.
+"""
 
 import json
 import math
@@ -24,18 +26,36 @@ from tests.training.tiny_run import write_inputs
 NUM_EXPERTS, NUM_BATCHES, INPUTS_LENGTH, VOCABULARY = 7, 2, 16, 230
 LINES = [
     {"step": 0, "heldout/loss": 7.125, "heldout/text_loss": 7.5, "heldout/unigram_entropy": 4.75},
-    {"step": 10, "train/ce_loss": 5.5, "router/encoder/entropy": 1.25, "router/encoder/fraction_dropped": 0.0625},
+    {
+        "step": 10,
+        "train/ce_loss": 5.5,
+        "router/encoder/entropy": 1.25,
+        "router/encoder/fraction_dropped": 0.0625,
+    },
     {"step": 10, "heldout/loss": 3.875, "heldout/text_loss": 4.25, "heldout/unigram_entropy": 4.75}
     | {"heldout/token_accuracy": 0.21875},
 ]
 
 
 def a_score(value, low, high):
-    return {"metric": "accuracy", "value": value, "stderr": 1.0, "low": low, "high": high, "note": ""}
+    return {
+        "metric": "accuracy",
+        "value": value,
+        "stderr": 1.0,
+        "low": low,
+        "high": high,
+        "note": "",
+    }
 
 
 def a_system(name, mode, *score):
-    return {"name": name, "mode": mode, "scores": [a_score(*score)], "num_examples": 1234, "router": None}
+    return {
+        "name": name,
+        "mode": mode,
+        "scores": [a_score(*score)],
+        "num_examples": 1234,
+        "router": None,
+    }
 
 
 def an_evaluation(**models):
@@ -45,9 +65,18 @@ def an_evaluation(**models):
         a_system("other", "generate", 73.0, 69.0, 77.0),
         a_system("majority", "baseline", 5.5, 1.5, 9.5),
     ]
-    task = {"task": "colour", "description": "What colour?", "split": "test", "num_examples": 1234, "num_groups": 321}
+    task = {
+        "task": "colour",
+        "description": "What colour?",
+        "split": "test",
+        "num_examples": 1234,
+        "num_groups": 321,
+    }
     return {
-        "models": {name: {"folder": f"runs/{name}", "fingerprint": digest} for name, digest in models.items()},
+        "models": {
+            name: {"folder": f"runs/{name}", "fingerprint": digest}
+            for name, digest in models.items()
+        },
         "tasks": [{**task, "systems": systems}],
         "failed": [{"task": "shape", "message": "No rows."}],
         "versions": {"torch": "9.8.7"},
@@ -55,7 +84,9 @@ def an_evaluation(**models):
 
 
 class Text(HTMLParser):
-    """The text of a page: all of it, and that of measurements, without figures, names of tokens, files and commands."""
+    """The text of a page: all of it, and that of measurements, without figures, names of tokens,
+    files and commands.
+    """
 
     def __init__(self, page):
         super().__init__()
@@ -90,7 +121,9 @@ def inputs(tmp_path_factory):
     (folder / "run/recipe.yaml").write_text("seed: 41\noptim:\n  lr: 0.75\n")
     (folder / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     digest = fingerprint(folder / "run/model")
-    (folder / "report.json").write_text(json.dumps(an_evaluation(mine=digest, other="0f0f0f0f0f0f0f0f")))
+    (folder / "report.json").write_text(
+        json.dumps(an_evaluation(mine=digest, other="0f0f0f0f0f0f0f0f"))
+    )
     return folder
 
 
@@ -103,7 +136,12 @@ def arguments_of(inputs, out, *more, run="run"):
 @pytest.fixture(scope="module")
 def everything(inputs):
     """Returns the page of a run with metrics and an evaluation."""
-    more = ["--metrics", f"first={inputs}/run/metrics.jsonl", "--evaluation", inputs / "report.json"]
+    more = [
+        "--metrics",
+        f"first={inputs}/run/metrics.jsonl",
+        "--evaluation",
+        inputs / "report.json",
+    ]
     inspect_router.main(arguments_of(inputs, inputs / "report.html", *more))
     return (inputs / "report.html").read_text(encoding="utf-8")
 
@@ -117,7 +155,17 @@ def nothing_more(inputs):
 
 def test_without_metrics_evaluation_and_recipe_nothing_is_said_of_them(nothing_more):
     text = " ".join(Text(nothing_more).all)
-    for word in ("Training", "Evaluation", "scratch", "pre-train", "gain", "unigram", "overlap", "points", "updates"):
+    for word in (
+        "Training",
+        "Evaluation",
+        "scratch",
+        "pre-train",
+        "gain",
+        "unigram",
+        "overlap",
+        "points",
+        "updates",
+    ):
         assert word not in text, word
     assert "not known: no recipe.yaml lies beside the folder of the model" in text
     assert "There is no capacity in evaluation" not in text
@@ -142,7 +190,11 @@ def test_the_page_names_what_it_was_made_from(inputs, everything):
 
 def test_every_number_of_the_page_is_computed_again_from_its_inputs(inputs, everything):
     text = " ".join(Text(everything).measured)
-    text = re.sub(r"fingerprint [0-9a-f]{16}|(python|stmoe|torch|transformers) [\d.]+[^ ,.]*|arXiv:[\d.]+", "", text)
+    text = re.sub(
+        r"fingerprint [0-9a-f]{16}|(python|stmoe|torch|transformers) [\d.]+[^ ,.]*|arXiv:[\d.]+",
+        "",
+        text,
+    )
     text = re.sub(r"cpu \([^)]*\)|Table 14|ln E", "", text)
     found = Counter(re.findall(r"\d[\d,]*(?:\.\d+)?", text))
 
@@ -155,7 +207,20 @@ def numbers_of_the_files():
     """Returns the numbers that metrics and evaluation give."""
     numbers = {"10", "4.25", "3.88", "4.75", "0.50", "21.88", "6.25"}
     numbers |= {f"{math.exp(4.25):.0f}", f"{math.exp(4.75):.0f}", "1,234", "321"}
-    numbers |= {"71.5", "67.2", "75.8", "72.5", "68.5", "76.5", "73.0", "69.0", "77.0", "5.5", "1.5", "9.5"}
+    numbers |= {
+        "71.5",
+        "67.2",
+        "75.8",
+        "72.5",
+        "68.5",
+        "76.5",
+        "73.0",
+        "69.0",
+        "77.0",
+        "5.5",
+        "1.5",
+        "9.5",
+    }
     return numbers | {f"{73.0 - 71.5:.1f}", f"{71.5 - 5.5:.1f}"}
 
 
@@ -165,9 +230,25 @@ def numbers_of_the_model(inputs):
     model = tiny_model(vocab_size=VOCABULARY)
     corpus = load_corpus(inputs / "corpus")
     tokens = tokenize_corpus(corpus.held_out, tokenizer)
-    source = SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), inputs_length=INPUTS_LENGTH, batch_size=64, seed=0)
-    numbers = {f"{model.config.num_parameters():,}", f"{model.config.num_active_parameters():,}", "2", "3", "7", "1.25"}
-    numbers |= {f"{len(corpus.held_out):,}", f"{tokens.size:,}", f"{source.num_examples:,}", "64", "128", "15"}
+    source = SpanCorruptionSource(
+        tokens, SpecialIds.of(tokenizer), inputs_length=INPUTS_LENGTH, batch_size=64, seed=0
+    )
+    numbers = {
+        f"{model.config.num_parameters():,}",
+        f"{model.config.num_active_parameters():,}",
+        "2",
+        "3",
+        "7",
+        "1.25",
+    }
+    numbers |= {
+        f"{len(corpus.held_out):,}",
+        f"{tokens.size:,}",
+        f"{source.num_examples:,}",
+        "64",
+        "128",
+        "15",
+    }
     numbers |= {str(length) for length in source.lengths}
     if source.num_examples < 128:
         numbers.add(f"{128 / source.num_examples:.1f}")
@@ -204,9 +285,20 @@ def numbers_of_the_model(inputs):
         entropy = sum(entropies[side]) / num_tokens
         num_dead += counts.count(0)
         numbers |= {f"{num_tokens:,}", f"{max(counts) / even:.2f}", f"{min(counts) / even:.2f}"}
-        numbers |= {f"{100 * sum(dropped[side]) / num_tokens:.2f}", f"{deviation / even:.2f}", f"{entropy:.2f}"}
-        numbers |= {f"{math.exp(entropy):.1f}", f"{100 * sum(accepted[side]) / sum(slots[side]):.0f}"}
-        numbers |= {f"{counts.index(max(counts)) + 1}", f"{counts.index(min(counts)) + 1}", f"{counts.count(0)}"}
+        numbers |= {
+            f"{100 * sum(dropped[side]) / num_tokens:.2f}",
+            f"{deviation / even:.2f}",
+            f"{entropy:.2f}",
+        }
+        numbers |= {
+            f"{math.exp(entropy):.1f}",
+            f"{100 * sum(accepted[side]) / sum(slots[side]):.0f}",
+        }
+        numbers |= {
+            f"{counts.index(max(counts)) + 1}",
+            f"{counts.index(min(counts)) + 1}",
+            f"{counts.count(0)}",
+        }
         numbers |= numbers_of_tokens(firsts[side], SpecialIds.of(tokenizer))
     return numbers | {f"{num_dead}"}
 
@@ -224,7 +316,9 @@ def numbers_of_tokens(firsts, ids):
 
     lowest = ids.first_sentinel - ids.num_sentinels + 1
     sentinels = [expert for token, expert in firsts if token >= lowest]
-    text = [expert for token, expert in firsts if token < lowest and token not in (ids.eos, ids.pad)]
+    text = [
+        expert for token, expert in firsts if token < lowest and token not in (ids.eos, ids.pad)
+    ]
     for group in (sentinels, text):
         shares = [count / len(group) for count in Counter(group).values()]
         entropy = -sum(share * math.log(share) for share in shares)
@@ -252,7 +346,9 @@ def run_with(inputs, tmp_path, lines=None, report=None):
         (tmp_path / "eval/report.json").write_text(json.dumps(report))
         more += ["--evaluation", tmp_path / "eval"]
     inspect_router.main([*arguments_of(inputs, tmp_path / "page.html", *more), "--batches", "1"])
-    return " ".join(" ".join(Text((tmp_path / "page.html").read_text(encoding="utf-8")).all).split())
+    return " ".join(
+        " ".join(Text((tmp_path / "page.html").read_text(encoding="utf-8")).all).split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +361,14 @@ def run_with(inputs, tmp_path, lines=None, report=None):
     ],
 )
 def test_what_is_said_of_a_loss_follows_from_it(inputs, tmp_path, loss, sentence):
-    lines = [{"step": 5, "heldout/text_loss": loss, "heldout/unigram_entropy": 4.75, "heldout/token_accuracy": 0.5}]
+    lines = [
+        {
+            "step": 5,
+            "heldout/text_loss": loss,
+            "heldout/unigram_entropy": 4.75,
+            "heldout/token_accuracy": 0.5,
+        }
+    ]
     text = run_with(inputs, tmp_path, lines)
     assert sentence in text
     assert ("knows more" in text) == (loss == 4.25)
@@ -276,11 +379,16 @@ def test_what_is_said_of_a_loss_follows_from_it(inputs, tmp_path, loss, sentence
     ("other", "sentence"),
     [
         ((73.0, 69.0, 77.0), "1.5 points below other by generate; their 95 % intervals overlap"),
-        ((60.0, 56.0, 64.0), "11.5 points above other by generate; their 95 % intervals do not overlap."),
+        (
+            (60.0, 56.0, 64.0),
+            "11.5 points above other by generate; their 95 % intervals do not overlap.",
+        ),
         ((60.0, None, None), None),
     ],
 )
-def test_what_is_said_of_two_systems_follows_from_their_intervals(inputs, tmp_path, other, sentence):
+def test_what_is_said_of_two_systems_follows_from_their_intervals(
+    inputs, tmp_path, other, sentence
+):
     report = an_evaluation(mine="0" * 16)
     report["tasks"][0]["systems"] = [
         a_system("mine", "generate", 71.5, 67.25, 75.75),
@@ -307,14 +415,29 @@ DAMAGED_METRICS = {
     "binary": (b"\x80\x81\x82", "is not UTF-8"),
     "other lines": ('{"prompt": "x"}\n{}\n', "line 1: step is None; expected a number of updates"),
     "a list": (METRICS + "[1]\n" + METRICS, "line 2: '\\[1\\]' is no JSON object"),
-    "a word": (METRICS + '{"step": 2, "train/ce_loss": "low"}\n' + METRICS, "line 2: train/ce_loss is 'low'"),
+    "a word": (
+        METRICS + '{"step": 2, "train/ce_loss": "low"}\n' + METRICS,
+        "line 2: train/ce_loss is 'low'",
+    ),
     "a flag": ('{"step": true, "train/ce_loss": 1}\n', "line 1: step is True"),
     "before the start": ('{"step": -1, "train/ce_loss": 1}\n', "line 1: step is -1"),
     "a fraction": ('{"step": 1.5, "train/ce_loss": 1}\n', "line 1: step is 1.5"),
-    "thousands of digits": (METRICS + '{"step": ' + "9" * 5000 + "}\n" + METRICS, "line 2: .* is not JSON"),
-    "huge": (METRICS + '{"step": 2, "train/ce_loss": 1e300}\n' + METRICS, "line 2: 'train/ce_loss' is 1e\\+300"),
-    "backwards": ('{"step": 9, "train/ce_loss": 1}\n' + METRICS, "line 2: step 1 comes after step 9"),
-    "a whole job's": ('{"stage": "pretrain", "step": 1, "train/ce_loss": 1}\n', "line 1 is of stage 'pretrain' of a"),
+    "thousands of digits": (
+        METRICS + '{"step": ' + "9" * 5000 + "}\n" + METRICS,
+        "line 2: .* is not JSON",
+    ),
+    "huge": (
+        METRICS + '{"step": 2, "train/ce_loss": 1e300}\n' + METRICS,
+        "line 2: 'train/ce_loss' is 1e\\+300",
+    ),
+    "backwards": (
+        '{"step": 9, "train/ce_loss": 1}\n' + METRICS,
+        "line 2: step 1 comes after step 9",
+    ),
+    "a whole job's": (
+        '{"stage": "pretrain", "step": 1, "train/ce_loss": 1}\n',
+        "line 1 is of stage 'pretrain' of a",
+    ),
     "nothing plotted": ('{"step": 1, "mine": 1.0}\n', "measures none of train/ce_loss"),
 }
 
@@ -325,7 +448,9 @@ def test_damaged_metrics_are_refused_by_line(inputs, tmp_path, content, message)
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message) as caught:
-        inspect_router.main(arguments_of(inputs, tmp_path / "page.html", "--metrics", f"mine={path}"))
+        inspect_router.main(
+            arguments_of(inputs, tmp_path / "page.html", "--metrics", f"mine={path}")
+        )
     assert str(path) in str(caught.value)
     assert not (tmp_path / "page.html").exists()
 
@@ -352,10 +477,16 @@ DAMAGED_EVALUATIONS = {
     "other fields": ('{"accuracy": 3}', "models is missing"),
     "no tasks": (changed("tasks", value=None), "tasks is None"),
     "no systems": (changed("tasks", 0, "systems", value=3), "tasks.0.systems is 3"),
-    "no scores": (changed("tasks", 0, "systems", 0, "scores", value=[]), "tasks.0.systems.0.scores is \\[\\]"),
+    "no scores": (
+        changed("tasks", 0, "systems", 0, "scores", value=[]),
+        "tasks.0.systems.0.scores is \\[\\]",
+    ),
     "a word": (changed(*SCORE, "value", value="good"), "scores.0.value is 'good'"),
     "beyond 100": (changed(*SCORE, "value", value=1e308), "scores.0.value is 1e\\+308"),
-    "infinite": (changed(*SCORE, "value", value=0).replace('"value": 0', '"value": 1e999'), "scores.0.value is inf"),
+    "infinite": (
+        changed(*SCORE, "value", value=0).replace('"value": 0', '"value": 1e999'),
+        "scores.0.value is inf",
+    ),
     "a flag": (changed(*SCORE, "low", value=False), "scores.0.low is False"),
     "no examples": (changed("tasks", 0, "num_examples", value=0), "tasks.0.num_examples is 0"),
     "a number as text": (changed("tasks", 0, "num_groups", value="3"), "tasks.0.num_groups is '3'"),
@@ -364,7 +495,9 @@ DAMAGED_EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize(("content", "message"), DAMAGED_EVALUATIONS.values(), ids=DAMAGED_EVALUATIONS)
+@pytest.mark.parametrize(
+    ("content", "message"), DAMAGED_EVALUATIONS.values(), ids=DAMAGED_EVALUATIONS
+)
 def test_a_damaged_evaluation_is_refused_by_field(inputs, tmp_path, content, message):
     path = tmp_path / "report.json"
     if content is not None:
@@ -379,15 +512,30 @@ REFUSED = {
     "no batch": (["--batches", "0"], "--batches is 0; expected an integer from 1 to 100,000"),
     "fewer": (["--batches", "-3"], "--batches is -3"),
     "endless": (["--batches", "1000000000"], "--batches is 1000000000"),
-    "no length": (["--inputs-length", "0"], "--inputs-length is 0; expected an integer of at least 4"),
-    "longer than the text": (["--inputs-length", "1000000000"], "the held-out text has so many tokens"),
-    "more spans than sentinels": (["--inputs-length", "3000"], "spans, but the vocabulary has 100 sentinels"),
-    "no name": (["--metrics", "metrics.jsonl"], "'metrics.jsonl' has no name, or no file that can be. Write NAME=FILE"),
+    "no length": (
+        ["--inputs-length", "0"],
+        "--inputs-length is 0; expected an integer of at least 4",
+    ),
+    "longer than the text": (
+        ["--inputs-length", "1000000000"],
+        "the held-out text has so many tokens",
+    ),
+    "more spans than sentinels": (
+        ["--inputs-length", "3000"],
+        "spans, but the vocabulary has 100 sentinels",
+    ),
+    "no name": (
+        ["--metrics", "metrics.jsonl"],
+        "'metrics.jsonl' has no name, or no file that can be. Write NAME=FILE",
+    ),
     "empty name": (["--metrics", "=metrics.jsonl"], "has no name, or no file that can be"),
     "no file": (["--metrics", "mine="], "has no name, or no file that can be"),
     "a name that cannot be shown": (["--metrics", "a\nb=c"], "characters that cannot be shown"),
     "NUL in metrics": (["--metrics", "mine=a\0b"], "has no name, or no file that can be"),
-    "NUL in the evaluation": (["--evaluation", "a\0b"], "--evaluation is 'a.x00b'; expected a path"),
+    "NUL in the evaluation": (
+        ["--evaluation", "a\0b"],
+        "--evaluation is 'a.x00b'; expected a path",
+    ),
     "no evaluation": (["--evaluation", ""], "--evaluation is ''; expected a path"),
     "no model": (["--model", ""], "--model is ''; expected a path"),
     "absent model": (["--model", "nowhere"], "nowhere holds no model"),
@@ -395,14 +543,29 @@ REFUSED = {
     "NUL in the corpus": (["--corpus", "a\0b"], "--corpus is 'a.x00b'; expected a path"),
     "absent corpus": (["--corpus", "nowhere"], "nowhere is not a corpus"),
     "no page": (["--out", ""], "--out is empty"),
-    "weights": (["--out", "{inputs}/run/model/model.safetensors"], "expected a file that ends in .html"),
+    "weights": (
+        ["--out", "{inputs}/run/model/model.safetensors"],
+        "expected a file that ends in .html",
+    ),
     "a folder": (["--out", "{inputs}/run"], "expected a file that ends in .html"),
     "a folder of that name": (["--out", "{inputs}/folder.html"], "is a folder"),
-    "another page": (["--out", "{inputs}/other.html"], "is no page of this command, so it is not overwritten"),
+    "another page": (
+        ["--out", "{inputs}/other.html"],
+        "is no page of this command, so it is not overwritten",
+    ),
     "inside a model": (["--out", "{inputs}/bare/model/page.html"], "lies in .*model, a model"),
-    "inside a tokenizer": (["--out", "{inputs}/tokenizer/page.html"], "lies in .*tokenizer, a tokenizer"),
-    "inside what is read": (["--out", "{inputs}/corpus/page.html"], "lies in .*corpus, which is read"),
-    "below a file": (["--out", "{inputs}/other.html/page.html"], "would lie below .*other.html, which is a file"),
+    "inside a tokenizer": (
+        ["--out", "{inputs}/tokenizer/page.html"],
+        "lies in .*tokenizer, a tokenizer",
+    ),
+    "inside what is read": (
+        ["--out", "{inputs}/corpus/page.html"],
+        "lies in .*corpus, which is read",
+    ),
+    "below a file": (
+        ["--out", "{inputs}/other.html/page.html"],
+        "would lie below .*other.html, which is a file",
+    ),
 }
 
 
@@ -421,17 +584,26 @@ def test_what_cannot_be_is_refused_in_one_message(inputs, tmp_path, arguments, m
 def test_a_name_is_given_to_one_run(inputs, tmp_path):
     metrics = f"mine={inputs}/run/metrics.jsonl"
     with pytest.raises(ConfigError, match="gives the name 'mine' twice"):
-        inspect_router.main(arguments_of(inputs, tmp_path / "page.html", "--metrics", metrics, metrics))
+        inspect_router.main(
+            arguments_of(inputs, tmp_path / "page.html", "--metrics", metrics, metrics)
+        )
 
 
 def test_a_model_without_routers_or_with_another_tokenizer_is_refused(inputs, tmp_path):
     tokenizer = load_tokenizer(inputs / "run/model")
     for name, changes in (("dense", DENSE), ("small", {})):
-        tiny_model(**{"vocab_size": VOCABULARY if changes else 131, **changes}).save_pretrained(tmp_path / name)
+        tiny_model(**{"vocab_size": VOCABULARY if changes else 131, **changes}).save_pretrained(
+            tmp_path / name
+        )
         tokenizer.save_pretrained(str(tmp_path / name))
-    for name, message in (("dense", "has no sparse layer"), ("small", "has 230 tokens, its model 131")):
+    for name, message in (
+        ("dense", "has no sparse layer"),
+        ("small", "has 230 tokens, its model 131"),
+    ):
         with pytest.raises(DataError, match=message):
-            inspect_router.main([*arguments_of(inputs, tmp_path / "page.html"), "--model", str(tmp_path / name)])
+            inspect_router.main(
+                [*arguments_of(inputs, tmp_path / "page.html"), "--model", str(tmp_path / name)]
+            )
 
 
 def test_a_damaged_recipe_is_named(inputs, tmp_path):
@@ -439,4 +611,6 @@ def test_a_damaged_recipe_is_named(inputs, tmp_path):
     load_tokenizer(inputs / "run/model").save_pretrained(str(tmp_path / "run/model"))
     (tmp_path / "run/recipe.yaml").write_text("seed: [")
     with pytest.raises(ConfigError, match=r"recipe\.yaml is not YAML"):
-        inspect_router.main([*arguments_of(inputs, tmp_path / "page.html"), "--model", str(tmp_path / "run/model")])
+        inspect_router.main(
+            [*arguments_of(inputs, tmp_path / "page.html"), "--model", str(tmp_path / "run/model")]
+        )

@@ -36,14 +36,19 @@ def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
             (decoder_ids, batch["labels"] != -100, out.decoder_router_outputs[0].plan),
         )
         for side, (ids, real, plan) in enumerate(sides):
-            index, got = plan.expert_index.reshape(*ids.shape, 2), plan.accepted.reshape(*ids.shape, 2)
+            index, got = (
+                plan.expert_index.reshape(*ids.shape, 2),
+                plan.accepted.reshape(*ids.shape, 2),
+            )
             for row in range(ids.shape[0]):
                 for position in range(ids.shape[1]):
                     if real[row, position]:
                         token = int(ids[row, position])
                         expected[side][token][int(index[row, position, 0])] += 1
                         for place in range(2):
-                            accepted[side][token][int(index[row, position, place])] += int(got[row, position, place])
+                            accepted[side][token][int(index[row, position, place])] += int(
+                                got[row, position, place]
+                            )
     assert [(layer.stack, layer.layer) for layer in trace] == [("encoder", 0), ("decoder", 0)]
     for side, layer in enumerate(trace):
         assert layer.first_choice.tolist() == expected[side]
@@ -54,9 +59,14 @@ def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
 def test_top_tokens_and_lift_by_hand():
     counts = torch.tensor([[30, 10], [0, 40], [10, 10], [1, 0]])
     most = top_tokens(counts, 0)
-    assert [(entry.token, entry.occurrences, entry.seen) for entry in most] == [(0, 30, 40), (2, 10, 20), (3, 1, 1)]
+    assert [(entry.token, entry.occurrences, entry.seen) for entry in most] == [
+        (0, 30, 40),
+        (2, 10, 20),
+        (3, 1, 1),
+    ]
 
-    # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by nobody.
+    # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by
+    # nobody.
     special = special_tokens(counts, 0)
     assert [entry.token for entry in special] == [0, 2]
     assert special[0].lift == pytest.approx((30 + 20 * 41 / 101) / (40 + 20) / (41 / 101))
@@ -67,13 +77,18 @@ def test_top_tokens_and_lift_by_hand():
 def test_lift_ranks_tokens_that_never_go_elsewhere_by_evidence():
     counts = torch.tensor([[1000, 0, 0, 0], [10, 0, 0, 0], [0, 1010, 1010, 1010]])
     special = special_tokens(counts, 0)
-    assert [(entry.token, entry.occurrences, entry.seen) for entry in special] == [(0, 1000, 1000), (1, 10, 10)]
+    assert [(entry.token, entry.occurrences, entry.seen) for entry in special] == [
+        (0, 1000, 1000),
+        (1, 10, 10),
+    ]
     assert 3.9 < special[0].lift < 4  # 4 is the most that the expert's quarter of all tokens allows
     assert special[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
 
 
 def test_the_token_that_a_decoder_starts_with_is_no_padding(tmp_path):
-    tokenizer = train_tokenizer(["some words to learn, and some more words"] * 9, 118, tmp_path / "tokenizer")
+    tokenizer = train_tokenizer(
+        ["some words to learn, and some more words"] * 9, 118, tmp_path / "tokenizer"
+    )
     encoder, decoder = trace_tokens(tiny_model(), [tiny_batch()])
     assert token_names(tokenizer, decoder, [0, 1]) == ["<start>", "</s>"]
     assert int(decoder.first_choice[0].sum()) == 4  # once in each row

@@ -19,11 +19,19 @@ SIZES = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
-SPARSE = {"num_experts": 7, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 2}
+SPARSE = {
+    "num_experts": 7,
+    "num_sparse_encoder_layers": 2,
+    "num_sparse_decoder_layers": 2,
+    "expert_capacity": 2,
+}
 T5 = {
     "T5 1.0": {"feed_forward_proj": "relu"},
     "T5 1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    "T5 1.1, head is the embedding": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "T5 1.1, head is the embedding": {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
 }
 SWITCH = {
     "Switch": {},
@@ -36,16 +44,22 @@ KINDS = [*T5, *SWITCH]
 
 
 def their_model(kind="Switch", seed=0, **changes):
-    """Returns a model of transformers in evaluation mode; attention is eager, as their Switch knows no other."""
+    """Returns a model of transformers in evaluation mode; attention is eager, as their Switch knows
+    no other.
+    """
     torch.manual_seed(seed)
     if kind in T5:
         config = T5Config(**{**SIZES, **T5[kind], **changes}, attn_implementation="eager")
         model = T5ForConditionalGeneration(config)
-        if kind == "T5 1.1":  # their config ties the head whatever is asked; the published models have one of their own
+        if (
+            kind == "T5 1.1"
+        ):  # their config ties the head whatever is asked; the published models have one of their own
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
             model.all_tied_weights_keys.pop("lm_head.weight")
     else:
-        config = SwitchTransformersConfig(**{**SIZES, **SPARSE, **SWITCH[kind], **changes}, attn_implementation="eager")
+        config = SwitchTransformersConfig(
+            **{**SIZES, **SPARSE, **SWITCH[kind], **changes}, attn_implementation="eager"
+        )
         model = SwitchTransformersForConditionalGeneration(config)
         for stack in (model.encoder, model.decoder):  # an untied one gives each stack another table
             stack.embed_tokens.weight.data.copy_(model.shared.weight.data)
@@ -61,4 +75,6 @@ def their_inputs(batch=3, length=17, targets=13):
 
 def assert_equal_to_rounding(ours, theirs):
     """Compares numbers <float>[...] to 1e-5 of the largest."""
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * max(1.0, theirs.abs().max().item()))
+    torch.testing.assert_close(
+        ours, theirs, rtol=0, atol=1e-5 * max(1.0, theirs.abs().max().item())
+    )

@@ -1,4 +1,6 @@
-"""Transformers' own T5 with the weights of one of our dense models: the oracle of attention, caches and outputs."""
+"""Transformers' own T5 with the weights of one of our dense models: the oracle of attention, caches
+and outputs.
+"""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +11,9 @@ from moe import STMoEForConditionalGeneration
 from moe.models.convert_checkpoint import convert_checkpoint
 
 
-def as_t5(ours: STMoEForConditionalGeneration, attention: str = "eager") -> T5ForConditionalGeneration:
+def as_t5(
+    ours: STMoEForConditionalGeneration, attention: str = "eager"
+) -> T5ForConditionalGeneration:
     with TemporaryDirectory() as folder:
         theirs = Path(folder) / "theirs"
         theirs.mkdir()

@@ -12,15 +12,32 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-pytestmark = pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="the table is about transformers 5.23.0")
+pytestmark = pytest.mark.skipif(
+    transformers.__version__ != "5.23.0", reason="the table is about transformers 5.23.0"
+)
 
-SWITCH = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "d_kv": 6, "num_heads": 4, "dropout_rate": 0}
+SWITCH = {
+    "num_sparse_encoder_layers": 2,
+    "num_sparse_decoder_layers": 2,
+    "d_kv": 6,
+    "num_heads": 4,
+    "dropout_rate": 0,
+}
 SIDES = ("encoder", "decoder")
 NLLB = {
-    f"{side}_{name}": value for side in SIDES for name, value in {"layers": 2, "ffn_dim": 32, "sparse_step": 1}.items()
+    f"{side}_{name}": value
+    for side in SIDES
+    for name, value in {"layers": 2, "ffn_dim": 32, "sparse_step": 1}.items()
 }
-NLLB |= {f"{side}_{name}": value for side in SIDES for name, value in {"attention_heads": 4, "layerdrop": 0.0}.items()}
-NLLB |= {name: 0.0 for name in ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout")}
+NLLB |= {
+    f"{side}_{name}": value
+    for side in SIDES
+    for name, value in {"attention_heads": 4, "layerdrop": 0.0}.items()
+}
+NLLB |= {
+    name: 0.0
+    for name in ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout")
+}
 KINDS = ["switch", "nllb"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -31,7 +48,9 @@ def build(kind, **fields):
     if kind == "switch":
         more = {"d_ff": 32, "num_layers": 4, "num_decoder_layers": 4, **SWITCH, **fields}
         return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **more))
-    return NllbMoeForConditionalGeneration(NllbMoeConfig(**sizes, max_position_embeddings=64, **NLLB, **fields))
+    return NllbMoeForConditionalGeneration(
+        NllbMoeConfig(**sizes, max_position_embeddings=64, **NLLB, **fields)
+    )
 
 
 def batch():
@@ -41,7 +60,9 @@ def batch():
 
 
 def cross_entropy(output):
-    return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch()["labels"].flatten())
+    return torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), batch()["labels"].flatten()
+    )
 
 
 @every_kind
@@ -68,7 +89,9 @@ def test_only_the_first_two_experts_of_nllb_run():
 def test_padding_takes_the_capacity_of_switch_only(kind):
     model, ids = build(kind, expert_capacity=3).eval(), batch()["input_ids"]
     padding, mask = torch.full((3, 12), model.config.pad_token_id), torch.ones_like(ids)
-    padded = model.get_encoder()(torch.cat([padding, ids], 1), torch.cat([padding * 0, mask], 1))[0][:, 12:]
+    padded = model.get_encoder()(torch.cat([padding, ids], 1), torch.cat([padding * 0, mask], 1))[
+        0
+    ][:, 12:]
     moved = (padded - model.get_encoder()(ids, mask)[0]).abs().max()
     assert moved > 1 if kind == "switch" else moved < 1e-5
 
@@ -83,19 +106,27 @@ def test_an_evaluation_replaces_the_training_capacity_of_nllb():
 @every_kind
 def test_the_number_of_targets_is_taken_and_ignored(kind):
     model = build(kind).eval()
-    assert any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    assert torch.equal(model(**batch(), num_items_in_batch=torch.tensor(999)).loss, model(**batch()).loss)
+    assert any(
+        p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
+    )
+    assert torch.equal(
+        model(**batch(), num_items_in_batch=torch.tensor(999)).loss, model(**batch()).loss
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about their code
 @every_kind
-def test_there_is_one_kind_of_attention_no_plan_for_ranks_and_no_single_graph_but_a_static_cache(kind):
+def test_there_is_one_kind_of_attention_no_plan_for_ranks_and_no_single_graph_but_a_static_cache(
+    kind,
+):
     with pytest.raises(ValueError, match="does not support an attention implementation through"):
         build(kind, attn_implementation="sdpa")
     model, ids = build(kind).eval(), batch()["input_ids"]
     assert not model._tp_plan
     assert getattr(model.config, "base_model_ep_plan", None) is None
     tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
-    static = model.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True)
+    static = model.generate(
+        ids, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
+    )
     assert torch.equal(tokens, static)
     assert torch._dynamo.explain(model)(input_ids=ids, decoder_input_ids=ids).graph_break_count > 0

@@ -1,4 +1,6 @@
-"""The forward in bfloat16: what a sparse model errs more than a dense one is tokens that choose other experts."""
+"""The forward in bfloat16: what a sparse model errs more than a dense one is tokens that choose
+other experts.
+"""
 
 import copy
 
@@ -6,7 +8,13 @@ import torch
 
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
-WIDTH = {"d_model": 64, "d_kv": 16, "d_ff": 128, "eval_capacity_factor": None, "sparse_dense_stacking": False}
+WIDTH = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "eval_capacity_factor": None,
+    "sparse_dense_stacking": False,
+}
 
 
 def relative_error(model, expected):

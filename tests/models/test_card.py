@@ -1,4 +1,6 @@
-"""The model card: what it says is true of the model, nothing is invented, and nobody's own README.md is touched."""
+"""The model card: what it says is true of the model, nothing is invented, and nobody's own
+README.md is touched.
+"""
 
 import contextlib
 import io
@@ -42,7 +44,11 @@ def row(card, name):
 def test_header_and_table_say_what_the_model_is(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    card, total, active = card_of(tmp_path), model.num_parameters(), model.config.num_active_parameters()
+    card, total, active = (
+        card_of(tmp_path),
+        model.num_parameters(),
+        model.config.num_active_parameters(),
+    )
     assert card.data.to_dict() == {
         "library_name": "moe",
         "pipeline_tag": "text-generation",
@@ -62,8 +68,17 @@ def test_header_and_table_say_what_the_model_is(tmp_path):
 def test_what_is_given_and_measured_stands_in_it(tmp_path):
     model, batch = tiny_model(**SHORT), tiny_batch()
     out = model(**batch)
-    stats = {"encoder": total_stats(out.encoder_router_outputs), "decoder": total_stats(out.decoder_router_outputs)}
-    given = {"license": "apache-2.0", "datasets": ["a/b"], "metrics": ["accuracy"], "language": "en", "tags": ["mine"]}
+    stats = {
+        "encoder": total_stats(out.encoder_router_outputs),
+        "decoder": total_stats(out.decoder_router_outputs),
+    }
+    given = {
+        "license": "apache-2.0",
+        "datasets": ["a/b"],
+        "metrics": ["accuracy"],
+        "language": "en",
+        "tags": ["mine"],
+    }
     model.save_pretrained(tmp_path, card={**given, "base_model": "org/model", "stats": stats})
     data = card_of(tmp_path).data
     for name in ("license", "datasets", "metrics", "language"):
@@ -85,7 +100,9 @@ def test_an_absolute_capacity_stands_in_it_in_place_of_the_factors():
     assert "With a capacity in evaluation" in card.text
 
 
-@pytest.mark.parametrize("fields", [{"eval_capacity_factor": None}, {"num_experts": 0}], ids=["dropless", "dense"])
+@pytest.mark.parametrize(
+    "fields", [{"eval_capacity_factor": None}, {"num_experts": 0}], ids=["dropless", "dense"]
+)
 def test_a_model_without_a_capacity_or_without_experts_says_so(fields):
     if fields == {"num_experts": 0}:
         card = ModelCard(model_card(STMoEConfig()))
@@ -99,9 +116,13 @@ def test_a_model_without_a_capacity_or_without_experts_says_so(fields):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_class", [STMoEModel, STMoEEncoderModel, STMoEForConditionalGeneration])
+@pytest.mark.parametrize(
+    "model_class", [STMoEModel, STMoEEncoderModel, STMoEForConditionalGeneration]
+)
 def test_parameters_are_those_of_what_was_saved(tmp_path, model_class, tied):
-    tiny_model(tie_word_embeddings=tied, expert_bias="multiplicative").save_pretrained(tmp_path / "whole")
+    tiny_model(tie_word_embeddings=tied, expert_bias="multiplicative").save_pretrained(
+        tmp_path / "whole"
+    )
     model = model_class.from_pretrained(tmp_path / "whole")
     model.save_pretrained(tmp_path / "part")
     card = card_of(tmp_path / "part")
@@ -182,7 +203,9 @@ def test_the_base_model_is_the_name_on_the_hub_and_lasts(tmp_path, monkeypatch):
     tiny_model().save_pretrained(cached / "snapshots" / revision)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(revision)
-    model = STMoEForConditionalGeneration.from_pretrained("org/tiny", cache_dir=tmp_path / "hub", local_files_only=True)
+    model = STMoEForConditionalGeneration.from_pretrained(
+        "org/tiny", cache_dir=tmp_path / "hub", local_files_only=True
+    )
     for folder in ("first", "second"):
         model.save_pretrained(tmp_path / folder)
         assert card_of(tmp_path / folder).data.base_model == "org/tiny"
@@ -191,7 +214,9 @@ def test_the_base_model_is_the_name_on_the_hub_and_lasts(tmp_path, monkeypatch):
 
 def test_a_model_of_this_machine_names_no_base_model(tmp_path):
     tiny_model().save_pretrained(tmp_path / "runs" / "model")
-    STMoEForConditionalGeneration.from_pretrained(tmp_path / "runs" / "model").save_pretrained(tmp_path / "next")
+    STMoEForConditionalGeneration.from_pretrained(tmp_path / "runs" / "model").save_pretrained(
+        tmp_path / "next"
+    )
     assert card_of(tmp_path / "next").data.base_model is None
     (tmp_path / "next" / "README.md").write_text("---\n[\n---\n")
     assert origin(tmp_path / "next") is None
@@ -216,7 +241,9 @@ class Hub:
     def create_commit(self, repo_id, operations, **options):
         self.commits.append(options)
         for operation in operations:
-            shutil.copyfile(operation.path_or_fileobj, self.folder / repo_id / operation.path_in_repo)
+            shutil.copyfile(
+                operation.path_or_fileobj, self.folder / repo_id / operation.path_in_repo
+            )
 
     def download(self, repo_id, name, **_):
         if not (self.folder / repo_id / name).exists():
@@ -239,7 +266,15 @@ def push(how, model, tmp_path, **arguments):
 @pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
 def test_a_push_brings_the_card_and_later_ones_bring_it_up_to_date(hub, tmp_path, how):
     repo = hub.folder / "org" / "tiny"
-    push(how, tiny_model(), tmp_path, card={"license": "mit"}, tags=["mine"], commit_message="First", private=True)
+    push(
+        how,
+        tiny_model(),
+        tmp_path,
+        card={"license": "mit"},
+        tags=["mine"],
+        commit_message="First",
+        private=True,
+    )
     assert hub.commits[0]["commit_message"] == "First"
     assert {path.name for path in repo.iterdir()} >= {
         "README.md",
@@ -267,8 +302,12 @@ def test_a_push_leaves_a_card_that_was_written_on_the_hub(hub, tmp_path, how):
     assert (repo / "README.md").read_text() == OWN
 
 
-@pytest.mark.parametrize("on_the_hub", [None, "---\nlicense: mit\n---\n# Another\n"], ids=["none", "another"])
-def test_a_card_that_was_written_in_the_folder_stays_and_is_uploaded_where_there_is_none(hub, tmp_path, on_the_hub):
+@pytest.mark.parametrize(
+    "on_the_hub", [None, "---\nlicense: mit\n---\n# Another\n"], ids=["none", "another"]
+)
+def test_a_card_that_was_written_in_the_folder_stays_and_is_uploaded_where_there_is_none(
+    hub, tmp_path, on_the_hub
+):
     repo, local = hub.folder / "org" / "tiny", tmp_path / "local"
     for folder, text in ((local, OWN), (repo, on_the_hub)):
         folder.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""torch.compile and torch.export: the compiled or exported model gives the numbers of the one that is not."""
+"""torch.compile and torch.export: the compiled or exported model gives the numbers of the one that
+is not.
+"""
 
 import logging
 
@@ -17,7 +19,9 @@ COMPILERS = [
 
 pytestmark = [  # of torch's own tracing
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 
 
@@ -84,12 +88,22 @@ def test_decoding_through_a_static_cache_compiles_once(backend):
 
     @torch.no_grad()
     def decode(step):
-        cache = EncoderDecoderCache(*(StaticCache(config=model.config, max_cache_len=size) for size in (17, 13)))
-        encoded, ids, logits = model.get_encoder()(**inputs), torch.zeros(4, 1, dtype=torch.int64), []
+        cache = EncoderDecoderCache(
+            *(StaticCache(config=model.config, max_cache_len=size) for size in (17, 13))
+        )
+        encoded, ids, logits = (
+            model.get_encoder()(**inputs),
+            torch.zeros(4, 1, dtype=torch.int64),
+            [],
+        )
         for position in range(11):
             given = {"attention_mask": inputs["attention_mask"], "past_key_values": cache}
-            run = step if position else model  # as transformers does: the first step fills the cross-attention
-            out = run(encoder_outputs=encoded, decoder_input_ids=ids, output_router_logits=False, **given)
+            run = (
+                step if position else model
+            )  # as transformers does: the first step fills the cross-attention
+            out = run(
+                encoder_outputs=encoded, decoder_input_ids=ids, output_router_logits=False, **given
+            )
             logits.append(out.logits)
             ids = out.logits.argmax(-1)
             if step is compiled and position == 1:
@@ -108,7 +122,9 @@ def test_generation_compiles_its_steps_where_it_is_told_to():
     inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
     expected = model.generate(**inputs, max_new_tokens=7)
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=7, cache_implementation="static"), expected)
+    assert torch.equal(
+        model.generate(**inputs, max_new_tokens=7, cache_implementation="static"), expected
+    )
 
 
 def example(batch=4, length=13, targets=11):
@@ -123,7 +139,10 @@ def test_the_exported_model_gives_the_same_after_saving(tmp_path):
     save(export(model, (), inputs), tmp_path / "model.pt2")
     a, b = load(tmp_path / "model.pt2").module()(**inputs), model(**inputs, use_cache=False)
     assert list(a) == list(b)
-    close((a.logits, a.encoder_router_outputs[0].plan.slot), (b.logits, b.encoder_router_outputs[0].plan.slot))
+    close(
+        (a.logits, a.encoder_router_outputs[0].plan.slot),
+        (b.logits, b.encoder_router_outputs[0].plan.slot),
+    )
 
 
 @torch.no_grad()
@@ -132,7 +151,9 @@ def test_batch_and_lengths_of_an_exported_model_may_vary(kind):
     """With one sequence in a group: how many share one is a number of the graph, for sparse layers."""
     model = tiny_model(**{**SMALL, **kind})
     varies = {0: Dim.AUTO, 1: Dim.AUTO}
-    exported = export(model, (), example(), dynamic_shapes=dict.fromkeys(example(), varies)).module()
+    exported = export(
+        model, (), example(), dynamic_shapes=dict.fromkeys(example(), varies)
+    ).module()
     for sizes in ((4, 13, 11), (5, 17, 7), (2, 19, 23)):
         close(exported(**example(*sizes)).logits, model(**example(*sizes)).logits)
 

@@ -1,4 +1,6 @@
-"""Counts against the published numbers (presets name the sources) and against built models; errors at the door."""
+"""Counts against the published numbers (presets name the sources) and against built models; errors
+at the door.
+"""
 
 import json
 import warnings
@@ -10,7 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import SwitchTransformersConfig, T5Config
 
-from moe import PRESETS, ConfigError, MoEError, SparseConfig, STMoEConfig, STMoEForConditionalGeneration
+from moe import (
+    PRESETS,
+    ConfigError,
+    MoEError,
+    SparseConfig,
+    STMoEConfig,
+    STMoEForConditionalGeneration,
+)
 from moe.sparse.config import REFERENCES
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router, load_routers
@@ -60,7 +69,10 @@ def test_st_moe_l_without_experts_is_t5_large_and_twelve_norms():
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(STMoEConfig.from_preset("st-moe-l"))
     routed = sum(
-        p.numel() for module in model.modules() if isinstance(module, Experts | Router) for p in module.parameters()
+        p.numel()
+        for module in model.modules()
+        if isinstance(module, Experts | Router)
+        for p in module.parameters()
     )
     dense = STMoEConfig.from_preset("t5-1.1-large")
     assert model.num_parameters() - routed == dense.num_parameters() + 12 * dense.d_model
@@ -73,14 +85,22 @@ def test_the_sparse_blocks_are_the_last_of_each_stretch():
 
 
 @pytest.mark.parametrize(
-    ("layers", "sparse"), [(layers, n) for layers in range(1, 13) for n in range(1, layers + 1) if layers % n == 0]
+    ("layers", "sparse"),
+    [(layers, n) for layers in range(1, 13) for n in range(1, layers + 1) if layers % n == 0],
 )
 def test_the_second_block_of_a_stretch_is_where_transformers_puts_the_experts(layers, sparse):
     step = layers // sparse  # SwitchTransformersStack of 5.23.0
     expected = [block for block in range(layers) if block % step == 1 or step == 1]
-    fields = {"num_layers": layers, "num_sparse_encoder_layers": sparse, "num_experts": 3, "sparse_position": "second"}
+    fields = {
+        "num_layers": layers,
+        "num_sparse_encoder_layers": sparse,
+        "num_experts": 3,
+        "sparse_position": "second",
+    }
     config = STMoEConfig(**fields, num_decoder_layers=5)
-    assert [block for block in range(layers) if config.is_sparse_block(block, decoder=False)] == expected
+    assert [
+        block for block in range(layers) if config.is_sparse_block(block, decoder=False)
+    ] == expected
     assert not any(config.is_sparse_block(block, decoder=True) for block in range(5))
 
 
@@ -95,14 +115,23 @@ def test_active_parameters_count_two_of_the_experts():
     [
         ({"num_expert": 3}, "no field 'num_expert'.*Did you mean 'num_experts'"),
         ({"num_experts": 5}, "num_experts is 5, but num_sparse_encoder_layers"),
-        ({"num_experts": 5, "num_sparse_encoder_layers": 5}, r"does not divide the 12 blocks.*\[1, 2, 3, 4, 6, 12\]"),
-        ({"d_model": 0}, r"d_model is 0; expected an integer from 1 to [\d,]+ \(no larger tensor fits into memory\)"),
+        (
+            {"num_experts": 5, "num_sparse_encoder_layers": 5},
+            r"does not divide the 12 blocks.*\[1, 2, 3, 4, 6, 12\]",
+        ),
+        (
+            {"d_model": 0},
+            r"d_model is 0; expected an integer from 1 to [\d,]+ \(no larger tensor fits into memory\)",
+        ),
         ({"d_model": "wide"}, "d_model is 'wide'"),
         ({"dropout_rate": 1.5}, "dropout_rate is 1.5"),
         ({"feed_forward_proj": "swish"}, "expected one of gated-gelu, relu"),
         ({"eos_token_id": 40_000}, "eos_token_id is 40000; expected a token id below vocab_size"),
         ({"relative_attention_max_distance": 16}, "relative_attention_max_distance is 16"),
-        ({"router_loss_reduction": "max"}, "router_loss_reduction is 'max'; expected one of sum, mean"),
+        (
+            {"router_loss_reduction": "max"},
+            "router_loss_reduction is 'max'; expected one of sum, mean",
+        ),
         (
             {**SPARSE, "router": "expert_choice"},
             "'expert_choice' cannot be used in a decoder.*Set decoder_router to one",
@@ -114,30 +143,69 @@ def test_active_parameters_count_two_of_the_experts():
             {**SPARSE, "second_expert_policy": "all"},
             "no field 'second_expert_policy' .*option of batch_prioritized, token_choice. Give it inside router_opt",
         ),
-        ({**SPARSE, "expert_capacity": 0}, "expert_capacity is 0; expected an integer from 1 to .*, or None to follow"),
-        ({**SPARSE, "capacity_scope": "batch"}, "capacity_scope is 'batch'; expected one of group, sequence"),
-        ({**SPARSE, "sparse_position": "first"}, "sparse_position is 'first'; expected one of last, second"),
-        ({**SPARSE, "capacity_factor": "1.25"}, "capacity_factor is '1.25'; expected a finite number above 0, or None"),
-        ({"decoder_router": "switch"}, "decoder_router is 'switch', but the decoder has no sparse layer"),
-        ({"decoder_router_options": {"policy": "sample"}}, "decoder_router_options is .*, but the decoder has no"),
-        ({**SPARSE, "router_options": {"jiter": 0.1}}, "Router 'token_choice' has no option 'jiter'"),
+        (
+            {**SPARSE, "expert_capacity": 0},
+            "expert_capacity is 0; expected an integer from 1 to .*, or None to follow",
+        ),
+        (
+            {**SPARSE, "capacity_scope": "batch"},
+            "capacity_scope is 'batch'; expected one of group, sequence",
+        ),
+        (
+            {**SPARSE, "sparse_position": "first"},
+            "sparse_position is 'first'; expected one of last, second",
+        ),
+        (
+            {**SPARSE, "capacity_factor": "1.25"},
+            "capacity_factor is '1.25'; expected a finite number above 0, or None",
+        ),
+        (
+            {"decoder_router": "switch"},
+            "decoder_router is 'switch', but the decoder has no sparse layer",
+        ),
+        (
+            {"decoder_router_options": {"policy": "sample"}},
+            "decoder_router_options is .*, but the decoder has no",
+        ),
+        (
+            {**SPARSE, "router_options": {"jiter": 0.1}},
+            "Router 'token_choice' has no option 'jiter'",
+        ),
         ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected a mapping"),
-        ({**SPARSE, "decoder_router": "batch_prioritized"}, "'batch_prioritized' cannot be used in a decoder"),
+        (
+            {**SPARSE, "decoder_router": "batch_prioritized"},
+            "'batch_prioritized' cannot be used in a decoder",
+        ),
         (
             {"num_layers": 100_000},
             r"num_layers is 100000; expected an integer from 1 to 1,024 \(blocks are built one by",
         ),
-        ({"vocab_size": 10**300}, r"vocab_size is 10+.*characters\); expected an integer from 1 to"),
-        ({"d_model": 2**20, "d_ff": 2**24, "num_layers": 99}, "parameters; expected at most 100,000,000,000,000"),
+        (
+            {"vocab_size": 10**300},
+            r"vocab_size is 10+.*characters\); expected an integer from 1 to",
+        ),
+        (
+            {"d_model": 2**20, "d_ff": 2**24, "num_layers": 99},
+            "parameters; expected at most 100,000,000,000,000",
+        ),
         ({"d_model": 768.0}, "d_model is 768.0; expected an integer"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
-        ({"is_encoder_decoder": False}, "is_encoder_decoder is False; expected true: .*STMoEEncoderModel"),
+        (
+            {"is_encoder_decoder": False},
+            "is_encoder_decoder is False; expected true: .*STMoEEncoderModel",
+        ),
         ({"use_cache": 1}, "use_cache is 1; expected true or false"),
         ({"output_hidden_states": "yes"}, "output_hidden_states is 'yes'; expected true or false"),
         ({"dropout_rate": float("nan")}, "dropout_rate is nan; expected a finite number"),
         ({"z_loss_weight": 1e308}, "z_loss_weight is 1e.308; expected a finite number"),
-        ({"capacity_factor": "much"}, "capacity_factor is 'much'; expected a finite number above 0"),
-        ({"dtype": "float7"}, "dtype is 'float7'; expected the name of a floating-point dtype of torch"),
+        (
+            {"capacity_factor": "much"},
+            "capacity_factor is 'much'; expected a finite number above 0",
+        ),
+        (
+            {"dtype": "float7"},
+            "dtype is 'float7'; expected the name of a floating-point dtype of torch",
+        ),
         ({"dtype": "nn"}, "dtype is 'nn'; expected the name of a floating-point dtype of torch"),
         ({"router_options": "all"}, "router_options is 'all'; expected a mapping"),
         (
@@ -150,11 +218,20 @@ def test_active_parameters_count_two_of_the_experts():
         ({"architectures": "T5"}, "architectures is 'T5'; expected a list"),
         ({"num_labels": 10**12}, "num_labels is 1000000000000; expected"),
         ({"id2label": {"a": "b"}}, "id2label is {'a': 'b'}; expected a mapping whose keys"),
-        ({"problem_type": "single_label_classification", "num_labels": 1}, "problem_type is .* another with one label"),
-        ({"is_decoder": True}, "is_decoder is True; expected nothing here: the model has both stacks"),
+        (
+            {"problem_type": "single_label_classification", "num_labels": 1},
+            "problem_type is .* another with one label",
+        ),
+        (
+            {"is_decoder": True},
+            "is_decoder is True; expected nothing here: the model has both stacks",
+        ),
         ({"task_specific_params": [1]}, r"task_specific_params is \[1\]; expected a mapping"),
         ({"attn_implementation": 5}, "attn_implementation is 5; expected a name"),
-        ({"quantization_config": "int8"}, "quantization_config is 'int8'; expected a configuration"),
+        (
+            {"quantization_config": "int8"},
+            "quantization_config is 'int8'; expected a configuration",
+        ),
     ],
 )
 def test_a_config_whose_numbers_are_wrong_is_refused(fields, message):
@@ -175,7 +252,12 @@ def test_parameters_of_every_router_are_counted_before_anything_is_built(router,
     kind = load_routers().get(router)
     config = STMoEConfig(
         **FIELDS
-        | {"router": router, "router_options": None, "router_input": router_input, "decoder_router": "switch"}
+        | {
+            "router": router,
+            "router_options": None,
+            "router_input": router_input,
+            "decoder_router": "switch",
+        }
         | {"num_selected_experts": 1, "expert_bias": "multiplicative"}
     )
     built = STMoEForConditionalGeneration(config)
@@ -184,7 +266,9 @@ def test_parameters_of_every_router_are_counted_before_anything_is_built(router,
 
 
 def test_the_decoder_takes_over_the_router_and_its_options_unless_it_has_its_own():
-    same = STMoEConfig(**SPARSE, num_selected_experts=1, router="switch", router_options={"policy": "sample"})
+    same = STMoEConfig(
+        **SPARSE, num_selected_experts=1, router="switch", router_options={"policy": "sample"}
+    )
     assert same.sparse_config(decoder=True).router_options == {"policy": "sample"}
     other = STMoEConfig(**SPARSE, router="batch_prioritized", decoder_router="token_choice")
     assert other.sparse_config(decoder=True).router == "token_choice"
@@ -195,7 +279,9 @@ def test_the_decoder_takes_over_the_router_and_its_options_unless_it_has_its_own
     assert own.sparse_config(decoder=True).router_options == options
 
 
-@pytest.mark.parametrize(("reference", "reduction"), [("mesh_tensorflow", "sum"), ("flaxformer", "mean")])
+@pytest.mark.parametrize(
+    ("reference", "reduction"), [("mesh_tensorflow", "sum"), ("flaxformer", "mean")]
+)
 def test_a_reference_sets_the_layers_and_the_reduction_over_them(reference, reduction):
     config = STMoEConfig.after(reference, **SPARSE)
     layer = config.sparse_config(decoder=False)
@@ -206,10 +292,14 @@ def test_a_reference_sets_the_layers_and_the_reduction_over_them(reference, redu
 
 
 def test_a_reference_gives_every_router_the_options_that_it_has():
-    config = STMoEConfig.after("flaxformer", **SPARSE, router="expert_choice", decoder_router="bias_balanced")
+    config = STMoEConfig.after(
+        "flaxformer", **SPARSE, router="expert_choice", decoder_router="bias_balanced"
+    )
     assert config.sparse_config(decoder=False).router_options == {"softmax_over": "experts"}
     assert config.sparse_config(decoder=True).router_options == {"normalize_gates": False}
-    config = STMoEConfig.after("mesh_tensorflow", **SPARSE, router="expert_choice", decoder_router="token_choice")
+    config = STMoEConfig.after(
+        "mesh_tensorflow", **SPARSE, router="expert_choice", decoder_router="token_choice"
+    )
     assert config.sparse_config(decoder=False).router_options == {"softmax_over": "tokens"}
 
 
@@ -227,7 +317,9 @@ def test_an_unknown_preset_names_the_closest():
 
 def test_a_config_survives_saving(tmp_path):
     routers = {"router_options": {"second_expert_policy": "all"}, "decoder_router": "bias_balanced"}
-    config = STMoEConfig.from_preset("st-moe-base", eval_capacity_factor=None, expert_bias="multiplicative", **routers)
+    config = STMoEConfig.from_preset(
+        "st-moe-base", eval_capacity_factor=None, expert_bias="multiplicative", **routers
+    )
     config.save_pretrained(tmp_path)
     assert STMoEConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
 
@@ -264,7 +356,8 @@ def test_an_attribute_that_was_set_loads_again_and_is_named(tmp_path):
     config.lab_tag, config.num_expert = "a", 5
     config.save_pretrained(tmp_path)
     with pytest.warns(
-        UserWarning, match=r"lab_tag \('a'\), num_expert \(5\) Did you mean 'num_experts'\?\. They are kept"
+        UserWarning,
+        match=r"lab_tag \('a'\), num_expert \(5\) Did you mean 'num_experts'\?\. They are kept",
     ):
         loaded = STMoEConfig.from_pretrained(tmp_path)
     assert (loaded.lab_tag, loaded.num_expert) == ("a", 5)
@@ -278,7 +371,9 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
     assert (loaded.d_model, loaded.dropout_rate) == (64, 0.5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("to_dict", 3), ("scale", {1, 2}), ("scale", torch.ones(2))])
+@pytest.mark.parametrize(
+    ("name", "value"), [("to_dict", 3), ("scale", {1, 2}), ("scale", torch.ones(2))]
+)
 def test_what_could_not_be_loaded_again_is_refused_at_save(tmp_path, name, value):
     config = STMoEConfig()
     vars(config)[name] = value
@@ -294,7 +389,9 @@ def _fields_of(config):
 VALID = {
     "st_moe": _fields_of(STMoEConfig(**FIELDS)),
     "t5": _fields_of(T5Config(vocab_size=131, d_model=29, num_layers=2)),
-    "switch_transformers": _fields_of(SwitchTransformersConfig(vocab_size=131, d_model=29, num_layers=2)),
+    "switch_transformers": _fields_of(
+        SwitchTransformersConfig(vocab_size=131, d_model=29, num_layers=2)
+    ),
 }
 JSON = st.recursive(
     st.none()
@@ -302,21 +399,31 @@ JSON = st.recursive(
     | st.integers()
     | st.sampled_from([-1, 0, 1, 2**31, 2**63, 10**18, 10**400])
     | st.floats()
-    | st.sampled_from(["no", "true", "relu", "gated-gelu", "float32", "float7", "switch", "expert_choice", "1"])
+    | st.sampled_from(
+        ["no", "true", "relu", "gated-gelu", "float32", "float7", "switch", "expert_choice", "1"]
+    )
     | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_path, data):
     kind = data.draw(st.sampled_from(list(VALID)))
-    names = st.sampled_from(sorted(VALID[kind])) | st.sampled_from(["lab_tag", "to_dict", "rope_theta", "__class__"])
+    names = st.sampled_from(sorted(VALID[kind])) | st.sampled_from(
+        ["lab_tag", "to_dict", "rope_theta", "__class__"]
+    )
     changes = data.draw(st.dictionaries(names, JSON, min_size=1, max_size=2))
     missing = data.draw(st.sets(st.sampled_from(sorted(VALID[kind])), max_size=2))
-    content = {name: value for name, value in {**VALID[kind], **changes}.items() if name not in missing}
+    content = {
+        name: value for name, value in {**VALID[kind], **changes}.items() if name not in missing
+    }
     (tmp_path / "config.json").write_text(json.dumps(content))
 
     with warnings.catch_warnings():
@@ -344,5 +451,7 @@ def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_
     for name in ("_name_or_path", "id2label", "label2id"):
         before.pop(name, None)
         after.pop(name, None)
-    assert json.dumps(after, sort_keys=True) == json.dumps(before, sort_keys=True)  # where NaN is equal to NaN
+    assert json.dumps(after, sort_keys=True) == json.dumps(
+        before, sort_keys=True
+    )  # where NaN is equal to NaN
     assert again.num_parameters() > 0

@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.exporters.utils import decompose_prefill_decode
 
 from moe import ConfigError, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
@@ -16,7 +21,10 @@ from tests.models.t5 import as_t5
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 SPARSE = {"eval_capacity_factor": None, "num_decoder_layers": 2}
-EQUAL_DEPTH = {**DENSE, "num_decoder_layers": 2}  # as many blocks as the encoder; else T5's cache fails
+EQUAL_DEPTH = {
+    **DENSE,
+    "num_decoder_layers": 2,
+}  # as many blocks as the encoder; else T5's cache fails
 CLASSES = [STMoEModel, STMoEForConditionalGeneration, STMoEEncoderModel]
 
 
@@ -42,13 +50,23 @@ def build(kind, **fields):
 def test_signatures_name_their_arguments_and_the_first_is_the_main_input(kind):
     parameters = inspect.signature(kind.forward).parameters
     assert list(parameters)[1] == kind.main_input_name == "input_ids"
-    names = {"attention_mask", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict"}
+    names = {
+        "attention_mask",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
     assert names < set(parameters)
-    assert not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values())
+    assert not any(
+        parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters.values()
+    )
 
 
 def tensors_in(value):
-    """What transformers' common tests of outputs look at: tensors in lists, tuples and dictionaries."""
+    """What transformers' common tests of outputs look at: tensors in lists, tuples and
+    dictionaries.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -68,7 +86,9 @@ def test_tuples_and_records_hold_the_same_numbers_and_none_is_a_truth_value(kind
     pairs = list(zip(tensors_in(as_tuple), tensors_in(as_record.to_tuple()), strict=True))
     assert len(pairs) > 5
     for a, b in pairs:
-        assert (a - b).abs().max() < 1e-5  # as transformers writes it, which fails for tensors of bool
+        assert (
+            a - b
+        ).abs().max() < 1e-5  # as transformers writes it, which fails for tensors of bool
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -86,7 +106,9 @@ def test_what_is_compared_of_a_batch_is_cut_by_its_sequences(kind):
 
 def test_records_of_routers_are_a_sequence_and_a_tree():
     records = tiny_model()(**tiny_batch()).encoder_router_outputs
-    assert len(records) == 1 and list(records) == [records[0]] and list(records[:1]) == list(records)
+    assert (
+        len(records) == 1 and list(records) == [records[0]] and list(records[:1]) == list(records)
+    )
     assert len(records + records) == 2 and "RouterRecords([RouterOutput" in repr(records)
     leaves, spec = pytree.tree_flatten(records)
     assert all(isinstance(leaf, torch.Tensor | int | None) for leaf in leaves)
@@ -128,7 +150,9 @@ def test_the_cache_of_the_configuration_changes_no_routing():
 @pytest.fixture(scope="module")
 def tokenizer():
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:127]
-    vocabulary = {piece: number for number, piece in enumerate(["<pad>", "</s>", "<s>", "<unk>", *pieces])}
+    vocabulary = {
+        piece: number for number, piece in enumerate(["<pad>", "</s>", "<s>", "<unk>", *pieces])
+    }
     tool = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tool.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tool.decoder = decoders.ByteLevel()
@@ -152,7 +176,10 @@ def test_token_healing_is_refused_in_words_of_ours():
     model, ids = tiny_model(), tiny_batch()["input_ids"]
     settings = GenerationConfig(token_healing=True)
     for arguments in ({"token_healing": True}, {"generation_config": settings}):
-        with pytest.raises(ConfigError, match="token_healing is True, but transformers heals the prompts of decoders"):
+        with pytest.raises(
+            ConfigError,
+            match="token_healing is True, but transformers heals the prompts of decoders",
+        ):
             model.generate(ids, **arguments)
 
 
@@ -163,7 +190,9 @@ def test_typos_in_generate_are_refused_by_name():
 
 def test_generation_computes_the_logits_of_the_last_position_alone():
     model, widths = tiny_model(), []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, output: widths.append(output.shape[1])
+    )
     prompt = tiny_batch()["labels"].clamp(min=2)[:, :5]
     model.generate(tiny_batch()["input_ids"], decoder_input_ids=prompt, max_new_tokens=3)
     assert widths == [1, 1, 1]
@@ -174,7 +203,9 @@ def test_generation_computes_the_logits_of_the_last_position_alone():
 def test_prefill_and_decode_are_taken_apart_as_exporters_want_them(fields):
     model = tiny_model(**fields)
     ids = tiny_batch()["input_ids"]
-    stages = decompose_prefill_decode(model, {"input_ids": ids, "attention_mask": (ids != 0).long()})
+    stages = decompose_prefill_decode(
+        model, {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    )
     assert set(stages) == {"prefill", "decode"}
     for stage, inputs in stages.values():
         assert set(inputs) <= set(inspect.signature(model.forward).parameters)
@@ -187,5 +218,8 @@ def test_a_cache_of_self_attention_alone_is_extended_in_place():
     ids = inputs.pop("decoder_input_ids")
     expected = model(**inputs, decoder_input_ids=ids, decoder_drop_tokens=False).logits
     cache = DynamicCache()
-    steps = [model(**inputs, decoder_input_ids=part, past_key_values=cache).logits for part in ids.split([4, 7], dim=1)]
+    steps = [
+        model(**inputs, decoder_input_ids=part, past_key_values=cache).logits
+        for part in ids.split([4, 7], dim=1)
+    ]
     close(torch.cat(steps, dim=1), expected)

@@ -1,4 +1,6 @@
-"""T5 and Switch as they load: what is computed equals transformers' own classes, and every tensor is accounted for."""
+"""T5 and Switch as they load: what is computed equals transformers' own classes, and every tensor
+is accounted for.
+"""
 
 import json
 import shutil
@@ -68,14 +70,18 @@ def change_config(folder, **changes):
 
 @every_kind
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_encoder_and_logits_equal_transformers_where_capacity_drops_tokens(folders, kind, attention):
+def test_encoder_and_logits_equal_transformers_where_capacity_drops_tokens(
+    folders, kind, attention
+):
     theirs, inputs = their_model(kind), their_inputs()
     ours = load(folders(kind), attn_implementation=attention)
     expected, actual = theirs(**inputs), ours(**inputs)
     assert_equal_to_rounding(actual.encoder_last_hidden_state, expected.encoder_last_hidden_state)
     assert_equal_to_rounding(actual.logits, expected.logits)
     routers = (*(actual.encoder_router_outputs or ()), *(actual.decoder_router_outputs or ()))
-    assert (sum(int(router.stats.dropped_tokens) for router in routers) > 0) == kind.startswith("Switch")
+    assert (sum(int(router.stats.dropped_tokens) for router in routers) > 0) == kind.startswith(
+        "Switch"
+    )
 
 
 @every_kind
@@ -84,7 +90,9 @@ def test_right_padding_leaves_real_tokens_equal_to_transformers(folders, kind):
     mask = torch.arange(17) < torch.tensor([[17], [11], [5]])
     inputs = {**inputs, "attention_mask": mask.long(), "input_ids": inputs["input_ids"] * mask}
     expected, actual = theirs(**inputs), ours(**inputs)
-    assert_equal_to_rounding(actual.encoder_last_hidden_state[mask], expected.encoder_last_hidden_state[mask])
+    assert_equal_to_rounding(
+        actual.encoder_last_hidden_state[mask], expected.encoder_last_hidden_state[mask]
+    )
     assert_equal_to_rounding(actual.logits, expected.logits)
 
 
@@ -96,7 +104,12 @@ def test_cached_decoding_equals_transformers_step_by_step(folders, kind):
         caches, token = [None, None], torch.zeros(3, 1, dtype=torch.int64)
         for _ in range(7):
             steps = [
-                model(encoder_outputs=memory, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+                model(
+                    encoder_outputs=memory,
+                    decoder_input_ids=token,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
                 for model, memory, cache in zip((theirs, ours), encoded, caches, strict=True)
             ]
             assert_equal_to_rounding(steps[1].logits, steps[0].logits)
@@ -105,10 +118,14 @@ def test_cached_decoding_equals_transformers_step_by_step(folders, kind):
 
 @every_kind
 def test_generation_equals_transformers(tmp_path, kind):
-    theirs = their_model(kind, num_layers=6)  # with fewer layers than its decoder, their generate has no cache for it
+    theirs = their_model(
+        kind, num_layers=6
+    )  # with fewer layers than its decoder, their generate has no cache for it
     theirs.save_pretrained(tmp_path)
     ids = their_inputs()["input_ids"]
-    expected, actual = (model.generate(ids, max_new_tokens=11, num_beams=1) for model in (theirs, load(tmp_path)))
+    expected, actual = (
+        model.generate(ids, max_new_tokens=11, num_beams=1) for model in (theirs, load(tmp_path))
+    )
     assert torch.equal(actual, expected)
 
 
@@ -129,10 +146,15 @@ def test_every_form_of_files_gives_the_same_weights_bit_for_bit(folders, tmp_pat
             names = sorted(weights)
             parts = {f"pytorch_model-0000{i + 1}-of-00003.bin": names[i::3] for i in range(3)}
             parts = {file: {name: weights[name] for name in some} for file, some in parts.items()}
-            index = {"metadata": {}, "weight_map": {name: file for file, some in parts.items() for name in some}}
+            index = {
+                "metadata": {},
+                "weight_map": {name: file for file, some in parts.items() for name in some},
+            }
             (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         for file, some in parts.items():
-            torch.save(some, tmp_path / file, _use_new_zipfile_serialization=form != ".bin of old torch")
+            torch.save(
+                some, tmp_path / file, _use_new_zipfile_serialization=form != ".bin of old torch"
+            )
     expected, actual = load(folders(kind)).state_dict(), load(tmp_path).state_dict()
     assert expected.keys() == actual.keys()
     assert all(torch.equal(weight, actual[name]) for name, weight in expected.items())
@@ -152,13 +174,20 @@ def test_a_name_of_the_hub_loads_from_its_cache(folders, tmp_path):
 
 
 def test_dtype_device_map_and_settings_are_those_asked_for(folders):
-    settings = {"expert_capacity": 5, "attn_implementation": "eager", "dtype": torch.bfloat16, "device_map": "cpu"}
+    settings = {
+        "expert_capacity": 5,
+        "attn_implementation": "eager",
+        "dtype": torch.bfloat16,
+        "device_map": "cpu",
+    }
     model, info = load(folders("Switch"), output_loading_info=True, **settings)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config.expert_capacity == model.sparse_layers()[0].config.expert_capacity == 5
     assert model.config._attn_implementation == "eager"
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    with pytest.raises(ConfigError, match=r"from_pretrained got variant 'fp16' .* Leave variant out"):
+    with pytest.raises(
+        ConfigError, match=r"from_pretrained got variant 'fp16' .* Leave variant out"
+    ):
         load(folders("Switch"), variant="fp16")
 
 
@@ -171,17 +200,23 @@ def test_the_dtype_of_the_files_is_kept(folders, tmp_path):
 def test_what_is_saved_after_a_conversion_is_in_our_names(folders, tmp_path):
     model = load(folders("Switch"))
     model.save_pretrained(tmp_path)
-    assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(model.state_dict().keys() - {"lm_head.weight"})
+    assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(
+        model.state_dict().keys() - {"lm_head.weight"}
+    )
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "st_moe"
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert isinstance(again, STMoEForConditionalGeneration)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_an_auto_class_with_our_config_converts_and_without_is_transformers(folders):
     folder = folders("T5 1.1")
     config = STMoEConfig.from_pretrained(folder)
-    assert isinstance(AutoModelForSeq2SeqLM.from_pretrained(folder, config=config), STMoEForConditionalGeneration)
+    assert isinstance(
+        AutoModelForSeq2SeqLM.from_pretrained(folder, config=config), STMoEForConditionalGeneration
+    )
     assert isinstance(AutoModelForSeq2SeqLM.from_pretrained(folder), T5ForConditionalGeneration)
 
 
@@ -190,7 +225,9 @@ def test_a_part_of_the_model_loads_alone(folders, tmp_path):
     for part in (STMoEEncoderModel, STMoEModel):
         loaded = part.from_pretrained(folders("Switch"))
         encoder = loaded.encoder if part is STMoEEncoderModel else loaded.get_encoder()
-        assert torch.equal(encoder(ids).last_hidden_state, whole.get_encoder()(ids).last_hidden_state)
+        assert torch.equal(
+            encoder(ids).last_hidden_state, whole.get_encoder()(ids).last_hidden_state
+        )
     theirs = T5EncoderModel.from_pretrained(folders("T5 1.1"))
     theirs.save_pretrained(tmp_path)
     encoder = STMoEEncoderModel.from_pretrained(tmp_path)
@@ -236,13 +273,18 @@ def test_copies_of_the_embedding_and_t5s_unused_bias_are_explained(folders, tmp_
     change_weights(folder, add)
     ignored = conversion_report(folder).ignored
     assert ignored[unused].startswith("is not used: T5 1.0 stored it")
-    assert ignored["decoder.embed_tokens.weight"] == ignored["lm_head.weight"] == "is a copy of shared.weight"
+    assert (
+        ignored["decoder.embed_tokens.weight"]
+        == ignored["lm_head.weight"]
+        == "is a copy of shared.weight"
+    )
     assert torch.equal(load(folder).lm_head.weight, load(folders("T5 1.0")).lm_head.weight)
     change_weights(folder, lambda weights: weights.pop("shared.weight"))
     assert torch.equal(load(folder).lm_head.weight, load(folders("T5 1.0")).lm_head.weight)
     change_weights(folder, lambda weights: weights["decoder.embed_tokens.weight"].add_(1))
     with pytest.raises(
-        CheckpointError, match=r"encoder with encoder\.embed_tokens\.weight and the decoder with decoder"
+        CheckpointError,
+        match=r"encoder with encoder\.embed_tokens\.weight and the decoder with decoder",
     ):
         load(folder)
 
@@ -250,15 +292,23 @@ def test_copies_of_the_embedding_and_t5s_unused_bias_are_explained(folders, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("encoder.final_layer_norm.weight"), r"1 missing: encoder\.final_layer_norm\.weight\. Downl"),
-        (lambda w: w.pop("encoder.block.1.layer.1.mlp.experts.expert_6.wo.weight"), r"1 missing: .*expert_6\.wo"),
+        (
+            lambda w: w.pop("encoder.final_layer_norm.weight"),
+            r"1 missing: encoder\.final_layer_norm\.weight\. Downl",
+        ),
+        (
+            lambda w: w.pop("encoder.block.1.layer.1.mlp.experts.expert_6.wo.weight"),
+            r"1 missing: .*expert_6\.wo",
+        ),
         (lambda w: w.update(adapter=torch.zeros(3)), r"1 unexpected: adapter\."),
         (
             lambda w: w.update({"shared.weight": torch.zeros(129, 29)}),
             r"1 of another shape: shared\.weight \(129, 29\) instead of \(131, 29\)\.",
         ),
         (
-            lambda w: w.update({"encoder.block.1.layer.1.mlp.router.classifier.bias": torch.zeros(7)}),
+            lambda w: w.update(
+                {"encoder.block.1.layer.1.mlp.router.classifier.bias": torch.zeros(7)}
+            ),
             r"1 unexpected: .*classifier\.bias",
         ),
     ],
@@ -276,7 +326,11 @@ def test_a_missing_head_of_its_own_is_not_made_up(folders, tmp_path):
     folder = shutil.copytree(folders("T5 1.1"), tmp_path / "model")
     change_config(folder, tie_word_embeddings=False)
     path = folder / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "scale_decoder_outputs"}))
+    path.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(path.read_text()).items() if k != "scale_decoder_outputs"}
+        )
+    )
     assert load(folder).config.tie_word_embeddings is False  # config.json as of the hub
     change_weights(folder, lambda weights: weights.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight"):
@@ -286,15 +340,22 @@ def test_a_missing_head_of_its_own_is_not_made_up(folders, tmp_path):
 def test_folders_without_weights_or_torn_ones_are_one_message(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "):
+    with pytest.raises(
+        CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "
+    ):
         load(folder)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"has no weights: expected one of model\.safetensors, model.*\.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"has no weights: expected one of model\.safetensors, model.*\.bin"
+    ):
         load(folder)
 
 
 def test_a_mesh_wants_a_folder_that_was_converted_once_and_for_all(folder):
-    with pytest.raises(CheckpointError, match=r"of type 'switch_transformers'.*python -m scripts\.convert_checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"of type 'switch_transformers'.*python -m scripts\.convert_checkpoint",
+    ):
         load_model_on_mesh(folder, None)
 
 
@@ -313,7 +374,9 @@ HUB_EXTRAS = {
 
 
 def test_config_json_of_the_hub_becomes_ours(folder):
-    change_config(folder, **HUB_EXTRAS, router_jitter_noise=0.03, dropout_rate=0.2, router_z_loss_coef=0.5)
+    change_config(
+        folder, **HUB_EXTRAS, router_jitter_noise=0.03, dropout_rate=0.2, router_z_loss_coef=0.5
+    )
     config = STMoEConfig.from_pretrained(folder)
     expected = {
         "router": "switch",
@@ -341,12 +404,27 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         ({"router_bias": True}, "router_bias True; expected False"),
         ({"num_selected_experts": 2}, "num_selected_experts 2; expected 1"),
         ({"dense_act_fn": "gelu"}, "plain feed-forward layers with the activation 'gelu'"),
-        ({"is_gated_act": True, "dense_act_fn": "silu"}, "gated feed-forward layers with the activation 'silu'"),
-        ({"scalable_attention": True}, "has scalable_attention True, which changes what the model computes"),
-        ({"num_sparse_encoder_layers": 3, "encoder_sparse_step": 3}, r"4 layers in the encoder, of which every 3th"),
-        ({"eos_token_id": [1, 500]}, r"eos_token_id is \[1, 500\]; expected a token id below vocab_size, 131"),
+        (
+            {"is_gated_act": True, "dense_act_fn": "silu"},
+            "gated feed-forward layers with the activation 'silu'",
+        ),
+        (
+            {"scalable_attention": True},
+            "has scalable_attention True, which changes what the model computes",
+        ),
+        (
+            {"num_sparse_encoder_layers": 3, "encoder_sparse_step": 3},
+            r"4 layers in the encoder, of which every 3th",
+        ),
+        (
+            {"eos_token_id": [1, 500]},
+            r"eos_token_id is \[1, 500\]; expected a token id below vocab_size, 131",
+        ),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"num_layers": 10**12}, "num_layers is 1000000000000; expected an integer from 1 to 1,024"),
+        (
+            {"num_layers": 10**12},
+            "num_layers is 1000000000000; expected an integer from 1 to 1,024",
+        ),
         ({"d_model": 29.0}, "d_model is 29.0; expected an integer"),
         ({"encoder_sparse_step": "two"}, "encoder_sparse_step is 'two'; expected an integer"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
@@ -354,26 +432,41 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         ({"dropout_rate": None}, "dropout_rate is None; expected a finite number"),
         ({"pad_token_id": []}, r"pad_token_id is \[\]; expected the id of a token, or null"),
         ({"d_ff": None}, "d_ff is None; expected an integer"),
-        ({"feed_forward_proj": "nothing"}, "feed_forward_proj is 'nothing'; expected one of relu, gated-gelu,"),
+        (
+            {"feed_forward_proj": "nothing"},
+            "feed_forward_proj is 'nothing'; expected one of relu, gated-gelu,",
+        ),
         (
             {"feed_forward_proj": "gated-gelu"},
             "feed_forward_proj is 'gated-gelu'; expected 'relu': the model has plain",
         ),
         ({"dtype": "float7"}, "dtype is 'float7'; expected the name of a floating-point dtype"),
-        ({"tie_encoder_decoder": True}, "has tie_encoder_decoder True, which changes what the model computes"),
+        (
+            {"tie_encoder_decoder": True},
+            "has tie_encoder_decoder True, which changes what the model computes",
+        ),
         ({"to_dict": 3}, "to_dict cannot be a field of a config.json"),
         ({"model_type": ["t5"]}, r"of a model of type \['t5'\]; expected st_moe"),
-        ({"model_type": "bert"}, "of a model of type 'bert'; expected st_moe, or t5 or switch_transformers"),
+        (
+            {"model_type": "bert"},
+            "of a model of type 'bert'; expected st_moe, or t5 or switch_transformers",
+        ),
     ],
 )
-def test_a_config_json_that_cannot_be_represented_is_refused_with_the_reason(folder, changes, message):
+def test_a_config_json_that_cannot_be_represented_is_refused_with_the_reason(
+    folder, changes, message
+):
     change_config(folder, **changes)
     with pytest.raises(ConfigError, match=message):
         load(folder)
 
 
 def test_what_transformers_does_not_read_either_is_kept_with_a_warning(folder):
-    kept = {"task_specific_params": {"summarization": {"prefix": "summarize: "}}, "prefix": "x ", "bos_token_id": None}
+    kept = {
+        "task_specific_params": {"summarization": {"prefix": "summarize: "}},
+        "prefix": "x ",
+        "bos_token_id": None,
+    }
     change_config(folder, **kept, tokenizer_class="T5Tokenizer", lab_tag="a", rope_theta=None)
     with pytest.warns(UserWarning, match=r"fields that STMoEConfig does not read: lab_tag \('a'\)"):
         config = STMoEConfig.from_pretrained(folder)
@@ -401,8 +494,16 @@ def test_an_untied_switch_computes_with_the_tables_of_its_stacks(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
-        ("Switch, untied", "decoder.embed_tokens.weight", "the encoder with encoder.* and the decoder with decoder"),
-        ("Switch", "shared.weight", "the stacks with encoder.* and the head with shared.weight, whose numbers differ"),
+        (
+            "Switch, untied",
+            "decoder.embed_tokens.weight",
+            "the encoder with encoder.* and the decoder with decoder",
+        ),
+        (
+            "Switch",
+            "shared.weight",
+            "the stacks with encoder.* and the head with shared.weight, whose numbers differ",
+        ),
     ],
 )
 def test_two_embeddings_that_both_matter_are_refused(folders, tmp_path, kind, changed, message):
@@ -446,11 +547,15 @@ def test_loading_takes_the_model_and_one_shard(folders, tmp_path, form):
         for file in tmp_path.glob("*.safetensors"):
             torch.save(load_file(file), file.with_suffix(".bin"))
             file.unlink()
-        index["weight_map"] = {k: v.replace(".safetensors", ".bin") for k, v in index["weight_map"].items()}
+        index["weight_map"] = {
+            k: v.replace(".safetensors", ".bin") for k, v in index["weight_map"].items()
+        }
         (tmp_path / "model.safetensors.index.json").unlink()
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     arguments = [sys.executable, "-c", PEAK + MEMORY, str(folders("Switch")), str(tmp_path)]
-    answer = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=120).stdout
+    answer = subprocess.run(
+        arguments, check=True, capture_output=True, text=True, timeout=120
+    ).stdout
     taken, model = map(int, answer.split()[-2:])
     assert model > 300e6
     assert taken < model + 32e6 + 40e6, f"{taken / 1e6:.0f} MB for a model of {model / 1e6:.0f} MB"
@@ -500,27 +605,38 @@ print(error, dropped, peak(), model_bytes)
 
 
 @pytest.mark.slow
-def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_and_one_shard(tmp_path):
+def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_and_one_shard(
+    tmp_path,
+):
     try:
         for program in (BASE_8, OURS_8):
             arguments = [sys.executable, "-c", PEAK + program, str(tmp_path)]
-            answer = subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=240).stdout
+            answer = subprocess.run(
+                arguments, check=True, capture_output=True, text=True, timeout=240
+            ).stdout
     finally:
         shutil.rmtree(tmp_path / "model", ignore_errors=True)  # 2.5 GB
     error, dropped, peak, model = map(float, answer.split()[-4:])
     assert error < 1e-5
     assert dropped > 0
     assert model > 2.4e9
-    assert peak < model + 300e6 + 800e6, f"{peak / 1e9:.2f} GB"  # the rest is Python with torch and transformers
+    assert peak < model + 300e6 + 800e6, (
+        f"{peak / 1e9:.2f} GB"
+    )  # the rest is Python with torch and transformers
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 def test_the_dtype_can_be_that_of_the_weights(folder, name):
     their_model().to(torch.bfloat16).save_pretrained(folder)
-    assert STMoEForConditionalGeneration.from_pretrained(folder, **{name: "auto"}).dtype == torch.bfloat16
+    assert (
+        STMoEForConditionalGeneration.from_pretrained(folder, **{name: "auto"}).dtype
+        == torch.bfloat16
+    )
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b""], ids=["pointer", "empty"])
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\n", b""], ids=["pointer", "empty"]
+)
 def test_a_bin_file_that_holds_something_else_is_one_message(folder, content):
     their_model().save_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -530,9 +646,13 @@ def test_a_bin_file_that_holds_something_else_is_one_message(folder, content):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_a_converted_model_name_their_base_and_are_not_loaded_onto_a_random_one(folder, tmp_path):
+def test_adapters_of_a_converted_model_name_their_base_and_are_not_loaded_onto_a_random_one(
+    folder, tmp_path
+):
     their_model().save_pretrained(folder)
     model = STMoEForConditionalGeneration.from_pretrained(folder)
     get_peft_model(model, lora_config(model)).save_pretrained(tmp_path / "adapters")
-    with pytest.raises(ConfigError, match=r"holds adapters of .*, a model of another library. Load the base by"):
+    with pytest.raises(
+        ConfigError, match=r"holds adapters of .*, a model of another library. Load the base by"
+    ):
         STMoEForConditionalGeneration.from_pretrained(tmp_path / "adapters")

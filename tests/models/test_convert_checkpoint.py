@@ -1,4 +1,6 @@
-"""The command: there and back bit for bit, folders that transformers' own classes load, one error with every reason."""
+"""The command: there and back bit for bit, folders that transformers' own classes load, one error
+with every reason.
+"""
 
 import json
 import subprocess
@@ -29,7 +31,11 @@ DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_l
 
 def weights_of(folder):
     """Every tensor of a folder by name."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same(a, b):
@@ -37,20 +43,33 @@ def assert_same(a, b):
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-@pytest.mark.parametrize("kind", ["T5 1.0", "T5 1.1", "Switch", "Switch, untied", "Switch, sparse decoder only"])
+@pytest.mark.parametrize(
+    "kind", ["T5 1.0", "T5 1.1", "Switch", "Switch, untied", "Switch, sparse decoder only"]
+)
 def test_there_and_back_is_bit_exact_and_loads_in_transformers(tmp_path, kind):
     theirs, inputs = their_model(kind), their_inputs()
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "spiece.model").write_bytes(b"pieces")
     form = "t5" if kind.startswith("T5") else "switch"
-    main(["--from", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours"), "--max-shard-size", "50KB"])
+    main(
+        [
+            "--from",
+            str(tmp_path / "theirs"),
+            "--to",
+            str(tmp_path / "ours"),
+            "--max-shard-size",
+            "50KB",
+        ]
+    )
     main(["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "back"), "--format", form])
     assert_same(weights_of(tmp_path / "back"), weights_of(tmp_path / "theirs"))
     assert (tmp_path / "back" / "spiece.model").read_bytes() == b"pieces"
 
     back = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
     assert type(back) is type(theirs)
-    assert_equal_to_rounding(back(**inputs).logits, theirs(**inputs).logits)  # its weights may lie at other addresses
+    assert_equal_to_rounding(
+        back(**inputs).logits, theirs(**inputs).logits
+    )  # its weights may lie at other addresses
     ours = STMoEForConditionalGeneration.from_pretrained(tmp_path / "ours")
     direct = STMoEForConditionalGeneration.from_pretrained(tmp_path / "theirs")
     assert_same(dict(ours.named_parameters()), dict(direct.named_parameters()))
@@ -59,7 +78,9 @@ def test_there_and_back_is_bit_exact_and_loads_in_transformers(tmp_path, kind):
     assert ours.generation_config.to_dict() == direct.generation_config.to_dict()
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"router_options": {"policy": "argmax"}}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"router_options": {"policy": "argmax"}}]
+)
 def test_a_switch_of_ours_computes_the_same_in_transformers(tmp_path, changes):
     ours, inputs = tiny_model(**{**SWITCH, **changes}), their_inputs()
     ours.save_pretrained(tmp_path / "ours")
@@ -73,13 +94,19 @@ def test_a_switch_of_ours_computes_the_same_in_transformers(tmp_path, changes):
 @pytest.mark.parametrize("feed_forward", ["gated-gelu", "relu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_model_of_ours_computes_the_same_in_transformers(tmp_path, feed_forward, tied):
-    fields = {"sparse_dense_stacking": False, "feed_forward_proj": feed_forward, "tie_word_embeddings": tied}
+    fields = {
+        "sparse_dense_stacking": False,
+        "feed_forward_proj": feed_forward,
+        "tie_word_embeddings": tied,
+    }
     ours, inputs = tiny_model(**DENSE, **fields), their_inputs()
     ours.save_pretrained(tmp_path / "ours")
     main(["--from", str(tmp_path / "ours"), "--to", str(tmp_path / "theirs"), "--format", "t5"])
     theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
     assert_equal_to_rounding(theirs(**inputs).logits, ours(**inputs).logits)
-    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["tie_word_embeddings"] is tied
+    assert (
+        json.loads((tmp_path / "theirs" / "config.json").read_text())["tie_word_embeddings"] is tied
+    )
 
 
 def test_every_reason_against_the_format_is_in_one_error(tmp_path):
@@ -106,14 +133,23 @@ def test_every_reason_against_the_format_is_in_one_error(tmp_path):
 
 def test_a_setting_and_a_dtype_can_be_given_on_the_way(tmp_path):
     their_model().save_pretrained(tmp_path / "theirs")
-    arguments = ["--from", str(tmp_path / "theirs"), "--to", str(tmp_path / "ours"), "--dtype", "bfloat16"]
+    arguments = [
+        "--from",
+        str(tmp_path / "theirs"),
+        "--to",
+        str(tmp_path / "ours"),
+        "--dtype",
+        "bfloat16",
+    ]
     main([*arguments, "--set", "expert_capacity=5", "capacity_scope=group"])
     ours = STMoEForConditionalGeneration.from_pretrained(tmp_path / "ours")
     assert ours.dtype == torch.bfloat16
     assert (ours.config.expert_capacity, ours.config.capacity_scope) == (5, "group")
     whole = STMoEForConditionalGeneration.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
     assert_same(dict(ours.named_parameters()), dict(whole.named_parameters()))
-    with pytest.raises(ConfigError, match=r"no field 'expert_capasity'.*Did you mean 'expert_capacity'"):
+    with pytest.raises(
+        ConfigError, match=r"no field 'expert_capasity'.*Did you mean 'expert_capacity'"
+    ):
         main([*arguments[:3], str(tmp_path / "other"), "--set", "expert_capasity=5"])
     with pytest.raises(ConfigError, match=r"--set 'expert_capacity' has no value"):
         main([*arguments[:3], str(tmp_path / "other"), "--set", "expert_capacity"])
@@ -122,7 +158,16 @@ def test_a_setting_and_a_dtype_can_be_given_on_the_way(tmp_path):
 def test_our_own_format_is_cut_into_shards_anew_as_save_pretrained_cuts_it(tmp_path):
     model = tiny_model(router="bias_balanced", router_options=None)
     model.save_pretrained(tmp_path / "whole")
-    main(["--from", str(tmp_path / "whole"), "--to", str(tmp_path / "cut"), "--max-shard-size", "60KB"])
+    main(
+        [
+            "--from",
+            str(tmp_path / "whole"),
+            "--to",
+            str(tmp_path / "cut"),
+            "--max-shard-size",
+            "60KB",
+        ]
+    )
     assert_same(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
     cut, batch = STMoEForConditionalGeneration.from_pretrained(tmp_path / "cut"), tiny_batch()
     assert torch.equal(cut(**batch).logits, model(**batch).logits)
@@ -143,7 +188,13 @@ def test_the_folder_is_new_and_whole_or_absent(tmp_path):
 def test_the_command_says_what_became_of_every_tensor(tmp_path):
     config = T5Config(**SIZES)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "theirs")
-    command = [sys.executable, "-m", "scripts.convert_checkpoint", "--from", str(tmp_path / "theirs")]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.convert_checkpoint",
+        "--from",
+        str(tmp_path / "theirs"),
+    ]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     assert shown.strip() == str(conversion_report(tmp_path / "theirs"))
     assert "115 tensors mapped to 115" in shown

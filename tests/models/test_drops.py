@@ -1,4 +1,6 @@
-"""The warning of dropped tokens: when it comes, what it says, and that it comes once for each model."""
+"""The warning of dropped tokens: when it comes, what it says, and that it comes once for each
+model.
+"""
 
 import copy
 import gc
@@ -17,16 +19,23 @@ SHORT = {"capacity_factor": 0.05, "eval_capacity_factor": 0.05, "min_expert_capa
 @pytest.fixture
 def said(caplog):
     """Returns the texts of all warnings so far."""
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "moe.models.drops"]
+    return lambda: [
+        record.getMessage() for record in caplog.records if record.name == "moe.models.drops"
+    ]
 
 
 def test_it_names_stack_share_factor_and_way_out_once_for_each_model(said):
     model, batch = tiny_model(**SHORT), tiny_batch()
     out = model(**batch)
-    dropped, tokens = (int(getattr(out.encoder_router_outputs[0].stats, n)) for n in ("dropped_tokens", "num_tokens"))
+    dropped, tokens = (
+        int(getattr(out.encoder_router_outputs[0].stats, n))
+        for n in ("dropped_tokens", "num_tokens")
+    )
     assert 0.01 < dropped / tokens < 1
     assert len(said()) == 1  # the decoder drops too
-    assert said()[0].startswith(f"A sparse layer of the encoder dropped {100 * dropped / tokens:.1f} % of the tokens")
+    assert said()[0].startswith(
+        f"A sparse layer of the encoder dropped {100 * dropped / tokens:.1f} % of the tokens"
+    )
     assert "(eval_capacity_factor 0.05: 1 slots an expert)" in said()[0]
     assert said()[0].endswith("; from_pretrained(..., eval_capacity_factor=None) drops none.")
     assert len(said()[0]) < 200
@@ -54,21 +63,32 @@ def test_the_decoder_is_named_when_it_alone_drops(said):
 
 def test_generation_speaks_of_the_encoder_whose_tokens_it_drops(said):
     batch = tiny_batch()
-    tiny_model(**SHORT).generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=2)
+    tiny_model(**SHORT).generate(
+        batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=2
+    )
     assert [text[:30] for text in said()] == ["A sparse layer of the encoder "]
 
 
-@pytest.mark.parametrize("quiet", ["one in a hundred", "no factor", "training", "padding only", "dense"])
+@pytest.mark.parametrize(
+    "quiet", ["one in a hundred", "no factor", "training", "padding only", "dense"]
+)
 def test_it_is_silent_when_nothing_is_to_be_said(said, quiet):
     fields, batch = {**SHORT}, tiny_batch()
     if quiet == "one in a hundred":
         fields["num_experts"], fields["num_selected_experts"] = 1, 1
         fields["eval_capacity_factor"], batch = 0.99, tiny_batch(batch=100, length=1, targets=1)
-        batch = {"input_ids": batch["input_ids"][:, :1] * 0 + 5, "labels": batch["labels"][:, :1] * 0 + 5}
+        batch = {
+            "input_ids": batch["input_ids"][:, :1] * 0 + 5,
+            "labels": batch["labels"][:, :1] * 0 + 5,
+        }
     elif quiet == "no factor":
         fields["eval_capacity_factor"] = None
     elif quiet == "padding only":
-        batch = {**batch, "attention_mask": batch["attention_mask"] * 0, "labels": batch["labels"] * 0 - 100}
+        batch = {
+            **batch,
+            "attention_mask": batch["attention_mask"] * 0,
+            "labels": batch["labels"] * 0 - 100,
+        }
     elif quiet == "dense":
         fields |= {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
         fields["sparse_dense_stacking"] = False
@@ -94,7 +114,10 @@ def test_the_demos_fine_tuned_model_is_quiet_about_one_sentence(said):
     recipes = Path(__file__).parents[2] / "recipes"
     changes = read_yaml(recipes / "st_moe_tiny_finetune.yaml")["model"]
     fields = read_yaml(recipes / "st_moe_tiny_pretrain.yaml")["model"]
-    sentence = {"input_ids": torch.full((1, 10), 5), "labels": torch.full((1, 3), 5)}  # all tokens want one expert
+    sentence = {
+        "input_ids": torch.full((1, 10), 5),
+        "labels": torch.full((1, 3), 5),
+    }  # all tokens want one expert
 
     STMoEForConditionalGeneration(STMoEConfig(**fields)).eval()(**sentence)
     assert len(said()) == 1
@@ -104,8 +127,13 @@ def test_the_demos_fine_tuned_model_is_quiet_about_one_sentence(said):
 
 def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypatch):
     reads, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.dim()) or tolist(tensor))
-    model, batch = tiny_model(**SHORT), tiny_batch()  # the experts of a CPU read their loads, which have one dimension
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda tensor: reads.append(tensor.dim()) or tolist(tensor)
+    )
+    model, batch = (
+        tiny_model(**SHORT),
+        tiny_batch(),
+    )  # the experts of a CPU read their loads, which have one dimension
     model(**batch)
     assert reads.count(2) == 2  # encoder and decoder
     reads.clear()
@@ -114,7 +142,11 @@ def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypa
     assert reads.count(2) == 1
     cache = None
     for _ in range(3):
-        arguments = {"decoder_input_ids": batch["input_ids"][:, :1], "past_key_values": cache, "use_cache": True}
+        arguments = {
+            "decoder_input_ids": batch["input_ids"][:, :1],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         cache = model(encoder_outputs=memory, **arguments).past_key_values
     model.train()(**batch)
     assert reads.count(2) == 1
@@ -133,4 +165,6 @@ def test_an_absolute_capacity_is_named_and_generation_says_it_too(said):
     assert len(said()) == 1
     assert "encoder" in said()[0]
     assert "(expert_capacity 1: 1 slots an expert)" in said()[0]
-    assert said()[0].endswith("; from_pretrained(..., eval_capacity_factor=None, expert_capacity=None) drops none.")
+    assert said()[0].endswith(
+        "; from_pretrained(..., eval_capacity_factor=None, expert_capacity=None) drops none."
+    )

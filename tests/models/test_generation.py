@@ -1,4 +1,6 @@
-"""Generation: every way to the same tokens gives the same tokens; greedy decoding without a cache is the oracle."""
+"""Generation: every way to the same tokens gives the same tokens; greedy decoding without a cache
+is the oracle.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,12 @@ def close(a, b):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "generation",
-    [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20, "top_p": 0.9}, {"do_sample": True, "num_beams": 3}],
+    [
+        {},
+        {"num_beams": 3},
+        {"do_sample": True, "top_k": 20, "top_p": 0.9},
+        {"do_sample": True, "num_beams": 3},
+    ],
     ids=str,
 )
 def test_a_static_cache_gives_the_tokens_of_no_cache(generation, attention):
@@ -53,10 +60,15 @@ def test_a_prefix_with_padding_gives_the_same_tokens_with_every_cache():
     same(model.generate(**prompt(), **NEW, **given, cache_implementation="static"), expected)
 
 
-@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize(
+    "generation", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str
+)
 def test_a_dense_model_generates_the_tokens_of_t5(generation):
     ours = tiny_model(**DENSE, num_decoder_layers=2)
-    same(ours.generate(**prompt(), **NEW, **generation), as_t5(ours).generate(**prompt(), **NEW, **generation))
+    same(
+        ours.generate(**prompt(), **NEW, **generation),
+        as_t5(ours).generate(**prompt(), **NEW, **generation),
+    )
 
 
 @pytest.mark.parametrize("size", [11, 17])
@@ -76,9 +88,13 @@ def test_logits_by_steps_through_any_cache_are_those_of_one_call(size):
 
 def test_a_static_cache_wants_a_mask_over_all_its_places():
     model = tiny_model()
-    decoder = {"decoder_input_ids": torch.ones(4, 3).long(), "decoder_attention_mask": torch.ones(4, 3)}
+    decoder = {
+        "decoder_input_ids": torch.ones(4, 3).long(),
+        "decoder_attention_mask": torch.ones(4, 3),
+    }
     with pytest.raises(
-        DataError, match=r"mask is a tensor <float32>\[4, 3\]; expected a mask \[4, 7\], .* all of its places"
+        DataError,
+        match=r"mask is a tensor <float32>\[4, 3\]; expected a mask \[4, 7\], .* all of its places",
     ):
         model(**prompt(), **decoder, past_key_values=static_cache(model.config, 7, 13))
 
@@ -103,7 +119,9 @@ def test_a_cropped_cache_continues_as_if_the_tokens_had_never_been():
     model(**prompt(), decoder_input_ids=ids[:, :4], past_key_values=cache)
     cache.crop(-4)
     after = model(**prompt(), decoder_input_ids=ids[:, 5:6], past_key_values=cache).logits
-    expected = model(**prompt(), decoder_input_ids=ids[:, :6], decoder_drop_tokens=False).logits[:, -1:]
+    expected = model(**prompt(), decoder_input_ids=ids[:, :6], decoder_drop_tokens=False).logits[
+        :, -1:
+    ]
     close(after, expected)
 
 
@@ -116,7 +134,9 @@ def test_sampling_follows_the_seed():
     assert tokens[0].shape[0] == 12 and not torch.equal(tokens[0], tokens[2])
 
 
-@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize(
+    "generation", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str
+)
 def test_embeddings_in_place_of_ids_give_the_same_tokens(generation):
     model, inputs = tiny_model(), prompt()
     expected = model.generate(**inputs, **NEW, **generation)
@@ -129,7 +149,9 @@ def test_embeddings_in_place_of_ids_give_the_same_logits_and_losses():
     a = model(**batch)
     ids = batch.pop("input_ids"), model.prepare_decoder_input_ids_from_labels(batch["labels"])
     embedded = (model.get_input_embeddings()(x) for x in ids)
-    b = model(**batch, **dict(zip(("inputs_embeds", "decoder_inputs_embeds"), embedded, strict=True)))
+    b = model(
+        **batch, **dict(zip(("inputs_embeds", "decoder_inputs_embeds"), embedded, strict=True))
+    )
     close((a.logits, a.loss), (b.logits, b.loss))
 
 
@@ -144,7 +166,10 @@ def test_a_router_that_needs_ids_says_so_when_it_gets_embeddings():
 
 def test_generation_builds_no_router_outputs_and_refuses_to_hide_them():
     model, seen = tiny_model(), []
-    hooks = [m.register_forward_hook(lambda *call: seen.append(call[-1])) for m in (model, model.get_encoder())]
+    hooks = [
+        m.register_forward_hook(lambda *call: seen.append(call[-1]))
+        for m in (model, model.get_encoder())
+    ]
     model.generate(**prompt(), **NEW)
     assert len(seen) > 5
     assert all(not any("router" in name for name in out) for out in seen)
@@ -158,4 +183,7 @@ def test_the_auto_class_generates(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
-    same(loaded.generate(**prompt(), **NEW, num_beams=2), model.generate(**prompt(), **NEW, num_beams=2))
+    same(
+        loaded.generate(**prompt(), **NEW, num_beams=2),
+        model.generate(**prompt(), **NEW, num_beams=2),
+    )

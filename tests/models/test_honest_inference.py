@@ -1,6 +1,8 @@
-"""Without an evaluation capacity a sequence's output is its own: batch mates, padding, cache and ranks change nothing.
+"""Without an evaluation capacity a sequence's output is its own: batch mates, padding, cache and
+ranks change nothing.
 
-The oracle is the sequence alone, whole, in one process. In float64, where rounding cannot turn a router's choice.
+The oracle is the sequence alone, whole, in one process. In float64, where rounding cannot turn a
+router's choice.
 """
 
 import functools
@@ -23,7 +25,9 @@ attentions = pytest.mark.parametrize("attention", ["eager", "sdpa"])
 
 @functools.cache
 def model_of(router, attention="sdpa", **fields):
-    """Returns a model with this router in the encoder, and in the decoder too if it may stand there."""
+    """Returns a model with this router in the encoder, and in the decoder too if it may stand
+    there.
+    """
     kind = ROUTERS.get(router)
     model = tiny_model(
         router=router,
@@ -40,16 +44,23 @@ def model_of(router, attention="sdpa", **fields):
 
 
 def sequences(seed, lengths, first=None):
-    """Returns one row of token ids <int64>[1, length] for each length; `first` is the first token of all."""
+    """Returns one row of token ids <int64>[1, length] for each length; `first` is the first token
+    of all.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(2, 131, (1, length), generator=generator) for length in lengths]
     return [row if first is None else row.index_fill(1, torch.tensor([0]), first) for row in rows]
 
 
 def side_by_side(rows, lefts, right=0, padding=99):
-    """Returns ids and mask <int64>[B, L] of rows that start after `lefts` paddings each; padding has any ids."""
+    """Returns ids and mask <int64>[B, L] of rows that start after `lefts` paddings each; padding
+    has any ids.
+    """
     width = max(left + row.shape[1] for left, row in zip(lefts, rows, strict=True)) + right
-    ids, mask = torch.full((len(rows), width), padding), torch.zeros(len(rows), width, dtype=torch.int64)
+    ids, mask = (
+        torch.full((len(rows), width), padding),
+        torch.zeros(len(rows), width, dtype=torch.int64),
+    )
     for number, (left, row) in enumerate(zip(lefts, rows, strict=True)):
         ids[number, left : left + row.shape[1]] = row
         mask[number, left : left + row.shape[1]] = 1
@@ -73,15 +84,24 @@ paddings = st.lists(st.integers(0, 5), min_size=3, max_size=3)
 @settings(max_examples=12, deadline=None)
 @given(lengths, lengths, paddings, paddings, st.integers(0, 5), st.integers(0, 99))
 @torch.no_grad()
-def test_logits_depend_on_no_batch_mate_and_no_padding(router, sources, targets, lefts, target_lefts, right, seed):
-    model, inputs, prompts = model_of(router), sequences(seed, sources), sequences(seed + 1, targets, first=0)
+def test_logits_depend_on_no_batch_mate_and_no_padding(
+    router, sources, targets, lefts, target_lefts, right, seed
+):
+    model, inputs, prompts = (
+        model_of(router),
+        sequences(seed, sources),
+        sequences(seed + 1, targets, first=0),
+    )
     ids, mask = side_by_side(inputs, lefts, right)
     decoder_ids, decoder_mask = side_by_side(prompts, target_lefts, right)
     together = model(ids, mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask)
     for row in range(3):
         alone = model(inputs[row], decoder_input_ids=prompts[row])
         same(together.logits[row][decoder_mask[row] == 1], alone.logits[0])
-        same(together.encoder_last_hidden_state[row][mask[row] == 1], alone.encoder_last_hidden_state[0])
+        same(
+            together.encoder_last_hidden_state[row][mask[row] == 1],
+            alone.encoder_last_hidden_state[0],
+        )
 
 
 @torch.no_grad()
@@ -99,7 +119,9 @@ def test_expert_choice_over_tokens_looks_at_batch_mates_even_without_a_capacity_
 @settings(max_examples=6, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 99))
 @torch.no_grad()
-def test_logits_through_a_cache_are_those_without_one_token_by_token_or_after_a_prompt(router, prompt, seed):
+def test_logits_through_a_cache_are_those_without_one_token_by_token_or_after_a_prompt(
+    router, prompt, seed
+):
     model = model_of(router)
     ids, mask = padded_left(sequences(seed, (5, 11, 7)))
     decoder_ids, decoder_mask = padded_left(sequences(seed + 1, (10, 9, 3), first=0))
@@ -125,14 +147,27 @@ def test_logits_through_a_cache_are_those_without_one_token_by_token_or_after_a_
 @pytest.mark.parametrize("num_beams", [1, 3])
 @every_router
 def test_generated_tokens_depend_on_no_batch_mate_and_no_padding(router, num_beams):
-    model, inputs, prompts = model_of(router), sequences(0, (5, 11, 7)), sequences(1, (3, 4, 1), first=0)
+    model, inputs, prompts = (
+        model_of(router),
+        sequences(0, (5, 11, 7)),
+        sequences(1, (3, 4, 1), first=0),
+    )
     new = {"num_beams": num_beams, "do_sample": False, "max_new_tokens": 7, "min_new_tokens": 7}
-    decoder_ids, decoder_mask = padded_left(prompts, padding=0)  # `generate` looks whether the prompts start with 0
-    alone = [model.generate(row, decoder_input_ids=p, **new)[0, -7:] for row, p in zip(inputs, prompts, strict=True)]
+    decoder_ids, decoder_mask = padded_left(
+        prompts, padding=0
+    )  # `generate` looks whether the prompts start with 0
+    alone = [
+        model.generate(row, decoder_input_ids=p, **new)[0, -7:]
+        for row, p in zip(inputs, prompts, strict=True)
+    ]
     assert len({tuple(tokens.tolist()) for tokens in alone}) == 3
     for ids, mask in (padded_left(inputs), side_by_side(inputs, [0, 0, 0], 2)):
         found = model.generate(
-            ids, attention_mask=mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask, **new
+            ids,
+            attention_mask=mask,
+            decoder_input_ids=decoder_ids,
+            decoder_attention_mask=decoder_mask,
+            **new,
         )
         assert found[:, -7:].tolist() == [tokens.tolist() for tokens in alone]
 
@@ -141,7 +176,9 @@ def test_generated_tokens_depend_on_no_batch_mate_and_no_padding(router, num_bea
 
 
 @attentions
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 @torch.no_grad()
 def test_a_sequence_of_padding_alone_gives_finite_numbers(attention, dtype):
     model = tiny_model(eval_capacity_factor=None, attn_implementation=attention).to(dtype)
@@ -151,7 +188,10 @@ def test_a_sequence_of_padding_alone_gives_finite_numbers(attention, dtype):
     assert out.logits.isfinite().all()
     assert out.encoder_last_hidden_state.isfinite().all()
     labels = ids.masked_fill(mask == 0, -100)
-    assert all(model(ids, mask, labels=labels)[name].isfinite() for name in ("loss", "ce_loss", "load_balance_loss"))
+    assert all(
+        model(ids, mask, labels=labels)[name].isfinite()
+        for name in ("loss", "ce_loss", "load_balance_loss")
+    )
     assert model(ids, mask * 0, labels=labels * 0 - 100).loss.isfinite()
 
 
@@ -159,7 +199,9 @@ def test_a_sequence_of_padding_alone_gives_finite_numbers(attention, dtype):
 def test_a_query_that_may_see_nothing_has_finite_attention_whatever_its_scores(dtype):
     query = torch.full((1, 1, 2, 4), 6.0, dtype=dtype)
     nothing = mask_bias(query.new_zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.bool))
-    y, _ = eager_attention(torch.nn.Module(), query, -query, query, nothing, dropout=0.0, scaling=1.0)
+    y, _ = eager_attention(
+        torch.nn.Module(), query, -query, query, nothing, dropout=0.0, scaling=1.0
+    )
     assert y.isfinite().all()
 
 
@@ -188,8 +230,12 @@ def serve(rank, num_ranks, folder):
     for name, sizes in MESHES.items():
         mesh = build_mesh(sizes, "cpu")
         model, _ = load_model_on_mesh(folder, mesh, gather=False)
-        calls = [{key: value[mesh.rows(4)] for key, value in call.items()} for call in inputs_on_ranks()]
-        tokens = model.generate(**calls[0], do_sample=False, max_new_tokens=5, min_new_tokens=5, synced_gpus=True)
+        calls = [
+            {key: value[mesh.rows(4)] for key, value in call.items()} for call in inputs_on_ranks()
+        ]
+        tokens = model.generate(
+            **calls[0], do_sample=False, max_new_tokens=5, min_new_tokens=5, synced_gpus=True
+        )
         answers[name] = [model(**call).logits for call in calls], tokens
     return answers
 
@@ -207,9 +253,14 @@ def test_two_ranks_give_the_logits_and_tokens_of_one(tmp_path):
             logits, tokens = answers[rank][name]
             for call, found in zip(calls, logits, strict=True):
                 if call["attention_mask"][row].any():
-                    alone = {key: value[row : row + 1][:, call[mask_of(key)][row] == 1] for key, value in call.items()}
+                    alone = {
+                        key: value[row : row + 1][:, call[mask_of(key)][row] == 1]
+                        for key, value in call.items()
+                    }
                     real = call["decoder_attention_mask"][row] == 1
-                    torch.testing.assert_close(found[here][real], model(**alone).logits[0], rtol=0, atol=1e-5)
+                    torch.testing.assert_close(
+                        found[here][real], model(**alone).logits[0], rtol=0, atol=1e-5
+                    )
             expected = model.generate(
                 **{key: value[row : row + 1] for key, value in calls[0].items()},
                 do_sample=False,

@@ -59,13 +59,18 @@ def folder(tmp_path):
 @every_door
 def test_missing_weights_are_refused_by_name(folder, door):
     change_weights(folder, lambda weights: weights.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match=r"Weights 1 missing: lm_head\.weight\. Copy the whole folder again"):
+    with pytest.raises(
+        CheckpointError, match=r"Weights 1 missing: lm_head\.weight\. Copy the whole folder again"
+    ):
         door(folder)
 
 
 def test_a_weight_of_another_shape_is_refused_with_both_shapes(folder):
     change_weights(folder, lambda weights: weights.update({"lm_head.weight": torch.zeros(3, 5)}))
-    with pytest.raises(CheckpointError, match=r"1 of another shape: lm_head\.weight \(3, 5\) instead of \(131, 29\)\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 of another shape: lm_head\.weight \(3, 5\) instead of \(131, 29\)\.",
+    ):
         load_complete(AutoModelForSeq2SeqLM, folder)
 
 
@@ -87,10 +92,15 @@ def test_many_weights_are_counted_and_the_first_named(folder):
 def test_torn_weights_are_one_message(folder, door):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"The model in .* is damaged: model\.safetensors has another SHA-256 "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"The model in .* is damaged: model\.safetensors has another SHA-256 ",
+    ):
         door(folder)
     (folder / "SHA256SUMS").unlink()
-    with pytest.raises(CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "):
+    with pytest.raises(
+        CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "
+    ):
         door(folder)
 
 
@@ -98,7 +108,9 @@ def test_torn_weights_are_one_message(folder, door):
 def test_one_flipped_bit_of_a_weight_is_refused_by_the_name_of_its_file(folder, door):
     flip_a_bit(folder / "model.safetensors")
     advice = r"Copy the whole folder again from where it was saved; if another tool rewrote .* remove .*SHA256SUMS"
-    with pytest.raises(CheckpointError, match=rf"is damaged: model\.safetensors has another SHA-256 .*\. {advice}"):
+    with pytest.raises(
+        CheckpointError, match=rf"is damaged: model\.safetensors has another SHA-256 .*\. {advice}"
+    ):
         door(folder)
 
 
@@ -112,7 +124,10 @@ def test_from_pretrained_refuses_a_flipped_bit_in_any_file_of_the_weights(tmp_pa
     for name in (files[0], files[-1]):
         whole = (tmp_path / name).read_bytes()
         flip_a_bit(tmp_path / name)
-        for load in (STMoEForConditionalGeneration.from_pretrained, AutoModelForSeq2SeqLM.from_pretrained):
+        for load in (
+            STMoEForConditionalGeneration.from_pretrained,
+            AutoModelForSeq2SeqLM.from_pretrained,
+        ):
             with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has another SHA-256"):
                 load(tmp_path)
         (tmp_path / name).write_bytes(whole)
@@ -134,7 +149,9 @@ def test_a_model_saved_over_another_in_other_files_is_the_one_that_loads(tmp_pat
     model = tiny_model(seed=2)
     model.save_pretrained(tmp_path, max_shard_size=then)
     loaded = load_complete(STMoEForConditionalGeneration, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+    )
 
 
 def test_settings_and_card_may_be_edited(folder):
@@ -144,7 +161,9 @@ def test_settings_and_card_may_be_edited(folder):
     assert load_complete(STMoEForConditionalGeneration, folder).config.dropout_rate == 0.3
 
 
-def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_not_fit(folder, monkeypatch):
+def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_not_fit(
+    folder, monkeypatch
+):
     class KilledError(Exception):
         pass
 
@@ -160,7 +179,9 @@ def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_
 
 @every_door
 def test_a_folder_without_a_model_is_refused(tmp_path, door):
-    with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json\. Give a folder made by"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no model: it has no config\.json\. Give a folder made by"
+    ):
         door(tmp_path)
 
 
@@ -174,11 +195,21 @@ def test_a_whole_model_loads_as_it_was_saved(tmp_path, tied):
     model = tiny_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     loaded = load_complete(AutoModelForSeq2SeqLM, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+    )
 
 
 def test_another_librarys_model_with_a_tied_head_is_whole(tmp_path):
-    config = T5Config(vocab_size=131, d_model=29, d_kv=5, d_ff=31, num_layers=2, num_heads=3, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=131,
+        d_model=29,
+        d_kv=5,
+        d_ff=31,
+        num_layers=2,
+        num_heads=3,
+        decoder_start_token_id=0,
+    )
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     assert load_complete(AutoModelForSeq2SeqLM, tmp_path).config.d_model == 29
     change_weights(tmp_path, lambda weights: weights.pop("encoder.final_layer_norm.weight"))
@@ -189,6 +220,9 @@ def test_another_librarys_model_with_a_tied_head_is_whole(tmp_path):
 def test_a_config_with_other_sizes_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_decoder_layers": 1, "d_ff": 37}))
-    # Of another shape are two matrices of each feed-forward left: encoder dense, dense and sparse, decoder dense.
-    with pytest.raises(CheckpointError, match=r"unexpected: model\.decoder\.blocks\.1.*; 8 of another shape: model"):
+    # Of another shape are two matrices of each feed-forward left: encoder dense, dense and sparse,
+    # decoder dense.
+    with pytest.raises(
+        CheckpointError, match=r"unexpected: model\.decoder\.blocks\.1.*; 8 of another shape: model"
+    ):
         load_complete(STMoEForConditionalGeneration, folder)

@@ -1,4 +1,6 @@
-"""LoRA by PEFT on attention and experts. Oracles: the base model before it; the same weights merged by hand."""
+"""LoRA by PEFT on attention and experts. Oracles: the base model before it; the same weights merged
+by hand.
+"""
 
 import copy
 import subprocess
@@ -8,10 +10,18 @@ import pytest
 import torch
 from peft import AutoPeftModelForSeq2SeqLM, LoraConfig, PeftModel, get_peft_model
 
-from moe import ConfigError, SparseConfig, SparseFeedForward, STMoEForConditionalGeneration, lora_config
+from moe import (
+    ConfigError,
+    SparseConfig,
+    SparseFeedForward,
+    STMoEForConditionalGeneration,
+    lora_config,
+)
 from tests.models.tiny import tiny_batch, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 KINDS = {
@@ -100,7 +110,9 @@ def test_saved_adapters_on_a_fresh_base_give_the_same_model(tmp_path):
 
 
 def test_an_adapter_of_an_expert_is_its_own_low_rank_change():
-    """By hand: expert e changes by alpha / rank * B_e A_e, with A_e and B_e cut out of the stacked adapters."""
+    """By hand: expert e changes by alpha / rank * B_e A_e, with A_e and B_e cut out of the stacked
+    adapters.
+    """
     base = tiny_model().double()
     down = base.sparse_layers()[0].experts.down_proj.detach().clone()
     model = attach(base, attention=False)
@@ -110,7 +122,9 @@ def test_an_adapter_of_an_expert_is_its_own_low_rank_change():
     merged = model.merge_and_unload().sparse_layers()[0].experts.down_proj
     for expert in range(7):
         change = b.reshape(29, 3, 7)[:, :, expert] @ a.reshape(7, 3, 31)[expert]
-        torch.testing.assert_close(merged[expert], down[expert] + 6 / 3 * change, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            merged[expert], down[expert] + 6 / 3 * change, rtol=0, atol=1e-12
+        )
     assert torch.linalg.matrix_rank(merged[0] - down[0], rtol=1e-9) == 3
 
 
@@ -123,7 +137,9 @@ def test_experts_alone_and_attention_alone_hold_what_they_say():
     assert attention and all("_attention." in name for name in attention)
     assert both == experts | attention
     assert len(experts) == 2 * 2 * 2  # layers, products, A and B
-    assert len(attention) == (2 + 3 + 3) * 4 * 2  # attentions of encoder and decoder, projections, A and B
+    assert (
+        len(attention) == (2 + 3 + 3) * 4 * 2
+    )  # attentions of encoder and decoder, projections, A and B
 
 
 def test_every_adapter_has_a_gradient_that_is_right():
@@ -145,7 +161,9 @@ def test_every_adapter_has_a_gradient_that_is_right():
                     parameter += sign * 1e-6 * direction
                     quotient += sign * model(**tiny_batch()).loss.item() / 2e-6
                     parameter -= sign * 1e-6 * direction
-            assert (parameter.grad * direction).sum().item() == pytest.approx(quotient, rel=1e-5), name
+            assert (parameter.grad * direction).sum().item() == pytest.approx(quotient, rel=1e-5), (
+                name
+            )
 
 
 def test_adapters_work_under_activation_checkpointing_and_in_autocast():
@@ -185,13 +203,17 @@ def test_what_cannot_be_attached_is_refused():
         ({"lora_dropout": 0.1}, "cannot drop inputs. Set it to 0"),
         ({"alhpa": 3}, r"no option 'alhpa'\. Did you mean 'alpha'"),
         ({"r": 3}, "no option 'r'"),
-        ({"target_modules": ["q", "v"]}, "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here"),
+        (
+            {"target_modules": ["q", "v"]},
+            "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             lora_config(tiny_model(), **arguments)
     assert lora_config(tiny_model(), experts=False, lora_dropout=0.1).lora_dropout == 0.1
     with pytest.raises(
-        ConfigError, match="got a PeftModelForSeq2SeqLM; expected a model of this library without adapters"
+        ConfigError,
+        match="got a PeftModelForSeq2SeqLM; expected a model of this library without adapters",
     ):
         lora_config(attach(tiny_model()))
 
@@ -207,7 +229,9 @@ def test_a_wrapped_layer_stands_alone_too():
     layer = SparseFeedForward(SparseConfig(d_model=13, d_ff=11, num_experts=5))
     x, holder = torch.randn(2, 7, 13), torch.nn.ModuleDict({"ffn": layer})
     expected = layer(x)[0].detach()
-    model = get_peft_model(holder, LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    model = get_peft_model(
+        holder, LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    )
     torch.testing.assert_close(model.base_model.model["ffn"](x)[0], expected, rtol=0, atol=1e-6)
 
 
@@ -218,11 +242,17 @@ def test_without_peft_the_error_says_what_to_install():
         "try: moe.lora_config(tiny_model())\n"
         "except moe.ConfigError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert said.stdout == "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.\n"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (
+        said.stdout == "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.\n"
+    )
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"exclude_modules": ["experts"]}, {"layers_to_transform": [0]}])
+@pytest.mark.parametrize(
+    "option", [{"use_dora": True}, {"exclude_modules": ["experts"]}, {"layers_to_transform": [0]}]
+)
 def test_options_that_peft_does_not_heed_for_experts_are_refused(option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))} .*PEFT does not heed that"):
         lora_config(tiny_model(), **option)

@@ -1,4 +1,6 @@
-"""The loss by its parts: a batch must be the mean of its sequences, each as often as it has targets."""
+"""The loss by its parts: a batch must be the mean of its sequences, each as often as it has
+targets.
+"""
 
 import pytest
 import torch
@@ -58,7 +60,10 @@ def test_with_counted_items_a_batch_is_the_mean_of_its_sequences_by_their_target
 def test_with_counted_items_the_parts_of_a_batch_add_up_to_it(scope, group_size):
     model, batch = heavy_model(group_size=group_size), tiny_batch(batch=8)
     num_items = int((batch["labels"] != -100).sum())
-    parts = [run(model, rows_of(batch, slice(row, row + 2)), num_items_in_batch=num_items) for row in range(0, 8, 2)]
+    parts = [
+        run(model, rows_of(batch, slice(row, row + 2)), num_items_in_batch=num_items)
+        for row in range(0, 8, 2)
+    ]
     whole = run(model, batch, num_items_in_batch=torch.tensor(num_items))
     assert_all_close([sum(values) for values in zip(*parts, strict=True)], whole)
     wider = heavy_model(group_size=group_size, balance_scope="micro_batch")
@@ -82,7 +87,10 @@ def test_a_batch_without_a_target_costs_nothing_and_has_gradients_of_zero():
 @pytest.mark.parametrize("num_items", [None, 17])
 def test_smoothed_cross_entropy_is_that_of_torch_in_training_alone(num_items):
     model, batch = heavy_model(label_smoothing=0.1), tiny_batch()
-    labels, arguments = batch["labels"], {} if num_items is None else {"num_items_in_batch": num_items}
+    labels, arguments = (
+        batch["labels"],
+        {} if num_items is None else {"num_items_in_batch": num_items},
+    )
 
     def expected(output, smoothing):
         flat = output.logits.flatten(0, 1)
@@ -100,11 +108,16 @@ def test_smoothed_cross_entropy_is_that_of_torch_in_training_alone(num_items):
 def test_a_training_step_whose_labels_the_trainer_took_away_is_refused():
     model, batch = heavy_model(), tiny_batch()
     batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
-    with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0.*set label_smoothing of the model's config"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load_balance_loss_weight 3\.0.*set label_smoothing of the model's config",
+    ):
         model(**batch, num_items_in_batch=7)
     assert model.eval()(**batch, num_items_in_batch=7).loss is None
     weightless = heavy_model(**dict.fromkeys(HEAVY, 0.0))
-    with pytest.raises(ConfigError, match="no decoder_attention_mask tells the decoder's tokens from padding"):
+    with pytest.raises(
+        ConfigError, match="no decoder_attention_mask tells the decoder's tokens from padding"
+    ):
         weightless(**batch, num_items_in_batch=7)
     mask = torch.ones_like(batch["decoder_input_ids"])
     assert weightless(**batch, decoder_attention_mask=mask, num_items_in_batch=7).loss is None

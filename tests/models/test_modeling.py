@@ -1,4 +1,6 @@
-"""The model by invariances (padding, packing, cache, cutting, saving) and against transformers' own T5 as an oracle."""
+"""The model by invariances (padding, packing, cache, cutting, saving) and against transformers' own
+T5 as an oracle.
+"""
 
 import subprocess
 import sys
@@ -20,7 +22,12 @@ def close(a, b, atol=1e-5):
 @pytest.mark.parametrize("feed_forward", ["gated-gelu", "relu"])
 def test_a_dense_model_equals_transformers_t5(attention, feed_forward):
     tied = feed_forward == "relu"
-    ours = tiny_model(**DENSE, feed_forward_proj=feed_forward, tie_word_embeddings=tied, attn_implementation=attention)
+    ours = tiny_model(
+        **DENSE,
+        feed_forward_proj=feed_forward,
+        tie_word_embeddings=tied,
+        attn_implementation=attention,
+    )
     theirs, batch = as_t5(ours, attention), tiny_batch()
     real = batch["labels"] != -100
     close(ours(**batch).logits[real], theirs(**batch).logits[real])
@@ -60,8 +67,17 @@ def test_generation_never_drops_a_decoder_token():
     ids = tiny_batch()["input_ids"]
     out = model(ids, decoder_input_ids=ids, decoder_drop_tokens=False)
     assert sum(int(r.stats.dropped_tokens) for r in out.decoder_router_outputs) == 0
-    assert sum(int(r.stats.dropped_tokens) for r in model(ids, decoder_input_ids=ids).decoder_router_outputs) > 0
-    assert model.prepare_inputs_for_generation(ids, is_first_iteration=True)["decoder_drop_tokens"] is False
+    assert (
+        sum(
+            int(r.stats.dropped_tokens)
+            for r in model(ids, decoder_input_ids=ids).decoder_router_outputs
+        )
+        > 0
+    )
+    assert (
+        model.prepare_inputs_for_generation(ids, is_first_iteration=True)["decoder_drop_tokens"]
+        is False
+    )
 
 
 def test_routers_report_only_to_who_asks():
@@ -169,10 +185,16 @@ def test_activation_checkpointing_changes_no_gradient():
         close(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("arguments", [{"use_reentrant": True}, {"preserve_rng_state": True}], ids=str)
-def test_reentrant_checkpointing_is_refused_since_it_loses_the_gradient_of_the_router_losses(arguments):
+@pytest.mark.parametrize(
+    "arguments", [{"use_reentrant": True}, {"preserve_rng_state": True}], ids=str
+)
+def test_reentrant_checkpointing_is_refused_since_it_loses_the_gradient_of_the_router_losses(
+    arguments,
+):
     model = tiny_model()
-    with pytest.raises(ConfigError, match="without use_reentrant=False: the reentrant kind loses the gradient"):
+    with pytest.raises(
+        ConfigError, match="without use_reentrant=False: the reentrant kind loses the gradient"
+    ):
         checkpointed(model, arguments)
     checkpointed(model, {"use_reentrant": False, "preserve_rng_state": True})
 
@@ -196,16 +218,22 @@ def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
 def test_auto_classes_load_each_part(tmp_path):
     model, batch = tiny_model(), tiny_batch()
     model.save_pretrained(tmp_path)
-    assert isinstance(AutoModelForSeq2SeqLM.from_pretrained(tmp_path), STMoEForConditionalGeneration)
+    assert isinstance(
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path), STMoEForConditionalGeneration
+    )
     assert isinstance(AutoModel.from_pretrained(tmp_path), STMoEModel)
     encoder = STMoEEncoderModel.from_pretrained(tmp_path)
     inputs = batch["input_ids"], batch["attention_mask"]
-    close(encoder(*inputs).last_hidden_state, model.get_encoder()(*inputs).last_hidden_state, atol=0)
+    close(
+        encoder(*inputs).last_hidden_state, model.get_encoder()(*inputs).last_hidden_state, atol=0
+    )
 
 
 def test_loading_initialises_what_a_checkpoint_lacks(tmp_path):
     model = tiny_model()
-    kept = {name: w for name, w in model.state_dict().items() if "final_norm" in name or "embed" in name}
+    kept = {
+        name: w for name, w in model.state_dict().items() if "final_norm" in name or "embed" in name
+    }
     model.save_pretrained(tmp_path, state_dict=kept)
     torch.manual_seed(1)
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path).state_dict()
@@ -225,15 +253,21 @@ def test_a_tied_head_is_the_embedding_after_loading(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("asked", "multiple", "expected"), [(150, None, 150), (131, 64, 192), (101, None, 101)])
-def test_a_resized_vocabulary_keeps_old_logits_and_survives_saving(tmp_path, tied, asked, multiple, expected):
+@pytest.mark.parametrize(
+    ("asked", "multiple", "expected"), [(150, None, 150), (131, 64, 192), (101, None, 101)]
+)
+def test_a_resized_vocabulary_keeps_old_logits_and_survives_saving(
+    tmp_path, tied, asked, multiple, expected
+):
     model, batch = tiny_model(tie_word_embeddings=tied), tiny_batch()
     for name in ("input_ids", "labels"):
         batch[name].clamp_(max=100)
     before, head = model(**batch).logits, model.lm_head.weight.detach().clone()
     model.resize_token_embeddings(asked, pad_to_multiple_of=multiple)
     after = model(**batch)
-    assert model.config.vocab_size == expected == after.logits.shape[-1] == model.lm_head.out_features
+    assert (
+        model.config.vocab_size == expected == after.logits.shape[-1] == model.lm_head.out_features
+    )
     assert model.get_input_embeddings().weight.shape == model.lm_head.weight.shape == (expected, 29)
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
     close(after.logits[..., :131], before[..., :expected])
@@ -256,7 +290,9 @@ def test_head_and_base_load_from_each_other(tmp_path):
     expected = model.model(ids, decoder_input_ids=ids).last_hidden_state
     assert torch.equal(base(ids, decoder_input_ids=ids).last_hidden_state, expected)
     base.save_pretrained(tmp_path / "base")
-    again, found = STMoEForConditionalGeneration.from_pretrained(tmp_path / "base", output_loading_info=True)
+    again, found = STMoEForConditionalGeneration.from_pretrained(
+        tmp_path / "base", output_loading_info=True
+    )
     assert set(found.pop("missing_keys")) == {"lm_head.weight"} and not any(found.values())
     assert torch.equal(again.model(ids, decoder_input_ids=ids).last_hidden_state, expected)
     encoder, found = STMoEEncoderModel.from_pretrained(tmp_path / "base", output_loading_info=True)
@@ -285,7 +321,9 @@ def test_saving_a_loaded_model_over_itself_changes_nothing(tmp_path):
 def test_loading_takes_a_dtype_and_a_device_map(tmp_path, device_map, dtype):
     model, batch = tiny_model(), tiny_batch()
     model.save_pretrained(tmp_path, max_shard_size="40KB")  # several files
-    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype, device_map=device_map)
+    loaded = STMoEForConditionalGeneration.from_pretrained(
+        tmp_path, dtype=dtype, device_map=device_map
+    )
     assert {p.dtype for p in loaded.parameters()} == {dtype} and loaded.dtype == dtype
     assert torch.equal(loaded(**batch).logits, model.to(dtype)(**batch).logits)
 
@@ -294,8 +332,12 @@ def test_weights_that_wait_on_a_disk_give_the_same_logits(tmp_path):
     model, batch = tiny_model(), tiny_batch()
     model.save_pretrained(tmp_path)
     places = {"model.encoder": "cpu", "model.decoder": "disk", "lm_head": "cpu"}
-    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "off")
-    assert loaded.model.decoder.blocks[2].sparse_feed_forward.experts.down_proj.device.type == "meta"
+    loaded = STMoEForConditionalGeneration.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "off"
+    )
+    assert (
+        loaded.model.decoder.blocks[2].sparse_feed_forward.experts.down_proj.device.type == "meta"
+    )
     close(loaded(**batch).logits, model(**batch).logits)
 
 
@@ -309,7 +351,10 @@ def test_the_parts_that_transformers_asks_for_are_there(kind):
     assert model.get_input_embeddings() is new
     if kind is not STMoEEncoderModel:
         assert model.get_decoder() is getattr(model, "model", model).decoder
-    model.half()(tiny_batch()["input_ids"], **({} if kind is STMoEEncoderModel else {"decoder_input_ids": new_ids()}))
+    model.half()(
+        tiny_batch()["input_ids"],
+        **({} if kind is STMoEEncoderModel else {"decoder_input_ids": new_ids()}),
+    )
 
 
 def new_ids():
@@ -318,7 +363,9 @@ def new_ids():
 
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
 def test_attention_that_knows_no_position_bias_is_refused(attention):
-    message = f"attn_implementation is '{attention}'; expected 'sdpa' or 'eager'.*bias of the distance"
+    message = (
+        f"attn_implementation is '{attention}'; expected 'sdpa' or 'eager'.*bias of the distance"
+    )
     with pytest.raises(ConfigError, match=message):
         tiny_model(attn_implementation=attention)
     with pytest.raises(ConfigError, match=message):
@@ -326,14 +373,16 @@ def test_attention_that_knows_no_position_bias_is_refused(attention):
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "fitting", "other"), [("ragged", "grouped_mm", "batched_mm"), ("static", "batched_mm", "grouped_mm")]
+    ("dispatch", "fitting", "other"),
+    [("ragged", "grouped_mm", "batched_mm"), ("static", "batched_mm", "grouped_mm")],
 )
 def test_transformers_names_of_expert_products_are_those_of_the_dispatch(dispatch, fitting, other):
     for name in (fitting, "eager"):
         model = tiny_model(dispatch=dispatch, experts_implementation=name)
         model.set_experts_implementation(name)
     with pytest.raises(
-        ConfigError, match=f"experts_implementation is '{other}', but .* with '{dispatch}', by '{fitting}'"
+        ConfigError,
+        match=f"experts_implementation is '{other}', but .* with '{dispatch}', by '{fitting}'",
     ):
         tiny_model(dispatch=dispatch, experts_implementation=other)
 
@@ -345,7 +394,14 @@ def test_bfloat16_parameters_run():
 
 
 def test_initialisation_has_the_deviations_of_the_references():
-    model = tiny_model(d_model=512, d_kv=64, d_ff=256, num_heads=8, initializer_scale=0.1, router_initializer_std=0.02)
+    model = tiny_model(
+        d_model=512,
+        d_kv=64,
+        d_ff=256,
+        num_heads=8,
+        initializer_scale=0.1,
+        router_initializer_std=0.02,
+    )
     block = model.model.encoder.stack.blocks[1]
     experts = block.sparse_feed_forward.experts
     expected = {
@@ -365,14 +421,18 @@ def test_wrong_inputs_are_refused_with_a_way_out():
     model, ids = tiny_model(), tiny_batch()["input_ids"]
     with pytest.raises(DataError, match="neither were given"):
         model(ids)
-    with pytest.raises(DataError, match=r"attention_mask is a tensor <float32>\[4, 11\]; expected a mask \[4, 13\]"):
+    with pytest.raises(
+        DataError, match=r"attention_mask is a tensor <float32>\[4, 11\]; expected a mask \[4, 13\]"
+    ):
         model(ids, attention_mask=torch.ones(4, 11), decoder_input_ids=ids)
     checkpointed(model)
     with pytest.raises(ConfigError, match="cache cannot be used with activation checkpointing"):
         model.train()(ids, decoder_input_ids=ids, use_cache=True)
 
 
-@pytest.mark.parametrize("field", [{"router_loss_reduction": "foo"}, {"pad_token_id": 999}], ids=str)
+@pytest.mark.parametrize(
+    "field", [{"router_loss_reduction": "foo"}, {"pad_token_id": 999}], ids=str
+)
 def test_fields_given_to_from_pretrained_are_checked_like_any(tmp_path, field):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"^{next(iter(field))} is "):
@@ -381,7 +441,9 @@ def test_fields_given_to_from_pretrained_are_checked_like_any(tmp_path, field):
 
 def test_a_state_dict_can_be_loaded_without_a_folder():
     model = tiny_model()
-    loaded = STMoEForConditionalGeneration.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    loaded = STMoEForConditionalGeneration.from_pretrained(
+        None, config=model.config, state_dict=model.state_dict()
+    )
     assert torch.equal(loaded(**tiny_batch()).logits, model(**tiny_batch()).logits)
 
 

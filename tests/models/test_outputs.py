@@ -1,4 +1,6 @@
-"""What the models return beside logits: names, counts, shapes and numbers are those of transformers' T5."""
+"""What the models return beside logits: names, counts, shapes and numbers are those of
+transformers' T5.
+"""
 
 import pytest
 import torch
@@ -24,11 +26,16 @@ def close(a, b):
 
 def without_padding(batch):
     """All positions real: at padding, what a row of masks only gives is nobody's promise."""
-    return {"input_ids": batch["input_ids"].clamp(min=2), "decoder_input_ids": batch["labels"].clamp(min=2)}
+    return {
+        "input_ids": batch["input_ids"].clamp(min=2),
+        "decoder_input_ids": batch["labels"].clamp(min=2),
+    }
 
 
 def equal_depth(**changes) -> STMoEForConditionalGeneration:
-    return tiny_model(**DENSE, num_decoder_layers=2, **changes)  # with another, T5's generation fails
+    return tiny_model(
+        **DENSE, num_decoder_layers=2, **changes
+    )  # with another, T5's generation fails
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -61,7 +68,12 @@ def test_generation_returns_what_t5_returns(generation):
     ours = equal_depth()
     theirs, batch = as_t5(ours), tiny_batch()
     del batch["labels"]
-    wanted = {"max_new_tokens": 7, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    wanted = {
+        "max_new_tokens": 7,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
     a, b = (model.generate(**batch, **generation, **wanted, **ALL) for model in (ours, theirs))
     assert list(a) == list(b)
     for name in set(a) - {"past_key_values", "beam_indices"}:
@@ -73,7 +85,10 @@ def test_generation_returns_what_t5_returns(generation):
 
 def test_the_argument_wins_over_the_configuration():
     batch = without_padding(tiny_batch())
-    names = {"output_attentions": "cross_attentions", "output_hidden_states": "decoder_hidden_states"}
+    names = {
+        "output_attentions": "cross_attentions",
+        "output_hidden_states": "decoder_hidden_states",
+    }
     names["output_router_logits"] = "decoder_router_logits"
     for option, name in names.items():
         for default in (True, False):
@@ -81,14 +96,19 @@ def test_the_argument_wins_over_the_configuration():
             assert (getattr(model(**batch), name) is not None) == default
             assert (getattr(model(**batch, **{option: not default}), name) is not None) != default
             encoder = model.get_encoder()
-            name_there = {"output_router_logits": "encoder_router_logits"}.get(option, option.removeprefix("output_"))
+            name_there = {"output_router_logits": "encoder_router_logits"}.get(
+                option, option.removeprefix("output_")
+            )
             assert (getattr(encoder(batch["input_ids"]), name_there) is not None) == default
 
 
 def test_attentions_are_returned_whatever_computes_them():
     model, batch = tiny_model(attn_implementation="sdpa"), tiny_batch()
     eager = tiny_model(attn_implementation="eager")
-    close(model(**batch, output_attentions=True).cross_attentions, eager(**batch, **ALL).cross_attentions)
+    close(
+        model(**batch, output_attentions=True).cross_attentions,
+        eager(**batch, **ALL).cross_attentions,
+    )
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -108,7 +128,9 @@ def test_router_logits_stand_by_sequence():
 
 def test_a_tuple_begins_as_t5_does_and_holds_what_the_record_holds():
     model, batch = tiny_model(), tiny_batch()
-    as_record, as_tuple = (model(**batch, **ALL, use_cache=True, return_dict=choice) for choice in (True, False))
+    as_record, as_tuple = (
+        model(**batch, **ALL, use_cache=True, return_dict=choice) for choice in (True, False)
+    )
     theirs = as_t5(equal_depth())(**tiny_batch(), **ALL)
     assert list(as_record)[:9] == list(theirs)
     assert type(as_tuple) is tuple and len(as_tuple) == len(as_record)
@@ -117,14 +139,19 @@ def test_a_tuple_begins_as_t5_does_and_holds_what_the_record_holds():
     model.config.return_dict = False
     assert len(model(**batch, **ALL, use_cache=True)) == len(as_record)
     encoded = model.get_encoder()(batch["input_ids"], batch["attention_mask"])
-    again = model(encoder_outputs=encoded, attention_mask=batch["attention_mask"], labels=batch["labels"])
+    again = model(
+        encoder_outputs=encoded, attention_mask=batch["attention_mask"], labels=batch["labels"]
+    )
     close(again[1], model(**batch, return_dict=True).logits)
 
 
 def test_an_encoder_that_ran_before_gives_the_same_outputs():
     model, batch = tiny_model(), tiny_batch()
     encoded = model.get_encoder()(batch["input_ids"], batch["attention_mask"], **ALL)
-    a, b = model(**batch, **ALL), model(encoder_outputs=encoded, **{**batch, "input_ids": None}, **ALL)
+    a, b = (
+        model(**batch, **ALL),
+        model(encoder_outputs=encoded, **{**batch, "input_ids": None}, **ALL),
+    )
     for name in ("loss", *T5_NAMES, "encoder_router_logits"):
         close(a[name], b[name])
 
@@ -136,13 +163,21 @@ def test_activation_checkpointing_returns_the_same_with_the_same_gradients():
         if checkpointing:
             checkpointed(model)
         out = model(**batch, **ALL)
-        loss = out.loss + sum(x.square().sum() for x in (*out.cross_attentions, *out.decoder_hidden_states[1:2]))
-        results.append((out.encoder_attentions, torch.autograd.grad(loss, list(model.parameters()))))
+        loss = out.loss + sum(
+            x.square().sum() for x in (*out.cross_attentions, *out.decoder_hidden_states[1:2])
+        )
+        results.append(
+            (out.encoder_attentions, torch.autograd.grad(loss, list(model.parameters())))
+        )
     close(*results)
 
 
 def test_the_encoder_alone_returns_them_too():
     model = STMoEEncoderModel(tiny_model().config).eval()
     out = model(tiny_batch()["input_ids"], **ALL)
-    assert len(out.hidden_states) == 3 and len(out.attentions) == 2 and len(out.encoder_router_logits) == 1
+    assert (
+        len(out.hidden_states) == 3
+        and len(out.attentions) == 2
+        and len(out.encoder_router_logits) == 1
+    )
     assert out.hidden_states[-1] is out.last_hidden_state

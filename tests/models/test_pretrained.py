@@ -1,4 +1,6 @@
-"""Model folders that are damaged, or saved into twice: one message that names what is wrong, or what was saved last."""
+"""Model folders that are damaged, or saved into twice: one message that names what is wrong, or
+what was saved last.
+"""
 
 import json
 import os
@@ -77,26 +79,71 @@ DAMAGES = {
         text("config.json", '{"d_ff": ' + "9" * 5000 + "}"),
         "config.json: .* is not JSON .number out of range",
     ),
-    "config points elsewhere": (config(configuration_files=3), "configuration_files: its content is 3"),
+    "config points elsewhere": (
+        config(configuration_files=3),
+        "configuration_files: its content is 3",
+    ),
     "config of another model": (config(model_type="bert"), "of a model of type 'bert'"),
-    "router a list": (config(router=["switch"]), r"router is \['switch'\]; expected the name of a router"),
-    "dtype": (config(dtype="float7"), "dtype is 'float7'; expected the name of a floating-point dtype"),
-    "dtype of integers": (config(torch_dtype="int8"), "torch_dtype is 'int8'; expected the name of a floating"),
-    "layers": (config(num_layers=100_000), "num_layers is 100000; expected an integer from 1 to 1,024"),
+    "router a list": (
+        config(router=["switch"]),
+        r"router is \['switch'\]; expected the name of a router",
+    ),
+    "dtype": (
+        config(dtype="float7"),
+        "dtype is 'float7'; expected the name of a floating-point dtype",
+    ),
+    "dtype of integers": (
+        config(torch_dtype="int8"),
+        "torch_dtype is 'int8'; expected the name of a floating",
+    ),
+    "layers": (
+        config(num_layers=100_000),
+        "num_layers is 100000; expected an integer from 1 to 1,024",
+    ),
     "width": (config(d_model=2**20, d_ff=2**24, num_layers=512), "parameters; expected at most"),
-    "width of other weights": (config(d_model=2**16), r"another shape: lm_head\.weight \(131, 29\) instead of"),
+    "width of other weights": (
+        config(d_model=2**16),
+        r"another shape: lm_head\.weight \(131, 29\) instead of",
+    ),
     "labels": (config(num_labels=10**12), "num_labels is 1000000000000; expected"),
     "label names": (config(id2label="x"), "id2label is 'x'; expected a mapping"),
-    "sizes by layer": (config(per_layer_config={"0": {"d_ff": 5}}), "per_layer_config is .*; expected nothing here"),
+    "sizes by layer": (
+        config(per_layer_config={"0": {"d_ff": 5}}),
+        "per_layer_config is .*; expected nothing here",
+    ),
     "a method": (config(num_parameters=5), "num_parameters cannot be a field"),
-    "generation a list": (text("generation_config.json", "[]"), r"generation_config.json: its content is \[\]"),
-    "generation torn": (text("generation_config.json", '{"num_beams'), "generation_config.json: .* is not JSON"),
-    "generation types": (text("generation_config.json", '{"num_beams": "x"}'), "num_beams of .* is 'x'"),
-    "generation ids": (text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id of .* is 'x'"),
-    "generation cache": (text("generation_config.json", '{"cache_implementation": [1]}'), "cannot be used"),
-    "adapter a list": (text("adapter_config.json", "[]"), r"adapter_config.json: its content is \[\]"),
-    "bin a list": (binary([1]), r"pytorch_model.bin cannot be read: it holds \[1\]; expected tensors by name"),
-    "bin of code": (binary(RunsCode()), "cannot be read: the file is torn, or holds more than tensors"),
+    "generation a list": (
+        text("generation_config.json", "[]"),
+        r"generation_config.json: its content is \[\]",
+    ),
+    "generation torn": (
+        text("generation_config.json", '{"num_beams'),
+        "generation_config.json: .* is not JSON",
+    ),
+    "generation types": (
+        text("generation_config.json", '{"num_beams": "x"}'),
+        "num_beams of .* is 'x'",
+    ),
+    "generation ids": (
+        text("generation_config.json", '{"eos_token_id": "x"}'),
+        "eos_token_id of .* is 'x'",
+    ),
+    "generation cache": (
+        text("generation_config.json", '{"cache_implementation": [1]}'),
+        "cannot be used",
+    ),
+    "adapter a list": (
+        text("adapter_config.json", "[]"),
+        r"adapter_config.json: its content is \[\]",
+    ),
+    "bin a list": (
+        binary([1]),
+        r"pytorch_model.bin cannot be read: it holds \[1\]; expected tensors by name",
+    ),
+    "bin of code": (
+        binary(RunsCode()),
+        "cannot be read: the file is torn, or holds more than tensors",
+    ),
     "bin of texts": (binary({"lm_head.weight": "x"}), "it holds 'x' under 'lm_head.weight'"),
     "bin cut": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
@@ -104,13 +151,29 @@ DAMAGES = {
     ),
     "index a list": (index("[]"), r"index.json: its content is \[\]"),
     "index torn": (index('{"weight_map"'), "index.json: .* is not JSON"),
-    "index without a map": (index('{"metadata": {}}'), "index.json: weight_map: its content is None"),
+    "index without a map": (
+        index('{"metadata": {}}'),
+        "index.json: weight_map: its content is None",
+    ),
     "index of numbers": (index('{"metadata": {}, "weight_map": {"a": 3}}'), "weight_map: a is 3"),
-    "index to elsewhere": (index('{"metadata": {}, "weight_map": {"a": "../x"}}'), "names the file '../x'"),
-    "index to nothing": (index('{"metadata": {}, "weight_map": {"a": "x.safetensors"}}'), "x.safetensors is missing"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights: expected one of model.s"),
+    "index to elsewhere": (
+        index('{"metadata": {}, "weight_map": {"a": "../x"}}'),
+        "names the file '../x'",
+    ),
+    "index to nothing": (
+        index('{"metadata": {}, "weight_map": {"a": "x.safetensors"}}'),
+        "x.safetensors is missing",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has no weights: expected one of model.s",
+    ),
     "integers": (
-        weights(lambda tensors: tensors.update({"lm_head.weight": torch.ones(131, 29, dtype=torch.int8)})),
+        weights(
+            lambda tensors: tensors.update(
+                {"lm_head.weight": torch.ones(131, 29, dtype=torch.int8)}
+            )
+        ),
         "lm_head.weight in .* holds numbers of type torch.int8; expected floating-point",
     ),
     "no numbers": (
@@ -142,7 +205,9 @@ def mesh():
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_model_folder_is_refused_with_what_is_wrong(whole, tmp_path, monkeypatch, damage, message):
+def test_a_damaged_model_folder_is_refused_with_what_is_wrong(
+    whole, tmp_path, monkeypatch, damage, message
+):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(whole, tmp_path / "model")
     damage(folder)
@@ -190,7 +255,9 @@ def test_saves_under_another_name_stay(tmp_path):
 def test_a_config_that_could_not_be_loaded_again_is_not_saved(tmp_path):
     model = tiny_model()
     model.config.lock = object()
-    with pytest.raises(ConfigError, match=r"lock of the config is <object .*, which config.json cannot hold"):
+    with pytest.raises(
+        ConfigError, match=r"lock of the config is <object .*, which config.json cannot hold"
+    ):
         model.save_pretrained(tmp_path)
     del model.config.lock
     model.config.d_ff = "wide"
@@ -200,11 +267,16 @@ def test_a_config_that_could_not_be_loaded_again_is_not_saved(tmp_path):
 
 
 def test_experts_are_computed_as_dispatch_says():
-    for dispatch, name, other in (("ragged", "grouped_mm", "batched_mm"), ("static", "batched_mm", "grouped_mm")):
+    for dispatch, name, other in (
+        ("ragged", "grouped_mm", "batched_mm"),
+        ("static", "batched_mm", "grouped_mm"),
+    ):
         fields = {**FIELDS, "dispatch": dispatch}
         for fitting in (name, "eager"):
             STMoEForConditionalGeneration(STMoEConfig(**fields, experts_implementation=fitting))
         message = f"experts_implementation is '{other}', but experts run as .* says: with '{dispatch}', by '{name}'"
         with pytest.raises(ConfigError, match=message):
             STMoEForConditionalGeneration(STMoEConfig(**fields, experts_implementation=other))
-    STMoEForConditionalGeneration(STMoEConfig(**{**FIELDS, **DENSE}, experts_implementation="eager"))
+    STMoEForConditionalGeneration(
+        STMoEConfig(**{**FIELDS, **DENSE}, experts_implementation="eager")
+    )

@@ -1,4 +1,6 @@
-"""Quantised models: experts that stay wide are counted, quantised ones compute, and what saves loads."""
+"""Quantised models: experts that stay wide are counted, quantised ones compute, and what saves
+loads.
+"""
 
 from types import SimpleNamespace
 
@@ -19,12 +21,15 @@ def test_experts_that_a_quantiser_left_are_counted(recwarn):
     experts = 2 * 7 * (62 * 29 + 29 * 31)
     total = model.num_parameters()
     with pytest.warns(
-        UserWarning, match=f"experts as they were: {experts:,} of {total:,} parameters .{experts / total:.0%}"
+        UserWarning,
+        match=f"experts as they were: {experts:,} of {total:,} parameters .{experts / total:.0%}",
     ):
         warn_of_plain_experts(model)
     for layer in model.sparse_layers():
         for name, weight in list(layer.experts.named_parameters()):
-            setattr(layer.experts, name, nn.Parameter(weight.data.to(torch.int8), requires_grad=False))
+            setattr(
+                layer.experts, name, nn.Parameter(weight.data.to(torch.int8), requires_grad=False)
+            )
     recwarn.clear()
     warn_of_plain_experts(model)
     assert not recwarn
@@ -43,7 +48,9 @@ def test_a_quantised_model_saves_and_loads_the_same(tmp_path, experts, share):
     quantised = STMoEForConditionalGeneration.from_pretrained(
         tmp_path / "wide", quantization_config=TorchAoConfig(given)
     )
-    narrow = sum(weight.numel() for weight in quantised.parameters() if type(weight.data) is not torch.Tensor)
+    narrow = sum(
+        weight.numel() for weight in quantised.parameters() if type(weight.data) is not torch.Tensor
+    )
     assert abs(narrow / model.num_parameters() - share) < 0.01
     quantised.save_pretrained(tmp_path / "narrow")
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "narrow")

@@ -1,4 +1,6 @@
-"""transformers finds our models in a process that never imports this library; the oracle is one that did."""
+"""transformers finds our models in a process that never imports this library; the oracle is one
+that did.
+"""
 
 import json
 import os
@@ -34,7 +36,9 @@ AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
 
 
-def run_python(program: str, *arguments: Path | str, cache: Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    program: str, *arguments: Path | str, cache: Path
+) -> subprocess.CompletedProcess[str]:
     """Runs a program that asks nobody and reaches no hub, in a folder that has no `moe`."""
     environment = {
         **os.environ,
@@ -45,7 +49,13 @@ def run_python(program: str, *arguments: Path | str, cache: Path) -> subprocess.
     }
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(
-        command, env=environment, cwd=cache, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+        command,
+        env=environment,
+        cwd=cache,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -99,7 +109,10 @@ def test_every_way_of_saving_leaves_the_same_two_traces(tmp_path):
     (tmp_path / "converted").mkdir()
     convert_checkpoint(tmp_path / "t5", tmp_path / "converted")
     STMoEConfig().save_pretrained(tmp_path / "config")
-    files = [folder / "modeling_st_moe.py" for folder in map(tmp_path.joinpath, ("saved", "converted", "config"))]
+    files = [
+        folder / "modeling_st_moe.py"
+        for folder in map(tmp_path.joinpath, ("saved", "converted", "config"))
+    ]
     assert len({path.read_bytes() for path in files}) == 1
     for path in files:
         auto_map = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))["auto_map"]

@@ -1,6 +1,8 @@
-"""What transformers 5.23.0 does wrong with Switch, and what a model converted from it does here instead.
+"""What transformers 5.23.0 does wrong with Switch, and what a model converted from it does here
+instead.
 
-Each test shows both: their number, and ours beside an oracle. Where they are right, test_conversion.py asks for theirs.
+Each test shows both: their number, and ours beside an oracle. Where they are right,
+test_conversion.py asks for theirs.
 """
 
 import json
@@ -10,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import SwitchTransformersForConditionalGeneration
-from transformers.models.switch_transformers.modeling_switch_transformers import load_balancing_loss_func
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    load_balancing_loss_func,
+)
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
 from tests.models.foreign import SIZES, SPARSE, assert_equal_to_rounding, their_inputs, their_model
@@ -32,15 +36,23 @@ def both(tmp_path):
 
 def sparse_block(model):
     """Their first sparse feed-forward layer."""
-    return next(block.layer[-1].mlp for block in model.encoder.block if hasattr(block.layer[-1].mlp, "router"))
+    return next(
+        block.layer[-1].mlp
+        for block in model.encoder.block
+        if hasattr(block.layer[-1].mlp, "router")
+    )
 
 
 def test_the_routers_losses_count_by_default_since_a_model_trained_without_them_collapses(both):
-    """1: theirs are added only if output_router_logits=True is given to each call, which Trainer does not."""
+    """1: theirs are added only if output_router_logits=True is given to each call, which Trainer
+    does not.
+    """
     theirs, ours = both(router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
     ids = their_inputs()["input_ids"]
     expected, actual = theirs(ids, labels=LABELS), ours(ids, labels=LABELS)
-    assert_equal_to_rounding(expected.loss, F.cross_entropy(expected.logits.flatten(0, 1), LABELS.flatten()))
+    assert_equal_to_rounding(
+        expected.loss, F.cross_entropy(expected.logits.flatten(0, 1), LABELS.flatten())
+    )
     assert_equal_to_rounding(actual.ce_loss, expected.loss)
     weighed = actual.ce_loss + 0.5 * actual.load_balance_loss + 0.25 * actual.router_z_loss
     assert_equal_to_rounding(actual.loss, weighed)
@@ -65,13 +77,20 @@ def test_no_sparse_layer_is_none_but_a_converted_model_has_those_that_were_built
     theirs, ours = both("Switch, no layer named sparse")
     assert sum(hasattr(block.layer[-1].mlp, "router") for block in theirs.encoder.block) == 1
     assert ours.config.num_sparse_encoder_layers == 1
-    ours = {"num_layers": 4, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 2, "num_experts": 7}
+    ours = {
+        "num_layers": 4,
+        "num_sparse_encoder_layers": 0,
+        "num_sparse_decoder_layers": 2,
+        "num_experts": 7,
+    }
     config = STMoEConfig(**ours, num_decoder_layers=4)
     assert not any(config.is_sparse_block(block, decoder=False) for block in range(4))
 
 
 def test_balance_is_of_each_layer_since_two_layers_can_be_out_of_balance_in_opposite_ways(both):
-    """4: theirs is over the pool of a stack's layers; the oracle is their own function, layer by layer."""
+    """4: theirs is over the pool of a stack's layers; the oracle is their own function, layer by
+    layer.
+    """
     theirs, ours = both()
     ids = their_inputs()["input_ids"]
     pooled = theirs(ids, labels=LABELS, output_router_logits=True)
@@ -79,19 +98,26 @@ def test_balance_is_of_each_layer_since_two_layers_can_be_out_of_balance_in_oppo
     layers = [load_balancing_loss_func(x.softmax(dim=-1), x.argmax(dim=-1)) for x in logits]
     actual = ours(ids, labels=LABELS)
     assert_equal_to_rounding(actual.load_balance_loss, torch.stack(layers).mean())
-    assert abs((pooled.encoder_aux_loss + pooled.decoder_aux_loss) / 2 - actual.load_balance_loss) > 0.01
+    assert (
+        abs((pooled.encoder_aux_loss + pooled.decoder_aux_loss) / 2 - actual.load_balance_loss)
+        > 0.01
+    )
 
 
 @pytest.mark.parametrize("ignore_padding", [False, True])
 def test_padding_takes_no_capacity_so_that_left_padding_moves_nothing(both, ignore_padding):
-    """5 and 6: in theirs padding takes slots before real tokens; router_ignore_padding_tokens is never read."""
+    """5 and 6: in theirs padding takes slots before real tokens; router_ignore_padding_tokens is
+    never read.
+    """
     theirs, ours = both(router_ignore_padding_tokens=ignore_padding)
     ids = their_inputs()["input_ids"]
     padded = F.pad(ids, (12, 0))
     moved = []
     for model in (theirs, ours):
         alone = model.get_encoder()(ids).last_hidden_state
-        beside = model.get_encoder()(padded, attention_mask=(padded != 0).long()).last_hidden_state[:, 12:]
+        beside = model.get_encoder()(padded, attention_mask=(padded != 0).long()).last_hidden_state[
+            :, 12:
+        ]
         moved.append((alone - beside).abs().max().item())
     assert moved[0] > 0.1
     assert moved[1] < 1e-5
@@ -115,7 +141,9 @@ def test_jitter_is_for_the_router_alone_and_changes_no_input(both):
 
 
 def test_a_forward_pass_leaves_the_routers_parameters_in_their_dtype(both):
-    """8: theirs rewrites the classifier as float32, behind the back of FSDP and optimizer; ours only computes in it."""
+    """8: theirs rewrites the classifier as float32, behind the back of FSDP and optimizer; ours
+    only computes in it.
+    """
     theirs, ours = both()
     ids = their_inputs()["input_ids"]
     theirs, ours = theirs.to(torch.bfloat16), ours.to(torch.bfloat16)
@@ -129,13 +157,19 @@ def test_sdpa_works_and_equals_eager_attention(both, tmp_path):
     """9: theirs has eager attention only."""
     theirs, _ = both()
     with pytest.raises(ValueError, match="does not support an attention implementation"):
-        SwitchTransformersForConditionalGeneration.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
-    ours = STMoEForConditionalGeneration.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
+        SwitchTransformersForConditionalGeneration.from_pretrained(
+            tmp_path / "model", attn_implementation="sdpa"
+        )
+    ours = STMoEForConditionalGeneration.from_pretrained(
+        tmp_path / "model", attn_implementation="sdpa"
+    )
     assert_equal_to_rounding(ours(**their_inputs()).logits, theirs(**their_inputs()).logits)
 
 
 def test_a_gated_switch_has_a_place_here(tmp_path):
-    """9: theirs has no class for GEGLU experts (switch-xxl-128); ours loads them by the names that they would have."""
+    """9: theirs has no class for GEGLU experts (switch-xxl-128); ours loads them by the names that
+    they would have.
+    """
 
     theirs = their_model()
     theirs.save_pretrained(tmp_path)
@@ -149,7 +183,9 @@ def test_a_gated_switch_has_a_place_here(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     ours = STMoEForConditionalGeneration.from_pretrained(tmp_path)
     gate, up = ours.sparse_layers()[0].experts.gate_up_proj.chunk(2, dim=1)
-    wi = [sparse_block(theirs).experts[f"expert_{e}"].wi.weight for e in range(SPARSE["num_experts"])]
+    wi = [
+        sparse_block(theirs).experts[f"expert_{e}"].wi.weight for e in range(SPARSE["num_experts"])
+    ]
     assert torch.equal(gate, torch.stack(wi))
     assert torch.equal(up, 2 * torch.stack(wi))
     assert ours.config.d_ff == SIZES["d_ff"]

@@ -1,6 +1,8 @@
-"""Checkpoints of T5X, written here by tensorstore and msgpack from models of ours: logits are those of the model.
+"""Checkpoints of T5X, written here by tensorstore and msgpack from models of ours: logits are those
+of the model.
 
-The names are spelled out by a small rule book of their own, from the facts of the format, not by the library's table.
+The names are spelled out by a small rule book of their own, from the facts of the format, not by
+the library's table.
 """
 
 import json
@@ -34,7 +36,12 @@ MODELS = {
     "Switch": SWITCH,
     "Switch, second blocks": {**SWITCH, "num_layers": 3, "sparse_position": "second"},
     "T5 1.1": {**DENSE, "sparse_dense_stacking": False},
-    "T5 1.0": {**DENSE, "sparse_dense_stacking": False, "feed_forward_proj": "relu", "tie_word_embeddings": True},
+    "T5 1.0": {
+        **DENSE,
+        "sparse_dense_stacking": False,
+        "feed_forward_proj": "relu",
+        "tie_word_embeddings": True,
+    },
 }
 FREE = {  # what names and shapes do not say
     "eval_capacity_factor": 0.7,
@@ -50,7 +57,9 @@ def t5x_tree(model):
     tree = {}
     for name, weight in model.named_parameters():
         array = weight.detach()
-        path = name.replace("model.encoder.stack.", "encoder/").replace("model.decoder.", "decoder/")
+        path = name.replace("model.encoder.stack.", "encoder/").replace(
+            "model.decoder.", "decoder/"
+        )
         path = re.sub(r"blocks\.(\d+)\.", r"layers_\1/", path)
         stack, sparse = path.split("/")[0], ".sparse_feed_forward." in name
         block = name.split("_norm")[0].split(".feed_forward")[0]
@@ -73,11 +82,19 @@ def t5x_tree(model):
         elif name.endswith(".sparse_norm.weight"):
             tree[path.replace("sparse_norm.weight", "pre_mlp_layer_norm/scale")] = array
         elif name.endswith(".feed_forward_norm.weight"):
-            tree[path.replace("feed_forward_norm.weight", f"pre_{extra}mlp_layer_norm/scale")] = array
+            tree[path.replace("feed_forward_norm.weight", f"pre_{extra}mlp_layer_norm/scale")] = (
+                array
+            )
         elif name.endswith("router.gate"):
-            tree[path.replace("sparse_feed_forward.router.gate", "mlp/router/router_weights/w/kernel")] = array.T
+            tree[
+                path.replace(
+                    "sparse_feed_forward.router.gate", "mlp/router/router_weights/w/kernel"
+                )
+            ] = array.T
         else:
-            at = path.split("sparse_feed")[0].split("feed_forward")[0] + ("mlp/expert" if sparse else f"{extra}mlp")
+            at = path.split("sparse_feed")[0].split("feed_forward")[0] + (
+                "mlp/expert" if sparse else f"{extra}mlp"
+            )
             if "down_proj" in name:
                 tree[f"{at}/wo/kernel"] = array.mT
             elif model.config.feed_forward_proj == "relu":
@@ -105,13 +122,17 @@ def pack(value):
     if isinstance(value, torch.Tensor):
         array = value.contiguous()
         data = array.flatten().view(torch.uint8).numpy().tobytes()
-        packed = msgpack.packb((tuple(array.shape), str(array.dtype).removeprefix("torch."), data), use_bin_type=True)
+        packed = msgpack.packb(
+            (tuple(array.shape), str(array.dtype).removeprefix("torch."), data), use_bin_type=True
+        )
         return msgpack.ExtType(1, packed)
     raise TypeError(type(value))
 
 
 def write(folder, flat, *, state=None, wrapped=True, inline=64):
-    """Writes a checkpoint of T5X: arrays of more numbers than `inline` into zarr folders, the rest into msgpack."""
+    """Writes a checkpoint of T5X: arrays of more numbers than `inline` into zarr folders, the rest
+    into msgpack.
+    """
     folder.mkdir()
     leaves = {}
     for name, array in flat.items():
@@ -126,9 +147,15 @@ def write(folder, flat, *, state=None, wrapped=True, inline=64):
             spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata, "create": True}
             store = tensorstore.open(spec).result()
             store.write(array.float().numpy().astype(store.dtype.numpy_dtype)).result()
-            bucket = {"driver": "gfile", "path": f"/gs/bucket/checkpoint_500100/{path}"}  # where it was written
+            bucket = {
+                "driver": "gfile",
+                "path": f"/gs/bucket/checkpoint_500100/{path}",
+            }  # where it was written
             leaves[name] = {"driver": "zarr", "kvstore": bucket, "metadata": metadata}
-    root = {"target": nested(leaves), "state": state or {"step": torch.tensor(500_100, dtype=torch.int32)}}
+    root = {
+        "target": nested(leaves),
+        "state": state or {"step": torch.tensor(500_100, dtype=torch.int32)},
+    }
     tree = {"version": 3, "optimizer": root} if wrapped else root
     (folder / "checkpoint").write_bytes(msgpack.packb(tree, default=pack, use_bin_type=True))
     return folder
@@ -137,18 +164,37 @@ def write(folder, flat, *, state=None, wrapped=True, inline=64):
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_the_model_that_was_written(tmp_path, kind):
     fields = {**FREE, **({"decoder_router_options": None} if kind == "ST-MoE" else {})}
-    model, inputs = tiny_model(**{**MODELS[kind], **(fields if "T5" not in kind else {})}), their_inputs()
+    model, inputs = (
+        tiny_model(**{**MODELS[kind], **(fields if "T5" not in kind else {})}),
+        their_inputs(),
+    )
     folder = write(tmp_path / "t5x", t5x_tree(model))
     free = {name: getattr(model.config, name) for name in FREE} | {"router_initializer_std": 0.5}
     settings = {f"{name}={json.dumps(value)}" for name, value in free.items()}
     main(["--from", str(folder), "--to", str(tmp_path / "ours"), "--set", *settings])
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "ours")
-    for name in ("num_experts", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "feed_forward_proj"):
+    for name in (
+        "num_experts",
+        "d_kv",
+        "d_ff",
+        "num_layers",
+        "num_decoder_layers",
+        "num_heads",
+        "feed_forward_proj",
+    ):
         assert getattr(loaded.config, name) == getattr(model.config, name), name
-    for name in ("tie_word_embeddings", "sparse_dense_stacking", "sparse_position", "router", "num_selected_experts"):
+    for name in (
+        "tie_word_embeddings",
+        "sparse_dense_stacking",
+        "sparse_position",
+        "router",
+        "num_selected_experts",
+    ):
         assert getattr(loaded.config, name) == getattr(model.config, name), name
     expected = dict(model.named_parameters())
-    assert all(torch.equal(weight, expected.pop(name)) for name, weight in loaded.named_parameters())
+    assert all(
+        torch.equal(weight, expected.pop(name)) for name, weight in loaded.named_parameters()
+    )
     assert not expected
     assert_equal_to_rounding(loaded(**inputs).logits, model(**inputs).logits)
 
@@ -174,25 +220,40 @@ def test_an_array_in_chunks_is_put_together(tmp_path):
 
 
 def test_slots_of_the_optimizer_are_ignored_with_that_reason(tmp_path):
-    slots = {"step": torch.tensor(3), "param_states": {"token_embedder": {"embedding": {"v_row": torch.zeros(131)}}}}
+    slots = {
+        "step": torch.tensor(3),
+        "param_states": {"token_embedder": {"embedding": {"v_row": torch.zeros(131)}}},
+    }
     report = conversion_report(write(tmp_path / "t5x", t5x_tree(tiny_model(**SWITCH)), state=slots))
-    assert report.ignored["state/param_states/token_embedder/embedding/v_row"] == "is of the optimizer"
+    assert (
+        report.ignored["state/param_states/token_embedder/embedding/v_row"] == "is of the optimizer"
+    )
     assert not report.missing + report.unexpected + report.reshaped
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda t: t.pop("encoder/encoder_norm/scale"), CheckpointError, "1 missing: encoder/encoder_norm/scale"),
+        (
+            lambda t: t.pop("encoder/encoder_norm/scale"),
+            CheckpointError,
+            "1 missing: encoder/encoder_norm/scale",
+        ),
         (lambda t: t.update(what=torch.zeros(3)), CheckpointError, "1 unexpected: what"),
-        (lambda t: t.pop("token_embedder/embedding"), CheckpointError, "no target/token_embedder/embedding: it is no"),
+        (
+            lambda t: t.pop("token_embedder/embedding"),
+            CheckpointError,
+            "no target/token_embedder/embedding: it is no",
+        ),
         (
             lambda t: t.update({"encoder/encoder/subblock_0/mlp/wi/kernel": torch.zeros(3, 5, 2)}),
             ConfigError,
             "target/encoder/encoder/subblock_0/mlp/wi/kernel is of scanned layers.*scan_layers = False",
         ),
         (
-            lambda t: t.update({"encoder/layers_1/mlp/router/router_weights/w/bias": torch.zeros(7)}),
+            lambda t: t.update(
+                {"encoder/layers_1/mlp/router/router_weights/w/bias": torch.zeros(7)}
+            ),
             CheckpointError,
             "1 unexpected: encoder/layers_1/mlp/router/router_weights/w/bias",
         ),
@@ -210,9 +271,12 @@ def test_what_is_not_accounted_for_is_an_error(tmp_path, change, error, message)
 def test_sparse_blocks_out_of_step_are_refused_with_their_numbers(tmp_path):
     tree = t5x_tree(tiny_model(**{**SWITCH, "num_layers": 3}))
     moved = {
-        re.sub(r"^encoder/layers_([02])", lambda m: f"encoder/layers_{2 - int(m[1])}", k): v for k, v in tree.items()
+        re.sub(r"^encoder/layers_([02])", lambda m: f"encoder/layers_{2 - int(m[1])}", k): v
+        for k, v in tree.items()
     }
-    with pytest.raises(ConfigError, match=r"sparse blocks \[0\] in the encoder and \[2\] in the decoder"):
+    with pytest.raises(
+        ConfigError, match=r"sparse blocks \[0\] in the encoder and \[2\] in the decoder"
+    ):
         open_t5x(write(tmp_path / "t5x", moved))
 
 
@@ -221,7 +285,8 @@ def test_torn_files_are_one_message(tmp_path):
     for file in (folder / "target.token_embedder.embedding").iterdir():
         file.unlink()
     with pytest.raises(
-        CheckpointError, match=r"target/token_embedder/embedding cannot be read from .*target\.token_em"
+        CheckpointError,
+        match=r"target/token_embedder/embedding cannot be read from .*target\.token_em",
     ):
         open_t5x(folder)
     packed = folder / "checkpoint"
@@ -232,7 +297,10 @@ def test_torn_files_are_one_message(tmp_path):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_damaged_bytes_are_a_checkpoint_or_one_message(tmp_path, seed):
-    folder = write(tmp_path / "t5x", {"token_embedder/embedding": torch.ones(3, 2), "decoder/scale": torch.ones(2)})
+    folder = write(
+        tmp_path / "t5x",
+        {"token_embedder/embedding": torch.ones(3, 2), "decoder/scale": torch.ones(2)},
+    )
     content = bytearray((folder / "checkpoint").read_bytes())
     draw = random.Random(seed)
     for _ in range(3):
@@ -247,7 +315,8 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(tmp_path, monk
     folder = write(tmp_path / "t5x", t5x_tree(tiny_model(**SWITCH)))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        ConfigError, match=rf"read with {module}, which is not installed. Run pip install 'stmoe\[t5x\]'"
+        ConfigError,
+        match=rf"read with {module}, which is not installed. Run pip install 'stmoe\[t5x\]'",
     ):
         open_t5x(folder)
 

@@ -34,7 +34,9 @@ def tiny_model(seed: int = 0, **changes) -> STMoEForConditionalGeneration:
     return STMoEForConditionalGeneration(STMoEConfig(**{**FIELDS, **changes})).eval()
 
 
-def tiny_batch(batch: int = 4, length: int = 13, targets: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
+def tiny_batch(
+    batch: int = 4, length: int = 13, targets: int = 11, seed: int = 0
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.ones(batch, length, dtype=torch.int64)
     labels = torch.randint(2, 131, (batch, targets), generator=generator)
@@ -50,5 +52,7 @@ def tiny_batch(batch: int = 4, length: int = 13, targets: int = 11, seed: int = 
 
 def checkpointed(model: STMoEForConditionalGeneration, *arguments) -> STMoEForConditionalGeneration:
     """Switches activation checkpointing on; older transformers know only the second name."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(*arguments)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+        *arguments
+    )
     return model

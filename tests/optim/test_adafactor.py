@@ -52,7 +52,12 @@ def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored, 
         parameter.grad = torch.tensor(grad)
         optimizer.step()
     if batch_dims:
-        expected = np.stack([oracle_steps(start[e], grads[:, e], lr=0.3, factored=factored) for e in range(shape[0])])
+        expected = np.stack(
+            [
+                oracle_steps(start[e], grads[:, e], lr=0.3, factored=factored)
+                for e in range(shape[0])
+            ]
+        )
     else:
         expected = oracle_steps(start, grads, lr=0.3, factored=factored)
     np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)
@@ -103,7 +108,11 @@ def test_groups_put_exactly_the_stacked_experts_apart():
     model = tiny_model(expert_bias="multiplicative")
     dense, stacked = parameter_groups(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)].rsplit(".", 2)[-1] for p in stacked["params"]} == {"gate_up_proj", "down_proj", "bias"}
+    assert {names[id(p)].rsplit(".", 2)[-1] for p in stacked["params"]} == {
+        "gate_up_proj",
+        "down_proj",
+        "bias",
+    }
     assert all(names[id(p)].endswith(EXPERT_STACKS) for p in stacked["params"])
     assert sorted(id(p) for p in dense["params"] + stacked["params"]) == sorted(names)
     assert (dense["batch_dims"], stacked["batch_dims"]) == (0, 1)
@@ -127,7 +136,10 @@ def test_it_learns():
     [
         ({"lr": -1.0}, "lr is -1.0; expected a finite number 0 or more"),
         ({"lr": float("nan")}, "lr is nan; expected a finite number 0 or more"),
-        ({"clipping_threshold": 0.0}, "clipping_threshold is 0.0; expected a finite number above 0"),
+        (
+            {"clipping_threshold": 0.0},
+            "clipping_threshold is 0.0; expected a finite number above 0",
+        ),
         ({"decay_exponent": -0.5}, "decay_exponent is -0.5"),
         ({"epsilon1": 0.0}, "epsilon1 is 0.0; expected a finite number above 0"),
         ({"epsilon2": float("inf")}, "epsilon2 is inf"),
@@ -156,19 +168,30 @@ def test_a_stack_of_nothing_is_refused_with_the_way_out(shape, batch_dims, messa
     [
         ((3, 2, 5, 7), 1, 128, {"v_row": (3, 2, 5), "v_col": (3, 7)}),
         ((2, 5, 7), 0, 8, {"v": (2, 5, 7)}),
-        ((2, 5, 7), 0, 7, {"v_row": (2, 5), "v_col": (7,)}),  # 2 x 5 rows: 5 alone would not be enough
+        (
+            (2, 5, 7),
+            0,
+            7,
+            {"v_row": (2, 5), "v_col": (7,)},
+        ),  # 2 x 5 rows: 5 alone would not be enough
         ((2, 3, 5, 7), 0, 7, {"v_row": (2, 3, 5), "v_col": (7,)}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_dense", [True, False])
-def test_packed_rows_take_exactly_the_steps_of_a_matrix(shape, batch_dims, min_dim, state, dtype, is_dense):
+def test_packed_rows_take_exactly_the_steps_of_a_matrix(
+    shape, batch_dims, min_dim, state, dtype, is_dense
+):
     torch.manual_seed(0)
     packed = torch.randn(shape, dtype=dtype)
-    packed = torch.nn.Parameter(packed if is_dense else packed.transpose(0, -1).contiguous().transpose(0, -1))
+    packed = torch.nn.Parameter(
+        packed if is_dense else packed.transpose(0, -1).contiguous().transpose(0, -1)
+    )
     matrix = torch.nn.Parameter(packed.detach().flatten(batch_dims, -2).clone())
     optimizers = [
-        Adafactor([{"params": [p], "batch_dims": batch_dims}], lr=0.1, min_dim_size_to_factor=min_dim)
+        Adafactor(
+            [{"params": [p], "batch_dims": batch_dims}], lr=0.1, min_dim_size_to_factor=min_dim
+        )
         for p in (packed, matrix)
     ]
     for _ in range(3):

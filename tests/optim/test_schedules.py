@@ -14,7 +14,9 @@ def test_rsqrt_is_constant_in_warm_up_and_falls_like_one_over_root():
 
 def test_constant_rises_linearly_and_never_starts_at_zero():
     schedule = constant(lr=1e-3, warmup_steps=4)
-    assert [schedule(step) for step in (0, 1, 3, 4, 1000)] == pytest.approx([2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3])
+    assert [schedule(step) for step in (0, 1, 3, 4, 1000)] == pytest.approx(
+        [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
+    )
     assert constant(lr=1e-3, warmup_steps=0)(0) == 1e-3
 
 

@@ -1,7 +1,9 @@
-"""The sparse layer, one token at a time: a loop over accepted places, and the dense einsum with [G, S, E, C] masks.
+"""The sparse layer, one token at a time: a loop over accepted places, and the dense einsum with [G,
+S, E, C] masks.
 
-Source: ST-MoE (arXiv:2202.08906) §3.1 and appendix C for an expert; Mesh-TensorFlow transformer/moe.py at a32810e for
-the einsum. Idea: the loop is the sum that the paper writes; the einsum says the same with one-hot masks.
+Source: ST-MoE (arXiv:2202.08906) §3.1 and appendix C for an expert; Mesh-TensorFlow
+transformer/moe.py at a32810e for the einsum. Idea: the loop is the sum that the paper writes; the
+einsum says the same with one-hot masks.
 """
 
 from dataclasses import dataclass
@@ -33,11 +35,17 @@ def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
     fitting = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * length <= most)]
     shape = (batch // max(fitting), max(fitting) * length)
     groups = x.reshape(*shape, width)
-    mask = [[True] * shape[1] for _ in range(shape[0])] if mask is None else mask.reshape(shape).tolist()
+    mask = (
+        [[True] * shape[1] for _ in range(shape[0])]
+        if mask is None
+        else mask.reshape(shape).tolist()
+    )
     if config.router == "hash":
         logits = hash_logits(layer, token_ids.reshape(shape))
     else:
-        logits = gate_logits(layer, groups, mask, None if words is None else words.reshape(*shape, width))
+        logits = gate_logits(
+            layer, groups, mask, None if words is None else words.reshape(*shape, width)
+        )
     probs = logits.softmax(dim=-1)
 
     factor = config.capacity_factor if layer.training else config.eval_capacity_factor
@@ -51,7 +59,9 @@ def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
 
     balance, balance_count = losses.load_balance_of_config(probs, mask, found, config)
     z = losses.router_z(logits, mask, config.router_z_loss_over)
-    z_count = sum(map(sum, mask)) if config.router_z_loss_over == "real_tokens" else shape[0] * shape[1]
+    z_count = (
+        sum(map(sum, mask)) if config.router_z_loss_over == "real_tokens" else shape[0] * shape[1]
+    )
     counted = statistics(probs, mask, found, config.num_experts, capacity) | {
         "load_balance_sum": balance.item() * balance_count,
         "load_balance_count": balance_count,
@@ -65,7 +75,9 @@ def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
 
 
 def gate_logits(layer, groups, mask, words):
-    """Returns the logits [G, S, E] of tokens [G, S, D]; padding is seen as zeros, whatever it holds."""
+    """Returns the logits [G, S, E] of tokens [G, S, D]; padding is seen as zeros, whatever it
+    holds.
+    """
     mode, gate, logits = layer.config.router_input, layer.router.gate, []
     for g, tokens in enumerate(groups):
         for s, token in enumerate(tokens):
@@ -78,7 +90,9 @@ def gate_logits(layer, groups, mask, words):
 
 
 def hash_logits(layer, token_ids):
-    """Returns logits [G, S, E] that are certain of the expert of each id [G, S]: e^-10000 is 0 in float64."""
+    """Returns logits [G, S, E] that are certain of the expert of each id [G, S]: e^-10000 is 0 in
+    float64.
+    """
     experts = routing.hash_by_murmur(token_ids, layer.config.num_experts, layer.router.options.seed)
     return 10_000 * (F.one_hot(experts, layer.config.num_experts).double() - 1)
 
@@ -91,7 +105,10 @@ def route(layer, logits, probs, mask, token_ids, capacity):
         mode = "" if layer.training else "eval_"
         policy = getattr(options, mode + "second_expert_policy")
         threshold = getattr(options, mode + "second_expert_threshold")
-        router = {"token_choice": routing.token_choice, "batch_prioritized": routing.batch_prioritized}[name]
+        router = {
+            "token_choice": routing.token_choice,
+            "batch_prioritized": routing.batch_prioritized,
+        }[name]
         return router(probs, mask, capacity, places, policy, threshold, options.normalize_gates)
     if name == "switch":
         return routing.switch(probs, mask, capacity)
@@ -102,7 +119,9 @@ def route(layer, logits, probs, mask, token_ids, capacity):
         return routing.no_token_left_behind(probs, mask, capacity, options.num_candidates)
     if name == "hash":
         ids = token_ids.reshape(probs.shape[:2])
-        return routing.hash_by_token(ids, mask, capacity, config.num_experts, options.seed, routing.hash_by_murmur)
+        return routing.hash_by_token(
+            ids, mask, capacity, config.num_experts, options.seed, routing.hash_by_murmur
+        )
     if options.softmax_over == "tokens":
         return routing.expert_choice_over_tokens(logits, mask, capacity)
     return routing.expert_choice_over_experts(probs, mask, capacity)
@@ -116,10 +135,14 @@ def run_expert(layer, expert, token):
     experts, config = layer.experts, layer.config
     if config.gated:
         gate, up = (experts.gate_up_proj[expert] @ token).split(config.d_ff)
-        hidden = (F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)) * up
+        hidden = (
+            F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)
+        ) * up
     else:
         hidden = experts.up_proj[expert] @ token
-        hidden = F.gelu(hidden, approximate="tanh") if config.activation == "gelu" else F.relu(hidden)
+        hidden = (
+            F.gelu(hidden, approximate="tanh") if config.activation == "gelu" else F.relu(hidden)
+        )
     if config.expert_bias == "additive":
         hidden = hidden + experts.bias[expert]
     elif config.expert_bias == "multiplicative":
@@ -128,7 +151,9 @@ def run_expert(layer, expert, token):
 
 
 def combine_by_loop(layer, groups, routing):
-    """Returns the output [G, S, D] of groups [G, S, D]: the weighed outputs of each token's accepted places."""
+    """Returns the output [G, S, D] of groups [G, S, D]: the weighed outputs of each token's
+    accepted places.
+    """
     outputs = []
     for g, tokens in enumerate(groups):
         for s, token in enumerate(tokens):
@@ -143,7 +168,8 @@ def combine_by_loop(layer, groups, routing):
 def dense_einsum(layer, groups, plan):
     """Returns the output [G, S, D] by one-hot dispatch and combine masks [G, S, E, C] of a plan.
 
-    Capacity 0 keeps one slot that nobody is in, as one-hot masks need a column. Slots of refused places may hold
+    Capacity 0 keeps one slot that nobody is in, as one-hot masks need a column. Slots of refused
+    places may hold
     anything: they are clamped into the mask and multiplied by accepted = 0.
     """
     capacity = plan.capacity if plan.capacity is not None else groups.shape[1]
@@ -156,7 +182,12 @@ def dense_einsum(layer, groups, plan):
     buffers = torch.einsum("gsec,gsd->gecd", dispatch, groups)
     outputs = torch.stack(
         [
-            torch.stack([torch.stack([run_expert(layer, e, row) for row in rows]) for e, rows in enumerate(group)])
+            torch.stack(
+                [
+                    torch.stack([run_expert(layer, e, row) for row in rows])
+                    for e, rows in enumerate(group)
+                ]
+            )
             for group in buffers
         ]
     )

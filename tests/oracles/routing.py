@@ -1,10 +1,13 @@
-"""Every router, one token at a time: who asks which expert, in which order, and who still finds a slot.
+"""Every router, one token at a time: who asks which expert, in which order, and who still finds a
+slot.
 
-Source: ST-MoE (arXiv:2202.08906) appendices D and G, Mesh-TensorFlow transformer/moe.py at a32810e; other papers are
-named at their router. Idea: an expert is a counter that closes after `capacity` tokens; tokens come one by one.
+Source: ST-MoE (arXiv:2202.08906) appendices D and G, Mesh-TensorFlow transformer/moe.py at a32810e;
+other papers are named at their router. Idea: an expert is a counter that closes after `capacity`
+tokens; tokens come one by one.
 
-probs <float64>[G, S, E] carry the gradient, while decisions read plain numbers. mask is a nested list [G][S], True for
-real tokens; padding has experts but asks for nothing. capacity None is room for all.
+probs <float64>[G, S, E] carry the gradient, while decisions read plain numbers. mask is a nested
+list [G][S], True for real tokens; padding has experts but asks for nothing. capacity None is room
+for all.
 """
 
 import math
@@ -25,9 +28,13 @@ class Routing:
 
 
 def capacity_of(num_tokens, num_experts, factor, least, rounding="floor"):
-    """Returns Mesh-TensorFlow's capacity in floating point, or Flaxformer's when rounding is "round"."""
+    """Returns Mesh-TensorFlow's capacity in floating point, or Flaxformer's when rounding is
+    "round".
+    """
     share = num_tokens * factor / num_experts
-    slots = round(round(share, 9)) if rounding == "round" else min(num_tokens, math.floor(share + 1e-9))
+    slots = (
+        round(round(share, 9)) if rounding == "round" else min(num_tokens, math.floor(share + 1e-9))
+    )
     return max(slots, least)
 
 
@@ -45,11 +52,15 @@ def nobody_served(expert_index):
     def everywhere(value):
         return [[[value for _ in places] for places in group] for group in expert_index]
 
-    return Routing(expert_index, everywhere(False), everywhere(False), everywhere(None), everywhere(0.0))
+    return Routing(
+        expert_index, everywhere(False), everywhere(False), everywhere(None), everywhere(0.0)
+    )
 
 
 def ask(routing, used, capacity, group, token, place, weight):
-    """A token asks the expert of one of its places for a slot; `used` [E] counts the group's filled slots."""
+    """A token asks the expert of one of its places for a slot; `used` [E] counts the group's filled
+    slots.
+    """
     expert = routing.expert_index[group][token][place]
     routing.wanted[group][token][place] = True
     if capacity is None or used[expert] < capacity:
@@ -76,11 +87,16 @@ def place_keeps(place, gate, policy, threshold):
 
 
 def serve_place_by_place(probs, mask, capacity, expert_index, order, policy, threshold, normalize):
-    """Serves place 0 of all tokens, then place 1 of all, and so on; order [G] lists each group's tokens in turn."""
+    """Serves place 0 of all tokens, then place 1 of all, and so on; order [G] lists each group's
+    tokens in turn.
+    """
     routing = nobody_served(expert_index)
     for g in range(len(mask)):
         used = [0] * probs.shape[-1]
-        gates = [gates_of(p, experts, normalize) for p, experts in zip(probs[g], expert_index[g], strict=True)]
+        gates = [
+            gates_of(p, experts, normalize)
+            for p, experts in zip(probs[g], expert_index[g], strict=True)
+        ]
         for place in range(len(gates[0])):
             for s in order[g]:
                 if mask[g][s] and place_keeps(place, gates[s][place].item(), policy, threshold):
@@ -93,30 +109,49 @@ def serve_place_by_place(probs, mask, capacity, expert_index, order, policy, thr
 
 def token_choice(probs, mask, capacity, num_selected, policy, threshold, normalize):
     """Every token chooses its best experts; tokens are served in the order of the sequence."""
-    expert_index = [[best_first(token.tolist(), num_selected) for token in group] for group in probs]
+    expert_index = [
+        [best_first(token.tolist(), num_selected) for token in group] for group in probs
+    ]
     order = [range(len(group)) for group in mask]
-    return serve_place_by_place(probs, mask, capacity, expert_index, order, policy, threshold, normalize)
+    return serve_place_by_place(
+        probs, mask, capacity, expert_index, order, policy, threshold, normalize
+    )
 
 
 def switch(probs, mask, capacity):
-    """One expert a token, weighed by its raw probability. Source: Switch Transformers (arXiv:2101.03961)."""
+    """One expert a token, weighed by its raw probability. Source: Switch Transformers
+    (arXiv:2101.03961).
+    """
     return token_choice(probs, mask, capacity, 1, policy="all", threshold=0.0, normalize=False)
 
 
 def batch_prioritized(probs, mask, capacity, num_selected, policy, threshold, normalize):
-    """Token choice, but inside each place the surest tokens are served first. Source: V-MoE (arXiv:2106.05974)."""
-    expert_index = [[best_first(token.tolist(), num_selected) for token in group] for group in probs]
+    """Token choice, but inside each place the surest tokens are served first. Source: V-MoE
+    (arXiv:2106.05974).
+    """
+    expert_index = [
+        [best_first(token.tolist(), num_selected) for token in group] for group in probs
+    ]
     order = []
     for tokens, group_mask in zip(probs, mask, strict=True):
-        sureness = [max(p.tolist()) if real else -1.0 for p, real in zip(tokens, group_mask, strict=True)]
+        sureness = [
+            max(p.tolist()) if real else -1.0 for p, real in zip(tokens, group_mask, strict=True)
+        ]
         order.append(best_first(sureness, len(sureness)))
-    return serve_place_by_place(probs, mask, capacity, expert_index, order, policy, threshold, normalize)
+    return serve_place_by_place(
+        probs, mask, capacity, expert_index, order, policy, threshold, normalize
+    )
 
 
 def bias_balanced(probs, mask, capacity, bias, num_selected, normalize):
-    """Chosen by probability plus bias [E], weighed without it. Source: loss-free balancing (arXiv:2408.15664)."""
+    """Chosen by probability plus bias [E], weighed without it. Source: loss-free balancing
+    (arXiv:2408.15664).
+    """
     expert_index = [
-        [best_first([token[e].item() + bias[e] for e in range(len(bias))], num_selected) for token in group]
+        [
+            best_first([token[e].item() + bias[e] for e in range(len(bias))], num_selected)
+            for token in group
+        ]
         for group in probs
     ]
     order = [range(len(group)) for group in mask]
@@ -124,8 +159,12 @@ def bias_balanced(probs, mask, capacity, bias, num_selected, normalize):
 
 
 def no_token_left_behind(probs, mask, capacity, num_candidates):
-    """Who finds a counter closed goes to the next candidate. Source: Switch Transformers (arXiv:2101.03961)."""
-    routing = nobody_served([[best_first(token.tolist(), num_candidates) for token in group] for group in probs])
+    """Who finds a counter closed goes to the next candidate. Source: Switch Transformers
+    (arXiv:2101.03961).
+    """
+    routing = nobody_served(
+        [[best_first(token.tolist(), num_candidates) for token in group] for group in probs]
+    )
     for g, experts_of in enumerate(routing.expert_index):
         used = [0] * probs.shape[-1]
         for turn in range(num_candidates):
@@ -136,8 +175,12 @@ def no_token_left_behind(probs, mask, capacity, num_candidates):
 
 
 def hash_by_token(token_ids, mask, capacity, num_experts, seed, hash_fn):
-    """The token's id decides, token_ids [G][S]; nothing is learned. Source: Hash Layers (arXiv:2106.04426)."""
-    routing = nobody_served([[[hash_fn(int(token), num_experts, seed)] for token in group] for group in token_ids])
+    """The token's id decides, token_ids [G][S]; nothing is learned. Source: Hash Layers
+    (arXiv:2106.04426).
+    """
+    routing = nobody_served(
+        [[[hash_fn(int(token), num_experts, seed)] for token in group] for group in token_ids]
+    )
     for g, group in enumerate(mask):
         used = [0] * num_experts
         for s, real in enumerate(group):
@@ -147,9 +190,13 @@ def hash_by_token(token_ids, mask, capacity, num_experts, seed, hash_fn):
 
 
 def hash_by_murmur(token_ids, num_experts, seed):
-    """Returns the expert of one id, or of a tensor of ids: the 32-bit finaliser of MurmurHash3, cut to 31 bits."""
+    """Returns the expert of one id, or of a tensor of ids: the 32-bit finaliser of MurmurHash3, cut
+    to 31 bits.
+    """
     if isinstance(token_ids, torch.Tensor):
-        experts = [hash_by_murmur(token, num_experts, seed) for token in token_ids.flatten().tolist()]
+        experts = [
+            hash_by_murmur(token, num_experts, seed) for token in token_ids.flatten().tolist()
+        ]
         return torch.tensor(experts).reshape(token_ids.shape)
     low = 2**31
     mixed = (2 * token_ids + 1 + seed * 0x9E3779B1 % low) % low
@@ -162,7 +209,9 @@ def hash_by_murmur(token_ids, num_experts, seed):
 
 
 def experts_take(scores, mask, capacity):
-    """Every expert takes the real tokens that score highest, scores [G][S][E]; place e of a token is expert e."""
+    """Every expert takes the real tokens that score highest, scores [G][S][E]; place e of a token
+    is expert e.
+    """
     num_experts = len(scores[0][0])
     routing = nobody_served([[list(range(num_experts)) for _ in group] for group in mask])
     for g, group in enumerate(mask):
@@ -181,7 +230,9 @@ def expert_choice_over_experts(probs, mask, capacity):
 
 
 def expert_choice_over_tokens(logits, mask, capacity):
-    """Experts compare tokens by a softmax over them; who is taken twice is weighed half. Source: Mesh-TensorFlow."""
+    """Experts compare tokens by a softmax over them; who is taken twice is weighed half. Source:
+    Mesh-TensorFlow.
+    """
     scores = [[[None for _ in token] for token in group] for group in logits]
     for g, group in enumerate(mask):
         real = [s for s in range(len(group)) if group[s]]

@@ -1,7 +1,7 @@
 """What a routing did, counted place by place, and the numbers that people read.
 
-Source: this project's own definitions, written out here and in moe/sparse/stats.py. Idea: tally marks; every value is
-a plain int or float.
+Source: this project's own definitions, written out here and in moe/sparse/stats.py. Idea: tally
+marks; every value is a plain int or float.
 """
 
 import math
@@ -72,7 +72,9 @@ def summary(count):
         },
         "expert_usage": share(sum(count["accepted_load"]), count["num_slots"]),
         "fraction_dropped": share(count["dropped_tokens"], count["num_tokens"]),
-        "fraction_padding": share(count["num_positions"] - count["num_tokens"], count["num_positions"]),
+        "fraction_padding": share(
+            count["num_positions"] - count["num_tokens"], count["num_positions"]
+        ),
         "entropy": share(count["entropy_sum"], count["num_tokens"]),
         "confidence": share(count["confidence_sum"], sum(count["accepted_load"])),
         "second_expert_rate": share(count["second_expert_tokens"], count["num_tokens"]),

@@ -21,12 +21,24 @@ COLLECTIVES = (
 )
 """Those that torch's FSDP2 and this library call; older torch knows the first and third by the next name."""
 
-REFUSED = ("all_gather", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter", "send", "isend")
+REFUSED = (
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "isend",
+)
 """Those that nobody calls in a step; one that does must be counted."""
 
 
 class SentBytes:
-    """Context in which collectives are counted: `found[what, ranks of the group]` are bytes that this rank sends."""
+    """Context in which collectives are counted: `found[what, ranks of the group]` are bytes that
+    this rank sends.
+    """
 
     def __init__(self):
         self.found = {}
@@ -83,7 +95,10 @@ def _caller():
             return "gradient all-reduce"
         if frame.f_code.co_filename.endswith("optim/shards.py"):
             return "optimizer sums"
-        if frame.f_code.co_filename.endswith("exchange.py") and frame.f_code.co_name in ("forward", "backward"):
+        if frame.f_code.co_filename.endswith("exchange.py") and frame.f_code.co_name in (
+            "forward",
+            "backward",
+        ):
             return "tensor-parallel sums"
         frame = frame.f_back
     return "statistics"
@@ -101,12 +116,16 @@ def planned_bytes(transfers, mesh):
 def ranks_on(axis, mesh):
     """Returns the ranks of this rank's group on an axis of a plan."""
     if axis in ("ep inside a node", "ep across nodes"):
-        return tuple(dist.get_process_group_ranks(mesh.ep.inside if "inside" in axis else mesh.ep.across))
+        return tuple(
+            dist.get_process_group_ranks(mesh.ep.inside if "inside" in axis else mesh.ep.across)
+        )
     names = ("dp_replicate", "dp_shard", "ep", "tp")
     sizes = [getattr(mesh.config, name) for name in names]
     own, all_ranks = dist.get_rank(), torch.arange(math.prod(sizes)).reshape(sizes)
     place = [int(index) for index in (all_ranks == own).nonzero()[0]]
-    index = tuple(slice(None) if name in AXES[axis] else at for name, at in zip(names, place, strict=True))
+    index = tuple(
+        slice(None) if name in AXES[axis] else at for name, at in zip(names, place, strict=True)
+    )
     return tuple(sorted(all_ranks[index].flatten().tolist()))
 
 
@@ -117,7 +136,8 @@ def local_bytes(tensors):
 
 
 class SavedBytes:
-    """Context in which the storages that autograd keeps are counted once each, but for those of parameters.
+    """Context in which the storages that autograd keeps are counted once each, but for those of
+    parameters.
 
     A copy of a whole parameter in another dtype, as autocast makes it, goes to `copies`.
     """

@@ -1,4 +1,6 @@
-"""Activations are planned within 10 % of what saved-tensor hooks count in a forward pass of one process."""
+"""Activations are planned within 10 % of what saved-tensor hooks count in a forward pass of one
+process.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,11 @@ FORMS = {
     "no expert drops": {"capacity_factor": None},
     "ReLU, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
     "dense": {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
-    "expert choice": {"router": "expert_choice", "router_options": {}, "decoder_router": "token_choice"},
+    "expert choice": {
+        "router": "expert_choice",
+        "router_options": {},
+        "decoder_router": "token_choice",
+    },
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},
 }
 
@@ -53,7 +59,10 @@ def saved_bytes(workload, **fields):
     if workload.masked:
         batch["segment_ids"] = 1 + (torch.arange(LENGTH) > 17).long().repeat(ROWS, 1)
         batch["decoder_segment_ids"] = 1 + (torch.arange(TARGETS) > 13).long().repeat(ROWS, 1)
-    with SavedBytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=workload.precision == "bfloat16"):
+    with (
+        SavedBytes(model) as saved,
+        torch.autocast("cpu", torch.bfloat16, enabled=workload.precision == "bfloat16"),
+    ):
         model(**batch)
     return saved, model
 
@@ -87,7 +96,11 @@ def test_without_fsdp_bfloat16_keeps_a_copy_of_every_weight_of_a_product():
 def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
     model = build_model(tiny_model(**FIELDS).config)
     whole, again = (
-        activations(model.config, Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=again), MeshConfig())
+        activations(
+            model.config,
+            Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=again),
+            MeshConfig(),
+        )
         for again in (False, True)
     )
     assert again.total < whole.total / 2
@@ -98,9 +111,13 @@ def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
 def test_activations_grow_with_the_micro_batch_and_shrink_over_tp():
     config = tiny_model(**FIELDS).config
     small, large = (
-        activations(config, Workload(16, LENGTH, TARGETS, micro_batch_size=micro), MeshConfig()).total
+        activations(
+            config, Workload(16, LENGTH, TARGETS, micro_batch_size=micro), MeshConfig()
+        ).total
         for micro in (2, 8)
     )
     assert large == pytest.approx(4 * small, rel=0.05)
-    cut = activations(config, Workload(16, LENGTH, TARGETS, micro_batch_size=8), MeshConfig(tp=3)).total
+    cut = activations(
+        config, Workload(16, LENGTH, TARGETS, micro_batch_size=8), MeshConfig(tp=3)
+    ).total
     assert large / 3 < cut < large

@@ -30,7 +30,12 @@ FIELDS = {
     "group_size": 16,
     "vocab_size": 211,
 }
-BY_HASH = {"router": "hash", "router_options": {}, "num_selected_experts": 1, "capacity_factor": None}
+BY_HASH = {
+    "router": "hash",
+    "router_options": {},
+    "num_selected_experts": 1,
+    "capacity_factor": None,
+}
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,29 @@ EXACT = {
     "dp_shard x ep, static": Case((1, 2, 2, 1), STATIC),
     "dp_shard x ep, ragged": Case((1, 2, 2, 1), BY_HASH),
     "dp_shard x ep, static, checkpointed": Case((1, 2, 2, 1), STATIC, checkpointed=True),
-    "dp_shard x ep, ragged, checkpointed, accumulated": Case((1, 2, 2, 1), BY_HASH, micro=2, checkpointed=True),
+    "dp_shard x ep, ragged, checkpointed, accumulated": Case(
+        (1, 2, 2, 1), BY_HASH, micro=2, checkpointed=True
+    ),
     "dp_shard x ep, bfloat16": Case((1, 2, 2, 1), BY_HASH, bfloat16=True),
-    "dp_shard x ep, static, bfloat16, checkpointed": Case((1, 2, 2, 1), STATIC, checkpointed=True, bfloat16=True),
+    "dp_shard x ep, static, bfloat16, checkpointed": Case(
+        (1, 2, 2, 1), STATIC, checkpointed=True, bfloat16=True
+    ),
     "dp_replicate x ep, static, accumulated": Case((2, 1, 2, 1), STATIC, micro=2),
     "dp_replicate x ep, ragged": Case((2, 1, 2, 1), BY_HASH),
     "dp_replicate x dp_shard": Case((2, 2, 1, 1), STATIC),
     "ep x tp, static": Case((1, 1, 2, 2), STATIC),
     "ep x tp, static, checkpointed": Case((1, 1, 2, 2), STATIC, checkpointed=True),
-    "ep x tp, ragged, checkpointed, accumulated": Case((1, 1, 2, 2), BY_HASH, micro=4, checkpointed=True),
+    "ep x tp, ragged, checkpointed, accumulated": Case(
+        (1, 1, 2, 2), BY_HASH, micro=4, checkpointed=True
+    ),
     "ep x tp, static, bfloat16": Case((1, 1, 2, 2), STATIC, bfloat16=True),
-    "ep x tp, dropout, checkpointed": Case((1, 1, 2, 2), {**STATIC, "dropout_rate": 0.1}, checkpointed=True),
+    "ep x tp, dropout, checkpointed": Case(
+        (1, 1, 2, 2), {**STATIC, "dropout_rate": 0.1}, checkpointed=True
+    ),
     "ep x tp, dropout": Case((1, 1, 2, 2), {"dropout_rate": 0.1, **BY_HASH}),
-    "ep x tp, nothing after sparse layers": Case((1, 1, 2, 2), {**STATIC, "sparse_dense_stacking": False}),
+    "ep x tp, nothing after sparse layers": Case(
+        (1, 1, 2, 2), {**STATIC, "sparse_dense_stacking": False}
+    ),
     "ep, static, accumulated": Case((1, 1, 4, 1), STATIC, micro=2),
     "ep, ragged": Case((1, 1, 4, 1), BY_HASH),
     "ep, ragged, checkpointed": Case((1, 1, 4, 1), BY_HASH, checkpointed=True),
@@ -70,9 +85,13 @@ EXACT = {
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "balance over all ranks": Case((1, 2, 2, 1), {**STATIC, "balance_scope": "global"}, micro=2),
     "ep, static, groups of one sequence": Case(
-        (1, 1, 4, 1), {**STATIC, "group_size": 64, "capacity_scope": "sequence", "expert_capacity": 3}, micro=2
+        (1, 1, 4, 1),
+        {**STATIC, "group_size": 64, "capacity_scope": "sequence", "expert_capacity": 3},
+        micro=2,
     ),
-    "tp, ReLU, tied head": Case((1, 1, 1, 4), {"feed_forward_proj": "relu", "tie_word_embeddings": True, **STATIC}),
+    "tp, ReLU, tied head": Case(
+        (1, 1, 1, 4), {"feed_forward_proj": "relu", "tie_word_embeddings": True, **STATIC}
+    ),
     "dp_shard, AdamW": Case((1, 4, 1, 1), STATIC, optimizer="adamw"),
 }
 DROPPING = {
@@ -82,12 +101,19 @@ DROPPING = {
 
 
 def even_ids(num_rows, length, generator):
-    """Returns ids <int64>[B, L] of which router `hash` gives every expert equally many; the first of a row is 0."""
+    """Returns ids <int64>[B, L] of which router `hash` gives every expert equally many; the first
+    of a row is 0.
+    """
     experts = hash_expert(torch.arange(FIELDS["vocab_size"]), FIELDS["num_experts"], 0).tolist()
     chosen = [experts.index(expert) for expert in range(FIELDS["num_experts"])]
     others = torch.tensor([0] + [token for token in chosen if token != 0])
     ids = others.repeat(num_rows, length // FIELDS["num_experts"])
-    order = torch.stack([torch.cat([torch.zeros(1).long(), 1 + torch.randperm(length - 1)]) for _ in range(num_rows)])
+    order = torch.stack(
+        [
+            torch.cat([torch.zeros(1).long(), 1 + torch.randperm(length - 1)])
+            for _ in range(num_rows)
+        ]
+    )
     return ids.gather(1, order)
 
 
@@ -106,7 +132,9 @@ def prepare(case):
     precision = "bfloat16" if case.bfloat16 else "float32"
     recipe = PretrainRecipe(
         optim=OptimRecipe(lr=0.1, warmup_steps=1, max_grad_norm=0.5),
-        training=TrainingRecipe(steps=9, batch_size=ROWS, micro_batch_size=case.micro, precision=precision),
+        training=TrainingRecipe(
+            steps=9, batch_size=ROWS, micro_batch_size=case.micro, precision=precision
+        ),
     )
     workload = Workload(
         ROWS,
@@ -127,13 +155,22 @@ def count_run(case):
     whole = sum(parameter.numel() for parameter in model.parameters())
     mesh = build_mesh(MeshConfig(*case.mesh), "cpu")
     shard_model(model, mesh, bfloat16=case.bfloat16)
-    optimizer = OPTIMIZERS.get(case.optimizer)(parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0)
+    optimizer = OPTIMIZERS.get(case.optimizer)(
+        parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0
+    )
     here = {name: value[mesh.rows(ROWS)] for name, value in batch().items()}
     grads = []
-    optimizer.register_step_pre_hook(lambda *_: grads.append(local_bytes(p.grad for p in model.parameters())))
+    optimizer.register_step_pre_hook(
+        lambda *_: grads.append(local_bytes(p.grad for p in model.parameters()))
+    )
     with SentBytes() as sent:
         train_step(model, optimizer, recipe, here, 0, mesh)
-    state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, torch.Tensor)]
+    state = [
+        value
+        for of in optimizer.state.values()
+        for value in of.values()
+        if isinstance(value, torch.Tensor)
+    ]
     held = {
         "whole": (plan.num_parameters, whole),
         "parameters": (plan.parameters, local_bytes(model.parameters())),
@@ -142,7 +179,10 @@ def count_run(case):
     }
     with SavedBytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=case.bfloat16):
         model(**{name: value[: workload.rows_of_pass(mesh.config)] for name, value in here.items()})
-    held["activations"] = activations(model.config, workload, mesh.config, cpu=True).saved, saved.activations
+    held["activations"] = (
+        activations(model.config, workload, mesh.config, cpu=True).saved,
+        saved.activations,
+    )
     return planned_bytes(plan.transfers, mesh), sent.found, held
 
 
@@ -165,7 +205,9 @@ def test_a_run_on_4_ranks_sends_and_holds_what_is_planned(tmp_path):
                     wrong[rank, name, key] = planned.get(key), sent.get(key)
             for what, (plan, found) in held.items():
                 padded = rank > 0 and what != "activations"  # the first shards are the largest
-                if far(plan, found, 0.1 if what == "activations" else 0.02) and not (padded and plan > found):
+                if far(plan, found, 0.1 if what == "activations" else 0.02) and not (
+                    padded and plan > found
+                ):
                     wrong[rank, name, what] = plan, found
     assert not wrong
 

@@ -1,4 +1,6 @@
-"""scripts.plan: its table, its ranking of meshes, its errors, and the table that MODEL_CARD.md quotes."""
+"""scripts.plan: its table, its ranking of meshes, its errors, and the table that MODEL_CARD.md
+quotes.
+"""
 
 import itertools
 import re
@@ -42,7 +44,9 @@ def printed(capsys, *argv):
 @pytest.mark.slow
 def test_the_model_card_quotes_what_the_command_prints(capsys):
     card = (ROOT / "MODEL_CARD.md").read_text(encoding="utf-8")
-    command, table = re.search(r"```sh\n(python -m scripts\.plan .*?)```\n+```\n(.*?)```", card, re.DOTALL).groups()
+    command, table = re.search(
+        r"```sh\n(python -m scripts\.plan .*?)```\n+```\n(.*?)```", card, re.DOTALL
+    ).groups()
     argv = shlex.split(command.replace("\\\n", " "))[3:]
     assert printed(capsys, *argv) == table
     assert "269,104,613,376" in table
@@ -56,7 +60,15 @@ def test_a_recipe_is_planned_with_the_settings_that_follow_it(capsys):
     assert "48 sequences of 64 + 14 tokens" in plain
     assert "rows to experts" not in plain
     spread = printed(
-        capsys, *TINY, *SMALL_GROUPS, "--mesh.ep", "2", "--training.precision", "bfloat16", "--memory", "1MiB"
+        capsys,
+        *TINY,
+        *SMALL_GROUPS,
+        "--mesh.ep",
+        "2",
+        "--training.precision",
+        "bfloat16",
+        "--memory",
+        "1MiB",
     )
     assert re.search(r"rows to experts and back +ep +2 ", spread)
     assert "bfloat16, adafactor" in spread
@@ -65,8 +77,19 @@ def test_a_recipe_is_planned_with_the_settings_that_follow_it(capsys):
 
 @pytest.mark.slow
 def test_meshes_are_ranked(capsys):
-    lines = printed(capsys, *TINY, *SMALL_GROUPS, "--suggest", "4", "--memory", "80GiB").splitlines()
-    assert lines[0].split() == ["dp_replicate", "dp_shard", "ep", "tp", "rows/pass", "memory", "fits", "seconds"]
+    lines = printed(
+        capsys, *TINY, *SMALL_GROUPS, "--suggest", "4", "--memory", "80GiB"
+    ).splitlines()
+    assert lines[0].split() == [
+        "dp_replicate",
+        "dp_shard",
+        "ep",
+        "tp",
+        "rows/pass",
+        "memory",
+        "fits",
+        "seconds",
+    ]
     assert re.fullmatch(r"\d+ meshes, of which \d+ fit into 80.00 GiB\.", lines[-1])
     seconds = [float(line.split()[-1]) for line in lines[1:-1]]
     assert seconds == sorted(seconds)
@@ -75,13 +98,28 @@ def test_meshes_are_ranked(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((*TINY, "--mesh.ep", "3"), "8 experts cannot be spread evenly over ep 3.*Meshes that would fit: "),
+        (
+            (*TINY, "--mesh.ep", "3"),
+            "8 experts cannot be spread evenly over ep 3.*Meshes that would fit: ",
+        ),
         ((*TINY, "--mesh.tp", "3"), "4 attention heads cannot be spread evenly over tp 3"),
         (("--preset", "st-moe-32"), "st-moe-32b"),
-        ((*TINY, "--memory", "80"), "A size of memory is '80'; expected a number above 0 and a unit, e.g. 80GiB."),
-        ((*TINY, "--suggest", "4"), "--suggest needs a number of ranks above 0, and --memory of a device"),
-        ((*TINY, "--suggest", "0", "--memory", "1GiB"), "--suggest needs a number of ranks above 0"),
-        ((*TINY, "--suggest", "7", "--memory", "1GiB"), "No mesh of 7 ranks goes with the model and the batch"),
+        (
+            (*TINY, "--memory", "80"),
+            "A size of memory is '80'; expected a number above 0 and a unit, e.g. 80GiB.",
+        ),
+        (
+            (*TINY, "--suggest", "4"),
+            "--suggest needs a number of ranks above 0, and --memory of a device",
+        ),
+        (
+            (*TINY, "--suggest", "0", "--memory", "1GiB"),
+            "--suggest needs a number of ranks above 0",
+        ),
+        (
+            (*TINY, "--suggest", "7", "--memory", "1GiB"),
+            "No mesh of 7 ranks goes with the model and the batch",
+        ),
         ((*TINY, "--mesh.pp", "2"), "There is no option --mesh.pp"),
     ],
 )
@@ -108,7 +146,9 @@ def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
     assert all(plan.workload.num_passes(plan.mesh) == 1 for plan in whole)
     cut = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
     assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in cut)
-    with pytest.raises(ConfigError, match="micro_batch_size is 0; expected an integer of at least 1"):
+    with pytest.raises(
+        ConfigError, match="micro_batch_size is 0; expected an integer of at least 1"
+    ):
         Workload(32, 64, 16, micro_batch_size=0)
 
 
@@ -130,13 +170,20 @@ def test_tp_stays_inside_a_node_of_8_ranks():
     assert seconds_of(rows, MeshConfig(ep=4, tp=4)) == 1e9 / BYTES_PER_SECOND["across"]
 
 
-@pytest.mark.parametrize(("text", "number"), [("80GiB", 80 * 2**30), ("1.5 MiB", 1_572_864), ("2gb", 2 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "number"), [("80GiB", 80 * 2**30), ("1.5 MiB", 1_572_864), ("2gb", 2 * 10**9)]
+)
 def test_sizes_of_memory_are_read(text, number):
     assert parse_bytes(text) == number
 
 
 def test_bytes_are_shown_in_the_largest_unit():
-    assert [show_bytes(n) for n in (7, 2048, 3 * 2**20, 2**40)] == ["7 B", "2.00 KiB", "3.00 MiB", "1,024.00 GiB"]
+    assert [show_bytes(n) for n in (7, 2048, 3 * 2**20, 2**40)] == [
+        "7 B",
+        "2.00 KiB",
+        "3.00 MiB",
+        "1,024.00 GiB",
+    ]
 
 
 def test_a_plan_says_what_runs_again():

@@ -20,11 +20,19 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_products_are_counted(model):
-    # eager attention and static dispatch are made of products that the counter knows, in the thread that it watches
-    fields = {"dispatch": "static", "attn_implementation": "eager", "group_size": 106, **MODELS[model]}
+    # eager attention and static dispatch are made of products that the counter knows, in the thread
+    # that it watches
+    fields = {
+        "dispatch": "static",
+        "attn_implementation": "eager",
+        "group_size": 106,
+        **MODELS[model],
+    }
     ours = tiny_model(**fields).train()
     generator = torch.Generator().manual_seed(0)
-    ids, labels = (torch.randint(2, 131, (4, length), generator=generator) for length in WORK.lengths)
+    ids, labels = (
+        torch.randint(2, 131, (4, length), generator=generator) for length in WORK.lengths
+    )
     with FlopCounterMode(display=False) as forward:
         loss = ours(ids, labels=labels).loss
     with FlopCounterMode(display=False) as backward:
@@ -43,11 +51,15 @@ def test_products_are_counted(model):
     ],
 )
 def test_a_sequence_of_512_and_114_tokens_takes_what_the_paper_prints(preset, fields, printed):
-    # ST-MoE Table 11 is parameters times tokens of their stack: it counts keys and values of the memory once for each
-    # of the 114 tokens that read it, not of the 512 that they are made of
+    # ST-MoE Table 11 is parameters times tokens of their stack: it counts keys and values of the
+    # memory once for each of the 114 tokens that read it, not of the 512 that they are made of
     config = STMoEConfig.from_preset(preset, **fields)
-    ours = forward_flops(config, Workload(batch_size=64, inputs_length=512, targets_length=114)) / 64
-    keys_and_values = 4 * config.num_layers * config.d_model * config.num_heads * config.d_kv * (512 - 114)
+    ours = (
+        forward_flops(config, Workload(batch_size=64, inputs_length=512, targets_length=114)) / 64
+    )
+    keys_and_values = (
+        4 * config.num_layers * config.d_model * config.num_heads * config.d_kv * (512 - 114)
+    )
     assert ours - keys_and_values == pytest.approx(printed, rel=0.03)
 
 

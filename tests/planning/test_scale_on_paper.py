@@ -1,7 +1,8 @@
-"""ST-MoE-32B, 269B parameters, cut over 64 data x 16 model ranks as it was trained, with nothing allocated.
+"""ST-MoE-32B, 269B parameters, cut over 64 data x 16 model ranks as it was trained, with nothing
+allocated.
 
-Each process below is one of 1,024 ranks, of a fake process group, and its model is on the meta device. It is a process
-of its own, since torch remembers meshes of a world that is gone.
+Each process below is one of 1,024 ranks, of a fake process group, and its model is on the meta
+device. It is a process of its own, since torch remembers meshes of a world that is gone.
 """
 
 import math
@@ -33,7 +34,9 @@ def local_bytes(tensors):
 
 
 def adafactor_state(model):
-    """Returns the tensors of Adafactor's state after a step with gradients that lie as the parameters do."""
+    """Returns the tensors of Adafactor's state after a step with gradients that lie as the
+    parameters do.
+    """
     for parameter in model.parameters():
         parameter.grad = DTensor.from_local(
             torch.empty_like(local_shard(parameter)),
@@ -45,7 +48,12 @@ def adafactor_state(model):
         )
     optimizer = Adafactor(parameter_groups(model))
     optimizer.step()
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def check_rank(index):
@@ -69,7 +77,9 @@ def check_rank(index):
         if layout.expert:
             assert local_shard(parameter).shape[0] == 1  # 64 experts on 64 rows of the mesh
             assert local_shard(parameter).numel() == parameter.numel() // 1024
-    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 1 + 48 + 12  # root, blocks, routers
+    assert (
+        sum(isinstance(module, FSDPModule) for module in model.modules()) == 1 + 48 + 12
+    )  # root, blocks, routers
 
     state = local_bytes(adafactor_state(model))
     parameters, gradients = local_bytes(named.values()), local_bytes(p.grad for p in named.values())
@@ -93,7 +103,10 @@ def test_the_shards_of_all_1024_ranks_make_up_the_model():
     layouts = model_layouts(model, config, MESH)
     for name, layout in layouts.items():
         gathered = layout.gathered_shape(MESH)
-        parts = [chunk_range(gathered[layout.shard_dim], layout.num_shards, part) for part in range(layout.num_shards)]
+        parts = [
+            chunk_range(gathered[layout.shard_dim], layout.num_shards, part)
+            for part in range(layout.num_shards)
+        ]
         assert sum(end - start for start, end in parts) == gathered[layout.shard_dim], name
         copies = (1 if layout.tp_dim is None else 16) * (64 if layout.expert else 1)
         assert math.prod(gathered) * copies == math.prod(layout.shape), name

@@ -1,4 +1,6 @@
-"""The experts as a loop in which autograd does the work, and random problems for it; an oracle in float64."""
+"""The experts as a loop in which autograd does the work, and random problems for it; an oracle in
+float64.
+"""
 
 import itertools
 
@@ -8,7 +10,9 @@ import torch.nn.functional as F
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertRows
 
-KINDS = list(itertools.product(["gelu", "relu"], [True, False], ["none", "additive", "multiplicative"]))
+KINDS = list(
+    itertools.product(["gelu", "relu"], [True, False], ["none", "additive", "multiplicative"])
+)
 
 
 def expert_rows(expert_of_row, token_of_row, num_experts, num_tokens):
@@ -18,11 +22,14 @@ def expert_rows(expert_of_row, token_of_row, num_experts, num_tokens):
     counts = torch.tensor([sum(e == expert for e, _ in pairs) for expert in range(num_experts)])
     of_token = torch.bincount(token, minlength=num_tokens)
     weight = torch.rand(len(pairs), dtype=torch.float64)
-    return ExpertRows(counts, token, weight, token.argsort(stable=True), of_token.cumsum(0) - of_token)
+    return ExpertRows(
+        counts, token, weight, token.argsort(stable=True), of_token.cumsum(0) - of_token
+    )
 
 
 def problem(config, num_tokens, num_rows, seed=0):
-    """Returns the inputs of the engine: tokens, weight of each row, three weights of the experts; and the rows.
+    """Returns the inputs of the engine: tokens, weight of each row, three weights of the experts;
+    and the rows.
 
     The last expert has no row; every other has some, in uneven numbers.
     """
@@ -48,13 +55,23 @@ def run_loop(inputs, rows, config, kept=None, drop_rate=0.0):
         up = None
         if config.gated:
             hidden, up = hidden[:, : config.d_ff], hidden[:, config.d_ff :]
-        hidden = F.gelu(hidden, approximate="tanh") if config.activation == "gelu" else hidden.clamp(min=0)
+        hidden = (
+            F.gelu(hidden, approximate="tanh")
+            if config.activation == "gelu"
+            else hidden.clamp(min=0)
+        )
         hidden = hidden if up is None else hidden * up
         if bias:
-            hidden = hidden * bias[0][expert] if config.expert_bias == "multiplicative" else hidden + bias[0][expert]
+            hidden = (
+                hidden * bias[0][expert]
+                if config.expert_bias == "multiplicative"
+                else hidden + bias[0][expert]
+            )
         if kept is not None and kept.numel():
             hidden = hidden * kept[here] / (1 - drop_rate)
-        output = output.index_add(0, rows.token[here], weight[here, None] * (hidden @ down[expert].T))
+        output = output.index_add(
+            0, rows.token[here], weight[here, None] * (hidden @ down[expert].T)
+        )
     return output
 
 

@@ -1,4 +1,6 @@
-"""Small float64 layers for the tests of this folder; their sizes are distinct primes: D=7, F=11, E=5."""
+"""Small float64 layers for the tests of this folder; their sizes are distinct primes: D=7, F=11,
+E=5.
+"""
 
 import torch
 
@@ -7,9 +9,15 @@ from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import load_routers
 
 ROUTER_NAMES = load_routers().names()
-GATED_NAMES = [name for name in ROUTER_NAMES if name != "hash"]  # the hash of a token's id needs no gate
+GATED_NAMES = [
+    name for name in ROUTER_NAMES if name != "hash"
+]  # the hash of a token's id needs no gate
 DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
-THREE_SLOTS = {"capacity_factor": 0.01, "eval_capacity_factor": 0.01, "min_expert_capacity": 3}  # of any group
+THREE_SLOTS = {
+    "capacity_factor": 0.01,
+    "eval_capacity_factor": 0.01,
+    "min_expert_capacity": 3,
+}  # of any group
 
 
 def build_layer(router="token_choice", seed=0, **fields):
@@ -34,8 +42,12 @@ def build_layer(router="token_choice", seed=0, **fields):
 
 
 def gradients(total, layer, *inputs):
-    """Returns the gradients of a loss for the layer's parameters and the inputs; zeros where there is none."""
-    return torch.autograd.grad(total, [*layer.parameters(), *inputs], allow_unused=True, materialize_grads=True)
+    """Returns the gradients of a loss for the layer's parameters and the inputs; zeros where there
+    is none.
+    """
+    return torch.autograd.grad(
+        total, [*layer.parameters(), *inputs], allow_unused=True, materialize_grads=True
+    )
 
 
 def assert_all_close(ours, theirs, atol=1e-11):

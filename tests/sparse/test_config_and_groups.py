@@ -47,7 +47,9 @@ def test_each_mode_has_its_own_capacity_factor():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_an_absolute_capacity_takes_the_place_of_both_factors(training):
-    layer = build_layer(expert_capacity=3, capacity_factor=0.01, eval_capacity_factor=9.0).train(training)
+    layer = build_layer(expert_capacity=3, capacity_factor=0.01, eval_capacity_factor=9.0).train(
+        training
+    )
     assert layer(tokens(1, 13, 7))[1].plan.capacity == 3
     assert layer(tokens(1, 2, 7))[1].plan.capacity == 2  # slots that nobody could fill are not kept
     assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
@@ -55,19 +57,31 @@ def test_an_absolute_capacity_takes_the_place_of_both_factors(training):
 
 @pytest.mark.parametrize("factor", ["capacity_factor", "eval_capacity_factor"])
 def test_an_absolute_capacity_and_none_at_all_contradict_each_other(factor):
-    with pytest.raises(ConfigError, match=r"expert_capacity is 3, and a capacity factor is None.* expert_capacity to"):
+    with pytest.raises(
+        ConfigError,
+        match=r"expert_capacity is 3, and a capacity factor is None.* expert_capacity to",
+    ):
         SparseConfig(**SIZES, expert_capacity=3, **{factor: None})
 
 
 @given(st.integers(1, 5), st.integers(1, 13), st.integers(1, 5), st.integers(0, 99))
-def test_in_the_scope_of_a_sequence_each_expert_takes_the_first_tokens_of_each_sequence(batch, length, slots, seed):
+def test_in_the_scope_of_a_sequence_each_expert_takes_the_first_tokens_of_each_sequence(
+    batch, length, slots, seed
+):
     layer = build_layer(
-        "switch", seed, expert_capacity=slots, capacity_scope="sequence", router_options={"policy": "argmax"}
+        "switch",
+        seed,
+        expert_capacity=slots,
+        capacity_scope="sequence",
+        router_options={"policy": "argmax"},
     )
     x = tokens(batch, length, 7)
     _, router = layer(x)
     for row, wish, accepted in zip(
-        x, router.plan.expert_index[..., 0].tolist(), router.plan.accepted[..., 0].tolist(), strict=True
+        x,
+        router.plan.expert_index[..., 0].tolist(),
+        router.plan.accepted[..., 0].tolist(),
+        strict=True,
     ):
         assert wish == (row @ layer.router.gate.T).argmax(-1).tolist()
         assert accepted == [wish[:place].count(expert) < slots for place, expert in enumerate(wish)]

@@ -1,4 +1,6 @@
-"""Every error at the doors of the sparse layer: its text says what is wrong, with which value, and what to do."""
+"""Every error at the doors of the sparse layer: its text says what is wrong, with which value, and
+what to do.
+"""
 
 import math
 import re
@@ -13,7 +15,8 @@ from moe.sparse.router import ROUTERS
 from tests.sparse.layers import build_layer
 
 KNOWN_ROUTERS = (
-    "Known: batch_prioritized, bias_balanced, expert_choice, hash, no_token_left_behind, switch, token_choice."
+    "Known: batch_prioritized, bias_balanced, expert_choice, hash, no_token_left_behind, switch, "
+    "token_choice."
 )
 
 
@@ -43,7 +46,10 @@ def test_sizes_are_at_least_one_and_fit_somewhere(name, value):
 
 @pytest.mark.parametrize("value", [0, 2**63, 1.5, math.inf, "all"])
 def test_a_group_size_is_a_number_of_tokens(value):
-    with pytest.raises(ConfigError, match=rf"^group_size is {re.escape(repr(value))}; expected an integer from 1 to "):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^group_size is {re.escape(repr(value))}; expected an integer from 1 to ",
+    ):
         config(group_size=value)
 
 
@@ -55,9 +61,13 @@ def test_a_flag_is_true_or_false_and_no_word(name, value):
 
 
 @pytest.mark.parametrize("name", ["capacity_factor", "eval_capacity_factor"])
-@pytest.mark.parametrize("value", [0, -1.25, float("nan"), float("inf"), 1e308, 10**400, "1.25", True])
+@pytest.mark.parametrize(
+    "value", [0, -1.25, float("nan"), float("inf"), 1e308, 10**400, "1.25", True]
+)
 def test_a_capacity_factor_is_a_finite_number_above_zero(name, value):
-    expected = "expected a finite number above 0 and of at most 1,000,000.0, or None to drop no token."
+    expected = (
+        "expected a finite number above 0 and of at most 1,000,000.0, or None to drop no token."
+    )
     with pytest.raises(ConfigError, match=rf"^{name} is .*; {re.escape(expected)}$"):
         config(**{name: value})
 
@@ -155,7 +165,10 @@ def test_a_router_is_a_name(value):
 
 @pytest.mark.parametrize("value", [torch.nn.Linear, lambda config: None, "switch", None])
 def test_what_is_no_router_is_not_registered_as_one(value):
-    with refused(ConfigError, f"The router 'mine' is {value!r}; expected a subclass of moe.sparse.router.Router."):
+    with refused(
+        ConfigError,
+        f"The router 'mine' is {value!r}; expected a subclass of moe.sparse.router.Router.",
+    ):
         ROUTERS.add("mine", value)
     assert "mine" not in ROUTERS.names()
 
@@ -175,7 +188,10 @@ def test_an_unknown_option_is_answered_with_the_closest():
 
 
 def test_an_option_of_another_router_is_refused():
-    with pytest.raises(ConfigError, match=r"^Router 'expert_choice' has no option 'jitter'\. Known: softmax_over\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^Router 'expert_choice' has no option 'jitter'\. Known: softmax_over\.$",
+    ):
         options("expert_choice", jitter=0.1)
 
 
@@ -209,7 +225,8 @@ def test_a_router_that_looks_ahead_is_refused_in_a_decoder(router):
 @pytest.mark.parametrize("router", ["hash", "no_token_left_behind", "switch"])
 def test_a_router_of_one_expert_a_token_wants_one_place(router):
     text = (
-        f"Router '{router}' gives each token one expert, but num_selected_experts is 2. Set num_selected_experts to 1."
+        f"Router '{router}' gives each token one expert, but num_selected_experts is 2. "
+        "Set num_selected_experts to 1."
     )
     with refused(ConfigError, text):
         config(router=router)
@@ -225,7 +242,9 @@ def test_token_choice_knows_four_policies(router, name):
 @pytest.mark.parametrize("router", ["token_choice", "batch_prioritized"])
 @pytest.mark.parametrize("name", ["second_expert_threshold", "eval_second_expert_threshold"])
 def test_token_choice_wants_thresholds_above_zero(router, name):
-    text = f"{name} is 0.0; expected a finite number above 0 (policy 'all' always uses every place)."
+    text = (
+        f"{name} is 0.0; expected a finite number above 0 (policy 'all' always uses every place)."
+    )
     with refused(ConfigError, text):
         options(router, **{name: 0.0})
 
@@ -233,8 +252,16 @@ def test_token_choice_wants_thresholds_above_zero(router, name):
 @pytest.mark.parametrize(
     ("router", "given", "text"),
     [
-        ("switch", {"policy": "x"}, "policy is 'x'; expected one of argmax, input_jitter, input_dropout, sample."),
-        ("switch", {"jitter": 1.0}, "jitter is 1.0; expected a finite number of at least 0 and below 1."),
+        (
+            "switch",
+            {"policy": "x"},
+            "policy is 'x'; expected one of argmax, input_jitter, input_dropout, sample.",
+        ),
+        (
+            "switch",
+            {"jitter": 1.0},
+            "jitter is 1.0; expected a finite number of at least 0 and below 1.",
+        ),
         (
             "switch",
             {"input_dropout_rate": -0.5},
@@ -245,7 +272,11 @@ def test_token_choice_wants_thresholds_above_zero(router, name):
             {"temperature": 0.0},
             "temperature is 0.0; expected a finite number of at least 1e-06 ('argmax' is its limit).",
         ),
-        ("expert_choice", {"softmax_over": "x"}, "softmax_over is 'x'; expected one of experts, tokens."),
+        (
+            "expert_choice",
+            {"softmax_over": "x"},
+            "softmax_over is 'x'; expected one of experts, tokens.",
+        ),
         (
             "bias_balanced",
             {"update_rate": 0.0},
@@ -292,12 +323,20 @@ def test_tokens_are_batch_length_and_width(shape):
 def test_a_mask_has_one_value_for_each_token(shape):
     text = f"token_mask has shape {list(shape)}, but x has 2 sequences of 13 tokens. Give one value for each token."
     with refused(DataError, text):
-        build_layer()(torch.zeros(2, 13, 7, dtype=torch.float64), torch.ones(shape, dtype=torch.bool))
+        build_layer()(
+            torch.zeros(2, 13, 7, dtype=torch.float64), torch.ones(shape, dtype=torch.bool)
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16]
+)
 def test_a_mask_of_zeros_and_ones_of_any_dtype_is_that_of_bools(dtype):
-    layer, x, mask = build_layer(), torch.randn(2, 13, 7, dtype=torch.float64), torch.arange(26).reshape(2, 13) % 3 != 1
+    layer, x, mask = (
+        build_layer(),
+        torch.randn(2, 13, 7, dtype=torch.float64),
+        torch.arange(26).reshape(2, 13) % 3 != 1,
+    )
     expected, given = layer(x, mask), layer(x, mask.to(dtype))
     assert torch.equal(given[0], expected[0])
     assert given[1].plan.token_mask.equal(expected[1].plan.token_mask)
@@ -336,7 +375,14 @@ def test_a_mask_of_nothing_but_zeros_could_be_additive_where_it_is_not_of_intege
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("x", None), ("x", [[1.0]]), ("token_mask", [[1]]), ("token_ids", 5), ("word_embeddings", "a")]
+    ("name", "value"),
+    [
+        ("x", None),
+        ("x", [[1.0]]),
+        ("token_mask", [[1]]),
+        ("token_ids", 5),
+        ("word_embeddings", "a"),
+    ],
 )
 def test_an_input_is_a_tensor(name, value):
     inputs = {"x": torch.zeros(1, 1, 7, dtype=torch.float64), name: value}
@@ -347,7 +393,10 @@ def test_an_input_is_a_tensor(name, value):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("name", ["x", "word_embeddings"])
 def test_tokens_and_embeddings_are_floating_point(name, dtype):
-    inputs = {"x": torch.zeros(1, 2, 7, dtype=torch.float64), name: torch.zeros(1, 2, 7, dtype=dtype)}
+    inputs = {
+        "x": torch.zeros(1, 2, 7, dtype=torch.float64),
+        name: torch.zeros(1, 2, 7, dtype=dtype),
+    }
     text = (
         f"{name} has dtype {dtype}; expected floating-point numbers. Give hidden states or embeddings, not token ids, "
         "and convert whole numbers with .float()."
@@ -359,12 +408,18 @@ def test_tokens_and_embeddings_are_floating_point(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_token_ids_are_integers(dtype):
     layer, x = build_layer("hash"), torch.zeros(1, 2, 7, dtype=torch.float64)
-    with refused(DataError, f"token_ids have dtype {dtype}; expected integers, the ids of a vocabulary."):
+    with refused(
+        DataError, f"token_ids have dtype {dtype}; expected integers, the ids of a vocabulary."
+    ):
         layer(x, token_ids=torch.ones(1, 2, dtype=dtype))
 
 
 def test_hash_routing_refuses_the_negative_id_of_a_real_token():
-    layer, x, ids = build_layer("hash"), torch.zeros(1, 3, 7, dtype=torch.float64), torch.tensor([[5, -100, 0]])
+    layer, x, ids = (
+        build_layer("hash"),
+        torch.zeros(1, 3, 7, dtype=torch.float64),
+        torch.tensor([[5, -100, 0]]),
+    )
     text = (
         "token_ids hold -100; expected ids of a vocabulary, 0 or more. Give the ids of the tokens, not labels, and "
         "mark padding in token_mask."

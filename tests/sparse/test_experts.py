@@ -32,7 +32,9 @@ def threads():
 def run_engine(inputs, rows, config, drop_rate=0.0):
     tokens, weight, first, down, *bias = inputs
     rows = rows._replace(weight=weight)
-    return parallel.parallel_feed_forward(tokens, rows, first, down, bias[0] if bias else None, config, drop_rate)
+    return parallel.parallel_feed_forward(
+        tokens, rows, first, down, bias[0] if bias else None, config, drop_rate
+    )
 
 
 # ---- the engine of the CPU against the loop ----
@@ -46,7 +48,9 @@ def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
     activation, gated, expert_bias, drop_rate, chunk, num_threads, threads, monkeypatch
 ):
     threads(num_threads)
-    monkeypatch.setattr(parallel, "_CHUNK", chunk)  # few rows a piece: experts are cut and summed up again
+    monkeypatch.setattr(
+        parallel, "_CHUNK", chunk
+    )  # few rows a piece: experts are cut and summed up again
     config = tiny(activation, gated, expert_bias, d_model=7, d_ff=11)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
     output = run_engine(inputs, rows, config, drop_rate)
@@ -56,13 +60,17 @@ def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     cotangent = torch.randn_like(output)
     assert_all_close(
-        torch.autograd.grad(output, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent), atol=1e-11
+        torch.autograd.grad(output, inputs, cotangent),
+        torch.autograd.grad(expected, inputs, cotangent),
+        atol=1e-11,
     )
 
 
 @pytest.mark.parametrize("drop_rate", [0.0, 0.3])
 @pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
-def test_gradients_of_the_engine_are_the_limits_of_differences(activation, gated, expert_bias, drop_rate):
+def test_gradients_of_the_engine_are_the_limits_of_differences(
+    activation, gated, expert_bias, drop_rate
+):
     config = tiny(activation, gated, expert_bias, num_experts=3)
     inputs, rows = problem(config, num_tokens=5, num_rows=7)
 
@@ -78,11 +86,16 @@ def test_a_second_derivative_is_refused_not_wrong():
     inputs, rows = problem(config, num_tokens=5, num_rows=7)
     loss = run_engine(inputs, rows, config).square().sum()
     (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+    with pytest.raises(
+        RuntimeError,
+        match="differentiate twice a function that was marked with @once_differentiable",
+    ):
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("frozen", [names for n in range(6) for names in itertools.combinations(range(5), n)], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [names for n in range(6) for names in itertools.combinations(range(5), n)], ids=str
+)
 def test_what_is_frozen_gets_no_gradient_and_the_others_the_same(frozen):
     config = tiny(expert_bias="additive")
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
@@ -126,19 +139,25 @@ def test_the_number_of_threads_changes_no_bit_of_the_output_and_gradients_by_rou
     for num_threads in (2, 4):
         assert torch.equal(results[num_threads][0], results[1][0])
         for ours, theirs in zip(results[num_threads], results[1], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * float(theirs.detach().abs().max()))
+            torch.testing.assert_close(
+                ours, theirs, rtol=0, atol=1e-6 * float(theirs.detach().abs().max())
+            )
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_output_is_the_same_and_no_product_is_kept(mode, num_threads, threads, monkeypatch):
+def test_without_gradients_the_output_is_the_same_and_no_product_is_kept(
+    mode, num_threads, threads, monkeypatch
+):
     threads(num_threads)
     config = tiny(expert_bias="multiplicative")
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
     sizes, hidden = [], parallel._Expert.hidden
 
     def watch(self, product, gate, bias, kept):
-        sizes.append((product.shape[0], product.untyped_storage().nbytes() // (8 * product.shape[1])))
+        sizes.append(
+            (product.shape[0], product.untyped_storage().nbytes() // (8 * product.shape[1]))
+        )
         return hidden(self, product, gate, bias, kept)
 
     monkeypatch.setattr(parallel._Expert, "hidden", watch)
@@ -199,7 +218,9 @@ def _in_a_child(layer, x, answers):
     answers.put((y.detach().numpy(), gate.numpy(), len(ran)))
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="the platform cannot fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="the platform cannot fork"
+)
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_process_that_forks_after_the_engine_was_used_goes_on_in_the_child(threads):
     threads(2)
@@ -238,7 +259,9 @@ def test_workers_run_torch_on_one_core_each(threads):
 
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
 def test_expert_dropout_is_drawn_from_the_seed_and_only_in_training(dispatch):
-    layer = build_layer(dispatch=dispatch, expert_dropout_rate=0.3, router_options={"second_expert_policy": "all"})
+    layer = build_layer(
+        dispatch=dispatch, expert_dropout_rate=0.3, router_options={"second_expert_policy": "all"}
+    )
     x = torch.randn(3, 13, 7, dtype=torch.float64)
 
     def output(seed):
@@ -262,9 +285,12 @@ def test_expert_dropout_keeps_the_expectation_and_drops_its_share(dispatch):
     expected = layer(x)[0]
     y = layer.train()(x)[0] / expected
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7], abs=1e-9)
-    # 5003 x 7 draws of probability 0.7: the mean of kept / 0.7 deviates by sqrt(0.3 / 0.7 / 35021) = 0.0035
+    # 5003 x 7 draws of probability 0.7: the mean of kept / 0.7 deviates by sqrt(0.3 / 0.7 / 35021)
+    # = 0.0035
     assert abs(float(y.detach().mean()) - 1) < 5 * 0.0035
-    assert len({tuple(row) for row in (y[0, :97] > 0).tolist()}) > 30  # rows are drawn apart: 2^7 patterns
+    assert (
+        len({tuple(row) for row in (y[0, :97] > 0).tolist()}) > 30
+    )  # rows are drawn apart: 2^7 patterns
 
 
 # ---- borders ----
@@ -272,7 +298,9 @@ def test_expert_dropout_keeps_the_expectation_and_drops_its_share(dispatch):
 
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
 def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros(dispatch):
-    layer = build_layer(dispatch=dispatch, num_selected_experts=1, expert_bias="additive", **DROPLESS)
+    layer = build_layer(
+        dispatch=dispatch, num_selected_experts=1, expert_bias="additive", **DROPLESS
+    )
     x = torch.randn(1, 3, 7, dtype=torch.float64)
     y, router = layer(x)
     unused = router.stats.accepted_load == 0
@@ -298,7 +326,9 @@ def test_without_any_accepted_row_outputs_and_gradients_are_zeros(dispatch, num_
 
 @pytest.mark.parametrize("shape", [(0, 13, 7), (3, 0, 7), (0, 0, 7)])
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
-@pytest.mark.parametrize("name", ["token_choice", "expert_choice", "no_token_left_behind", "batch_prioritized", "hash"])
+@pytest.mark.parametrize(
+    "name", ["token_choice", "expert_choice", "no_token_left_behind", "batch_prioritized", "hash"]
+)
 def test_an_empty_batch_has_an_empty_output_and_gradients_of_zeros(name, dispatch, shape):
     layer = build_layer(name, dispatch=dispatch, expert_dropout_rate=0.3).train()
     x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
@@ -324,8 +354,13 @@ def test_strides_of_input_and_weights_do_not_matter(dispatch):
     y_strided, _ = layer(strided, mask)
     torch.testing.assert_close(y_strided, y, rtol=0, atol=1e-12)
     assert_all_close(gradients(y_strided.square().sum(), layer), expected)
-    same_everywhere = torch.autograd.grad(layer(plain)[0].sum(), layer.router.gate)[0]  # a cotangent of stride 0
-    assert_all_close([same_everywhere], torch.autograd.grad((layer(plain)[0] * torch.ones(7)).sum(), layer.router.gate))
+    same_everywhere = torch.autograd.grad(layer(plain)[0].sum(), layer.router.gate)[
+        0
+    ]  # a cotangent of stride 0
+    assert_all_close(
+        [same_everywhere],
+        torch.autograd.grad((layer(plain)[0] * torch.ones(7)).sum(), layer.router.gate),
+    )
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
@@ -348,7 +383,9 @@ def test_all_tokens_may_go_to_one_expert(num_threads, threads):
     output, expected = run_engine(inputs, rows, config), run_loop(inputs, rows, config)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-11)
     assert_all_close(
-        torch.autograd.grad(output.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs), 1e-7
+        torch.autograd.grad(output.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        1e-7,
     )
 
 
@@ -358,7 +395,9 @@ def test_pieces_cover_every_row_once_and_every_expert():
     assert sorted(row for p in pieces for row in range(p.start, p.end)) == list(range(19))
     assert {p.expert for p in pieces} == {0, 1, 2, 3}
     assert all(p.end - p.start <= 3 for p in pieces)
-    assert [p.end - p.start for p in pieces] == sorted((p.end - p.start for p in pieces), reverse=True)
+    assert [p.end - p.start for p in pieces] == sorted(
+        (p.end - p.start for p in pieces), reverse=True
+    )
     assert sorted((p.expert, p.part) for p in pieces) == [
         (0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (3, 0),
     ]  # fmt: skip
@@ -396,12 +435,16 @@ def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
 
 def test_ctrl_c_leaves_no_piece_running(threads):
     threads(2)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     begun, ended, sent = [], [], []
 
     def run(piece):
         begun.append(piece)
-        if len(begun) > 4 and not sent:  # Python can miss a signal in the moment before its main thread waits
+        if (
+            len(begun) > 4 and not sent
+        ):  # Python can miss a signal in the moment before its main thread waits
             sent.append(os.kill(os.getpid(), signal.SIGINT))
         time.sleep(0.1)
         ended.append(piece)
@@ -439,6 +482,8 @@ def test_a_process_that_gets_no_threads_ends_with_the_error():
         "threading.Thread.start = refuse\n"
         "parallel.run_pieces(print, parallel.cut_rows([3], most=1))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert "can't start new thread" in done.stderr

@@ -23,11 +23,15 @@ def test_gradients_in_huge_pages_are_those_in_small_ones(monkeypatch):
     made = []
     monkeypatch.setattr(parallel, "_HUGE_PAGE", 1)
     monkeypatch.setattr(
-        parallel, "in_huge_pages", lambda like, make=parallel.in_huge_pages: made.append(1) or make(like)
+        parallel,
+        "in_huge_pages",
+        lambda like, make=parallel.in_huge_pages: made.append(1) or make(like),
     )
     gradients = []
     for few_rows in (0, 2**30):
         monkeypatch.setattr(parallel, "_FEW_ROWS", few_rows)
-        gradients.append(torch.autograd.grad(run_engine(inputs, rows, config).square().sum(), inputs))
+        gradients.append(
+            torch.autograd.grad(run_engine(inputs, rows, config).square().sum(), inputs)
+        )
         assert len(made) == (0 if few_rows == 0 else 3)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

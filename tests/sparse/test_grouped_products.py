@@ -1,4 +1,6 @@
-"""The grouped products that experts use on other devices, run on the CPU, against a loop over experts."""
+"""The grouped products that experts use on other devices, run on the CPU, against a loop over
+experts.
+"""
 
 import pytest
 import torch
@@ -10,11 +12,20 @@ from tests.sparse.expert_loop import KINDS, problem, run_loop, tiny
 def grouped_outputs(inputs, rows, config):
     """Returns what `Experts.forward` makes of these on a device other than the CPU."""
     tokens, weight, first, down, *bias = inputs
-    outputs = Experts(config).eval().run_sorted(tokens[rows.token], rows.counts, first, down, bias[0] if bias else None)
-    return torch.zeros_like(tokens).index_add(0, rows.token, outputs * weight[:, None].to(outputs.dtype))
+    outputs = (
+        Experts(config)
+        .eval()
+        .run_sorted(tokens[rows.token], rows.counts, first, down, bias[0] if bias else None)
+    )
+    return torch.zeros_like(tokens).index_add(
+        0, rows.token, outputs * weight[:, None].to(outputs.dtype)
+    )
 
 
-ALIGNED, UNALIGNED = {"d_model": 12, "d_ff": 20}, {"d_model": 7, "d_ff": 11}  # 16 bytes are 4 numbers of float32
+ALIGNED, UNALIGNED = (
+    {"d_model": 12, "d_ff": 20},
+    {"d_model": 7, "d_ff": 11},
+)  # 16 bytes are 4 numbers of float32
 
 
 @pytest.mark.parametrize(
@@ -28,7 +39,9 @@ ALIGNED, UNALIGNED = {"d_model": 12, "d_ff": 20}, {"d_model": 7, "d_ff": 11}  # 
     ids=["float64", "float64_aligned", "float32_unaligned", "float32_aligned"],
 )
 @pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
-def test_grouped_products_equal_a_loop_over_experts(activation, gated, expert_bias, dtype, sizes, tolerance):
+def test_grouped_products_equal_a_loop_over_experts(
+    activation, gated, expert_bias, dtype, sizes, tolerance
+):
     config = tiny(activation, gated, expert_bias, **sizes)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
     given = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -51,7 +64,10 @@ def test_grouped_products_take_gradients_of_any_strides_and_experts_without_rows
     y = grouped_linear(x, weight, counts)
     expected = torch.cat([x[:13] @ weight[1].T, x[13:] @ weight[3].T])
     torch.testing.assert_close(y, expected)
-    for cotangent in (torch.ones(1, 1, dtype=dtype).expand(23, 24), torch.randn(24, 23, dtype=dtype).T):
+    for cotangent in (
+        torch.ones(1, 1, dtype=dtype).expand(23, 24),
+        torch.randn(24, 23, dtype=dtype).T,
+    ):
         ours = torch.autograd.grad(y, (x, weight), cotangent, retain_graph=True)
         theirs = torch.autograd.grad(expected, (x, weight), cotangent, retain_graph=True)
         for a, b in zip(ours, theirs, strict=True):
@@ -74,5 +90,8 @@ def test_second_derivatives_of_grouped_products_are_refused():
     weight, x = torch.randn(3, 12, 12, requires_grad=True), torch.randn(7, 12, requires_grad=True)
     y = grouped_linear(x, weight, torch.tensor([3, 0, 4]))
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+    with pytest.raises(
+        RuntimeError,
+        match="differentiate twice a function that was marked with @once_differentiable",
+    ):
         gradient.sum().backward()

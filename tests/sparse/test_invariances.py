@@ -1,4 +1,5 @@
-"""What changes nothing: the order of experts, padding, later tokens, cuts of a batch, checkpointing, compiling.
+"""What changes nothing: the order of experts, padding, later tokens, cuts of a batch,
+checkpointing, compiling.
 
 The oracle is the layer itself on the other form of the same input; there are no golden numbers.
 """
@@ -40,7 +41,9 @@ def test_permuting_the_experts_permutes_the_plan_and_leaves_the_output(name, dis
     layer, permuted = build_layer(name, **fields), build_layer(name, seed=1, **fields)
     old_of_new = torch.tensor([3, 0, 4, 2, 1])
     with torch.no_grad():
-        for ours, theirs in zip(permuted.state_dict().values(), layer.state_dict().values(), strict=True):
+        for ours, theirs in zip(
+            permuted.state_dict().values(), layer.state_dict().values(), strict=True
+        ):
             ours.copy_(theirs[old_of_new])
     x, mask, _ = random_input()
     (y, router), (y_permuted, router_permuted) = layer(x, mask), permuted(x, mask)
@@ -61,10 +64,14 @@ def test_permuting_the_experts_permutes_the_plan_and_leaves_the_output(name, dis
     for field in ("accepted", "wanted"):
         assert torch.equal(getattr(plan, field), getattr(plan_permuted, field))
     assert torch.equal(plan.slot[plan.accepted], plan_permuted.slot[plan.accepted])
-    torch.testing.assert_close(plan.combine_weight, plan_permuted.combine_weight, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        plan.combine_weight, plan_permuted.combine_weight, rtol=0, atol=1e-12
+    )
 
     stats, stats_permuted = router.stats, router_permuted.stats
-    stats = stats._replace(expert_load=stats.expert_load[old_of_new], accepted_load=stats.accepted_load[old_of_new])
+    stats = stats._replace(
+        expert_load=stats.expert_load[old_of_new], accepted_load=stats.accepted_load[old_of_new]
+    )
     assert_all_close(stats, stats_permuted, atol=1e-10)
 
 
@@ -83,7 +90,9 @@ def test_hash_routing_has_no_gate_to_permute_so_that_permuted_experts_are_anothe
 
 
 def run_on_all(layer, x, mask, ids):
-    """Returns the output of the real tokens, losses, statistics without the number of positions, and gradients."""
+    """Returns the output of the real tokens, losses, statistics without the number of positions,
+    and gradients.
+    """
     x = x.clone().requires_grad_()
     y, router = layer(x, mask, token_ids=ids)
     torch.manual_seed(2)
@@ -101,14 +110,19 @@ def run_on_all(layer, x, mask, ids):
 @pytest.mark.parametrize("slots", [DROPLESS, THREE_SLOTS], ids=["dropless", "three_slots"])
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("name", ROUTER_NAMES)
-def test_padding_added_or_moved_changes_nothing_for_the_real_tokens(name, sequences, slots, dispatch):
-    # The number of slots depends on the length with padding, so that a capacity factor would change with it.
+def test_padding_added_or_moved_changes_nothing_for_the_real_tokens(
+    name, sequences, slots, dispatch
+):
+    # The number of slots depends on the length with padding, so that a capacity factor would change
+    # with it.
     layer = build_layer(name, dispatch=dispatch, group_size=19 * sequences, **slots)
     x, mask, ids = random_input()
     kept = mask.sum(dim=1)
 
     def laid_out(length, seed):
-        """Returns the same real tokens, in order, at other places between padding that must not be looked at."""
+        """Returns the same real tokens, in order, at other places between padding that must not be
+        looked at.
+        """
         torch.manual_seed(seed)
         new_mask = torch.stack([torch.randperm(length).argsort() < count for count in kept])
         new_x = torch.full((3, length, 7), float("nan"), dtype=torch.float64)
@@ -133,7 +147,9 @@ def change_after(x, ids, last):
 
 
 def plans_up_to(layer, last, places=None):
-    """Returns who of the tokens up to `last` goes where, in so many places, for two inputs that differ behind it."""
+    """Returns who of the tokens up to `last` goes where, in so many places, for two inputs that
+    differ behind it.
+    """
     x, _, ids = random_input(batch=2)
     decided = []
     for tokens, token_ids in ((x, ids), change_after(x, ids, last)):
@@ -155,7 +171,9 @@ def test_with_one_place_a_decoders_plan_does_not_depend_on_later_tokens(name, sl
 @pytest.mark.parametrize("last", [5, 17])
 @pytest.mark.parametrize("places", [2, 3])
 @pytest.mark.parametrize("name", ["token_choice", "bias_balanced"])
-def test_with_several_places_later_tokens_change_no_first_place_and_without_a_capacity_none(name, places, last):
+def test_with_several_places_later_tokens_change_no_first_place_and_without_a_capacity_none(
+    name, places, last
+):
     fields = {"decoder": True, "num_selected_experts": places, "group_size": 26}
     before, after = plans_up_to(build_layer(name, **fields, **THREE_SLOTS), last, places=1)
     assert_all_close(before, after, atol=0)
@@ -164,7 +182,9 @@ def test_with_several_places_later_tokens_change_no_first_place_and_without_a_ca
 
 
 def test_a_second_place_can_be_lost_to_the_first_place_of_a_later_token():
-    """The paper's own rule, all first places before any second, is what makes K = 2 with a capacity look ahead."""
+    """The paper's own rule, all first places before any second, is what makes K = 2 with a capacity
+    look ahead.
+    """
     options = {"eval_second_expert_policy": "all"}
     one_slot = {"eval_capacity_factor": 0.01, "min_expert_capacity": 1}
     layer = build_layer(num_experts=2, decoder=True, router_options=options, **one_slot)
@@ -185,9 +205,16 @@ def test_a_second_place_can_be_lost_to_the_first_place_of_a_later_token():
 
 @pytest.mark.parametrize("name", sorted(set(ROUTER_NAMES) - set(CAUSAL_NAMES)))
 def test_routers_that_a_decoder_refuses_do_look_ahead(name):
-    fields = {"num_selected_experts": 1, "group_size": 26, "eval_capacity_factor": 0.5, "min_expert_capacity": 0}
+    fields = {
+        "num_selected_experts": 1,
+        "group_size": 26,
+        "eval_capacity_factor": 0.5,
+        "min_expert_capacity": 0,
+    }
     pairs = [plans_up_to(build_layer(name, seed, **fields), last=11) for seed in range(3)]
-    assert any(not torch.equal(a, b) for before, after in pairs for a, b in zip(before, after, strict=True))
+    assert any(
+        not torch.equal(a, b) for before, after in pairs for a, b in zip(before, after, strict=True)
+    )
 
 
 # ---- cuts of a batch ----
@@ -201,7 +228,11 @@ def test_splitting_a_batch_on_group_borders_changes_nothing(name):
     def run(rows):
         y, router = layer(x[rows], mask[rows], token_ids=ids[rows])
         weights = torch.arange(1, 7, dtype=torch.float64)[rows, None, None]
-        total = (y * weights).square().sum() + router.losses.load_balance_sum + router.losses.router_z_sum
+        total = (
+            (y * weights).square().sum()
+            + router.losses.load_balance_sum
+            + router.losses.router_z_sum
+        )
         return y, router, gradients(total, layer)
 
     y, router, grads = run(slice(0, 6))
@@ -210,9 +241,13 @@ def test_splitting_a_batch_on_group_borders_changes_nothing(name):
     first, second = (part[1] for part in parts)
     assert_all_close(add_stats(first.stats, second.stats), router.stats, atol=1e-10)
     sums = [a + b for a, b in zip(first.losses[:-2], second.losses[:-2], strict=True)]
-    by_group = [torch.cat(values) for values in zip(first.losses[-2:], second.losses[-2:], strict=True)]
+    by_group = [
+        torch.cat(values) for values in zip(first.losses[-2:], second.losses[-2:], strict=True)
+    ]
     assert_all_close([*sums, *by_group], router.losses, atol=1e-10)
-    assert_all_close([a + b for a, b in zip(parts[0][2], parts[1][2], strict=True)], grads, atol=1e-9)
+    assert_all_close(
+        [a + b for a, b in zip(parts[0][2], parts[1][2], strict=True)], grads, atol=1e-9
+    )
 
 
 # ---- activation checkpointing ----
@@ -233,7 +268,9 @@ def test_splitting_a_batch_on_group_borders_changes_nothing(name):
 def test_activation_checkpointing_changes_neither_losses_statistics_nor_gradients_of_a_random_layer(
     name, options, dispatch
 ):
-    layer = build_layer(name, router_options=options, dispatch=dispatch, expert_dropout_rate=0.3).train()
+    layer = build_layer(
+        name, router_options=options, dispatch=dispatch, expert_dropout_rate=0.3
+    ).train()
     x, mask, _ = random_input()
     x.requires_grad_()
 
@@ -245,7 +282,11 @@ def test_activation_checkpointing_changes_neither_losses_statistics_nor_gradient
         return [y, *router.losses, *router.stats, *gradients(total, layer, x)]
 
     expected = run(layer, seed=5)
-    assert_all_close(run(lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False), seed=5), expected, atol=0)
+    assert_all_close(
+        run(lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False), seed=5),
+        expected,
+        atol=0,
+    )
     if layer.router.config.router != "expert_choice":
         assert not torch.equal(run(layer, seed=6)[0], expected[0])
 
@@ -254,7 +295,9 @@ def test_activation_checkpointing_changes_neither_losses_statistics_nor_gradient
 
 
 def compare_compiled(layer, compiled, seed, ids):
-    """Compares outputs, losses, statistics and gradients of the compiled layer with those of the plain one."""
+    """Compares outputs, losses, statistics and gradients of the compiled layer with those of the
+    plain one.
+    """
     torch.manual_seed(seed)
     x = torch.randn(2, 13, 7, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(2, 13) > 0.2
@@ -276,7 +319,9 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name, fresh_compiler):
-    layer = build_layer(name, dispatch="static", capacity_rounding="round", eval_capacity_factor=0.9)
+    layer = build_layer(
+        name, dispatch="static", capacity_rounding="round", eval_capacity_factor=0.9
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     ids = torch.randint(0, 997, (2, 13))
     compare_compiled(layer, compiled, seed=0, ids=ids)
@@ -285,8 +330,16 @@ def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name,
 
 
 @pytest.mark.parametrize("name", ["token_choice", "switch"])
-def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_each_mode(name, fresh_compiler):
-    layer = build_layer(name, dispatch="static", expert_dropout_rate=0.3, capacity_factor=0.29, min_expert_capacity=0)
+def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_each_mode(
+    name, fresh_compiler
+):
+    layer = build_layer(
+        name,
+        dispatch="static",
+        expert_dropout_rate=0.3,
+        capacity_factor=0.29,
+        min_expert_capacity=0,
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 13, 7, dtype=torch.float64)
     for training in (False, True, False):
@@ -296,7 +349,9 @@ def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # both are torch's own affair
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
+)  # both are torch's own affair
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_code_made_by_the_compiler_computes_what_the_plain_layer_does(dispatch, fresh_compiler):

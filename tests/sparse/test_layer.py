@@ -1,6 +1,8 @@
-"""The sparse layer against tests/oracles: a loop over tokens for every router and option, and the dense einsum.
+"""The sparse layer against tests/oracles: a loop over tokens for every router and option, and the
+dense einsum.
 
-Each drawn case is computed once by the oracle and twice by the layer, by ragged and by static dispatch.
+Each drawn case is computed once by the oracle and twice by the layer, by ragged and by static
+dispatch.
 """
 
 import dataclasses
@@ -84,7 +86,9 @@ def cases(draw, options):
 
 
 def router_options(router, case):
-    """The options by their names in the library; those that the mode should not read are set to something else."""
+    """The options by their names in the library; those that the mode should not read are set to
+    something else.
+    """
     options = dict(case["options"])
     if router == "switch" and not case["training"]:
         options["policy"] = "sample"  # evaluation takes the best expert under every policy
@@ -109,12 +113,16 @@ def build(router, case):
         if router == "bias_balanced":
             layer.router.load_steps.random_(-3, 4)
         if case["inputs"] != "normal" and router != "hash":
-            layer.router.gate.zero_() if case["inputs"] == "no gate" else layer.router.gate.random_(-1, 2)
+            layer.router.gate.zero_() if case["inputs"] == "no gate" else layer.router.gate.random_(
+                -1, 2
+            )
     return layer
 
 
 def inputs(case):
-    """Tokens, their mask, ids and word embeddings; in whole numbers, scores tie exactly in any order of summing."""
+    """Tokens, their mask, ids and word embeddings; in whole numbers, scores tie exactly in any
+    order of summing.
+    """
     batch, length = case["batch"], case["length"]
     x = torch.randn(batch, length, 7, dtype=torch.float64)
     words = torch.randn(batch, length, 7, dtype=torch.float64)
@@ -149,9 +157,13 @@ def check_plan(plan, routing):
     assert plan.expert_index.tolist() == routing.expert_index
     assert plan.wanted.tolist() == routing.wanted
     assert plan.accepted.tolist() == routing.accepted
-    slots = torch.tensor([[[-1 if slot is None else slot for slot in s] for s in g] for g in routing.slot])
+    slots = torch.tensor(
+        [[[-1 if slot is None else slot for slot in s] for s in g] for g in routing.slot]
+    )
     assert torch.equal(plan.slot.masked_fill(~plan.accepted, -1), slots)
-    weights = [[[torch.as_tensor(weight).item() for weight in s] for s in g] for g in routing.weight]
+    weights = [
+        [[torch.as_tensor(weight).item() for weight in s] for s in g] for g in routing.weight
+    ]
     assert_close(plan.combine_weight, torch.tensor(weights, dtype=torch.float64), "combine_weight")
 
 
@@ -198,11 +210,17 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
         check_stats(found.stats, expected.counted)
         found_losses = (found.losses.load_balance_loss, found.losses.router_z_loss)
         found_gradients = gradients(y, *found_losses, cotangent, [x, words, *ours.parameters()])
-        for name, a, b in zip(("input", "words", *names), found_gradients, expected_gradients, strict=True):
+        for name, a, b in zip(
+            ("input", "words", *names), found_gradients, expected_gradients, strict=True
+        ):
             assert_close(a, b, f"gradient of {name}, {dispatch}")
 
     with torch.no_grad():
-        assert_close(dense_einsum(layer, expected.groups, found.plan).reshape(x.shape), output, "dense einsum")
+        assert_close(
+            dense_einsum(layer, expected.groups, found.plan).reshape(x.shape),
+            output,
+            "dense einsum",
+        )
     assert_close(found.router_logits, expected.logits, "router_logits")
 
 
@@ -210,9 +228,12 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
 
 
 def test_first_places_are_served_before_any_second_place_and_tokens_in_order():
-    # Two experts with three slots; tokens 0, 1, 3 prefer expert 0. Two first places fill expert 1 up to its last slot.
+    # Two experts with three slots; tokens 0, 1, 3 prefer expert 0. Two first places fill expert 1
+    # up to its last slot.
     options = {"eval_second_expert_policy": "all"}
-    layer = layer_with_logits(2, eval_capacity_factor=0.01, min_expert_capacity=3, router_options=options)
+    layer = layer_with_logits(
+        2, eval_capacity_factor=0.01, min_expert_capacity=3, router_options=options
+    )
     first, second = [0.9, 0.1], [0.2, 0.8]
     plan = layer(logits_of(first, first, second, first, second))[1].plan
     assert plan.expert_index[0].tolist() == [[0, 1], [0, 1], [1, 0], [0, 1], [1, 0]]
@@ -223,9 +244,12 @@ def test_first_places_are_served_before_any_second_place_and_tokens_in_order():
 
 
 def test_a_gate_is_not_scaled_up_when_the_other_place_is_dropped():
-    # Both tokens choose experts 0 and 1 by 6 : 3, but each expert has one slot: token 1 has nothing.
+    # Both tokens choose experts 0 and 1 by 6 : 3, but each expert has one slot: token 1 has
+    # nothing.
     options = {"eval_second_expert_policy": "all"}
-    layer = layer_with_logits(3, eval_capacity_factor=0.01, min_expert_capacity=1, router_options=options)
+    layer = layer_with_logits(
+        3, eval_capacity_factor=0.01, min_expert_capacity=1, router_options=options
+    )
     plan = layer(logits_of([0.6, 0.3, 0.1], [0.6, 0.1, 0.3]))[1].plan
     expected = torch.tensor([[[2 / 3, 1 / 3], [0, 1 / 3]]], dtype=torch.float64)
     assert_close(plan.combine_weight, expected, tolerance=1e-8)
@@ -233,7 +257,10 @@ def test_a_gate_is_not_scaled_up_when_the_other_place_is_dropped():
 
 def test_a_place_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always_is():
     gates = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.3, 0.0]]])
-    kept = {policy: keep_places(gates, policy, 0.25)[0].tolist() for policy in ("all", "none", "threshold")}
+    kept = {
+        policy: keep_places(gates, policy, 0.25)[0].tolist()
+        for policy in ("all", "none", "threshold")
+    }
     assert kept["all"] == [[True] * 3] * 2
     assert kept["none"] == [[True, False, False]] * 2
     assert kept["threshold"] == [[True, False, False], [True, True, False]]
@@ -242,7 +269,9 @@ def test_a_place_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always
 def test_a_single_gate_stays_raw_so_that_the_router_learns_from_the_task():
     layer = layer_with_logits(3, num_selected_experts=1)
     y, router = layer(logits_of([0.6, 0.3, 0.1], [0.1, 0.2, 0.7]))
-    assert_close(router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.7], dtype=torch.float64))
+    assert_close(
+        router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.7], dtype=torch.float64)
+    )
     y.sum().backward()
     assert float(layer.router.gate.grad.abs().sum()) > 0
 
@@ -266,10 +295,13 @@ def test_a_bias_moves_against_the_load_and_steers_the_choice_but_not_the_weight(
     assert router.stats.expert_load.tolist() == [3, 0, 0]
     layer.router.update(router.stats)
     assert layer.router.load_steps.tolist() == [-1, 1, 1]  # against a mean of 1
-    # Probability plus bias is 0.5, 0.4, 0.2 for token 0; 0.4, 0.5, 0.2 for token 1; 0.6, 0.3, 0.2 for token 2.
+    # Probability plus bias is 0.5, 0.4, 0.2 for token 0; 0.4, 0.5, 0.2 for token 1; 0.6, 0.3, 0.2
+    # for token 2.
     _, router = layer(x)
     assert router.plan.expert_index.flatten().tolist() == [0, 1, 0]
-    assert_close(router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.4, 0.7], dtype=torch.float64))
+    assert_close(
+        router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.4, 0.7], dtype=torch.float64)
+    )
     layer.router.update(router.stats._replace(expert_load=torch.tensor([1, 1, 1])))
     assert layer.router.load_steps.tolist() == [-1, 1, 1]
 

@@ -1,4 +1,5 @@
-"""The auxiliary losses, and routing after the references, by hand; also against the oracle tests/oracles/routing.py.
+"""The auxiliary losses, and routing after the references, by hand; also against the oracle
+tests/oracles/routing.py.
 
 A table of probabilities stands in for the gate, so that every number can be worked out beside it.
 """
@@ -32,16 +33,30 @@ def test_perfect_balance_costs_1_by_first_choices_and_k_by_all(choices, expected
 
 
 def test_one_expert_for_all_costs_as_much_as_there_are_experts():
-    assert losses_of(logits_of(*[[1 - 4e-9, *[1e-9] * 4]] * 3)).load_balance_loss.item() == pytest.approx(5)
+    assert losses_of(
+        logits_of(*[[1 - 4e-9, *[1e-9] * 4]] * 3)
+    ).load_balance_loss.item() == pytest.approx(5)
 
 
 @pytest.mark.parametrize(
     ("over", "scope", "expected"),
     [
-        ("real_tokens", "group", 1.4),  # f = (1, 0), P = (1.4, 0.6) / 2: 2 * 0.7; the second group mirrors it
-        ("all_positions", "group", 11.2 / 27),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3, of 3 groups
+        (
+            "real_tokens",
+            "group",
+            1.4,
+        ),  # f = (1, 0), P = (1.4, 0.6) / 2: 2 * 0.7; the second group mirrors it
+        (
+            "all_positions",
+            "group",
+            11.2 / 27,
+        ),  # f = (2/3, 0), P = (1.4, 0.6) / 3: 2 * 2/3 * 1.4/3, of 3 groups
         ("real_tokens", "micro_batch", 1.0),  # f = P = (1/2, 1/2)
-        ("all_positions", "micro_batch", 16 / 81),  # f = P = (2/9, 2/9), as the group of padding counts too
+        (
+            "all_positions",
+            "micro_batch",
+            16 / 81,
+        ),  # f = P = (2/9, 2/9), as the group of padding counts too
     ],
 )
 def test_balance_is_a_mean_over_groups_or_one_product_of_the_scope(over, scope, expected):
@@ -53,13 +68,16 @@ def test_balance_is_a_mean_over_groups_or_one_product_of_the_scope(over, scope, 
 
 
 def test_after_mesh_tensorflow_a_group_of_padding_lowers_the_mean_and_after_flaxformer_it_changes_nothing():
-    # reduce_mean over groups and experts of density * proxy, times E²: the second group has neither.
+    # reduce_mean over groups and experts of density * proxy, times E²: the second group has
+    # neither.
     x = torch.cat([logits_of([0.9, 0.1], [0.8, 0.2]), logits_of([0.5, 0.5], [0.5, 0.5])])
     mask = [[True, True], [False, False]]
     for reference, share in (("mesh_tensorflow", 1 / 2), ("flaxformer", 1)):
         fields = {**reference_fields(reference), "group_size": 2}
         alone, beside = losses_of(x[:1], **fields), losses_of(x, mask, **fields)
-        assert beside.load_balance_loss.item() == pytest.approx(share * alone.load_balance_loss.item())
+        assert beside.load_balance_loss.item() == pytest.approx(
+            share * alone.load_balance_loss.item()
+        )
 
 
 def test_dropped_places_count_for_balance_as_they_were_chosen():
@@ -70,7 +88,8 @@ def test_dropped_places_count_for_balance_as_they_were_chosen():
 
 
 def test_balance_pushes_each_probability_by_the_share_of_its_expert():
-    # d/dp of 2 (2/3 mean p_0 + 1/3 mean p_1) is 2 f_i / 3; through the softmax, dz_0 = p_0 p_1 (d_0 - d_1).
+    # d/dp of 2 (2/3 mean p_0 + 1/3 mean p_1) is 2 f_i / 3; through the softmax, dz_0 = p_0 p_1 (d_0
+    # - d_1).
     x = logits_of([0.8, 0.2], [0.7, 0.3], [0.1, 0.9]).requires_grad_()
     (gradient,) = torch.autograd.grad(losses_of(x).load_balance_loss, x)
     push = 2 / 3 * (2 / 3 - 1 / 3)
@@ -79,8 +98,11 @@ def test_balance_pushes_each_probability_by_the_share_of_its_expert():
 
 
 def test_router_z_is_the_mean_square_of_the_logsumexp():
-    # log(1 + 1), log(3 + 1), log(7 + 1) = 1, 2, 3 times log 2; the fourth is padding, whose logits are 0 and 0.
-    x = torch.tensor([[[0.0, 0], [math.log(3), 0], [math.log(7), 0], [99, 99]]], dtype=torch.float64)
+    # log(1 + 1), log(3 + 1), log(7 + 1) = 1, 2, 3 times log 2; the fourth is padding, whose logits
+    # are 0 and 0.
+    x = torch.tensor(
+        [[[0.0, 0], [math.log(3), 0], [math.log(7), 0], [99, 99]]], dtype=torch.float64
+    )
     mask = [[True, True, True, False]]
     unit = math.log(2) ** 2
     assert losses_of(x, mask).router_z_loss.item() == pytest.approx((1 + 4 + 9) / 3 * unit)
@@ -107,7 +129,9 @@ def test_the_losses_of_a_group_are_those_of_the_layer_on_that_group_alone(router
     x, mask = tokens(3, 13, 7), torch.arange(13) < torch.tensor([[13], [5], [0]])
     losses = layer(x, mask)[1].losses
     alone = [layer(x[row : row + 1], mask[row : row + 1])[1].losses for row in range(3)]
-    assert_close(losses.group_load_balance, torch.stack([group.load_balance_loss for group in alone]))
+    assert_close(
+        losses.group_load_balance, torch.stack([group.load_balance_loss for group in alone])
+    )
     assert_close(losses.group_router_z, torch.stack([group.router_z_loss for group in alone]))
     assert losses.group_router_z[:2].min() > 0
 
@@ -123,7 +147,9 @@ def test_in_a_wider_scope_every_group_has_the_balance_loss_of_the_scope(scope):
 def test_experts_that_choose_are_balanced_by_construction():
     losses = losses_of(logits_of([0.9, 0.1], [0.8, 0.2]), router="expert_choice")
     assert losses.load_balance_loss.item() == losses.load_balance_count.item() == 0
-    assert losses.router_z_loss.item() == pytest.approx(0, abs=1e-12)  # probabilities as logits: log 1
+    assert losses.router_z_loss.item() == pytest.approx(
+        0, abs=1e-12
+    )  # probabilities as logits: log 1
 
 
 def test_a_batch_without_a_token_costs_nothing_and_its_gradients_are_zeros():
@@ -138,7 +164,9 @@ def test_a_batch_without_a_token_costs_nothing_and_its_gradients_are_zeros():
 @pytest.mark.parametrize("over", ["real_tokens", "all_positions"])
 @pytest.mark.parametrize("choices", ["first", "all"])
 def test_a_global_scope_in_parts_is_the_scope_at_once_in_loss_and_gradient(over, choices):
-    layer = build_layer(balance_scope="global", balance_over=over, balance_choices=choices, group_size=13)
+    layer = build_layer(
+        balance_scope="global", balance_over=over, balance_choices=choices, group_size=13
+    )
     x, mask = tokens(5, 13, 7), torch.rand(5, 13, generator=torch.Generator().manual_seed(0)) < 0.7
     whole = layer(x, mask)[1].losses
     gradient = torch.autograd.grad(whole.load_balance_loss, layer.router.gate)[0]
@@ -146,7 +174,9 @@ def test_a_global_scope_in_parts_is_the_scope_at_once_in_loss_and_gradient(over,
     parts = [layer(x[rows], mask[rows])[1].losses for rows in (slice(0, 2), slice(2, 5))]
     totals = add_totals(*[balance_totals(part) for part in parts])
     parts = [balance_within(part, totals) for part in parts]
-    loss = sum(part.load_balance_sum for part in parts) / sum(part.load_balance_count for part in parts)
+    loss = sum(part.load_balance_sum for part in parts) / sum(
+        part.load_balance_count for part in parts
+    )
     assert_close(loss, whole.load_balance_loss)
     assert_close(torch.autograd.grad(loss, layer.router.gate)[0], gradient)
     one_alone = parts[0].load_balance_loss
@@ -162,9 +192,16 @@ def test_sums_and_counts_of_a_group_scope_add_up_over_parts():
 
 # ---- the reference implementations ----
 
-# Second gates of tokens 0, 2, 4 are above 0.2, so that even the random policy keeps them; that of token 1 is as good as
-# 0. Token 3 is padding. Logits are 1 above log p, so that the logsumexp of a real token is 1.
-TABLE = ([0.6, 0.3, 0.1], [1.0, 1e-30, 1e-30], [0.2, 0.5, 0.3], [0.4, 0.35, 0.25], [0.25, 0.05, 0.7])
+# Second gates of tokens 0, 2, 4 are above 0.2, so that even the random policy keeps them; that of
+# token 1 is as good as 0. Token 3 is padding. Logits are 1 above log p, so that the logsumexp of a
+# real token is 1.
+TABLE = (
+    [0.6, 0.3, 0.1],
+    [1.0, 1e-30, 1e-30],
+    [0.2, 0.5, 0.3],
+    [0.4, 0.35, 0.25],
+    [0.25, 0.05, 0.7],
+)
 MASK = torch.tensor([[True, True, True, False, True]])
 UP_TO_THE_GROUP = {"eval_capacity_factor": 1.0, "min_expert_capacity": 0}  # 5/3 of a slot
 
@@ -177,13 +214,23 @@ def route_after(reference):
 
 def test_after_mesh_tensorflow_routes_and_costs_as_worked_out_by_hand():
     router = route_after("mesh_tensorflow")
-    # 5/3 is 1 slot. t0, t2 and t4 take the only slots of experts 0, 1 and 2; all second places come too late.
+    # 5/3 is 1 slot. t0, t2 and t4 take the only slots of experts 0, 1 and 2; all second places come
+    # too late.
     assert router.plan.capacity == 1
     assert router.plan.expert_index[0].tolist() == [[0, 1], [0, 1], [1, 2], [0, 1], [2, 0]]
-    assert router.plan.wanted[0].tolist() == [[True, True], [True, False], [True, True], [False] * 2, [True, True]]
+    assert router.plan.wanted[0].tolist() == [
+        [True, True],
+        [True, False],
+        [True, True],
+        [False] * 2,
+        [True, True],
+    ]
     weights = [[6 / 9, 0], [0, 0], [5 / 8, 0], [0, 0], [70 / 95, 0]]
-    assert_close(router.plan.combine_weight[0], torch.tensor(weights, dtype=torch.float64), tolerance=1e-8)
-    # Of 5 positions: f = (2, 1, 1) / 5 by first choices, P = (2.05, 0.85, 1.1) / 5; z over the 4 real tokens.
+    assert_close(
+        router.plan.combine_weight[0], torch.tensor(weights, dtype=torch.float64), tolerance=1e-8
+    )
+    # Of 5 positions: f = (2, 1, 1) / 5 by first choices, P = (2.05, 0.85, 1.1) / 5; z over the 4
+    # real tokens.
     assert router.losses.load_balance_loss.item() == pytest.approx(3 * (2 * 2.05 + 0.85 + 1.1) / 25)
     assert router.losses.router_z_loss.item() == pytest.approx(1)
 
@@ -195,8 +242,11 @@ def test_after_flaxformer_routes_and_costs_as_worked_out_by_hand():
     assert router.plan.wanted[0].tolist() == [[True, True]] * 3 + [[False] * 2, [True, True]]
     weights = [[0.6, 0.3], [1, 0], [0.5, 0.3], [0, 0], [0.7, 0]]
     assert_close(router.plan.combine_weight[0], torch.tensor(weights, dtype=torch.float64))
-    # Of 4 real tokens: f = (3, 3, 2) / 4 by all choices; z over 5 positions, and that of padding is (log 3)².
-    assert router.losses.load_balance_loss.item() == pytest.approx(3 * (3 * 2.05 + 3 * 0.85 + 2 * 1.1) / 16)
+    # Of 4 real tokens: f = (3, 3, 2) / 4 by all choices; z over 5 positions, and that of padding is
+    # (log 3)².
+    assert router.losses.load_balance_loss.item() == pytest.approx(
+        3 * (3 * 2.05 + 3 * 0.85 + 2 * 1.1) / 16
+    )
     assert router.losses.router_z_loss.item() == pytest.approx((4 + math.log(3) ** 2) / 5)
 
 
@@ -207,7 +257,9 @@ def test_after_flaxformer_routes_and_costs_as_worked_out_by_hand():
 def test_each_reference_is_the_oracle_under_its_settings(reference, policy, normalize, rounding):
     plan = route_after(reference).plan  # in this table, random is threshold
     capacity = routing.capacity_of(5, 3, 1.0, 0, rounding)
-    found = routing.token_choice(torch.tensor([TABLE]).double(), MASK.tolist(), capacity, 2, policy, 0.2, normalize)
+    found = routing.token_choice(
+        torch.tensor([TABLE]).double(), MASK.tolist(), capacity, 2, policy, 0.2, normalize
+    )
     assert (plan.wanted.tolist(), plan.accepted.tolist()) == (found.wanted, found.accepted)
 
 

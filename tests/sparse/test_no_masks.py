@@ -35,7 +35,14 @@ def one_thread():
 def test_nothing_is_larger_than_the_logits_and_the_rows(router, dispatch, one_thread):
     places = 1 if load_routers().get(router).single else 2
     config = SparseConfig(
-        D, F, EXPERTS, places, router=router, dispatch=dispatch, capacity_factor=5.0, group_size=TOKENS
+        D,
+        F,
+        EXPERTS,
+        places,
+        router=router,
+        dispatch=dispatch,
+        capacity_factor=5.0,
+        group_size=TOKENS,
     )
     layer, x = SparseFeedForward(config), torch.randn(1, TOKENS, D, requires_grad=True)
     with LargestTensor() as largest:

@@ -1,8 +1,8 @@
 """The sparse layer in transformers' T5 and torch's TransformerEncoder.
 
-Oracles: a slot with one expert is T5's own dense feed-forward with the same weights; real tokens are counted by hand;
-checkpointed layers must do what layers that keep their activations do. The two places marked `README` hold the lines
-that the README shows.
+Oracles: a slot with one expert is T5's own dense feed-forward with the same weights; real tokens
+are counted by hand; checkpointed layers must do what layers that keep their activations do. The two
+places marked `README` hold the lines that the README shows.
 """
 
 import copy
@@ -50,7 +50,10 @@ def sparse_t5(seed=0, dropout_rate=0.0):
 
 def t5_batch():
     generator = torch.Generator().manual_seed(0)
-    mask, labels = torch.ones(B, L, dtype=torch.int64), torch.randint(2, 131, (B, T), generator=generator)
+    mask, labels = (
+        torch.ones(B, L, dtype=torch.int64),
+        torch.randint(2, 131, (B, T), generator=generator),
+    )
     for row in range(B):
         mask[row, L - 3 * row :] = 0
         labels[row, T - 2 * row :] = -100
@@ -59,7 +62,9 @@ def t5_batch():
 
 def sparse_encoder(seed=0, **changes):
     torch.manual_seed(seed)
-    layer = nn.TransformerEncoderLayer(D, 3, activation=nn.Identity(), dropout=0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(
+        D, 3, activation=nn.Identity(), dropout=0.0, batch_first=True
+    )
     encoder = nn.TransformerEncoder(layer, num_layers=LAYERS, enable_nested_tensor=False)
     for layer in encoder.layers:
         config = SparseConfig(**{"d_model": D, "d_ff": F, "num_experts": E, **changes})
@@ -72,13 +77,20 @@ def gates(model):
 
 
 def hooks_left(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules() if hasattr(m, "experts"))
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks)
+        for m in model.modules()
+        if hasattr(m, "experts")
+    )
 
 
 def expected_counts(routers, tokens, positions):
     stats = total_stats(routers)
     assert [int(router.stats.num_tokens) for router in routers] == [tokens] * LAYERS
-    assert (int(stats.num_tokens), int(stats.num_positions)) == (LAYERS * tokens, LAYERS * positions)
+    assert (int(stats.num_tokens), int(stats.num_positions)) == (
+        LAYERS * tokens,
+        LAYERS * positions,
+    )
     assert int(stats.expert_load.sum()) >= LAYERS * tokens
 
 
@@ -114,7 +126,10 @@ def test_a_t5_with_sparse_slots_trains_and_generates():
     for _ in range(20):
         optimizer.zero_grad()
         # README
-        with collect_routers(model.encoder, token_mask=mask) as encoder, collect_routers(model.decoder) as decoder:
+        with (
+            collect_routers(model.encoder, token_mask=mask) as encoder,
+            collect_routers(model.decoder) as decoder,
+        ):
             output = model(input_ids=ids, attention_mask=mask, labels=labels)
             (output.loss + router_loss(encoder + decoder)).backward()
         # end of README
@@ -123,13 +138,21 @@ def test_a_t5_with_sparse_slots_trains_and_generates():
     assert losses[-1] < losses[0] / 2, losses
     expected_counts(encoder, int(mask.sum()), B * L)
     expected_counts(decoder, B * T, B * T)
-    assert summarize(total_stats(encoder))["fraction_padding"] == pytest.approx(1 - int(mask.sum()) / (B * L))
+    assert summarize(total_stats(encoder))["fraction_padding"] == pytest.approx(
+        1 - int(mask.sum()) / (B * L)
+    )
 
     model.eval()
     generated = model.generate(ids, attention_mask=mask, max_new_tokens=7, min_new_tokens=7)
-    alone = [model.generate(ids[i : i + 1, : int(mask[i].sum())], max_new_tokens=7, min_new_tokens=7) for i in range(B)]
+    alone = [
+        model.generate(ids[i : i + 1, : int(mask[i].sum())], max_new_tokens=7, min_new_tokens=7)
+        for i in range(B)
+    ]
     assert torch.equal(generated, torch.cat(alone))
-    with collect_routers(model.encoder, token_mask=mask) as encoder, collect_routers(model.decoder) as decoder:
+    with (
+        collect_routers(model.encoder, token_mask=mask) as encoder,
+        collect_routers(model.decoder) as decoder,
+    ):
         model.generate(ids, attention_mask=mask, max_new_tokens=7, min_new_tokens=7)
     expected_counts(encoder, int(mask.sum()), B * L)
     assert len(decoder) == LAYERS * 7
@@ -184,26 +207,39 @@ def test_router_loss_is_the_weighted_sum_of_the_papers_equation_6():
     z = sum(float(router.losses.router_z_loss) for router in routers)
     assert float(router_loss(routers)) == pytest.approx(0.01 * balance + 0.001 * z)
     weights = {"load_balance_weight": 0.3, "router_z_weight": 0.7}
-    assert float(router_loss(routers, **weights, reduction="mean")) == pytest.approx((0.3 * balance + 0.7 * z) / LAYERS)
+    assert float(router_loss(routers, **weights, reduction="mean")) == pytest.approx(
+        (0.3 * balance + 0.7 * z) / LAYERS
+    )
     with pytest.raises(ConfigError, match="reduction is 'max'; expected one of sum, mean"):
         router_loss(routers, reduction="max")
     for name in weights:
         for value in (math.nan, math.inf, -0.1, None, "0.01"):
-            with pytest.raises(ConfigError, match=rf"^{name} is .*; expected a finite number of at least 0\.$"):
+            with pytest.raises(
+                ConfigError, match=rf"^{name} is .*; expected a finite number of at least 0\.$"
+            ):
                 router_loss(routers, **{name: value})
 
 
 def step_of(model, ids, mask, labels):
-    """Losses, statistics and gradients of one step; dropout and the second expert's choice are random."""
+    """Losses, statistics and gradients of one step; dropout and the second expert's choice are
+    random.
+    """
     model.zero_grad()
     torch.manual_seed(1)
-    with collect_routers(model.encoder, token_mask=mask) as encoder, collect_routers(model.decoder) as decoder:
+    with (
+        collect_routers(model.encoder, token_mask=mask) as encoder,
+        collect_routers(model.decoder) as decoder,
+    ):
         output = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
         loss = output.loss + router_loss(encoder + decoder)
         loss.backward()
     assert len(encoder) == len(decoder) == LAYERS
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"loss": loss.detach(), "stats": total_stats(encoder + decoder)._asdict(), "gradients": gradients}
+    return {
+        "loss": loss.detach(),
+        "stats": total_stats(encoder + decoder)._asdict(),
+        "gradients": gradients,
+    }
 
 
 def test_activation_checkpointing_changes_no_loss_no_statistic_and_no_gradient():
@@ -223,7 +259,10 @@ def test_closing_the_context_before_a_backward_pass_that_recomputes_is_refused()
     model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
     model.activation_checkpointing_enable({"use_reentrant": False})
     with (
-        pytest.raises(ConfigError, match=r"ended before the backward pass.*loss.backward\(\) inside the context"),
+        pytest.raises(
+            ConfigError,
+            match=r"ended before the backward pass.*loss.backward\(\) inside the context",
+        ),
         collect_routers(model.encoder, token_mask=mask),
     ):
         model(input_ids=ids, attention_mask=mask, labels=labels)
@@ -248,7 +287,10 @@ def test_without_a_mask_or_without_checkpointing_the_backward_pass_may_come_late
 def test_reentrant_checkpointing_is_refused_because_the_losses_would_have_no_gradient():
     model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
     model.activation_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ConfigError, match="set use_reentrant=False"), collect_routers(model.encoder, token_mask=mask):
+    with (
+        pytest.raises(ConfigError, match="set use_reentrant=False"),
+        collect_routers(model.encoder, token_mask=mask),
+    ):
         model(input_ids=ids, attention_mask=mask, labels=labels)
     assert hooks_left(model) == 0
 
@@ -271,7 +313,10 @@ def test_padding_changes_nothing_for_real_tokens():
 
 def test_an_exception_inside_the_context_removes_all_hooks_and_passes_through():
     model = sparse_encoder()
-    with pytest.raises(RuntimeError, match="mine"), collect_routers(model, torch.ones(B, L)) as routers:
+    with (
+        pytest.raises(RuntimeError, match="mine"),
+        collect_routers(model, torch.ones(B, L)) as routers,
+    ):
         model(torch.randn(B, L, D))
         raise RuntimeError("mine")
     assert hooks_left(model) == 0
@@ -280,7 +325,10 @@ def test_an_exception_inside_the_context_removes_all_hooks_and_passes_through():
 
 
 def test_of_nested_masks_the_innermost_holds_and_the_callers_own_comes_first():
-    layer, x = SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=E)), torch.randn(B, L, D)
+    layer, x = (
+        SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=E)),
+        torch.randn(B, L, D),
+    )
     outer, inner, own = (torch.arange(L).expand(B, L) < length for length in (2, 3, 5))
     with collect_routers(layer, outer) as outer_routers, collect_routers(layer) as middle_routers:
         with collect_routers(layer, inner) as inner_routers:
@@ -295,30 +343,45 @@ def test_of_nested_masks_the_innermost_holds_and_the_callers_own_comes_first():
 
 
 def with_adapters(layer):
-    return peft.get_peft_model(layer, peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], r=2))
+    return peft.get_peft_model(
+        layer, peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], r=2)
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own affair
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
+)  # torch's own affair
 @pytest.mark.parametrize("wrap", [with_adapters, checkpoint_wrapper, torch.compile])
 def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
-    layer = SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2))
+    layer = SparseFeedForward(
+        SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2)
+    )
     slot = FeedForwardSlot(wrap(layer))
     assert any(module is layer for module in slot.modules())
     if wrap is not torch.compile:  # which would compile for seconds
         x = torch.randn(B, L, D)
         assert slot(x).shape == x.shape
     for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
-        with pytest.raises(ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"):
+        with pytest.raises(
+            ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"
+        ):
             FeedForwardSlot(foreign)
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
-    with pytest.raises(ConfigError, match=r"no SparseFeedForward in this Linear.*FeedForwardSlot\(config\)"):
+    with pytest.raises(
+        ConfigError, match=r"no SparseFeedForward in this Linear.*FeedForwardSlot\(config\)"
+    ):
         collect_routers(nn.Linear(2, 3)).__enter__()
     model = sparse_t5()
-    with pytest.raises(ConfigError, match=r"one token_mask.*collect_routers\(model.decoder, decoder_mask\)"):
+    with pytest.raises(
+        ConfigError, match=r"one token_mask.*collect_routers\(model.decoder, decoder_mask\)"
+    ):
         collect_routers(model, torch.ones(B, L)).__enter__()
-    with pytest.raises(DataError, match="token_mask has shape"), collect_routers(model.encoder, torch.ones(B, L + 1)):
+    with (
+        pytest.raises(DataError, match="token_mask has shape"),
+        collect_routers(model.encoder, torch.ones(B, L + 1)),
+    ):
         model.encoder(torch.ones(B, L, dtype=torch.int64))
     with collect_routers(model) as routers:
         for call in (router_loss, total_stats):
@@ -330,5 +393,7 @@ def test_statistics_of_layers_of_different_shape_are_not_added():
     few, many = sparse_encoder(num_experts=3), sparse_encoder(num_selected_experts=1)
     with collect_routers(few) as few_routers, collect_routers(many) as many_routers:
         many(few(torch.randn(B, L, D)))
-    with pytest.raises(DataError, match="Layer 2 has 5 experts and 1 places for each token, layer 0 has 3 and 2"):
+    with pytest.raises(
+        DataError, match="Layer 2 has 5 experts and 1 places for each token, layer 0 has 3 and 2"
+    ):
         total_stats(few_routers + many_routers)

@@ -1,7 +1,8 @@
 """Which numbers have which precision, and how far half precision may be from float32.
 
-The oracle is the same layer in float64 with the same, already rounded, weights and tokens: its routing is the same
-number for number, so that what differs are the roundings of the experts' products, which are counted below.
+The oracle is the same layer in float64 with the same, already rounded, weights and tokens: its
+routing is the same number for number, so that what differs are the roundings of the experts'
+products, which are counted below.
 """
 
 import copy
@@ -53,7 +54,9 @@ def test_logits_of_a_half_precision_layer_are_the_float32_product_of_its_numbers
     logits = layer(x)[1].router_logits.detach()
     expected = F.linear(x.float(), layer.router.gate.detach().float()).flatten(0, 1)
     torch.testing.assert_close(logits.flatten(0, 1), expected, rtol=0, atol=1e-6)
-    assert float((expected.to(dtype) - expected).abs().max()) > 1e-4  # a half product would have been seen
+    assert (
+        float((expected.to(dtype) - expected).abs().max()) > 1e-4
+    )  # a half product would have been seen
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -66,7 +69,9 @@ def test_autocast_leaves_routing_alone_and_runs_the_experts_in_its_dtype(dispatc
     assert y.dtype == torch.float32
     assert torch.equal(router.router_logits, plain.router_logits)
     assert torch.equal(router.plan.combine_weight, plain.plan.combine_weight)
-    for ours, theirs in zip((*router.losses, *router.stats), (*plain.losses, *plain.stats), strict=True):
+    for ours, theirs in zip(
+        (*router.losses, *router.stats), (*plain.losses, *plain.stats), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
     layer.experts = copy.deepcopy(layer.experts).to(dtype)
@@ -77,7 +82,9 @@ def test_autocast_leaves_routing_alone_and_runs_the_experts_in_its_dtype(dispatc
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_output_has_the_dtype_of_the_input_and_gradients_that_of_their_tensor(given, parameters, dispatch):
+def test_the_output_has_the_dtype_of_the_input_and_gradients_that_of_their_tensor(
+    given, parameters, dispatch
+):
     layer, x = build_layer(dispatch=dispatch).to(parameters), tokens().to(given).requires_grad_()
     y, router = layer(x)
     assert y.dtype == given
@@ -91,10 +98,17 @@ def test_the_output_has_the_dtype_of_the_input_and_gradients_that_of_their_tenso
 
 
 def in_half_and_double(dtype, dispatch, **fields):
-    """Returns a half precision layer and its float64 double with the same numbers, and tokens for each."""
+    """Returns a half precision layer and its float64 double with the same numbers, and tokens for
+    each.
+    """
     half = build_layer(dispatch=dispatch, eval_capacity_factor=None, **fields).to(dtype)
     x = tokens().to(dtype)
-    return half, copy.deepcopy(half).double(), x.requires_grad_(), x.detach().double().requires_grad_()
+    return (
+        half,
+        copy.deepcopy(half).double(),
+        x.requires_grad_(),
+        x.detach().double().requires_grad_(),
+    )
 
 
 def forward_bound(layer, x, plan):
@@ -107,7 +121,8 @@ def forward_bound(layer, x, plan):
         product with W                   |W| times that, and u |W| |a up|
         weight, weighted row, sum of 2   3 u |W| |a up| w
     A token's error is the sum of these over its experts, each times its weight w: at most
-    w |W| (1.13 |g| |up| + 7 |a up|) u. Terms of u² and the float32 sums inside products are below a tenth of that.
+    w |W| (1.13 |g| |up| + 7 |a up|) u. Terms of u² and the float32 sums inside products are below a
+    tenth of that.
     """
     experts = layer.experts
     gate, up = torch.einsum("bld,efd->blef", x, experts.gate_up_proj).chunk(2, dim=-1)
@@ -115,7 +130,9 @@ def forward_bound(layer, x, plan):
     rows = torch.einsum("blef,edf->bled", hidden, experts.down_proj.abs())
     weight = x.new_zeros(*x.shape[:2], rows.shape[2])
     shape = (*x.shape[:2], plan.expert_index.shape[-1])
-    weight.scatter_(2, plan.expert_index.reshape(shape), plan.combine_weight.double().reshape(shape))
+    weight.scatter_(
+        2, plan.expert_index.reshape(shape), plan.combine_weight.double().reshape(shape)
+    )
     return 1.1 * torch.einsum("bled,ble->bld", rows, weight)
 
 
@@ -137,9 +154,10 @@ def test_half_precision_outputs_are_within_the_counted_roundings(dtype, dispatch
 def test_half_precision_gradients_are_within_the_counted_roundings(dtype, dispatch):
     """At most twelve roundings lie between the cotangent and a gradient.
 
-    They are the hidden activation (4), the weight and its product (2), the product with W (1), the derivatives of
-    product and activation (4) and the last product (1). Each has a deviation of u / √3, and independent ones add as
-    √12, so that the deviation relative to the norm is 2 u; sums that cancel about half of their terms double it.
+    They are the hidden activation (4), the weight and its product (2), the product with W (1), the
+    derivatives of product and activation (4) and the last product (1). Each has a deviation of u /
+    √3, and independent ones add as √12, so that the deviation relative to the norm is 2 u; sums
+    that cancel about half of their terms double it.
     """
     half, double, x, x_double = in_half_and_double(dtype, dispatch, expert_bias="multiplicative")
     torch.manual_seed(3)
@@ -194,8 +212,12 @@ def test_padding_that_is_not_finite_harms_neither_output_nor_gradient(name, disp
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_an_expert_that_overflows_for_a_token_harms_only_who_chose_it(dispatch):
-    """Empty slots are computed too: one with a token of another expert would turn 0 times infinity into NaN."""
-    layer = build_layer(num_selected_experts=1, dispatch=dispatch, expert_bias="multiplicative").float()
+    """Empty slots are computed too: one with a token of another expert would turn 0 times infinity
+    into NaN.
+    """
+    layer = build_layer(
+        num_selected_experts=1, dispatch=dispatch, expert_bias="multiplicative"
+    ).float()
     x = tokens().float()
     used = int(layer(x)[1].plan.expert_index[0, 0, 0])
     with torch.no_grad():

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 from moe.sparse.products import linear, multiply
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has one library")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has one library"
+)
 
 
 def large(*shape, seed=0):
@@ -27,7 +29,10 @@ def test_a_large_product_and_its_gradients_are_those_of_float64(shape):
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     expected = F.linear(*wide)
     close(y, expected)
-    gradients = torch.autograd.grad(y, (x, weight), d), torch.autograd.grad(expected, wide, d.double())
+    gradients = (
+        torch.autograd.grad(y, (x, weight), d),
+        torch.autograd.grad(expected, wide, d.double()),
+    )
     for a, b in zip(*gradients, strict=True):
         close(a, b)
 
@@ -74,7 +79,9 @@ def test_autocast_is_obeyed():
         assert linear(x, weight).dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's own flags warn of themselves
+@pytest.mark.filterwarnings(
+    "ignore:TF32 acceleration on top of oneDNN"
+)  # torch's own flags warn of themselves
 def test_whoever_switches_onednn_off_does_without_it():
     x, weight = large(83, 131), large(103, 131, seed=1)
     with torch.backends.mkldnn.flags(enabled=False):
@@ -96,7 +103,10 @@ def test_no_rows_and_small_products_are_plain():
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 def test_torch_func_and_the_tracer_see_a_plain_product():
     x, weight = large(83, 131), large(103, 131, seed=1)
-    close(torch.func.grad(lambda w: linear(x, w).sum())(weight), x.double().sum(dim=0).expand(103, 131))
+    close(
+        torch.func.grad(lambda w: linear(x, w).sum())(weight),
+        x.double().sum(dim=0).expand(103, 131),
+    )
     traced = torch.jit.trace(lambda x: linear(x, weight), x)
     close(traced(x), x.double() @ weight.double().t())
 

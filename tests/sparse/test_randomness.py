@@ -1,6 +1,8 @@
-"""What the layer draws: random policies, jitter and initial weights, against their own probabilities.
+"""What the layer draws: random policies, jitter and initial weights, against their own
+probabilities.
 
-Oracle: mean and deviation of the distribution, with a fixed seed; the dense einsum for what must not be disturbed.
+Oracle: mean and deviation of the distribution, with a fixed seed; the dense einsum for what must
+not be disturbed.
 """
 
 import math
@@ -17,7 +19,10 @@ from tests.sparse.layers import build_layer
 
 RANDOM = {
     "second places": {"router_options": {"second_expert_policy": "random"}},
-    "surest first": {"router": "batch_prioritized", "router_options": {"second_expert_policy": "random"}},
+    "surest first": {
+        "router": "batch_prioritized",
+        "router_options": {"second_expert_policy": "random"},
+    },
     "jitter": {"router": "switch", "router_options": {"policy": "input_jitter", "jitter": 0.5}},
     "input dropout": {"router": "switch", "router_options": {"policy": "input_dropout"}},
     "sample": {"router": "switch", "router_options": {"policy": "sample"}},

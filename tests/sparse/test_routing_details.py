@@ -1,4 +1,5 @@
-"""What single routers promise beside their plan: word embeddings, hashing, loss-free balancing, second chances.
+"""What single routers promise beside their plan: word embeddings, hashing, loss-free balancing,
+second chances.
 
 Oracles are formulas written out here, and counts.
 """
@@ -49,7 +50,9 @@ def test_experts_never_see_the_word_embedding(mode):
     layer, x, _, y, router = with_words(mode)
     with torch.no_grad():
         grouped = x.reshape(1, -1, 7)
-        torch.testing.assert_close(layer.start_experts(grouped, router.plan)().reshape(x.shape), y, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            layer.start_experts(grouped, router.plan)().reshape(x.shape), y, rtol=0, atol=1e-12
+        )
 
 
 # ---- hashing ----
@@ -88,8 +91,19 @@ def test_hashing_gives_a_word_the_same_expert_in_every_shape_and_release(seed):
     expected = [hash_by_hand(word, 17, seed) for word in words]
     for dtype in (torch.int64, torch.int32):
         assert hash_expert(torch.tensor(words, dtype=dtype), 17, seed).tolist() == expected
-    assert hash_expert(torch.tensor(words)[:6].reshape(2, 3).T, 17, seed).T.flatten().tolist() == expected[:6]
-    assert seed or expected == [9, 6, 2, 15, 14, expected[5], 2]  # a checkpoint relies on these for ever
+    assert (
+        hash_expert(torch.tensor(words)[:6].reshape(2, 3).T, 17, seed).T.flatten().tolist()
+        == expected[:6]
+    )
+    assert seed or expected == [
+        9,
+        6,
+        2,
+        15,
+        14,
+        expected[5],
+        2,
+    ]  # a checkpoint relies on these for ever
 
 
 def test_another_seed_is_another_independent_assignment():
@@ -113,7 +127,9 @@ def test_hash_routing_follows_the_ids_with_weight_one_and_no_parameter():
 
 def skewed_layer(**options):
     """Returns a layer that likes its first experts, and tokens."""
-    layer = build_layer("bias_balanced", router_options={"update_rate": 0.01, **options}, **DROPLESS)
+    layer = build_layer(
+        "bias_balanced", router_options={"update_rate": 0.01, **options}, **DROPLESS
+    )
     layer.router.load_steps.zero_()
     with torch.no_grad():
         layer.router.gate[:, 0] = torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0])
@@ -145,7 +161,10 @@ def test_an_update_moves_each_bias_by_one_step_against_its_load():
     layer.router.update(stats)
     assert layer.router.load_steps.tolist() == [-2, 2, 0, 0, 0]
     torch.testing.assert_close(
-        layer.router.load_bias(), torch.tensor([-0.02, 0.02, 0, 0, 0], dtype=torch.float64), rtol=0, atol=1e-15
+        layer.router.load_bias(),
+        torch.tensor([-0.02, 0.02, 0, 0, 0], dtype=torch.float64),
+        rtol=0,
+        atol=1e-15,
     )
 
 
@@ -160,7 +179,9 @@ def test_the_bias_steers_the_choice_and_never_enters_the_weight(normalize):
     gates = probs.gather(-1, plan.expert_index)
     if normalize:
         gates = gates / gates.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(plan.combine_weight, gates, rtol=1e-5, atol=0)  # the sum has 1e-9 added
+    torch.testing.assert_close(
+        plan.combine_weight, gates, rtol=1e-5, atol=0
+    )  # the sum has 1e-9 added
     biased = probs + torch.tensor([-0.6, -0.2, 0.0, 0.2, 0.6], dtype=torch.float64)
     assert torch.equal(plan.expert_index, biased.topk(2).indices)
 
@@ -209,7 +230,11 @@ def test_as_many_candidates_as_experts_and_room_for_all_leave_nobody_behind():
     fields = {"eval_capacity_factor": 1.0, "min_expert_capacity": 0, "group_size": 55}
     x = torch.randn(7, 55, 7, dtype=torch.float64)  # 5 experts with 11 slots each
     left = [
-        int(build_layer("no_token_left_behind", router_options={"num_candidates": n}, **fields)(x)[1].stats[5])
+        int(
+            build_layer("no_token_left_behind", router_options={"num_candidates": n}, **fields)(x)[
+                1
+            ].stats[5]
+        )
         for n in (1, 2, 3, 5)
     ]
     assert left == sorted(left, reverse=True)

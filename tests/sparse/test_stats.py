@@ -1,4 +1,5 @@
-"""What a router did, by hand: a made load, and the layer on a table of probabilities; drawn cases are in test_layer.py.
+"""What a router did, by hand: a made load, and the layer on a table of probabilities; drawn cases
+are in test_layer.py.
 
 The oracle of add_stats is the layer on both batches at once.
 """
@@ -58,9 +59,12 @@ def test_a_made_load_is_summarised_as_worked_out_by_hand():
 
 
 def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():
-    # Everybody asks expert 0 first, then 1; of two slots each, t0 takes one of both, t1 too, and t2 gets none.
+    # Everybody asks expert 0 first, then 1; of two slots each, t0 takes one of both, t1 too, and t2
+    # gets none.
     options = {"eval_second_expert_policy": "all"}
-    layer = layer_with_logits(3, eval_capacity_factor=0.01, min_expert_capacity=2, router_options=options)
+    layer = layer_with_logits(
+        3, eval_capacity_factor=0.01, min_expert_capacity=2, router_options=options
+    )
     mask = torch.tensor([[True, True, True, False]])
     stats = layer(logits_of(*[[0.6, 0.3, 0.1]] * 4), mask)[1].stats
     assert stats.expert_load.tolist() == [3, 3, 0]
@@ -83,7 +87,10 @@ def test_without_a_capacity_every_slot_is_used():
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 @pytest.mark.parametrize("factor", [1.25, None])
 def test_a_batch_of_padding_counts_nothing_but_its_positions(name, factor):
-    layer, ids = build_layer(name, eval_capacity_factor=factor), torch.zeros(2, 3, dtype=torch.int64)
+    layer, ids = (
+        build_layer(name, eval_capacity_factor=factor),
+        torch.zeros(2, 3, dtype=torch.int64),
+    )
     y, router = layer(tokens(2, 3, 7), torch.zeros(2, 3, dtype=torch.bool), token_ids=ids)
     assert torch.count_nonzero(y) == 0
     for field in set(RouterStats._fields) - {"num_positions", "num_slots"}:
@@ -97,7 +104,10 @@ def test_a_batch_of_padding_counts_nothing_but_its_positions(name, factor):
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_statistics_of_two_batches_are_those_of_both_at_once(name):
-    layer, x = build_layer(name, group_size=26, eval_capacity_factor=0.7, min_expert_capacity=0), tokens(6, 13, 7)
+    layer, x = (
+        build_layer(name, group_size=26, eval_capacity_factor=0.7, min_expert_capacity=0),
+        tokens(6, 13, 7),
+    )
     mask = tokens(6, 13, seed=2) < 0.8
     ids = torch.arange(6 * 13).reshape(6, 13)
     whole = layer(x, mask, token_ids=ids)[1].stats
@@ -114,7 +124,9 @@ def test_statistics_of_two_batches_are_those_of_both_at_once(name):
 
 
 def test_no_token_is_lost_in_a_long_run():
-    many = made_stats(expert_load=torch.tensor([2**53, 0, 3]), entropy_sum=torch.tensor(2.0**40).double())
+    many = made_stats(
+        expert_load=torch.tensor([2**53, 0, 3]), entropy_sum=torch.tensor(2.0**40).double()
+    )
     total = add_stats(many, made_stats(expert_load=torch.tensor([1, 0, 0])))
     assert total.expert_load.tolist() == [2**53 + 1, 0, 3]
     assert total.entropy_sum.item() == 2**40 + 5

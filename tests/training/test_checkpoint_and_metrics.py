@@ -1,4 +1,6 @@
-"""Checkpoints are whole or absent; metrics lose nothing but a torn line; held-out numbers against a loop."""
+"""Checkpoints are whole or absent; metrics lose nothing but a torn line; held-out numbers against a
+loop.
+"""
 
 import errno
 import math
@@ -97,7 +99,8 @@ def test_only_the_newest_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["no state", "torn state", "odd state", "missing file", "short file", "partial sibling"]
+    "damage",
+    ["no state", "torn state", "odd state", "missing file", "short file", "partial sibling"],
 )
 def test_a_torn_checkpoint_is_never_picked_up(tmp_path, damage):
     good, torn = save(tmp_path, 1)[2], save(tmp_path, 2)[2]
@@ -168,7 +171,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_list(tmp_path):
     model, optimizer = trained()
     same, same_optimizer = trained()
     with pytest.raises(
-        CheckpointError, match=r"14 of another shape: .*down_proj\.weight \(29, 37\) instead of \(29, 31\).*9 more"
+        CheckpointError,
+        match=r"14 of another shape: .*down_proj\.weight \(29, 37\) instead of \(29, 31\).*9 more",
     ):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
@@ -181,7 +185,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_pa
     path = save(tmp_path, 1)[2]
     model, optimizer = trained(seed=1, build=VARIANTS["adamw"]["build"])
     same, same_optimizer = trained(seed=1, build=VARIANTS["adamw"]["build"])
-    with pytest.raises(CheckpointError, match=r"another optimizer\. Its state: \d+ missing: optimizer/.*/exp_avg"):
+    with pytest.raises(
+        CheckpointError, match=r"another optimizer\. Its state: \d+ missing: optimizer/.*/exp_avg"
+    ):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
     fresh = VARIANTS["adamw"]["build"](model)
@@ -195,11 +201,14 @@ def test_the_form_before_this_one_and_shards_that_cannot_be_read_are_one_message
     model, optimizer, path = save(tmp_path, 1)
     shards = path / "__0_0.distcp"
     shards.write_bytes(b"x" * shards.stat().st_size)
-    with pytest.raises(CheckpointError, match=r"step_00000001 could not be read: rank 0 failed with "):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 could not be read: rank 0 failed with "
+    ):
         load(path, model, optimizer, verified=True)
     (path / ".metadata").unlink()
     with pytest.raises(
-        CheckpointError, match=r"step_00000001 has no index of its shards .*: it is torn, or of an earl"
+        CheckpointError,
+        match=r"step_00000001 has no index of its shards .*: it is torn, or of an earl",
     ):
         load(path, model, optimizer, verified=True)
 
@@ -209,13 +218,17 @@ def test_a_flipped_bit_never_gets_into_a_model(tmp_path):
     model, optimizer = trained(seed=1)
     same, same_optimizer = trained(seed=1)
     flip_a_bit(path / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"step_00000001 is damaged: __0_0\.distcp has another SHA-256"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 is damaged: __0_0\.distcp has another SHA-256"
+    ):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
 
 
 def test_other_settings_and_other_data_are_refused_by_name(tmp_path):
-    check_same_run(tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset({"optim.lr"}))
+    check_same_run(
+        tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset({"optim.lr"})
+    )
     with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.1 and is 0\.2"):
         check_same_run(tmp_path, state(1), state(1, recipe={"optim": {"lr": 0.2}}), frozenset())
     with pytest.raises(CheckpointError, match=r"other data .fingerprint 'abc', now 'xyz'"):
@@ -228,10 +241,14 @@ def test_metrics_resume_without_later_and_torn_lines(tmp_path):
             writer.write(step, {"train/loss": 0.1 * step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')
-    assert [line["step"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)] == [1, 2, 3]
+    assert [
+        line["step"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)
+    ] == [1, 2, 3]
     with MetricsWriter(tmp_path, 2) as writer:
         writer.write(3, {"train/loss": 9.0})
-    assert [line["train/loss"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)] == [
+    assert [
+        line["train/loss"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)
+    ] == [
         0.1,
         0.2,
         9.0,
@@ -242,7 +259,10 @@ def test_metrics_resume_without_later_and_torn_lines(tmp_path):
 def events_of(folder):
     """Returns what TensorBoard shows: (step, value) by name."""
     board = EventAccumulator(str(folder)).Reload()
-    return {name: [(event.step, event.value) for event in board.Scalars(name)] for name in board.Tags()["scalars"]}
+    return {
+        name: [(event.step, event.value) for event in board.Scalars(name)]
+        for name in board.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_reads_the_numbers_and_forgets_those_that_were_measured_again(tmp_path):
@@ -258,15 +278,26 @@ def test_tensorboard_reads_the_numbers_and_forgets_those_that_were_measured_agai
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.out.tfevents"])
-def test_a_full_disk_is_one_error_with_the_name_of_the_file_and_no_traceback_of_a_thread(tmp_path, capfd, file):
+def test_a_full_disk_is_one_error_with_the_name_of_the_file_and_no_traceback_of_a_thread(
+    tmp_path, capfd, file
+):
     threads = threading.active_count()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    values = {"train/loss": 1.0} if file == "metrics.jsonl" else {"x" * 300: 1.0, **dict.fromkeys("abcdefgh", 1.0)}
-    with MetricsWriter(tmp_path, 0) as writer, pytest.raises(OSError, match="File too large") as raised:
+    values = (
+        {"train/loss": 1.0}
+        if file == "metrics.jsonl"
+        else {"x" * 300: 1.0, **dict.fromkeys("abcdefgh", 1.0)}
+    )
+    with (
+        MetricsWriter(tmp_path, 0) as writer,
+        pytest.raises(OSError, match="File too large") as raised,
+    ):
         assert threading.active_count() == threads
         if file == "metrics.jsonl":
             writer.write(1, {"y" * 300: 1.0})
-        limit = (tmp_path / "metrics.jsonl").stat().st_size + (7 if file == "metrics.jsonl" else 450)
+        limit = (tmp_path / "metrics.jsonl").stat().st_size + (
+            7 if file == "metrics.jsonl" else 450
+        )
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
             for step in range(2, 20):
@@ -299,7 +330,17 @@ def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path, cont
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"7", b'{"out": 3}', b'{"out": null}', b"\xff\xff", b'{"out": "x"', b"[" * 100_000]
+    "content",
+    [
+        b"",
+        b"[]",
+        b"7",
+        b'{"out": 3}',
+        b'{"out": null}',
+        b"\xff\xff",
+        b'{"out": "x"',
+        b"[" * 100_000,
+    ],
 )
 def test_damaged_settings_of_a_job_are_one_message(tmp_path, content):
     keep_settings(tmp_path, {"out": "x"}, resume=False)
@@ -333,7 +374,9 @@ def test_a_line_without_a_step_is_named(tmp_path):
 def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):
     with MetricsWriter(tmp_path, 5) as writer:
         writer.write(6, {"train/loss": 1.0})
-    assert list(read_json_lines(tmp_path / "metrics.jsonl")) == [(1, {"step": 6, "train/loss": 1.0})]
+    assert list(read_json_lines(tmp_path / "metrics.jsonl")) == [
+        (1, {"step": 6, "train/loss": 1.0})
+    ]
 
 
 class Batches:
@@ -344,7 +387,10 @@ class Batches:
 
 
 def test_held_out_numbers_equal_a_loop_over_tokens():
-    model, ids = tiny_model().train(), SpecialIds(pad=0, eos=1, first_sentinel=130, num_sentinels=40)
+    model, ids = (
+        tiny_model().train(),
+        SpecialIds(pad=0, eos=1, first_sentinel=130, num_sentinels=40),
+    )
     numbers = evaluate_held_out(model, HeldOut(Batches(), 2, ids))
     assert model.training
     model.eval()
@@ -365,7 +411,9 @@ def test_held_out_numbers_equal_a_loop_over_tokens():
     shares = [count / len(tokens) for count in Counter(tokens).values()]
     assert numbers["heldout/loss"] == pytest.approx(sum(losses) / len(losses))
     assert numbers["heldout/text_loss"] == pytest.approx(sum(text_losses) / len(text_losses))
-    assert numbers["heldout/unigram_entropy"] == pytest.approx(-sum(p * math.log(p) for p in shares))
+    assert numbers["heldout/unigram_entropy"] == pytest.approx(
+        -sum(p * math.log(p) for p in shares)
+    )
     assert numbers["heldout/token_accuracy"] == pytest.approx(sum(hits) / len(hits))
 
 

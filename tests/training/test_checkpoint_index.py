@@ -1,4 +1,6 @@
-"""The index of a checkpoint is a pickle: what would run is refused by name, what is damaged is one message."""
+"""The index of a checkpoint is a pickle: what would run is refused by name, what is damaged is one
+message.
+"""
 
 import io
 import os
@@ -95,9 +97,13 @@ def test_slots_of_an_earlier_run_are_read_without_running_code(path, tmp_path):
     replace_index(path, pickle.dumps(Calls(os.system, f"touch {trace}")))
     model, optimizer = trained()
     state_file = path / "state.json"
-    recipe = '"recipe": {"training": {"steps": 1}, "optim": {"optimizer": "adafactor"}}, "sizes": {}'
+    recipe = (
+        '"recipe": {"training": {"steps": 1}, "optim": {"optimizer": "adafactor"}}, "sizes": {}'
+    )
     state_file.write_text(f'{{"step": 1, "fingerprint": "x", "format": 2, {recipe}}}')
-    write_sums(path, {file.name: sha256_of(file) for file in path.iterdir() if file.name != "SHA256SUMS"})
+    write_sums(
+        path, {file.name: sha256_of(file) for file in path.iterdir() if file.name != "SHA256SUMS"}
+    )
     assert first_damage(path) is None
     text = refused(lambda: load_slots(path.parent, model, optimizer, layouts(model), "adafactor"))
     assert "system, which no index of a checkpoint does" in text
@@ -129,7 +135,9 @@ def test_code_inside_a_shard_is_not_run(path, tmp_path):
         place.offset = 0
         place.length = len(content)
     replace_index(path, pickle.dumps(index))
-    assert "could not be read: rank 0 failed" in refused(lambda: load(path, *trained(), verified=True))
+    assert "could not be read: rank 0 failed" in refused(
+        lambda: load(path, *trained(), verified=True)
+    )
     assert not trace.exists()
 
 
@@ -173,7 +181,9 @@ def test_an_absurd_size_is_refused_before_memory_is_taken(path):
     def edit(index):
         size = torch.Size([2**40, 2**20])
         chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
-        index.state_dict_metadata["lm_head.weight"] = TensorStorageMetadata(TensorProperties(), size, [chunk])
+        index.state_dict_metadata["lm_head.weight"] = TensorStorageMetadata(
+            TensorProperties(), size, [chunk]
+        )
 
     change(path, edit)
     assert "of another shape: lm_head.weight (1099511627776, 1048576)" in refused(
@@ -183,7 +193,17 @@ def test_an_absurd_size_is_refused_before_memory_is_taken(path):
 
 def torn(content):
     """Yields contents that are no pickle of an index."""
-    yield from (b"", b"x", b"\x80\x05", b"\x80\xff.", b"N.", b"I1\n.", b"\x80\x04]\x94.", b"\0" * 100, b"(" * 10_000)
+    yield from (
+        b"",
+        b"x",
+        b"\x80\x05",
+        b"\x80\xff.",
+        b"N.",
+        b"I1\n.",
+        b"\x80\x04]\x94.",
+        b"\0" * 100,
+        b"(" * 10_000,
+    )
     yield b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"  # bytes of 2^63
     yield b"cos\n."  # a name that is cut
     yield b"ctorch\nSize\n\x8a\xff."
@@ -222,7 +242,14 @@ def test_every_dtype_is_admitted(tmp_path):
     path = tmp_path / "step_00000001"
     path.mkdir()
     entries = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.float8_e4m3fn):
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.bool,
+        torch.float8_e4m3fn,
+    ):
         properties = TensorProperties(dtype=dtype)
         entries[str(dtype)] = TensorStorageMetadata(properties, torch.Size([3]), [])
     index = Metadata(entries, storage_data={})

@@ -1,6 +1,8 @@
-"""The fine-tuning command with the kit's settings: what trains, with which slots it starts, where sentinels stand.
+"""The fine-tuning command with the kit's settings: what trains, with which slots it starts, where
+sentinels stand.
 
-Oracles: the checkpoint of the run before; the run that was never stopped; the texts with a sentinel put in by hand.
+Oracles: the checkpoint of the run before; the run that was never stopped; the texts with a sentinel
+put in by hand.
 """
 
 import json
@@ -23,7 +25,9 @@ from moe.training.snapshot import optimizer_state
 from scripts import finetune, pretrain
 from tests.training.tiny_run import write_inputs
 
-PAIRS = [(f"bakomi {'lan ' * (n % 3)}ter {n}", "su ver" if n % 2 else "ti on al") for n in range(41)]
+PAIRS = [
+    (f"bakomi {'lan ' * (n % 3)}ter {n}", "su ver" if n % 2 else "ti on al") for n in range(41)
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,14 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     paths = write_inputs(folder)
     paths["run"], paths["pairs"] = folder / "pretrain", folder / "pairs.jsonl"
-    arguments = ["--config", paths["pretrain.yaml"], "--corpus", paths["corpus"], "--tokenizer", paths["tokenizer"]]
+    arguments = [
+        "--config",
+        paths["pretrain.yaml"],
+        "--corpus",
+        paths["corpus"],
+        "--tokenizer",
+        paths["tokenizer"],
+    ]
     pretrain.main([*map(str, arguments), "--out", str(paths["run"]), "--training.steps", "12"])
     lines = [json.dumps({"inputs": one, "targets": other}) for one, other in PAIRS]
     paths["pairs"].write_text("\n".join(lines))
@@ -41,7 +52,16 @@ def inputs(tmp_path_factory):
 
 def tune(inputs, out, *more, pretrained=None):
     model = pretrained or inputs["run"] / "model"
-    arguments = ["--config", inputs["finetune.yaml"], "--pretrained", model, "--train", inputs["pairs"], "--out", out]
+    arguments = [
+        "--config",
+        inputs["finetune.yaml"],
+        "--pretrained",
+        model,
+        "--train",
+        inputs["pairs"],
+        "--out",
+        out,
+    ]
     finetune.main([str(argument) for argument in (*arguments, *more)])
     return out
 
@@ -68,7 +88,10 @@ def state_of(run, subset="all"):
 def test_a_part_of_the_model_trains_is_counted_and_resumes_bit_for_bit(inputs, tmp_path, capsys):
     straight = tune(inputs, tmp_path / "straight", "--parameters", "ffn")
     assert f"ffn: {4 * 3 * 16 * 24:,} of 27,936 parameters train" in capsys.readouterr().out
-    before, after = dict(model_of(inputs["run"]).named_parameters()), dict(model_of(straight).named_parameters())
+    before, after = (
+        dict(model_of(inputs["run"]).named_parameters()),
+        dict(model_of(straight).named_parameters()),
+    )
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if ".feed_forward." in name}
     assert {key.split("/")[1] for key in state_of(straight, "ffn")} == moved
@@ -84,7 +107,9 @@ def test_a_part_of_the_model_trains_is_counted_and_resumes_bit_for_bit(inputs, t
 
 
 def test_a_wrong_subset_is_refused_before_anything_is_read(inputs, tmp_path):
-    with pytest.raises(ConfigError, match=r"no subset of parameters called 'atention'\. Did you mean 'attention'"):
+    with pytest.raises(
+        ConfigError, match=r"no subset of parameters called 'atention'\. Did you mean 'attention'"
+    ):
         tune(inputs, tmp_path / "run", "--parameters", "atention")
     assert not (tmp_path / "run").exists()
 
@@ -96,7 +121,10 @@ def test_a_wrong_subset_is_refused_before_anything_is_read(inputs, tmp_path):
 def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
     expected, model = state_of(inputs["run"]), model_of(inputs["run"])
     select_parameters(model, subset)
-    layouts, optimizer = model_layouts(model, model.config, MeshConfig()), Adafactor(parameter_groups(model))
+    layouts, optimizer = (
+        model_layouts(model, model.config, MeshConfig()),
+        Adafactor(parameter_groups(model)),
+    )
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     load_slots(inputs["run"] / "checkpoints", model, optimizer, layouts, "adafactor")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -104,12 +132,19 @@ def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
     assert kept.keys() == {key for key in expected if key.split("/")[1] in trained}
     for key, value in kept.items():
         assert torch.equal(value, expected[key]), key
-        assert not key.endswith("/step") or int(value) == 12  # at 0 the first gradient would replace the moments
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+        assert (
+            not key.endswith("/step") or int(value) == 12
+        )  # at 0 the first gradient would replace the moments
+    assert all(
+        torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters()
+    )
 
 
 def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, tmp_path):
-    runs = {slots: tune(inputs, tmp_path / slots, "--optimizer_slots", slots) for slots in ("keep", "reset")}
+    runs = {
+        slots: tune(inputs, tmp_path / slots, "--optimizer_slots", slots)
+        for slots in ("keep", "reset")
+    }
     kept, fresh = (losses(run) for run in runs.values())
     assert kept[0] == fresh[0]  # of the same weights
     assert kept[1] != fresh[1]
@@ -129,10 +164,30 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
     shutil.copytree(inputs["run"], unfinished, ignore=shutil.ignore_patterns("step_00000012"))
     keep = ("--optimizer_slots", "keep")
     for pretrained, more, error, message in (
-        (alone, (), CheckpointError, r"checkpoints holds no checkpoint whose .* --optimizer_slots reset"),
-        (unfinished, (), CheckpointError, "step_00000007 is not of the last step, 12, as the model is"),
-        (inputs["run"], ("--optim.optimizer", "adamw"), CheckpointError, "has slots of adafactor, not of adamw"),
-        (inputs["run"], ("--init", "scratch"), ConfigError, "optimizer_slots is 'keep'; expected reset, since init is"),
+        (
+            alone,
+            (),
+            CheckpointError,
+            r"checkpoints holds no checkpoint whose .* --optimizer_slots reset",
+        ),
+        (
+            unfinished,
+            (),
+            CheckpointError,
+            "step_00000007 is not of the last step, 12, as the model is",
+        ),
+        (
+            inputs["run"],
+            ("--optim.optimizer", "adamw"),
+            CheckpointError,
+            "has slots of adafactor, not of adamw",
+        ),
+        (
+            inputs["run"],
+            ("--init", "scratch"),
+            ConfigError,
+            "optimizer_slots is 'keep'; expected reset, since init is",
+        ),
     ):
         with pytest.raises(error, match=message):
             tune(inputs, tmp_path / "run", *keep, *more, pretrained=pretrained / "model")
@@ -151,7 +206,10 @@ def with_sentinel(inputs, tmp_path_factory):
 
 
 def test_a_model_tuned_with_a_sentinel_reads_and_writes_it_by_itself(inputs, with_sentinel):
-    model, tokenizer = model_of(with_sentinel), AutoTokenizer.from_pretrained(with_sentinel / "model")
+    model, tokenizer = (
+        model_of(with_sentinel),
+        AutoTokenizer.from_pretrained(with_sentinel / "model"),
+    )
     first, plain = SpecialIds.of(tokenizer).first_sentinel, load_tokenizer(inputs["tokenizer"])
     texts = [one for one, _ in PAIRS[:5]]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
@@ -160,14 +218,21 @@ def test_a_model_tuned_with_a_sentinel_reads_and_writes_it_by_itself(inputs, wit
     assert tokenizer("ti on " * 9, truncation=True, max_length=7)["input_ids"][-2:] == [first, 1]
     tokens = model.generate(**batch, max_new_tokens=6)
     assert (tokens[:, 1] == first).all()
-    assert all("extra_id" not in text for text in tokenizer.batch_decode(tokens, skip_special_tokens=True))
+    assert all(
+        "extra_id" not in text for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    )
 
 
-def test_a_sentinel_changes_what_is_learnt_and_can_be_left_off_again(inputs, with_sentinel, tmp_path):
+def test_a_sentinel_changes_what_is_learnt_and_can_be_left_off_again(
+    inputs, with_sentinel, tmp_path
+):
     without = tune(inputs, tmp_path / "none")
     assert losses(without) != losses(with_sentinel)
     again = tune(inputs, tmp_path / "again", pretrained=with_sentinel / "model")
     for out in (without, again):
         tokenizer = AutoTokenizer.from_pretrained(out / "model")
-        assert tokenizer("su ver")["input_ids"] == load_tokenizer(inputs["tokenizer"])("su ver")["input_ids"]
+        assert (
+            tokenizer("su ver")["input_ids"]
+            == load_tokenizer(inputs["tokenizer"])("su ver")["input_ids"]
+        )
         assert model_of(out).generation_config.forced_bos_token_id is None

@@ -1,6 +1,8 @@
-"""Fine-tuning on a mixture with dev scores: the best model beside the last, several seeds, kills at bad moments.
+"""Fine-tuning on a mixture with dev scores: the best model beside the last, several seeds, kills at
+bad moments.
 
-Oracles: the run that was never stopped; the saved models, evaluated again by themselves; statistics by hand.
+Oracles: the run that was never stopped; the saved models, evaluated again by themselves; statistics
+by hand.
 """
 
 import json
@@ -26,7 +28,13 @@ RECIPE = {
     "mixture": {"tasks": ["first", "last", "rare"], "maximum": 53, "dev_examples": None},
     "data": {"inputs_length": 48, "targets_length": 24, "pack": True},
     "optim": {"schedule": "constant", "lr": 0.1, "warmup_steps": 2},
-    "training": {**TRAINING, "steps": 8, "evaluate_every": 3, "checkpoint_every": 2, "held_out_batches": 1},
+    "training": {
+        **TRAINING,
+        "steps": 8,
+        "evaluate_every": 3,
+        "checkpoint_every": 2,
+        "held_out_batches": 1,
+    },
 }
 STEPS = [3, 6, 8]
 
@@ -42,15 +50,26 @@ def inputs(tmp_path_factory):
     """A model and a recipe that holds everything but the folder of the run."""
     folder = tmp_path_factory.mktemp("inputs")
     paths = write_inputs(folder)
-    arguments = ["--config", paths["pretrain.yaml"], "--corpus", paths["corpus"], "--tokenizer", paths["tokenizer"]]
-    pretrain.main([*map(str, arguments), "--out", str(folder / "pretrain"), "--training.steps", "10"])
+    arguments = [
+        "--config",
+        paths["pretrain.yaml"],
+        "--corpus",
+        paths["corpus"],
+        "--tokenizer",
+        paths["tokenizer"],
+    ]
+    pretrain.main(
+        [*map(str, arguments), "--out", str(folder / "pretrain"), "--training.steps", "10"]
+    )
     paths["model"], paths["recipe"] = folder / "pretrain" / "model", folder / "recipe.yaml"
     paths["recipe"].write_text(yaml.safe_dump({"pretrained": str(paths["model"]), **RECIPE}))
     return paths
 
 
 def tune(inputs, out, *more):
-    finetune.main([str(argument) for argument in ("--config", inputs["recipe"], "--out", out, *more)])
+    finetune.main(
+        [str(argument) for argument in ("--config", inputs["recipe"], "--out", out, *more)]
+    )
     return out
 
 
@@ -67,7 +86,11 @@ def eval_lines(run):
 
 def files_of(run):
     """Returns what a run leaves that another one should leave too, byte for byte."""
-    names = [f"{model}/{file}" for model in ("model", "best/model") for file in ("model.safetensors", "config.json")]
+    names = [
+        f"{model}/{file}"
+        for model in ("model", "best/model")
+        for file in ("model.safetensors", "config.json")
+    ]
     return {name: (run / name).read_bytes() for name in (*names, "best/scores.json")}
 
 
@@ -75,7 +98,12 @@ def test_every_evaluation_writes_scores_by_task_and_their_mean(straight):
     lines = eval_lines(straight / "seed-3")
     assert [line["step"] for line in lines] == STEPS
     for line in lines:
-        names = {"eval/first/accuracy", "eval/first/near", "eval/last/accuracy", "eval/mean"}  # rare has no dev split
+        names = {
+            "eval/first/accuracy",
+            "eval/first/near",
+            "eval/last/accuracy",
+            "eval/mean",
+        }  # rare has no dev split
         assert line.keys() == {"step", *names}
         headlines = (line["eval/first/near"] + line["eval/last/accuracy"]) / 2
         assert line["eval/mean"] == pytest.approx(headlines)
@@ -99,11 +127,17 @@ def test_the_best_and_the_last_model_are_kept_and_score_what_is_said(straight, s
 
 
 def test_the_summary_has_mean_and_spread_over_seeds_and_says_what_a_peak_is(straight):
-    summary, text = json.loads((straight / "summary.json").read_text()), (straight / "summary.md").read_text()
+    summary, text = (
+        json.loads((straight / "summary.json").read_text()),
+        (straight / "summary.md").read_text(),
+    )
     assert [run["seed"] for run in summary["runs"]] == [3, 5]
     for which in ("best", "last"):
         values = [run[which]["mean"] for run in summary["runs"]]
-        assert summary[which]["mean"] == {"mean": sum(values) / 2, "stdev": statistics.stdev(values)}
+        assert summary[which]["mean"] == {
+            "mean": sum(values) / 2,
+            "stdev": statistics.stdev(values),
+        }
         assert f"{sum(values) / 2:.2f} ± {statistics.stdev(values):.2f}" in text
     assert "The paper reports the peak" in text and "optimistic" in text
     for run in summary["runs"]:
@@ -111,7 +145,9 @@ def test_the_summary_has_mean_and_spread_over_seeds_and_says_what_a_peak_is(stra
     assert losses(straight / "seed-3") != losses(straight / "seed-5")
 
 
-def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(inputs, straight, tmp_path):
+def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(
+    inputs, straight, tmp_path
+):
     recipe = yaml.safe_load(inputs["recipe"].read_text())
     del recipe["seeds"]
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(recipe))
@@ -145,7 +181,9 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
         patched.setattr(eval.answers.predict, "_generate", generate)
         tune(inputs, tmp_path / "run")
     monkeypatch.setattr(
-        eval.answers.predict, "_generate", lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1]
+        eval.answers.predict,
+        "_generate",
+        lambda *a: (made.append((a[0].fingerprint, a[1].name)), original(*a))[1],
     )
     tune(inputs, tmp_path / "run", "--resume")
     assert len(made) == len(set(made)) == 2 * per_seed, "no answer was generated twice"
@@ -157,9 +195,13 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
     assert (tmp_path / "run" / "summary.json").read_text() == theirs
 
 
-def test_steps_that_are_taken_again_read_the_scores_that_are_there(inputs, straight, tmp_path, monkeypatch):
+def test_steps_that_are_taken_again_read_the_scores_that_are_there(
+    inputs, straight, tmp_path, monkeypatch
+):
     run = tmp_path / "run"
-    shutil.copytree(straight, run, ignore=lambda folder, _: {"model"} if folder.endswith("seed-3") else set())
+    shutil.copytree(
+        straight, run, ignore=lambda folder, _: {"model"} if folder.endswith("seed-3") else set()
+    )
     shutil.rmtree(run / "seed-3" / "checkpoints" / f"step_{STEPS[-1]:08d}")
     monkeypatch.setattr(eval.answers.predict, "_generate", None)  # an answer would be an error
     tune(inputs, run, "--resume")
@@ -211,7 +253,9 @@ def test_damaged_scores_are_one_message_and_scored_again_when_they_are_removed(t
     score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0})
     file = tmp_path / "dev" / "step_00000002" / "scores.json"
     file.write_text(content)
-    with pytest.raises(DataError, match=r"step_00000002/scores\.json.* Remove the file: --resume then scores"):
+    with pytest.raises(
+        DataError, match=r"step_00000002/scores\.json.* Remove the file: --resume then scores"
+    ):
         score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0})
     file.unlink()
     assert score_model(tmp_path, 2, export_of(2), lambda *_: {"mean": 2.0}) == {"mean": 2.0}
@@ -254,8 +298,16 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
     [
         (["--task", "frist"], ConfigError, r"no task called 'frist'\. Did you mean 'first'"),
         (["--mixture.tasks", "[first, first]"], ConfigError, "every task once; first is repeated"),
-        (["--mixture.maximum", "0"], ConfigError, "mixture.maximum is 0; expected an integer of at least 1"),
-        (["--mixture.temperature", "0"], ConfigError, "mixture.temperature is 0.0; expected a finite number above 0"),
+        (
+            ["--mixture.maximum", "0"],
+            ConfigError,
+            "mixture.maximum is 0; expected an integer of at least 1",
+        ),
+        (
+            ["--mixture.temperature", "0"],
+            ConfigError,
+            "mixture.temperature is 0.0; expected a finite number above 0",
+        ),
         (
             ["--mixture.dev_examples", "-1"],
             ConfigError,
@@ -263,11 +315,27 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
         ),
         (["--seeds", "3", "3"], ConfigError, r"seeds is \[3, 3\]; expected one or more different"),
         (["--seeds", "-1"], ConfigError, "seed is -1"),
-        (["--task", "first", "--train", "pairs.jsonl"], ConfigError, "task first and train pairs.jsonl given"),
-        (["--train", "pairs.jsonl", "--mixture.maximum", "7"], ConfigError, "mixture.maximum would change nothing"),
-        (["--mixture.tasks", "[]"], ConfigError, "nothing given to train on; expected one of --task"),
+        (
+            ["--task", "first", "--train", "pairs.jsonl"],
+            ConfigError,
+            "task first and train pairs.jsonl given",
+        ),
+        (
+            ["--train", "pairs.jsonl", "--mixture.maximum", "7"],
+            ConfigError,
+            "mixture.maximum would change nothing",
+        ),
+        (
+            ["--mixture.tasks", "[]"],
+            ConfigError,
+            "nothing given to train on; expected one of --task",
+        ),
         (["--task", "rare"], ConfigError, "dev_examples is None, and no task has a dev split"),
-        (["--mixture.folder", "nowhere"], DataError, "mixture.folder is nowhere, which is no folder"),
+        (
+            ["--mixture.folder", "nowhere"],
+            DataError,
+            "mixture.folder is nowhere, which is no folder",
+        ),
         (
             ["--pretrained", "runs/none/model"],
             CheckpointError,
@@ -280,7 +348,9 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
         ),
     ],
 )
-def test_what_cannot_be_run_is_one_message_before_anything_is_written(inputs, tmp_path, more, error, message):
+def test_what_cannot_be_run_is_one_message_before_anything_is_written(
+    inputs, tmp_path, more, error, message
+):
     with pytest.raises(error, match=message) as raised:
         tune(inputs, tmp_path / "run", *more)
     assert "\n" not in str(raised.value)
@@ -293,7 +363,9 @@ def test_a_task_without_training_rows_is_refused(inputs, tmp_path, monkeypatch):
         tune(inputs, tmp_path / "run")
 
 
-def test_a_folder_that_holds_one_of_the_runs_is_refused_before_any_of_them_starts(inputs, straight, tmp_path):
+def test_a_folder_that_holds_one_of_the_runs_is_refused_before_any_of_them_starts(
+    inputs, straight, tmp_path
+):
     shutil.copytree(straight / "seed-5", tmp_path / "run" / "seed-5")
     with pytest.raises(DataError, match="seed-5 already holds a run"):
         tune(inputs, tmp_path / "run")
@@ -301,7 +373,11 @@ def test_a_folder_that_holds_one_of_the_runs_is_refused_before_any_of_them_start
 
 
 def test_a_resumed_run_with_another_mixture_is_refused(inputs, straight):
-    for setting, value in (("mixture.maximum", "47"), ("mixture.dev_examples", "7"), ("mixture.temperature", "2")):
+    for setting, value in (
+        ("mixture.maximum", "47"),
+        ("mixture.dev_examples", "7"),
+        ("mixture.temperature", "2"),
+    ):
         with pytest.raises(CheckpointError, match=f"{setting} was .* and is {value}"):
             tune(inputs, straight, f"--{setting}", value, "--resume")
 

@@ -1,10 +1,18 @@
-"""The fine-tuning kit. Oracles: which module a parameter lies in; the run that keeps everything; counting by hand."""
+"""The fine-tuning kit. Oracles: which module a parameter lies in; the run that keeps everything;
+counting by hand.
+"""
 
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from moe import ConfigError, RouterStatsCallback, STMoEForConditionalGeneration, lora_config, select_parameters
+from moe import (
+    ConfigError,
+    RouterStatsCallback,
+    STMoEForConditionalGeneration,
+    lora_config,
+    select_parameters,
+)
 from moe.models.attention import Attention, RelativePositionBias
 from moe.models.blocks import FeedForward
 from moe.optim.adafactor import Adafactor
@@ -21,14 +29,21 @@ DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_l
 
 def inside(model, *kinds):
     """Returns the names of the parameters in modules of these kinds."""
-    modules = [(prefix, module) for prefix, module in model.named_modules() if isinstance(module, kinds)]
-    return {f"{prefix}.{name}" for prefix, module in modules for name, _ in module.named_parameters()}
+    modules = [
+        (prefix, module) for prefix, module in model.named_modules() if isinstance(module, kinds)
+    ]
+    return {
+        f"{prefix}.{name}" for prefix, module in modules for name, _ in module.named_parameters()
+    }
 
 
 def members(model, subset):
     """Returns by the modules what should train."""
     everything = {name for name, _ in model.named_parameters()}
-    sparse, routers = inside(model, SparseFeedForward), {name for name in everything if ".router." in name}
+    sparse, routers = (
+        inside(model, SparseFeedForward),
+        {name for name in everything if ".router." in name},
+    )
     return {
         "all": everything,
         "non_moe": everything - sparse,
@@ -43,7 +58,9 @@ def trains(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("fields", [{}, {"expert_bias": "additive", "tie_word_embeddings": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"expert_bias": "additive", "tie_word_embeddings": True}], ids=str
+)
 @pytest.mark.parametrize("subset", SUBSETS)
 def test_a_subset_is_what_lies_in_its_modules_and_is_counted(subset, fields):
     model = tiny_model(**fields)
@@ -53,26 +70,41 @@ def test_a_subset_is_what_lies_in_its_modules_and_is_counted(subset, fields):
     assert selection.num_trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert selection.num_total == model.config.num_parameters() == sum(selection.total.values())
     text = str(selection).splitlines()
-    assert text[0].startswith(f"{subset}: {selection.num_trainable:,} of {selection.num_total:,} parameters train (")
+    assert text[0].startswith(
+        f"{subset}: {selection.num_trainable:,} of {selection.num_total:,} parameters train ("
+    )
     for kind, line in zip(selection.total, text[1:], strict=True):
         words = line.split()
-        assert words == [kind, f"{selection.total[kind]:,}", "trains" if selection.trainable[kind] else "frozen"]
+        assert words == [
+            kind,
+            f"{selection.total[kind]:,}",
+            "trains" if selection.trainable[kind] else "frozen",
+        ]
 
 
 def test_the_encoder_alone_has_subsets_too():
     model = tiny_model()
     assert select_parameters(model.get_encoder(), "moe").num_trainable > 0
     assert all(
-        name.startswith("model.decoder") or ".sparse_feed" in name or "lm_head" in name for name in trains(model)
+        name.startswith("model.decoder") or ".sparse_feed" in name or "lm_head" in name
+        for name in trains(model)
     )
 
 
 @pytest.mark.parametrize(
     ("fields", "subset", "message"),
     [
-        ({}, "non-moe", r"no subset of parameters called 'non-moe'\. Did you mean 'non_moe'\? Known: all, non_moe,"),
+        (
+            {},
+            "non-moe",
+            r"no subset of parameters called 'non-moe'\. Did you mean 'non_moe'\? Known: all, non_moe,",
+        ),
         (DENSE, "moe", "The subset 'moe' holds experts and router, and this model has none"),
-        (DENSE, "non_moe", "The subset 'non_moe' freezes experts and router, and this model has none. Choose 'all'"),
+        (
+            DENSE,
+            "non_moe",
+            "The subset 'non_moe' freezes experts and router, and this model has none. Choose 'all'",
+        ),
         (DENSE, "router_frozen", "freezes router, and this model has none"),
     ],
 )
@@ -87,7 +119,9 @@ def test_a_subset_that_is_unknown_or_does_nothing_is_refused(fields, subset, mes
 def test_adapters_are_not_a_model_to_choose_from():
     from peft import get_peft_model
 
-    with pytest.raises(ConfigError, match="got a PeftModelForSeq2SeqLM; expected a model of this library"):
+    with pytest.raises(
+        ConfigError, match="got a PeftModelForSeq2SeqLM; expected a model of this library"
+    ):
         select_parameters(get_peft_model(tiny_model(), lora_config(tiny_model())), "all")
 
 
@@ -99,12 +133,20 @@ def test_an_update_moves_the_subset_and_nothing_else(subset):
     recipe = FinetuneRecipe(optim=OptimRecipe(lr=0.01), training=TrainingRecipe(batch_size=4))
     optimizer = Adafactor(parameter_groups(model))
     train_step(model, optimizer, recipe, tiny_batch(), 0)
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
     assert moved == members(model, subset)
-    assert {id(p) for p in optimizer.state} == {id(p) for name, p in model.named_parameters() if name in moved}
+    assert {id(p) for p in optimizer.state} == {
+        id(p) for name, p in model.named_parameters() if name in moved
+    }
 
 
-@pytest.mark.parametrize(("subset", "moves"), [("all", True), ("non_moe", False), ("router_frozen", False)])
+@pytest.mark.parametrize(
+    ("subset", "moves"), [("all", True), ("non_moe", False), ("router_frozen", False)]
+)
 def test_a_frozen_router_keeps_its_balancing_biases(subset, moves):
     model = tiny_model(router="bias_balanced", router_options=None).train()
     select_parameters(model, subset)
@@ -163,7 +205,11 @@ def test_under_transformers_trainer_frozen_parameters_get_no_gradient_and_stay(s
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.add(name))
     run_trainer(model, tmp_path)
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
     assert moved == seen == members(model, subset)
     assert all(p.grad is None for name, p in model.named_parameters() if name not in moved)
 
@@ -176,7 +222,11 @@ def test_under_transformers_trainer_adapters_learn_and_the_base_stays(tmp_path):
     before = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
     losses = run_trainer(get_peft_model(base, lora_config(base)), tmp_path, steps=10)
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
-    base_parameters = {name.replace(".base_layer", ""): p for name, p in base.named_parameters() if "lora" not in name}
+    base_parameters = {
+        name.replace(".base_layer", ""): p
+        for name, p in base.named_parameters()
+        if "lora" not in name
+    }
     assert base_parameters.keys() == before.keys()
     assert all(torch.equal(parameter, before[name]) for name, parameter in base_parameters.items())
 
@@ -185,7 +235,9 @@ def test_under_transformers_trainer_adapters_learn_and_the_base_stays(tmp_path):
 
 
 def tuned(folder, **changes):
-    """Returns a saved model with the settings of fine-tuning, read both ways: by a recipe and by from_pretrained."""
+    """Returns a saved model with the settings of fine-tuning, read both ways: by a recipe and by
+    from_pretrained.
+    """
     overrides = finetuning_overrides(**changes)
     model = STMoEForConditionalGeneration.from_pretrained(folder, **overrides)
     config = finetuning_config(folder, FinetuneRecipe(model=changes))
@@ -198,7 +250,9 @@ def tuned(folder, **changes):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_model(router_options={"second_expert_policy": "all"}, expert_dropout_rate=0.0).save_pretrained(folder)
+    tiny_model(
+        router_options={"second_expert_policy": "all"}, expert_dropout_rate=0.0
+    ).save_pretrained(folder)
     return folder
 
 
@@ -217,7 +271,9 @@ def test_dropout_and_expert_dropout_act_in_training_only_and_apart(saved):
     for changes in ({}, {**OFF, "dropout_rate": 0.1}, {**OFF, "expert_dropout_rate": 0.4}):
         model = tuned(saved, **changes)
         assert not torch.equal(output(model).logits, output(model, seed=1).logits), changes
-        assert torch.equal(output(model, training=False).logits, output(tuned(saved, **OFF), training=False).logits)
+        assert torch.equal(
+            output(model, training=False).logits, output(tuned(saved, **OFF), training=False).logits
+        )
     config = tuned(saved).config
     assert (config.dropout_rate, config.expert_dropout_rate) == (0.1, 0.4)
     rates = [layer.config.expert_dropout_rate for layer in tuned(saved).sparse_layers()]
@@ -238,14 +294,21 @@ def test_capacity_overrides_act_in_training_and_in_evaluation_apart(saved):
 
 
 def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
-    on, off = (output(tuned(saved, **OFF, **changes)) for changes in ({}, {"load_balance_loss_weight": 0.0}))
+    on, off = (
+        output(tuned(saved, **OFF, **changes))
+        for changes in ({}, {"load_balance_loss_weight": 0.0})
+    )
     assert float(on.load_balance_loss) > 0
-    assert float(off.loss) == pytest.approx(float(on.loss) - 0.01 * float(on.load_balance_loss), abs=1e-6)
+    assert float(off.loss) == pytest.approx(
+        float(on.loss) - 0.01 * float(on.load_balance_loss), abs=1e-6
+    )
     assert torch.equal(on.logits, off.logits)
 
 
 def test_overrides_of_the_architecture_and_unknown_ones_are_refused():
-    with pytest.raises(ConfigError, match=r"model\.capacity_facter is no setting .* Did you mean 'capacity_factor'"):
+    with pytest.raises(
+        ConfigError, match=r"model\.capacity_facter is no setting .* Did you mean 'capacity_factor'"
+    ):
         finetuning_overrides(capacity_facter=2.0)
     with pytest.raises(ConfigError, match=r"model\.d_model is no setting"):
         finetuning_overrides(d_model=3)

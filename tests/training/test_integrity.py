@@ -44,7 +44,9 @@ def shorten(file):
 
 def forget_sum_of(path, name):
     lines = (path / "SHA256SUMS").read_text().splitlines(keepends=True)
-    (path / "SHA256SUMS").write_text("".join(line for line in lines if not line.endswith(f"  {name}\n")))
+    (path / "SHA256SUMS").write_text(
+        "".join(line for line in lines if not line.endswith(f"  {name}\n"))
+    )
 
 
 def replace_by_a_file(path):
@@ -97,7 +99,9 @@ def two_checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_passed_over(two_checkpoints, tmp_path, capsys, damage, message):
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    two_checkpoints, tmp_path, capsys, damage, message
+):
     folder = tmp_path / "checkpoints"
     shutil.copytree(two_checkpoints, folder)
     damage(folder / "step_00000020")
@@ -120,12 +124,16 @@ def test_a_bit_that_flips_anywhere_is_noticed(two_checkpoints, tmp_path, number)
     for name in FILES:
         whole = (path / name).read_bytes()
         position = len(whole) * number // 7
-        (path / name).write_bytes(whole[:position] + bytes([whole[position] ^ 1 << number]) + whole[position + 1 :])
+        (path / name).write_bytes(
+            whole[:position] + bytes([whole[position] ^ 1 << number]) + whole[position + 1 :]
+        )
         assert first_damage(path) is not None, (name, position)
         (path / name).write_bytes(whole)
 
 
-def test_when_all_are_damaged_they_are_listed_and_nothing_changes(two_checkpoints, tmp_path, capsys):
+def test_when_all_are_damaged_they_are_listed_and_nothing_changes(
+    two_checkpoints, tmp_path, capsys
+):
     folder = tmp_path / "checkpoints"
     shutil.copytree(two_checkpoints, folder)
     flip_a_bit(folder / "step_00000010" / "__0_0.distcp")
@@ -133,7 +141,9 @@ def test_when_all_are_damaged_they_are_listed_and_nothing_changes(two_checkpoint
     before = content_of(folder)
     with pytest.raises(CheckpointError) as raised:
         newest_whole_checkpoint(folder, advice="Do this.")
-    assert str(raised.value).startswith(f"Every checkpoint in {folder} is damaged (step_00000020: state.json cannot be")
+    assert str(raised.value).startswith(
+        f"Every checkpoint in {folder} is damaged (step_00000020: state.json cannot be"
+    )
     assert "; step_00000010: __0_0.distcp has another SHA-256" in str(raised.value)
     assert str(raised.value).endswith("Nothing was changed. Do this.")
     assert content_of(folder) == before
@@ -149,7 +159,9 @@ def test_there_are_no_checkpoints_before_the_first(tmp_path):
 
 def test_a_checkpoint_has_a_checksum_of_each_file(two_checkpoints):
     path = two_checkpoints / "step_00000020"
-    assert sorted(read_sums(path)) == sorted({file.name for file in path.iterdir()} - {"SHA256SUMS"})
+    assert sorted(read_sums(path)) == sorted(
+        {file.name for file in path.iterdir()} - {"SHA256SUMS"}
+    )
 
 
 def test_a_rank_that_had_nothing_to_write_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
@@ -178,7 +190,9 @@ def test_a_checkpoint_of_before_the_checksums_is_held_to_its_sizes(two_checkpoin
     load(path, other, other_optimizer)
     assert_same(model, optimizer, other, other_optimizer)
     shorten(path / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"step_00000020: __0_0\.distcp has [\d,]+ bytes instead of"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000020: __0_0\.distcp has [\d,]+ bytes instead of"
+    ):
         newest_whole_checkpoint(tmp_path, advice="")
 
 
@@ -229,7 +243,9 @@ def test_what_is_no_checkpoint_is_never_removed(tmp_path):
 
 
 @pytest.mark.parametrize("after_files", range(5))
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(tmp_path, after_files):
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(
+    tmp_path, after_files
+):
     save_at(tmp_path, 7, 14, keep=2)
     child = os.fork()
     if child == 0:  # removes as the background thread does, and dies in the middle of it
@@ -258,7 +274,9 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(tm
 def test_a_removed_checkpoint_is_hidden_before_a_file_of_it_goes(tmp_path, monkeypatch):
     save_at(tmp_path, 7, keep=1)
     removed = []
-    monkeypatch.setattr("moe.files.shutil.rmtree", lambda path, **_: removed.append(Path(path).name))
+    monkeypatch.setattr(
+        "moe.files.shutil.rmtree", lambda path, **_: removed.append(Path(path).name)
+    )
     save_at(tmp_path, 14, keep=1)
     assert ".step_00000007.removed" in removed
     assert not any(name.startswith("step_") for name in removed)
@@ -275,7 +293,11 @@ def test_a_file_that_changes_under_its_writer_is_never_taken_for_whole(tmp_path,
     monkeypatch.setattr(torch, "save", spoilt)
     save_at(tmp_path, 14, keep=2)
     name = "__0_0.distcp"
-    (tmp_path / "step_00000007" / name).write_bytes((tmp_path / "step_00000014" / name).read_bytes())
-    assert first_damage(tmp_path / "step_00000007").name == name  # of another checkpoint, and as long
+    (tmp_path / "step_00000007" / name).write_bytes(
+        (tmp_path / "step_00000014" / name).read_bytes()
+    )
+    assert (
+        first_damage(tmp_path / "step_00000007").name == name
+    )  # of another checkpoint, and as long
     (tmp_path / "step_00000007" / name).write_bytes(whole[name])
     assert first_damage(tmp_path / "step_00000007") is None

@@ -1,4 +1,6 @@
-"""Ctrl-C stops between two steps, never inside one: whatever is being written is written to its end."""
+"""Ctrl-C stops between two steps, never inside one: whatever is being written is written to its
+end.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Any value of YAML for any setting of a recipe: it builds at once, or one message names the setting."""
+"""Any value of YAML for any setting of a recipe: it builds at once, or one message names the
+setting.
+"""
 
 import functools
 import itertools
@@ -41,11 +43,20 @@ TINY = {
 OPTIM = {"lr": 0.2, "warmup_steps": 10, "cooldown_steps": 10}
 TRAINING = {"steps": 40, "batch_size": 4}
 VALID = {
-    PretrainRecipe: {"model": TINY, "data": {"inputs_length": 16}, "optim": OPTIM, "training": TRAINING},
+    PretrainRecipe: {
+        "model": TINY,
+        "data": {"inputs_length": 16},
+        "optim": OPTIM,
+        "training": TRAINING,
+    },
     FinetuneRecipe: {"model": {"group_size": 64}, "optim": OPTIM, "training": TRAINING},
 }
 NAMES = {kind: sorted(setting.name for setting in recipe_settings(kind)) for kind in VALID}
-OWN = {"resume": {"action": "store_true"}, "out": {"type": Path}, "seeds": {"type": int, "nargs": "+"}}
+OWN = {
+    "resume": {"action": "store_true"},
+    "out": {"type": Path},
+    "seeds": {"type": int, "nargs": "+"},
+}
 SECONDS = 1.0
 
 brief = settings(max_examples=25, deadline=None)
@@ -55,16 +66,48 @@ SCALARS = (
     | st.booleans()
     | st.integers(-3, 12)
     | st.integers()
-    | st.sampled_from([10**6, 10**9, 10**12, 2**31, 2**63, 2**64, 10**30, 10**400, 1_000_000_007, 2**20, 1_048_573])
+    | st.sampled_from(
+        [
+            10**6,
+            10**9,
+            10**12,
+            2**31,
+            2**63,
+            2**64,
+            10**30,
+            10**400,
+            1_000_000_007,
+            2**20,
+            1_048_573,
+        ]
+    )
     | st.floats()
-    | st.sampled_from([1e308, -1e308, 5e-324, 0.999999, 1 - 1e-16, math.inf, -math.inf, math.nan, 1e-300])
+    | st.sampled_from(
+        [1e308, -1e308, 5e-324, 0.999999, 1 - 1e-16, math.inf, -math.inf, math.nan, 1e-300]
+    )
     | st.text(st.characters(codec="utf-8"), max_size=30)
-    | st.sampled_from(["yes", "no", "perhaps", "1e3", "0x10", "", "\0", "all", "adamw", "token_choice", "a" * 5000])
+    | st.sampled_from(
+        [
+            "yes",
+            "no",
+            "perhaps",
+            "1e3",
+            "0x10",
+            "",
+            "\0",
+            "all",
+            "adamw",
+            "token_choice",
+            "a" * 5000,
+        ]
+    )
     | st.dates()
 )
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=2), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=2), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -100,23 +143,31 @@ def with_setting(kind, name, value):
 
 def build_or_name(kind, name, value, path):
     """Builds a recipe with one other setting, or makes sure that the error names it."""
-    path.write_text(yaml.safe_dump(with_setting(kind, name, value), allow_unicode=True), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(with_setting(kind, name, value), allow_unicode=True), encoding="utf-8"
+    )
     start = time.process_time()
     try:
         build(kind, path)
     except ConfigError as error:
         key = name.rpartition(".")[2]
-        named = key in str(error) or (key.endswith("router_options") and "has no option" in str(error))
+        named = key in str(error) or (
+            key.endswith("router_options") and "has no option" in str(error)
+        )
         assert named, (name, value, str(error))
         assert "\n" not in str(error) and len(str(error)) < 2000
     assert time.process_time() - start < SECONDS, (name, value)
 
 
 def names_and_kinds():
-    return st.sampled_from([(kind, name) for kind, names in NAMES.items() for name in [*names, *OWN]])
+    return st.sampled_from(
+        [(kind, name) for kind, names in NAMES.items() for name in [*names, *OWN]]
+    )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(names_and_kinds(), VALUES)
 @example((PretrainRecipe, "training.batch_size"), 10**12)
 @example((PretrainRecipe, "data.inputs_length"), 10**9)
@@ -128,21 +179,32 @@ def names_and_kinds():
 @example((FinetuneRecipe, "resume"), "perhaps")
 @example((FinetuneRecipe, "seeds"), 3)
 @example((FinetuneRecipe, "out"), "")
-def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(tmp_path, kind_and_name, value):
+def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(
+    tmp_path, kind_and_name, value
+):
     build_or_name(*kind_and_name, value, tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--optim.lr", "1" + "0" * 400], r"--optim\.lr is '1000.*; expected a number of at most 300 digits"),
-        (["--training.steps=" + "9" * 5000], r"--training\.steps is '999.*5,002 characters.*at most 300 digits"),
+        (
+            ["--optim.lr", "1" + "0" * 400],
+            r"--optim\.lr is '1000.*; expected a number of at most 300 digits",
+        ),
+        (
+            ["--training.steps=" + "9" * 5000],
+            r"--training\.steps is '999.*5,002 characters.*at most 300 digits",
+        ),
         (["--training.steps", "many"], r"^training\.steps is many; expected an integer\.$"),
         (
             ["--training.micro_batch_size", "[1]"],
             r"^training\.micro_batch_size is \[1\]; expected an integer or null\.$",
         ),
-        (["--training.precision", "float16"], r"^training\.precision is float16; expected one of float32, bfloat16\.$"),
+        (
+            ["--training.precision", "float16"],
+            r"^training\.precision is float16; expected one of float32, bfloat16\.$",
+        ),
         (["--resume=perhaps"], "resume"),
     ],
 )
@@ -176,11 +238,16 @@ def test_what_a_file_says_of_the_command_itself_is_checked_too(tmp_path, line, m
 
 def test_settings_in_a_pipe_are_refused_since_they_are_read_twice(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"pipe is a pipe, which can be read only once\. Save the settings in a file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"pipe is a pipe, which can be read only once\. Save the settings in a file",
+    ):
         command(PretrainRecipe).parse(["--config", str(tmp_path / "pipe")])
 
 
-def test_ranks_wait_as_long_as_a_command_or_its_recipe_says_and_of_wrong_arguments_the_default(tmp_path):
+def test_ranks_wait_as_long_as_a_command_or_its_recipe_says_and_of_wrong_arguments_the_default(
+    tmp_path,
+):
     made = RecipeCommand(PretrainRecipe, "A test.")
     made.add_timeout()
     (tmp_path / "recipe.yaml").write_text("timeout: 17\n", encoding="utf-8")
@@ -192,7 +259,9 @@ def test_ranks_wait_as_long_as_a_command_or_its_recipe_says_and_of_wrong_argumen
         (pretrain.main, ["--corpus", "x", "--tokenizer", "x"]),
         (finetune.main, ["--pretrained", "x"]),
     ):
-        with pytest.raises(ConfigError, match=r"^timeout is 0\.0; expected a finite number above 0"):
+        with pytest.raises(
+            ConfigError, match=r"^timeout is 0\.0; expected a finite number above 0"
+        ):
             main(["--timeout", "0", "--out", "x", *inputs])
 
 
@@ -231,14 +300,29 @@ def fits(mesh, limits):
 
 
 @brief
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(1, 9), st.integers(1, 120))
-def test_the_group_size_that_an_error_names_is_the_largest_that_fits(parts, rows, length, targets, group_size):
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 120),
+)
+def test_the_group_size_that_an_error_names_is_the_largest_that_fits(
+    parts, rows, length, targets, group_size
+):
     def groups_alike(size):
         lengths = (length, targets)
         batch = parts * rows
-        return all(sequences_per_group(batch, n, size) == sequences_per_group(rows, n, size) for n in lengths)
+        return all(
+            sequences_per_group(batch, n, size) == sequences_per_group(rows, n, size)
+            for n in lengths
+        )
 
-    fitting = [size for size in range(1, min(group_size, rows * max(length, targets)) + 1) if groups_alike(size)]
+    fitting = [
+        size
+        for size in range(1, min(group_size, rows * max(length, targets)) + 1)
+        if groups_alike(size)
+    ]
     try:
         check_groups((length, targets), parts * rows, rows, group_size)
     except ConfigError as error:

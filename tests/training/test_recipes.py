@@ -12,7 +12,11 @@ from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from scripts.finetune import finetune_command
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-FAMILIES = [path for path in RECIPES if re.search(r"^out:", path.read_text(), re.M) and "finetune" in path.stem]
+FAMILIES = [
+    path
+    for path in RECIPES
+    if re.search(r"^out:", path.read_text(), re.M) and "finetune" in path.stem
+]
 
 
 def parse(*argv, kind=PretrainRecipe):
@@ -22,15 +26,23 @@ def parse(*argv, kind=PretrainRecipe):
 
 
 def header_of(path):
-    return "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+    return "".join(
+        line for line in path.read_text().splitlines(keepends=True) if line.startswith("#")
+    )
 
 
 def kind_of(path):
-    return FinetuneRecipe if "finetune" in path.stem or "scripts.finetune" in header_of(path) else PretrainRecipe
+    return (
+        FinetuneRecipe
+        if "finetune" in path.stem or "scripts.finetune" in header_of(path)
+        else PretrainRecipe
+    )
 
 
 def files_of(path):
-    """Returns the files of the command in the header of a recipe, up to itself; itself when none is given."""
+    """Returns the files of the command in the header of a recipe, up to itself; itself when none is
+    given.
+    """
     files = re.findall(r"--config (recipes/\S+)", header_of(path)) or [f"recipes/{path.name}"]
     own = files.index(f"recipes/{path.name}")
     return [part for file in files[: own + 1] for part in ("--config", path.parents[1] / file)]
@@ -44,7 +56,9 @@ def test_every_recipe_parses_and_says_its_source_and_cost(path):
         assert recipe.build_config().num_parameters() > 0
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if kind_of(path) is FinetuneRecipe], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if kind_of(path) is FinetuneRecipe], ids=lambda p: p.stem
+)
 def test_the_tasks_of_a_recipe_exist_and_can_be_trained_on_and_scored(path):
     mixture = parse(*files_of(path), kind=FinetuneRecipe).mixture
     tasks = [TASKS.get(name) for name in mixture.tasks]
@@ -53,9 +67,15 @@ def test_the_tasks_of_a_recipe_exist_and_can_be_trained_on_and_scored(path):
 
 
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.stem)
-@pytest.mark.parametrize(("kind", "lr", "tokens"), [("sparse", 1e-3, 2**16), ("dense", 1e-4, 2**18)])
-def test_a_family_of_tasks_is_tuned_with_the_papers_settings_for_sparse_and_dense(path, kind, lr, tokens):
-    recipe = parse("--config", path.parent / f"finetune_{kind}.yaml", "--config", path, kind=FinetuneRecipe)
+@pytest.mark.parametrize(
+    ("kind", "lr", "tokens"), [("sparse", 1e-3, 2**16), ("dense", 1e-4, 2**18)]
+)
+def test_a_family_of_tasks_is_tuned_with_the_papers_settings_for_sparse_and_dense(
+    path, kind, lr, tokens
+):
+    recipe = parse(
+        "--config", path.parent / f"finetune_{kind}.yaml", "--config", path, kind=FinetuneRecipe
+    )
     assert (recipe.optim.lr, recipe.training.batch_size * recipe.data.inputs_length) == (lr, tokens)
     assert recipe.mixture.tasks and recipe.mixture.maximum == 65536
 
@@ -68,8 +88,22 @@ def test_superglue_is_one_recipe_for_sparse_and_one_on_top_for_dense():
     assert (sparse.optim.lr, sparse.training.batch_size) == (1e-3, 128)
     assert (dense.optim.lr, dense.training.batch_size) == (1e-4, 512)
     assert sparse.mixture == dense.mixture
-    assert sorted(sparse.mixture.tasks) == ["boolq", "cb", "copa", "dpr", "multirc", "record", "rte", "wic", "wsc"]
-    assert (sparse.training.steps, sparse.training.evaluate_every, sparse.mixture.dev_examples) == (16_000, 200, None)
+    assert sorted(sparse.mixture.tasks) == [
+        "boolq",
+        "cb",
+        "copa",
+        "dpr",
+        "multirc",
+        "record",
+        "rte",
+        "wic",
+        "wsc",
+    ]
+    assert (sparse.training.steps, sparse.training.evaluate_every, sparse.mixture.dev_examples) == (
+        16_000,
+        200,
+        None,
+    )
 
 
 def test_the_recipe_of_the_base_model_is_the_preset():
@@ -79,14 +113,24 @@ def test_the_recipe_of_the_base_model_is_the_preset():
 
 def test_the_tiny_recipe_has_the_papers_loss_weights():
     config = parse("--config", RECIPES[-1].parent / "st_moe_tiny_pretrain.yaml").build_config()
-    assert (config.load_balance_loss_weight, config.router_z_loss_weight, config.z_loss_weight) == (0.01, 0.001, 1e-4)
-    assert (config.capacity_factor, config.eval_capacity_factor, config.num_selected_experts) == (1.25, 2.0, 2)
+    assert (config.load_balance_loss_weight, config.router_z_loss_weight, config.z_loss_weight) == (
+        0.01,
+        0.001,
+        1e-4,
+    )
+    assert (config.capacity_factor, config.eval_capacity_factor, config.num_selected_experts) == (
+        1.25,
+        2.0,
+        2,
+    )
 
 
 @pytest.mark.parametrize("name", ["bias_balanced", "expert_choice"])
 def test_a_recipe_of_a_router_goes_on_top_of_another(name):
     folder = RECIPES[0].parent
-    config = parse("--config", folder / "st_moe_tiny_pretrain.yaml", "--config", folder / f"{name}.yaml").build_config()
+    config = parse(
+        "--config", folder / "st_moe_tiny_pretrain.yaml", "--config", folder / f"{name}.yaml"
+    ).build_config()
     assert config.sparse_config(decoder=False).router == name
     assert config.num_experts == 8
 
@@ -94,13 +138,17 @@ def test_a_recipe_of_a_router_goes_on_top_of_another(name):
 def test_later_files_and_arguments_win_and_a_saved_recipe_reads_back(tmp_path):
     (tmp_path / "a.yaml").write_text("seed: 3\noptim:\n  lr: 0.5\n")
     (tmp_path / "b.yaml").write_text("optim:\n  lr: 0.25\n")
-    recipe = parse("--config", tmp_path / "a.yaml", "--config", tmp_path / "b.yaml", "--training.steps", 7)
+    recipe = parse(
+        "--config", tmp_path / "a.yaml", "--config", tmp_path / "b.yaml", "--training.steps", 7
+    )
     assert (recipe.seed, recipe.optim.lr, recipe.training.steps) == (3, 0.25, 7)
     save_recipe(recipe, tmp_path / "c.yaml")
     assert parse("--config", tmp_path / "c.yaml") == recipe
 
 
-def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on_the_command_line(tmp_path):
+def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on_the_command_line(
+    tmp_path,
+):
     file, again = tmp_path / "a.yaml", tmp_path / "b.yaml"
     file.write_text(
         "model:\n  router: switch\n  num_selected_experts: 1\n"
@@ -114,28 +162,42 @@ def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on
     assert recipe.model["router_options"] == {"policy": "sample", "temperature": 3}
     recipe = parse("--config", file, "--model.router_options", "{jitter: 0.5}")
     assert recipe.model["router_options"] == {"jitter": 0.5}
-    recipe = parse("--model.decoder_router_options.second_expert_policy", "all", kind=FinetuneRecipe)
+    recipe = parse(
+        "--model.decoder_router_options.second_expert_policy", "all", kind=FinetuneRecipe
+    )
     assert recipe.model["decoder_router_options"] == {"second_expert_policy": "all"}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("optim:\n  lrr: 1\n", "no setting 'optim.lrr' in a PretrainRecipe. Did you mean 'optim.lr'"),
+        (
+            "optim:\n  lrr: 1\n",
+            "no setting 'optim.lrr' in a PretrainRecipe. Did you mean 'optim.lr'",
+        ),
         ("model:\n  num_expert: 4\n", "Did you mean 'model.num_experts'"),
-        ("model:\n  second_expert_policy: all\n", "Did you mean 'model.router_options.second_expert_policy'"),
+        (
+            "model:\n  second_expert_policy: all\n",
+            "Did you mean 'model.router_options.second_expert_policy'",
+        ),
         ("training:\n  steps: many\n", "steps"),
         (
             "training:\n  steps: 0\n",
             "training.steps is 0; expected an integer from 1 to 99,999,999 (checkpoints are numbered with",
         ),
-        ("training:\n  batch_size: 4\n  micro_batch_size: 3\n", "expected a divisor of training.batch_size, 4"),
+        (
+            "training:\n  batch_size: 4\n  micro_batch_size: 3\n",
+            "expected a divisor of training.batch_size, 4",
+        ),
         (
             "data:\n  noise_density: 1.5\n",
             "data.noise_density is 1.5; expected a finite number above 0 and of at most 0.99 (with more, hundreds",
         ),
         ("optim:\n  schedule: cosine\n", "no schedule called 'cosine'"),
-        ("training:\n  steps: 5\noptim:\n  cooldown_steps: 9\n", "cooldown_steps is 9; expected 0 to the 5 steps"),
+        (
+            "training:\n  steps: 5\noptim:\n  cooldown_steps: 9\n",
+            "cooldown_steps is 9; expected 0 to the 5 steps",
+        ),
         ("- a\n- b\n", "holds a list; expected settings"),
         ("a: [", "is not YAML"),
         ("# all is commented out\n", "holds nothing; expected settings"),
@@ -179,18 +241,29 @@ def test_the_recipes_of_fine_tuning_are_the_papers_for_sparse_and_dense():
         parse("--config", RECIPES[0].parent / f"finetune_{kind}.yaml", kind=FinetuneRecipe)
         for kind in ("sparse", "dense")
     )
-    assert (sparse.optim.lr, sparse.training.batch_size * sparse.data.inputs_length) == (1e-3, 2**16)
+    assert (sparse.optim.lr, sparse.training.batch_size * sparse.data.inputs_length) == (
+        1e-3,
+        2**16,
+    )
     assert (dense.optim.lr, dense.training.batch_size * dense.data.inputs_length) == (1e-4, 2**18)
     for recipe in (sparse, dense):
         assert (recipe.model["dropout_rate"], recipe.model["expert_dropout_rate"]) == (0.1, 0.4)
-        assert (recipe.optimizer_slots, recipe.parameters, recipe.data.sentinels) == ("keep", "all", "none")
+        assert (recipe.optimizer_slots, recipe.parameters, recipe.data.sentinels) == (
+            "keep",
+            "all",
+            "none",
+        )
     assert FinetuneRecipe().optimizer_slots == "reset"  # needs no more than a model
 
 
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
-        ("--parameters", "nonmoe", "no subset of parameters called 'nonmoe'. Did you mean 'non_moe'"),
+        (
+            "--parameters",
+            "nonmoe",
+            "no subset of parameters called 'nonmoe'. Did you mean 'non_moe'",
+        ),
         ("--optimizer_slots", "kept", "optimizer_slots"),
         ("--data.sentinels", "two", "sentinels"),
     ],

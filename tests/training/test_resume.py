@@ -1,4 +1,6 @@
-"""A run that is killed and resumed against one that was never stopped: bit for bit, as a user would do it."""
+"""A run that is killed and resumed against one that was never stopped: bit for bit, as a user would
+do it.
+"""
 
 import fcntl
 import json
@@ -22,7 +24,14 @@ from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-COMPARED = ("train/loss", "train/ce_loss", "train/grad_norm", "train/lr", "heldout/loss", "heldout/text_loss")
+COMPARED = (
+    "train/loss",
+    "train/ce_loss",
+    "train/grad_norm",
+    "train/lr",
+    "heldout/loss",
+    "heldout/text_loss",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +52,26 @@ def here(inputs, out, *more):
 
 def call(inputs, out, *more):
     return subprocess.run(
-        command(inputs, out, *more), capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT
+        command(inputs, out, *more),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=ENVIRONMENT,
     )
 
 
 def stop_at(inputs, out, step, how):
-    """Starts a run, stops it by a signal once its metrics have reached `step`, and returns the process."""
+    """Starts a run, stops it by a signal once its metrics have reached `step`, and returns the
+    process.
+    """
     return stop_when(command(inputs, out), lambda: last_step(out) >= step, how)
 
 
 def stop_when(arguments, is_reached, how):
-    """Starts a process, stops it by a signal once something is reached, and returns what it said and its code."""
+    """Starts a process, stops it by a signal once something is reached, and returns what it said
+    and its code.
+    """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(arguments, env=ENVIRONMENT, **pipes)
     deadline = time.monotonic() + 120
@@ -73,7 +91,12 @@ def last_step(out):
 def losses(out):
     """Returns the text of every compared number by step and name."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {(line["step"], name): repr(line[name]) for line in lines for name in COMPARED if name in line}
+    return {
+        (line["step"], name): repr(line[name])
+        for line in lines
+        for name in COMPARED
+        if name in line
+    }
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +122,9 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
 
 
 @pytest.mark.slow
-def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(inputs, unstopped, tmp_path, capsys):
+def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
+    inputs, unstopped, tmp_path, capsys
+):
     out = tmp_path / "run"
     resume = command(inputs, out, "--resume")
     end_of_wait = time.monotonic() + 0.5
@@ -113,7 +138,9 @@ def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(in
         assert not list(out.glob("checkpoints/step_*"))
 
     here(inputs, out, "--resume")
-    assert f"{out} has no checkpoint yet: the run starts at its first step." in capsys.readouterr().err
+    assert (
+        f"{out} has no checkpoint yet: the run starts at its first step." in capsys.readouterr().err
+    )
     assert losses(out) == losses(unstopped)
 
 
@@ -136,10 +163,14 @@ run_main(pretrain.main)
 
 
 @pytest.mark.slow
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(inputs, unstopped, tmp_path):
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
+    inputs, unstopped, tmp_path
+):
     out = tmp_path / "run"
     arguments = [sys.executable, "-c", KILLED_WHILE_REMOVING, *command(inputs, out)[3:]]
-    killed = subprocess.run(arguments, capture_output=True, timeout=120, check=False, env=ENVIRONMENT)
+    killed = subprocess.run(
+        arguments, capture_output=True, timeout=120, check=False, env=ENVIRONMENT
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = out / "checkpoints"
     assert (folder / ".step_00000007.removed").is_dir()
@@ -166,11 +197,17 @@ def test_ctrl_c_says_how_to_go_on_and_loses_nothing(inputs, unstopped, tmp_path)
 def without_model(unstopped, tmp_path):
     """Copies the unstopped run as it was just before its model was written."""
     out = tmp_path / "run"
-    shutil.copytree(unstopped, out, ignore=lambda folder, names: {"model"} if folder == str(unstopped) else set())
+    shutil.copytree(
+        unstopped,
+        out,
+        ignore=lambda folder, names: {"model"} if folder == str(unstopped) else set(),
+    )
     return out
 
 
-def test_a_run_killed_after_its_last_checkpoint_only_writes_the_model(inputs, unstopped, without_model):
+def test_a_run_killed_after_its_last_checkpoint_only_writes_the_model(
+    inputs, unstopped, without_model
+):
     here(inputs, without_model, "--resume")
     assert losses(without_model) == losses(unstopped)
     assert (without_model / "model/model.safetensors").read_bytes() == (
@@ -193,12 +230,15 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_only_the_steps_since_the_o
     assert (without_model / weights).read_bytes() == (unstopped / weights).read_bytes()
 
 
-def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_lost(inputs, without_model):
+def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_lost(
+    inputs, without_model
+):
     for path in checkpoint_folders(without_model / "checkpoints"):
         flip_a_bit(path / ".metadata")
     before = content_of(without_model)
     with pytest.raises(
-        CheckpointError, match=r"Every checkpoint in .*checkpoints is damaged \(step_00000040: \.meta"
+        CheckpointError,
+        match=r"Every checkpoint in .*checkpoints is damaged \(step_00000040: \.meta",
     ) as e:
         here(inputs, without_model, "--resume")
     assert "step_00000035: .metadata has another SHA-256" in str(e.value)
@@ -209,7 +249,10 @@ def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_los
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda model: flip_a_bit(model / "model.safetensors"), "model.safetensors has another SHA-256"),
+        (
+            lambda model: flip_a_bit(model / "model.safetensors"),
+            "model.safetensors has another SHA-256",
+        ),
         (lambda model: flip_a_bit(model / "SHA256SUMS"), "model.safetensors"),
         (lambda model: (model / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda model: (model / "tokenizer.json").unlink(), "the tokenizer is missing"),
@@ -217,7 +260,9 @@ def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_los
         (lambda model: (model / "config.json").write_text(""), "config.json is not JSON"),
     ],
 )
-def test_a_model_that_is_not_whole_is_written_again(inputs, unstopped, tmp_path, capsys, damage, message):
+def test_a_model_that_is_not_whole_is_written_again(
+    inputs, unstopped, tmp_path, capsys, damage, message
+):
     out = tmp_path / "run"
     shutil.copytree(unstopped, out)
     damage(out / "model")
@@ -229,14 +274,19 @@ def test_a_model_that_is_not_whole_is_written_again(inputs, unstopped, tmp_path,
     assert losses(out) == losses(unstopped)
 
 
-def test_a_damaged_model_without_checkpoints_is_not_replaced_by_a_run_from_the_start(inputs, unstopped, tmp_path):
+def test_a_damaged_model_without_checkpoints_is_not_replaced_by_a_run_from_the_start(
+    inputs, unstopped, tmp_path
+):
     out = tmp_path / "run"
     shutil.copytree(unstopped, out)
     shutil.rmtree(out / "checkpoints")
     here(inputs, out, "--resume")  # whole, and complete
     flip_a_bit(out / "model" / "model.safetensors")
     before = content_of(out)
-    with pytest.raises(CheckpointError, match=r"model of this run is damaged: .* There is no checkpoint to write it"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model of this run is damaged: .* There is no checkpoint to write it",
+    ):
         here(inputs, out, "--resume")
     assert content_of(out) == before
 
@@ -248,7 +298,10 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model
     (beyond / "state.json").write_text(json.dumps({**state, "step": 99}))
     (beyond / "SHA256SUMS").unlink()
     write_sums(beyond)
-    with pytest.raises(CheckpointError, match=r"step_00000099 is of step 99, and the run ends at training\.steps, 40"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_00000099 is of step 99, and the run ends at training\.steps, 40",
+    ):
         here(inputs, without_model, "--resume")
 
 
@@ -261,7 +314,9 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
     else:
         shutil.copytree({**inputs, "model": unstopped / "model"}[kind], folder)
     before = content_of(folder)
-    with pytest.raises(DataError, match=f"{kind} holds a {kind}, and a training run would be mixed with it"):
+    with pytest.raises(
+        DataError, match=f"{kind} holds a {kind}, and a training run would be mixed with it"
+    ):
         here(inputs, folder, *resume)
     assert content_of(folder) == before
 
@@ -270,14 +325,24 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
 def test_a_job_is_not_mixed_with_a_run(unstopped, resume):
     before = content_of(unstopped)
     options = ["--out", str(unstopped), *(["--resume"] if resume else [])]
-    for begin in (lambda: claim_job(unstopped), lambda: demo.main(options), lambda: transfer.main(options)):
-        with pytest.raises(DataError, match="run holds a training run, and a job would be mixed with it"):
+    for begin in (
+        lambda: claim_job(unstopped),
+        lambda: demo.main(options),
+        lambda: transfer.main(options),
+    ):
+        with pytest.raises(
+            DataError, match="run holds a training run, and a job would be mixed with it"
+        ):
             begin()
     assert content_of(unstopped) == before
 
 
 def test_a_complete_run_is_kept(inputs, unstopped, capsys):
-    before = {path: path.stat().st_mtime_ns for path in unstopped.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in unstopped.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
     here(inputs, unstopped, "--resume")
     assert "is complete" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in before}
@@ -293,7 +358,9 @@ def test_a_second_run_in_the_same_folder_is_refused_without_a_traceback(inputs, 
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_settings_are_refused_by_name(inputs, unstopped, without_model, finished):
-    with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.2 and is 0\.3; training\.steps was 40 and is 50"):
+    with pytest.raises(
+        CheckpointError, match=r"optim\.lr was 0\.2 and is 0\.3; training\.steps was 40 and is 50"
+    ):
         here(
             inputs,
             unstopped if finished else without_model,

@@ -23,7 +23,9 @@ def recipe(**training) -> Recipe:
 
 def updated(model, settings, steps=2):
     optimizer = Adafactor(parameter_groups(model))
-    metrics = [train_step(model, optimizer, settings, tiny_batch(seed=step), step) for step in range(steps)]
+    metrics = [
+        train_step(model, optimizer, settings, tiny_batch(seed=step), step) for step in range(steps)
+    ]
     return metrics, [p.detach().clone() for p in model.parameters()]
 
 
@@ -41,7 +43,9 @@ def updated(model, settings, steps=2):
 )
 def test_the_update_does_not_depend_on_how_the_batch_is_cut(changes, micro):
     whole, expected = updated(tiny_model(group_size=13, **changes).double().train(), recipe())
-    parts, actual = updated(tiny_model(group_size=13, **changes).double().train(), recipe(micro_batch_size=micro))
+    parts, actual = updated(
+        tiny_model(group_size=13, **changes).double().train(), recipe(micro_batch_size=micro)
+    )
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     for a, b in zip(parts, whole, strict=True):
@@ -50,7 +54,8 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(changes, micro):
 
 def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
     with pytest.raises(
-        ConfigError, match=r"4 rows of 13 and 11 tokens .* groups of 2 and 2 sequences .* 1 rows .*group_size to 13"
+        ConfigError,
+        match=r"4 rows of 13 and 11 tokens .* groups of 2 and 2 sequences .* 1 rows .*group_size to 13",
     ):
         updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
 
@@ -59,13 +64,20 @@ def test_where_a_sequence_is_a_group_any_cut_gives_the_update_of_groups_of_one_s
     sequences = {"group_size": 4096, "capacity_scope": "sequence", "expert_capacity": 2}
     _, expected = updated(tiny_model(group_size=13, expert_capacity=2).double().train(), recipe())
     for micro in (None, 1, 2):
-        _, actual = updated(tiny_model(**sequences).double().train(), recipe(micro_batch_size=micro))
+        _, actual = updated(
+            tiny_model(**sequences).double().train(), recipe(micro_batch_size=micro)
+        )
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_a_dense_model_is_cut_anyhow():
-    dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0, "group_size": 26}
+    dense = {
+        "num_experts": 0,
+        "num_sparse_encoder_layers": 0,
+        "num_sparse_decoder_layers": 0,
+        "group_size": 26,
+    }
     _, whole = updated(tiny_model(**dense).double().train(), recipe())
     _, parts = updated(tiny_model(**dense).double().train(), recipe(micro_batch_size=1))
     for a, b in zip(parts, whole, strict=True):
@@ -87,7 +99,9 @@ def test_randomness_is_a_function_of_seed_and_step():
 
 def test_a_wide_balance_scope_is_not_the_mean_over_its_parts():
     losses = {
-        scope: updated(tiny_model(group_size=13, balance_scope=scope).train(), recipe(), steps=1)[0][0].loss.item()
+        scope: updated(tiny_model(group_size=13, balance_scope=scope).train(), recipe(), steps=1)[
+            0
+        ][0].loss.item()
         for scope in ("group", "global")
     }
     assert losses["group"] != pytest.approx(losses["global"], abs=1e-6)
@@ -115,7 +129,9 @@ def test_the_backward_pass_runs_outside_autocast_so_that_the_routers_gradient_is
     model, seen = tiny_model(group_size=13).train(), []
     gate = model.sparse_layers()[0].router.gate
     gate.register_post_accumulate_grad_hook(
-        lambda p: seen.append((torch.is_autocast_enabled("cpu"), torch.equal(p.grad, p.grad.bfloat16().float())))
+        lambda p: seen.append(
+            (torch.is_autocast_enabled("cpu"), torch.equal(p.grad, p.grad.bfloat16().float()))
+        )
     )
     updated(model, recipe(precision="bfloat16", micro_batch_size=micro), steps=1)
     assert set(seen) == {(False, False)}
@@ -136,4 +152,6 @@ def test_metrics_have_the_public_names():
     expected = {f"train/{name}" for name in train}
     expected |= {f"router/{stack}/{name}" for stack in ("encoder", "decoder") for name in router}
     assert set(step_values(metrics, 7.0)) == expected
-    assert int(metrics.tokens) == int(tiny_batch()["attention_mask"].sum() + (tiny_batch()["labels"] != -100).sum())
+    assert int(metrics.tokens) == int(
+        tiny_batch()["attention_mask"].sum() + (tiny_batch()["labels"] != -100).sum()
+    )

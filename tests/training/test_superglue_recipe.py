@@ -1,4 +1,5 @@
-"""The recipe of SuperGLUE from end to end: the real command, made small, on the fixtures of the tasks.
+"""The recipe of SuperGLUE from end to end: the real command, made small, on the fixtures of the
+tasks.
 
 Oracles: the run that was never stopped; the rows of the fixtures, counted.
 """
@@ -21,23 +22,45 @@ ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "eval" / "fixtures"
 RECIPE = ROOT / "recipes" / "st_moe_base_superglue.yaml"
 SMALL = ["--training.steps", "4", "--training.batch_size", "4", "--training.evaluate_every", "2"]
-SMALL += ["--training.checkpoint_every", "1", "--training.log_every", "1", "--training.held_out_batches", "1"]
+SMALL += [
+    "--training.checkpoint_every",
+    "1",
+    "--training.log_every",
+    "1",
+    "--training.held_out_batches",
+    "1",
+]
 SMALL += ["--data.inputs_length", "96", "--optim.warmup_steps", "2", "--seeds", "1", "0"]
 TASKS = ["boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc"]
 
 
 def command(model, out, *more):
-    folders = ["--config", RECIPE, "--pretrained", model, "--out", out, "--mixture.folder", FIXTURES]
+    folders = [
+        "--config",
+        RECIPE,
+        "--pretrained",
+        model,
+        "--out",
+        out,
+        "--mixture.folder",
+        FIXTURES,
+    ]
     return [str(part) for part in (*folders, *SMALL, *more)]
 
 
 def test_training_has_an_example_for_each_answer_of_record_and_the_right_referents_of_wsc_alone():
     rows = {
-        name: [json.loads(line) for line in (FIXTURES / name / "train.jsonl").read_text().splitlines()]
+        name: [
+            json.loads(line) for line in (FIXTURES / name / "train.jsonl").read_text().splitlines()
+        ]
         for name in ("record", "wsc", "dpr")
     }
     data = read_tasks(["record", "wsc", "dpr"], str(FIXTURES))
-    assert len(data.train["record"]) == sum(len(row["answers"]) for row in rows["record"]) > len(rows["record"])
+    assert (
+        len(data.train["record"])
+        == sum(len(row["answers"]) for row in rows["record"])
+        > len(rows["record"])
+    )
     assert len(data.train["wsc"]) == sum(row["label"] for row in rows["wsc"]) < len(rows["wsc"])
     assert len(data.train["dpr"]) == len(rows["dpr"])
     assert data.dev.keys() == {"record", "wsc"}
@@ -65,7 +88,9 @@ def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_pa
         assert eval_lines(killed / seed) == eval_lines(straight / seed)
         assert files_of(killed / seed) == files_of(straight / seed)
         last = eval_lines(killed / seed)[-1]
-        assert {name.split("/")[1] for name in last if name not in ("step", "eval/mean")} == set(TASKS)
+        assert {name.split("/")[1] for name in last if name not in ("step", "eval/mean")} == set(
+            TASKS
+        )
         by_task = [[v for n, v in last.items() if n.startswith(f"eval/{task}/")] for task in TASKS]
         assert last["eval/mean"] == pytest.approx(sum(sum(of) / len(of) for of in by_task) / 8)
         assert f"eval/multirc/{MULTIRC_F1A.name}" in last

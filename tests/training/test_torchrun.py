@@ -1,4 +1,5 @@
-"""Whole commands under torchrun: a killed rank, another mesh on resuming, and messages of runs that cannot start.
+"""Whole commands under torchrun: a killed rank, another mesh on resuming, and messages of runs that
+cannot start.
 
 The oracle of a disturbed run is the same run left alone: its losses to the last bit.
 """
@@ -29,13 +30,25 @@ def inputs(tmp_path_factory):
 
 def paths(inputs, out):
     """Returns the arguments that every run here has."""
-    folders = {"--config": inputs["pretrain.yaml"], "--corpus": inputs["corpus"], "--tokenizer": inputs["tokenizer"]}
+    folders = {
+        "--config": inputs["pretrain.yaml"],
+        "--corpus": inputs["corpus"],
+        "--tokenizer": inputs["tokenizer"],
+    }
     return [part for option in {**folders, "--out": out}.items() for part in option]
 
 
 def start(inputs, out, *arguments, ranks=2, options=()):
     """Starts a pre-training run of several ranks and returns the process of torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *options,
+    ]
     command += ["-m", "scripts.pretrain", *paths(inputs, out), *arguments]
     return subprocess.Popen(
         [str(part) for part in command],
@@ -63,12 +76,18 @@ def kill_a_rank(torchrun, checkpoint):
     """Kills one rank when a checkpoint is there; torchrun itself lives on."""
     wait_for(checkpoint, torchrun)
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if b"scripts.pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ranks = [
+        int(pid)
+        for pid in children
+        if b"scripts.pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(ranks[-1], signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_is_killed_starts_again_by_itself_and_ends_like_one_left_alone(inputs, tmp_path):
+def test_a_run_whose_rank_is_killed_starts_again_by_itself_and_ends_like_one_left_alone(
+    inputs, tmp_path
+):
     alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
     text, code = finish(start(inputs, alone, *MESH))
     assert code == 0, text
@@ -90,8 +109,22 @@ def wait_for(path, process):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks(inputs, tmp_path):
-    settings = ["--model.group_size", "9", "--model.dropout_rate", "0", "--optim.lr", "0.01", "--optim.cooldown_steps"]
-    settings += ["0", "--model.router_options.second_expert_policy", "all", "--training.micro_batch_size", "1"]
+    settings = [
+        "--model.group_size",
+        "9",
+        "--model.dropout_rate",
+        "0",
+        "--optim.lr",
+        "0.01",
+        "--optim.cooldown_steps",
+    ]
+    settings += [
+        "0",
+        "--model.router_options.second_expert_policy",
+        "all",
+        "--training.micro_batch_size",
+        "1",
+    ]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     pretrain.main([*map(str, paths(inputs, alone)), *settings])
 
@@ -105,20 +138,28 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(inputs, tmp_path):
     assert [step for step, _ in losses(moved)] == list(range(1, 41))
     for (_, ours), (_, theirs) in zip(losses(moved), losses(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    ours, theirs = (STMoEForConditionalGeneration.from_pretrained(out / "model") for out in (moved, alone))
+    ours, theirs = (
+        STMoEForConditionalGeneration.from_pretrained(out / "model") for out in (moved, alone)
+    )
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.detach().abs().max()), msg=name)
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=1e-4 * float(b.detach().abs().max()), msg=name
+        )
 
 
 @pytest.mark.slow
-def test_a_mesh_that_does_not_fit_is_refused_once_with_the_numbers_and_what_would_fit(inputs, tmp_path):
+def test_a_mesh_that_does_not_fit_is_refused_once_with_the_numbers_and_what_would_fit(
+    inputs, tmp_path
+):
     text, code = finish(start(inputs, tmp_path / "run", "--mesh.ep", "3", ranks=3))
     assert code == 1
     assert text.count("error: ") == 1, text
     assert "training.batch_size is 4; expected a multiple of 12: 3 data ranks" in text
     assert not (tmp_path / "run").exists()
 
-    text, code = finish(start(inputs, tmp_path / "run", "--mesh.ep", "2", "--training.micro_batch_size", "2"))
+    text, code = finish(
+        start(inputs, tmp_path / "run", "--mesh.ep", "2", "--training.micro_batch_size", "2")
+    )
     assert code == 1 and text.count("error: ") == 1, text
     assert "groups of tokens cannot be spread evenly over 2 data ranks" in text
     assert "Meshes that would fit: " in text and "tp 2" in text

@@ -1,6 +1,8 @@
-"""Fine-tuning with transformers' Seq2SeqTrainer against one whole batch, the model itself, and a run left alone.
+"""Fine-tuning with transformers' Seq2SeqTrainer against one whole batch, the model itself, and a
+run left alone.
 
-Weights of the auxiliary losses are large and labels ragged, so that a factor too many or too few shows.
+Weights of the auxiliary losses are large and labels ragged, so that a factor too many or too few
+shows.
 """
 
 import re
@@ -12,7 +14,13 @@ from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import TensorBoardCallback
 
-from moe import ConfigError, RouterStatsCallback, STMoEForConditionalGeneration, add_stats, summarize
+from moe import (
+    ConfigError,
+    RouterStatsCallback,
+    STMoEForConditionalGeneration,
+    add_stats,
+    summarize,
+)
 from tests.models.tiny import tiny_model
 from tests.training.tiny_trainer import HEAVY, LEARNS, examples, make_trainer, tokenizer, train
 
@@ -42,7 +50,9 @@ def assert_same_run(ours, theirs, atol):
     for name, value in expected.items():
         torch.testing.assert_close(parameters[name], value, rtol=0, atol=atol, msg=name)
     for line, expected_line in zip(lines, expected_lines, strict=True):
-        assert line == pytest.approx(expected_line, rel=max(1e-6, atol))  # the Trainer adds losses up in float32
+        assert line == pytest.approx(
+            expected_line, rel=max(1e-6, atol)
+        )  # the Trainer adds losses up in float32
 
 
 # ---- however a batch is cut ----
@@ -105,7 +115,9 @@ def test_the_old_name_of_activation_checkpointing_works_and_the_reentrant_kind_i
     trainer.train()
     assert trainer.model.is_activation_checkpointing
     trainer = make_trainer(
-        tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}
+        tmp_path,
+        activation_checkpointing=True,
+        activation_checkpointing_kwargs={"use_reentrant": True},
     )
     with pytest.raises(ConfigError, match="use_reentrant=False"):
         trainer.train()
@@ -114,7 +126,9 @@ def test_the_old_name_of_activation_checkpointing_works_and_the_reentrant_kind_i
 # ---- what is logged ----
 
 
-def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates_since_the_last(tmp_path):
+def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates_since_the_last(
+    tmp_path,
+):
     model = tiny_model(**HEAVY, group_size=1).double()
     trainer = make_trainer(
         tmp_path,
@@ -140,7 +154,12 @@ def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates
     assert len(seen) == 12
     for name in ("loss", "ce_loss", "z_loss"):
         assert line[name] == pytest.approx(mean(name), rel=1e-6)
-    parts = mean("ce_loss") + 0.5 * mean("z_loss") + 3 * mean("load_balance_loss") + 2 * mean("router_z_loss")
+    parts = (
+        mean("ce_loss")
+        + 0.5 * mean("z_loss")
+        + 3 * mean("load_balance_loss")
+        + 2 * mean("router_z_loss")
+    )
     assert line["loss"] == pytest.approx(parts, rel=1e-6)
     for stack in ("encoder", "decoder"):
         stats = [getattr(output, f"{stack}_router_outputs")[0].stats for output in seen]
@@ -159,7 +178,12 @@ def test_evaluation_adds_nothing_to_the_log_of_training_and_the_model_is_left_as
         settings = {"eval_strategy": "steps", "eval_steps": 1} if evaluate else {}
         model = tiny_model(**HEAVY, group_size=1, output_router_logits=False).double()
         trainer = make_trainer(
-            tmp_path, model, callbacks=[RouterStatsCallback()], eval_dataset=examples(5), logging_steps=2, **settings
+            tmp_path,
+            model,
+            callbacks=[RouterStatsCallback()],
+            eval_dataset=examples(5),
+            logging_steps=2,
+            **settings,
         )
         trainer.train()
         runs.append([line for line in trainer.state.log_history if "loss" in line])
@@ -169,7 +193,9 @@ def test_evaluation_adds_nothing_to_the_log_of_training_and_the_model_is_left_as
     assert runs[0][0].keys() >= NAMES
 
 
-def test_a_reporter_behind_the_callback_has_its_numbers_and_one_before_it_is_warned_of(tmp_path, monkeypatch):
+def test_a_reporter_behind_the_callback_has_its_numbers_and_one_before_it_is_warned_of(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     make_trainer(tmp_path, callbacks=[RouterStatsCallback(), TensorBoardCallback()]).train()
     board = EventAccumulator(str(tmp_path / "board")).Reload()
@@ -177,8 +203,12 @@ def test_a_reporter_behind_the_callback_has_its_numbers_and_one_before_it_is_war
     assert set(board.Tags()["scalars"]) >= expected
     assert [event.step for event in board.Scalars("train/router/encoder/entropy")] == [1, 2, 3]
 
-    trainer = make_trainer(tmp_path, callbacks=[RouterStatsCallback()], report_to="tensorboard", max_steps=1)
-    with pytest.warns(UserWarning, match=r"callbacks=\[RouterStatsCallback\(\), TensorBoardCallback\(\)\]"):
+    trainer = make_trainer(
+        tmp_path, callbacks=[RouterStatsCallback()], report_to="tensorboard", max_steps=1
+    )
+    with pytest.warns(
+        UserWarning, match=r"callbacks=\[RouterStatsCallback\(\), TensorBoardCallback\(\)\]"
+    ):
         trainer.train()
 
 
@@ -244,7 +274,9 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_left_alone_and_its_checkpoint_i
 
     assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "checkpoint-4")
-    for (name, value), expected in zip(loaded.state_dict().items(), alone.model.state_dict().values(), strict=True):
+    for (name, value), expected in zip(
+        loaded.state_dict().items(), alone.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(value, expected), name
 
 
@@ -288,7 +320,9 @@ def test_predictions_are_what_the_model_generates_and_the_loss_is_that_of_the_ba
     result = trainer.evaluate()
     assert result["eval_rows"] == 5
     batch = trainer.data_collator([dict(row) for row in data])
-    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_length=9)
+    expected = model.generate(
+        batch["input_ids"], attention_mask=batch["attention_mask"], max_length=9
+    )
     assert seen["ids"][:, : expected.shape[1]].tolist() == expected.tolist()
     assert result["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     assert trainer.predict(data).predictions.tolist() == seen["ids"].tolist()
@@ -302,10 +336,15 @@ def test_without_generation_predictions_are_the_logits_alone(tmp_path):
     torch.testing.assert_close(torch.tensor(logits), model(**batch).logits.detach())
 
 
-def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_grouped_by_length(tmp_path):
+def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_grouped_by_length(
+    tmp_path,
+):
     rows = [{**row, "text": "unused"} for row in examples()]
     trainer = make_trainer(
-        tmp_path, data=Dataset.from_list(rows), train_sampling_strategy="group_by_length", max_steps=2
+        tmp_path,
+        data=Dataset.from_list(rows),
+        train_sampling_strategy="group_by_length",
+        max_steps=2,
     )
     trainer.train()
     assert trainer.state.global_step == 2
@@ -313,7 +352,11 @@ def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_group
 
 def test_the_example_of_the_readme_runs_as_written(tmp_path, monkeypatch, capsys):
     readme = Path("README.md").read_text(encoding="utf-8")
-    (block,) = [code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Seq2SeqTrainer" in code]
+    (block,) = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        if "Seq2SeqTrainer" in code
+    ]
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("runs/demo/model")
     tokenizer().save_pretrained("runs/demo/model")
@@ -323,7 +366,9 @@ def test_the_example_of_the_readme_runs_as_written(tmp_path, monkeypatch, capsys
 
 
 def test_with_a_loss_of_the_users_own_the_callback_logs_the_routers_part(tmp_path):
-    weightless = dict.fromkeys(("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"), 0.0)
+    weightless = dict.fromkeys(
+        ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"), 0.0
+    )
     callbacks = [RouterStatsCallback()]
     trainer = make_trainer(tmp_path, tiny_model(**weightless), callbacks=callbacks, max_steps=2)
     collate = trainer.data_collator
@@ -331,7 +376,9 @@ def test_with_a_loss_of_the_users_own_the_callback_logs_the_routers_part(tmp_pat
         (batch := collate(rows)) | {"decoder_attention_mask": (batch["labels"] != -100).long()}
     )
     trainer.compute_loss_func = lambda output, labels, num_items_in_batch: (
-        torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        torch.nn.functional.cross_entropy(
+            output.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
         / num_items_in_batch
     )
     trainer.train()

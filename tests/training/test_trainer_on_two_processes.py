@@ -13,12 +13,19 @@ from tests.training.tiny_trainer import HEAVY, LEARNS, train
 
 TIMEOUT = 200
 HALF = {"per_device_train_batch_size": 4}
-CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+CUT = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "activation_checkpointing": True,
+}
 CASES = {
     "halves": ({}, HALF),
     "cut and checkpointed": ({}, CUT),
     "a router that learns": (LEARNS, HALF),
-    "smoothed labels, a log of three updates": ({"label_smoothing": 0.1}, {**HALF, "logging_steps": 3}),
+    "smoothed labels, a log of three updates": (
+        {"label_smoothing": 0.1},
+        {**HALF, "logging_steps": 3},
+    ),
     "means of processes": ({}, {**HALF, "average_tokens_across_devices": False}),
 }
 
@@ -29,7 +36,14 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     cases = [(name, *case) for name, case in CASES.items()]
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += ["-m", "tests.training.tiny_trainer", str(folder)]
     result = subprocess.run(
         command,
@@ -59,7 +73,9 @@ def test_two_processes_train_log_and_count_like_one_with_the_whole_batch(runs, t
 
 @pytest.mark.slow
 def test_without_an_average_over_all_tokens_the_logged_parts_are_those_of_all_tokens_nearly(runs):
-    apart, together = ([runs[case][rank][1] for rank in range(2)] for case in ("means of processes", "halves"))
+    apart, together = (
+        [runs[case][rank][1] for rank in range(2)] for case in ("means of processes", "halves")
+    )
     assert apart[0] == apart[1]
     assert apart[0][0]["loss"] != together[0][0]["loss"]  # a mean of means, weighted by processes
     assert apart[0][0]["ce_loss"] == pytest.approx(together[0][0]["ce_loss"], rel=0.02)

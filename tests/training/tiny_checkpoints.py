@@ -38,7 +38,9 @@ def load(path, model, optimizer, **options):
 
 
 def state(step, **changes):
-    return RunState(**{"step": step, "fingerprint": "abc", "recipe": {"optim": {"lr": 0.1}}, **changes})
+    return RunState(
+        **{"step": step, "fingerprint": "abc", "recipe": {"optim": {"lr": 0.1}}, **changes}
+    )
 
 
 def save(folder, step, keep=2, **changes):
@@ -49,7 +51,11 @@ def save(folder, step, keep=2, **changes):
 
 
 def assert_same(model, optimizer, other, other_optimizer):
-    for a, b in zip((*model.parameters(), *model.buffers()), (*other.parameters(), *other.buffers()), strict=True):
+    for a, b in zip(
+        (*model.parameters(), *model.buffers()),
+        (*other.parameters(), *other.buffers()),
+        strict=True,
+    ):
         assert torch.equal(a, b)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         ours, theirs = optimizer.state[a], other_optimizer.state[b]
@@ -67,4 +73,8 @@ def flip_a_bit(file):
 
 def content_of(folder):
     """Returns the bytes of every file below a folder, by name."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -46,11 +46,23 @@ def write_texts(folder: Path, number: int = 60) -> Path:
 
 def write_inputs(folder: Path) -> dict[str, Path]:
     """Writes texts, corpus, tokenizer and recipes; returns where they are."""
-    paths = {name: folder / name for name in ("texts", "corpus", "tokenizer", "pretrain.yaml", "finetune.yaml")}
+    paths = {
+        name: folder / name
+        for name in ("texts", "corpus", "tokenizer", "pretrain.yaml", "finetune.yaml")
+    }
     write_texts(paths["texts"])
-    build_corpus.main(["--data", str(paths["texts"]), "--out", str(paths["corpus"]), "--held-out", "0.2"])
+    build_corpus.main(
+        ["--data", str(paths["texts"]), "--out", str(paths["corpus"]), "--held-out", "0.2"]
+    )
     train_tokenizer.main(
-        ["--corpus", str(paths["corpus"]), "--out", str(paths["tokenizer"]), "--vocab-size", str(MODEL["vocab_size"])]
+        [
+            "--corpus",
+            str(paths["corpus"]),
+            "--out",
+            str(paths["tokenizer"]),
+            "--vocab-size",
+            str(MODEL["vocab_size"]),
+        ]
     )
     optim = {"schedule": "rsqrt", "lr": 0.2, "warmup_steps": 10, "cooldown_steps": 10}
     pretrain = {"model": MODEL, "data": {"inputs_length": 16}, "optim": optim, "training": TRAINING}

@@ -24,12 +24,16 @@ def _rows(name: str, split: str) -> list[Row]:
 
 def _preprocess(name: str):
     place = -1 if name == "last" else 0
-    return lambda row: [{"inputs": f"{name} {' '.join(row['words'])}", "targets": row["words"][place]}]
+    return lambda row: [
+        {"inputs": f"{name} {' '.join(row['words'])}", "targets": row["words"][place]}
+    ]
 
 
 def _near(targets, answers):
     """Returns 100 where an answer is the label or the one beside it."""
-    return np.asarray([100.0 * (abs(one - other) <= 1) for one, other in zip(targets, answers, strict=True)])
+    return np.asarray(
+        [100.0 * (abs(one - other) <= 1) for one, other in zip(targets, answers, strict=True)]
+    )
 
 
 def tiny_task(name: str) -> Task:
@@ -39,7 +43,8 @@ def tiny_task(name: str) -> Task:
         description="Made up.",
         licence="none",
         source=BuiltIn(
-            lambda split: _rows(name, split), ("train",) if name == "rare" else ("train", "validation", "test")
+            lambda split: _rows(name, split),
+            ("train",) if name == "rare" else ("train", "validation", "test"),
         ),
         preprocess=_preprocess(name),
         postprocess=label_index(LABELS),

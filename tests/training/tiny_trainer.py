@@ -1,4 +1,6 @@
-"""A Seq2SeqTrainer of a tiny model, for one process or several; `python -m tests.training.tiny_trainer OUT` runs it."""
+"""A Seq2SeqTrainer of a tiny model, for one process or several; `python -m
+tests.training.tiny_trainer OUT` runs it.
+"""
 
 import json
 import sys
@@ -6,7 +8,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
 
 from moe import RouterStatsCallback
 from tests.models.tiny import tiny_model
@@ -32,7 +39,9 @@ def examples(number=24, seed=0):
 def tokenizer():
     words = {f"<{number}>": number for number in range(131)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<2>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<0>", eos_token="<1>", unk_token="<2>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<0>", eos_token="<1>", unk_token="<2>"
+    )
 
 
 def make_trainer(
@@ -63,7 +72,9 @@ def make_trainer(
     return Seq2SeqTrainer(
         model,
         Seq2SeqTrainingArguments(str(out), **{**standard, **settings}),
-        data_collator=DataCollatorForSeq2Seq(words, model=model, pad_to_multiple_of=pad_to_multiple_of),
+        data_collator=DataCollatorForSeq2Seq(
+            words, model=model, pad_to_multiple_of=pad_to_multiple_of
+        ),
         train_dataset=data or examples(),
         eval_dataset=eval_dataset,
         processing_class=words,
@@ -85,5 +96,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for case, changes, options in json.loads((folder / "cases.json").read_text()):
         changed = {**HEAVY, "group_size": 1, "capacity_factor": None, **changes}
-        parameters, lines = train(folder / case, tiny_model(**changed).double(), ddp_backend="gloo", **options)
+        parameters, lines = train(
+            folder / case, tiny_model(**changed).double(), ddp_backend="gloo", **options
+        )
         torch.save((parameters, lines), folder / f"{case}.{torch.distributed.get_rank()}.pt")

@@ -1,1 +1,3 @@
-"""One file a router; each registers itself in ROUTERS (moe/sparse/router.py), which finds every file here."""
+"""One file a router; each registers itself in ROUTERS (moe/sparse/router.py), which finds every
+file here.
+"""

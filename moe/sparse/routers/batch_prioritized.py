@@ -1,4 +1,6 @@
-"""Batch prioritised routing: when slots are short, the tokens that a router is surest of come first. Encoder only."""
+"""Batch prioritised routing: when slots are short, the tokens that a router is surest of come
+first. Encoder only.
+"""
 
 from typing import ClassVar
 
@@ -11,16 +13,19 @@ from moe.sparse.scores import RouterScores
 
 @ROUTERS.register("batch_prioritized")
 class BatchPrioritizedRouter(TokenChoiceRouter):
-    """Token choice in which tokens are admitted by falling probability of their first choice, place by place.
+    """Token choice in which tokens are admitted by falling probability of their first choice, place
+    by place.
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix D, after V-MoE (arXiv:2106.05974); google/flaxformer
-        architectures/moe/routing.py at 399ea3a8. The paper gains by it at capacity factors up to 1 with one expert
-        a token, and loses to two experts at 1.25. Differs: no.
+        architectures/moe/routing.py at 399ea3a8. The paper gains by it at capacity factors up to 1
+        with one expert a token, and loses to two experts at 1.25. Differs: no.
     """
 
     causal: ClassVar[bool] = False
 
     def priority(self, scores: RouterScores, token_mask: Tensor) -> Tensor:
-        """Returns the probability of the first choice <float32>[G, S]; padding asks for nothing anyway."""
+        """Returns the probability of the first choice <float32>[G, S]; padding asks for nothing
+        anyway.
+        """
         return scores.probs.detach().amax(dim=-1)

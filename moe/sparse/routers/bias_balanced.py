@@ -1,4 +1,6 @@
-"""Loss-free balancing: a bias for each expert, moved with the load, steers the choice and not the weight."""
+"""Loss-free balancing: a bias for each expert, moved with the load, steers the choice and not the
+weight.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,8 +22,8 @@ class BiasBalancedOptions:
     """Options of loss-free balancing.
 
     Attributes:
-        update_rate: How far a bias moves in one update, in units of probability. What is kept is the number of steps,
-            so that another rate scales the biases of a trained router, too.
+        update_rate: How far a bias moves in one update, in units of probability. What is kept is
+            the number of steps, so that another rate scales the biases of a trained router, too.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw.
     """
 
@@ -36,15 +38,16 @@ class BiasBalancedOptions:
 
 @ROUTERS.register("bias_balanced")
 class BiasBalancedRouter(Router):
-    """Every token chooses the K experts of highest probability plus bias; its weights are the probabilities alone.
+    """Every token chooses the K experts of highest probability plus bias; its weights are the
+    probabilities alone.
 
-    `update` raises the bias of experts with less than the mean load and lowers that of the others. The training
-    loop calls it once after each step; your own loop must do so too. The balance loss stays available; its weight
-    is usually set to 0, or small.
+    `update` raises the bias of experts with less than the mean load and lowers that of the others.
+    The training loop calls it once after each step; your own loop must do so too. The balance loss
+    stays available; its weight is usually set to 0, or small.
 
     Source:
-        Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3 (arXiv:2412.19437). Differs:
-        probabilities are a softmax as everywhere here, not a sigmoid.
+        Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3
+        (arXiv:2412.19437). Differs: probabilities are a softmax as everywhere here, not a sigmoid.
     """
 
     Options: ClassVar[type[BiasBalancedOptions]] = BiasBalancedOptions
@@ -64,7 +67,9 @@ class BiasBalancedRouter(Router):
         """Returns the bias of each expert <float64>[E], in units of probability."""
         return self.load_steps.double() * self.options.update_rate
 
-    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+    def assign(
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+    ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
         biased = scores.probs.detach() + self.load_bias().to(scores.probs.dtype)
@@ -74,7 +79,9 @@ class BiasBalancedRouter(Router):
             gates = normalize_gates(gates)
         wanted = token_mask[..., None].expand_as(expert_index)
         slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
-        return DispatchPlan(expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity)
+        return DispatchPlan(
+            expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity
+        )
 
     @torch.no_grad()
     def update(self, stats: RouterStats) -> None:

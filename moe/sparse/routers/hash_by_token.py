@@ -37,10 +37,12 @@ class HashOptions:
 
 @ROUTERS.register("hash")
 class HashRouter(Router):
-    """The expert of a token is a fixed random function of its id, its weight is 1; there are no parameters.
+    """The expert of a token is a fixed random function of its id, its weight is 1; there are no
+    parameters.
 
     Source:
-        Hash Layers (arXiv:2106.04426), random hash. Differs: the function is computed, not a table of the vocabulary.
+        Hash Layers (arXiv:2106.04426), random hash. Differs: the function is computed, not a table
+        of the vocabulary.
     """
 
     Options: ClassVar[type[HashOptions]] = HashOptions
@@ -69,17 +71,29 @@ class HashRouter(Router):
         never = torch.full(shape, _NEVER, dtype=dtype, device=expert.device)
         return router_scores(never.scatter(-1, expert[..., None], 0.0))
 
-    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+    def assign(
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+    ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)
         wanted = token_mask[..., None]
         slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
-        return DispatchPlan(expert_index, slot, accepted, accepted.to(scores.probs.dtype), wanted, token_mask, capacity)
+        return DispatchPlan(
+            expert_index,
+            slot,
+            accepted,
+            accepted.to(scores.probs.dtype),
+            wanted,
+            token_mask,
+            capacity,
+        )
 
 
 def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
-    """Raises a DataError when the id <any integer>[G, S] of a real token is negative, where that can be looked at."""
+    """Raises a DataError when the id <any integer>[G, S] of a real token is negative, where that
+    can be looked at.
+    """
     if not can_look_at(token_ids):
         return
 
@@ -92,7 +106,8 @@ def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
 
 
 def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:
-    """Returns the expert <int64>[...] of each token id <int64>[...]: an even, fixed, random-looking function.
+    """Returns the expert <int64>[...] of each token id <int64>[...]: an even, fixed, random-looking
+    function.
 
     Args:
         token_ids: Vocabulary ids.
@@ -100,7 +115,8 @@ def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:
         seed: Chooses the function.
 
     Source:
-        Multiply and shift as in the finaliser of MurmurHash3, on 31 bits, since torch's integers are signed.
+        Multiply and shift as in the finaliser of MurmurHash3, on 31 bits, since torch's integers
+        are signed.
     """
     mask = 0x7FFFFFFF
     mixed = (token_ids * 2 + 1 + (seed * 0x9E3779B1 & mask)) & mask

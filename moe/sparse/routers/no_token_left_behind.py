@@ -19,7 +19,8 @@ class NoTokenLeftBehindOptions:
     """Options of no token left behind.
 
     Attributes:
-        num_candidates: Experts that a token may try, best first; more leave fewer tokens without an expert.
+        num_candidates: Experts that a token may try, best first; more leave fewer tokens without an
+            expert.
     """
 
     num_candidates: int = 4
@@ -27,19 +28,24 @@ class NoTokenLeftBehindOptions:
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when there are fewer experts than candidates."""
         reason = f"num_experts is {config.num_experts}"
-        check_integer("num_candidates", self.num_candidates, least=1, most=config.num_experts, reason=reason)
+        check_integer(
+            "num_candidates", self.num_candidates, least=1, most=config.num_experts, reason=reason
+        )
 
 
 @ROUTERS.register("no_token_left_behind")
 class NoTokenLeftBehindRouter(Router):
-    """One expert for each token, tried in turn: all tokens ask their best, the refused their second, and so on.
+    """One expert for each token, tried in turn: all tokens ask their best, the refused their
+    second, and so on.
 
-    The weight is the raw probability of the expert that accepts. A refused token of an early position can take the
-    room that a later one would have had, never the other way round within a round; across rounds an early token's
-    second try comes after every first try, so a plan depends on later tokens, and a decoder refuses the router.
+    The weight is the raw probability of the expert that accepts. A refused token of an early
+    position can take the room that a later one would have had, never the other way round within a
+    round; across rounds an early token's second try comes after every first try, so a plan depends
+    on later tokens, and a decoder refuses the router.
 
     Source:
-        Switch Transformers (arXiv:2101.03961) appendix B; Mesh-TensorFlow transformer/moe.py at a32810e. It did not
+        Switch Transformers (arXiv:2101.03961) appendix B; Mesh-TensorFlow transformer/moe.py at
+        a32810e. It did not
         help there: a token is best served by the expert that it chose first. Differs: no.
     """
 
@@ -47,7 +53,9 @@ class NoTokenLeftBehindRouter(Router):
     causal: ClassVar[bool] = False
     single: ClassVar[bool] = True
 
-    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+    def assign(
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+    ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         num_experts = self.config.num_experts
         capacity = self.capacity(token_mask.shape[1], drop_tokens)

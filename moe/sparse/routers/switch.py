@@ -22,11 +22,12 @@ class SwitchOptions:
     """Options of Switch routing; they act in training only, evaluation takes the best expert.
 
     Attributes:
-        policy: `argmax` takes the best expert; `input_jitter` and `input_dropout` disturb the router's own copy of
-            its input; `sample` draws the expert from the probabilities.
+        policy: `argmax` takes the best expert; `input_jitter` and `input_dropout` disturb the
+            router's own copy of its input; `sample` draws the expert from the probabilities.
         jitter: Half-width of the factor U(1 - jitter, 1 + jitter) of each number.
         input_dropout_rate: Share of the numbers that `input_dropout` sets to zero.
-        temperature: Of `sample`: above 1 explores more, towards 0 it is the best expert; at least 1e-6.
+        temperature: Of `sample`: above 1 explores more, towards 0 it is the best expert; at least
+            1e-6.
     """
 
     policy: Policy = "input_jitter"
@@ -46,16 +47,18 @@ class SwitchRouter(Router):
     """Every token has one expert, weighted by its raw probability.
 
     Source:
-        Switch Transformers (arXiv:2101.03961); Mesh-TensorFlow transformer/moe.py at a32810e, `_switch_gating`.
-        ST-MoE (arXiv:2202.08906) §3.2 drops the jitter, which costs quality at scale. Differs: evaluation is
-        deterministic under every policy.
+        Switch Transformers (arXiv:2101.03961); Mesh-TensorFlow transformer/moe.py at a32810e,
+        `_switch_gating`. ST-MoE (arXiv:2202.08906) §3.2 drops the jitter, which costs quality at
+        scale. Differs: evaluation is deterministic under every policy.
     """
 
     Options: ClassVar[type[SwitchOptions]] = SwitchOptions
     single: ClassVar[bool] = True
 
     def perturb(self, seen: Tensor) -> Tensor:
-        """Returns the gate's input <float32>[G, S, D], jittered or with dropout when training asks for it."""
+        """Returns the gate's input <float32>[G, S, D], jittered or with dropout when training asks
+        for it.
+        """
         options = self.options
         if self.training and options.policy == "input_jitter":
             return seen * torch.empty_like(seen).uniform_(1 - options.jitter, 1 + options.jitter)
@@ -63,7 +66,9 @@ class SwitchRouter(Router):
             return F.dropout(seen, options.input_dropout_rate, self.training)
         return seen
 
-    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+    def assign(
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+    ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
         if self.training and self.options.policy == "sample":
@@ -73,7 +78,9 @@ class SwitchRouter(Router):
         wanted = token_mask[..., None]
         slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
         gates = scores.probs.gather(-1, expert_index)
-        return DispatchPlan(expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity)
+        return DispatchPlan(
+            expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity
+        )
 
 
 def sample_expert(logits: Tensor, temperature: float) -> Tensor:
@@ -83,5 +90,7 @@ def sample_expert(logits: Tensor, temperature: float) -> Tensor:
         logits: <float32>[G, S, E].
         temperature: Above 0.
     """
-    gumbel = -torch.empty_like(logits).exponential_().log()  # the largest of logits + Gumbel noise is such a draw
+    gumbel = (
+        -torch.empty_like(logits).exponential_().log()
+    )  # the largest of logits + Gumbel noise is such a draw
     return (logits.detach() / temperature + gumbel).argmax(dim=-1, keepdim=True)

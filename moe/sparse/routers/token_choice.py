@@ -20,14 +20,15 @@ class TokenChoiceOptions:
     """Options of token choice.
 
     Attributes:
-        second_expert_policy: Whether places 2..K are used in training: `all`, `none`, `threshold` (iff the gate
-            is above the threshold) or `random` (with probability gate / threshold).
-        eval_second_expert_policy: The same outside training. The reference draws there too; `threshold` is its
-            deterministic counterpart, so that one input always has one output.
-        second_expert_threshold: Gate at which `threshold` and `random` use a place for certain, in training.
+        second_expert_policy: Whether places 2..K are used in training: `all`, `none`, `threshold`
+            (iff the gate is above the threshold) or `random` (with probability gate / threshold).
+        eval_second_expert_policy: The same outside training. The reference draws there too;
+            `threshold` is its deterministic counterpart, so that one input always has one output.
+        second_expert_threshold: Gate at which `threshold` and `random` use a place for certain, in
+            training.
         eval_second_expert_threshold: The same outside training.
-        normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or the router would
-            get no gradient from the task.
+        normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or
+            the router would get no gradient from the task.
     """
 
     second_expert_policy: Policy = "random"
@@ -39,27 +40,38 @@ class TokenChoiceOptions:
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when a value is out of range."""
         for name in ("second_expert_threshold", "eval_second_expert_threshold"):
-            check_number(name, getattr(self, name), above=0, reason="policy 'all' always uses every place")
+            check_number(
+                name, getattr(self, name), above=0, reason="policy 'all' always uses every place"
+            )
 
 
 @ROUTERS.register("token_choice")
 class TokenChoiceRouter(Router):
     """Every token chooses its K best experts; see `TokenChoiceOptions`.
 
-    A place that is lost to the policy or to capacity is not made up for: the other gates stay as they are.
+    A place that is lost to the policy or to capacity is not made up for: the other gates stay as
+    they are.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §3.4 and appendix G; Mesh-TensorFlow transformer/moe.py at a32810e,
-        `_top_n_gating`. Differs: eval_second_expert_policy, see there.
+        ST-MoE (arXiv:2202.08906) §3.4 and appendix G; Mesh-TensorFlow transformer/moe.py at
+        a32810e, `_top_n_gating`. Differs: eval_second_expert_policy, see there.
     """
 
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
 
-    def assign(self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True) -> DispatchPlan:
+    def assign(
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+    ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         config, options = self.config, self.options
-        policy = options.second_expert_policy if self.training else options.eval_second_expert_policy
-        threshold = options.second_expert_threshold if self.training else options.eval_second_expert_threshold
+        policy = (
+            options.second_expert_policy if self.training else options.eval_second_expert_policy
+        )
+        threshold = (
+            options.second_expert_threshold
+            if self.training
+            else options.eval_second_expert_threshold
+        )
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
 
         expert_index = select_experts(scores.probs, config.num_selected_experts)
@@ -70,10 +82,14 @@ class TokenChoiceRouter(Router):
         slot, accepted = assign_slots(
             expert_index, wanted, config.num_experts, capacity, self.priority(scores, token_mask)
         )
-        return DispatchPlan(expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity)
+        return DispatchPlan(
+            expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity
+        )
 
     def priority(self, scores: RouterScores, token_mask: Tensor) -> Tensor | None:
-        """Returns who is served first within a place, <float32>[G, S]; None for the order of the sequence."""
+        """Returns who is served first within a place, <float32>[G, S]; None for the order of the
+        sequence.
+        """
         return None
 
 
@@ -112,7 +128,8 @@ def keep_places(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
     Args:
         gates: <float32>[G, S, K] gates.
         policy: `all`, `none`, `threshold` or `random`; the last draws from torch's generator.
-        threshold: Gate above which `threshold` keeps a place, and from which on `random` always does.
+        threshold: Gate above which `threshold` keeps a place, and from which on `random` always
+            does.
 
     Returns:
         <bool>[G, S, K].
