@@ -19,8 +19,7 @@ from moe.cli import RESUME, run_main
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokenizer import tokenize_corpus
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
