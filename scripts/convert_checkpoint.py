@@ -16,9 +16,9 @@ import torch
 from moe.checks import shown
 from moe.checksums import write_sums
 from moe.cli import Parser, file_size, run_main, word
+from moe.convert.formats import conversion_report, convert_checkpoint
 from moe.errors import ConfigError, DataError
 from moe.files import output_path, whole_folder
-from moe.models.convert_checkpoint import conversion_report, convert_checkpoint
 from moe.parsing import parse_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

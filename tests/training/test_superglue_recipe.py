@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.dev import read_tasks
+from eval.dev_scores import read_tasks
 from eval.scores.metrics import MULTIRC_F1A
 from scripts import finetune
 from tests.training.test_finetune_command import losses
