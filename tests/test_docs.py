@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,26 @@ def registries(monkeypatch):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
+@pytest.fixture
+def rank_of_one(monkeypatch):
+    """Sets what torchrun sets for a single rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 @with_blocks("python")
-def test_the_examples_of_a_page_run_as_written(page, workspace, registries, monkeypatch):
+def test_the_examples_of_a_page_run_as_written(
+    page, workspace, registries, monkeypatch, request
+):
     monkeypatch.chdir(workspace)
+    if "launch()" in page.read_text(encoding="utf-8"):
+        request.getfixturevalue("rank_of_one")
     namespace = {"__name__": "page"}
     for number, block in enumerate(blocks(page, "python"), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
@@ -140,6 +158,8 @@ def check_command(words):
             check_module(options.training_script, options.training_script_args)
         case ["make", *targets]:
             check_make(targets)
+        case ["stmoe", *arguments]:
+            check_module("moe.commands.stmoe", arguments)
         case ["pip", "install", *_] | ["git", "clone", *_] | ["cd", _]:
             pass
         case _:
