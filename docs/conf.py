@@ -159,7 +159,7 @@ def resolve_missing(app, env, node, contnode):
     if node.get("refdomain") != "py":
         return None
     target = node.get("reftarget", "")
-    ours = target.startswith(("moe.", "eval.")) and not _TYPE_VARIABLE.search(target)
+    ours = target.startswith("moe.") and not _TYPE_VARIABLE.search(target)
     return None if ours and node.get("reftype") != "obj" else contnode
 
 

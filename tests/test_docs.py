@@ -28,9 +28,7 @@ PAGES = [
     ROOT / "MODEL_CARD.md",
     *sorted(DOCS.rglob("*.md")),
 ]
-MODULES = [
-    path for path in sorted((ROOT / "moe").rglob("*.py")) if path.name != "__init__.py"
-]
+MODULES = [path for path in sorted((ROOT / "moe").rglob("*.py")) if path.name != "__init__.py"]
 
 
 # ---------------------------------------------------------------------------
@@ -90,10 +88,9 @@ def rank_of_one(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @with_blocks("python")
-def test_the_examples_of_a_page_run_as_written(
-    page, workspace, registries, monkeypatch, request
-):
+def test_the_examples_of_a_page_run_as_written(page, workspace, registries, monkeypatch, request):
     monkeypatch.chdir(workspace)
     if "launch()" in page.read_text(encoding="utf-8"):
         request.getfixturevalue("rank_of_one")
@@ -197,7 +194,7 @@ def test_recipes_and_files_that_are_named_exist():
     pattern = r"\b((?:moe|eval|scripts|benchmarks|recipes|notebooks|tests|docs)/[\w./-]*\w\.\w+)"
     for page in PAGES:
         for name in re.findall(pattern, page.read_text(encoding="utf-8")):
-            assert (ROOT / name).exists(), f"{page.name}: {name}"
+            assert (ROOT / name).exists() or "NAME" in name, f"{page.name}: {name}"
 
 
 def test_the_picture_names_files_of_the_sparse_layer():
@@ -210,7 +207,7 @@ def test_the_picture_names_files_of_the_sparse_layer():
 
 def test_every_public_name_stands_in_the_reference():
     page = (DOCS / "api/index.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^ +(moe\.[\w.]+)$", page, re.MULTILINE)
+    listed = re.findall(r"^ +~(moe\.[\w.]+)$", page, re.MULTILINE)
     assert sorted(name.rpartition(".")[2] for name in listed) == sorted(moe.__all__)
     for name in listed:
         module, _, attribute = name.rpartition(".")
@@ -223,5 +220,3 @@ def test_every_module_stands_in_the_reference():
     for path in MODULES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         assert listed.count(name) == 1, f"docs/api names {name} {listed.count(name)} times"
-
-
