@@ -4,10 +4,12 @@ import importlib
 import re
 import shlex
 import socket
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch.distributed.run
+import yaml
 
 import moe
 from eval.task import TASKS
@@ -180,6 +182,14 @@ def test_a_command_that_is_wrong_is_noticed(only_parse):
 
 # ---------------------------------------------------------------------------
 # Names
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert citation["references"][0]["url"].endswith("2202.08906")
 
 
 def test_links_between_pages_lead_somewhere():
