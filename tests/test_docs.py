@@ -14,6 +14,7 @@ import yaml
 import moe
 from eval.task import TASKS
 from moe.cli import Parser
+from moe.commands.stmoe import VERBS
 from moe.data.tokenizer import train_tokenizer
 from moe.optim.optimizers import OPTIMIZERS
 from moe.sparse.router import load_routers
@@ -157,6 +158,8 @@ def check_command(words):
             check_module(options.training_script, options.training_script_args)
         case ["make", *targets]:
             check_make(targets)
+        case ["stmoe", "--version"]:
+            assert importlib.import_module("moe.commands.stmoe").main(words[1:]) is None
         case ["stmoe", *arguments]:
             check_module("moe.commands.stmoe", arguments)
         case ["pip", "install", *_] | ["git", "clone", *_] | ["cd", _]:
@@ -190,6 +193,11 @@ def test_the_citation_is_of_this_version():
     assert citation["version"] == project["version"]
     assert citation["license"] == project["license"]
     assert citation["references"][0]["url"].endswith("2202.08906")
+
+
+def test_every_verb_of_stmoe_is_explained():
+    page = (DOCS / "start.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `stmoe (\w+)` \|", page, re.MULTILINE) == list(VERBS)
 
 
 def test_links_between_pages_lead_somewhere():
