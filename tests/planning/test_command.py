@@ -1,4 +1,4 @@
-"""scripts.plan: its table, its ranking of meshes, its errors, and the table that MODEL_CARD.md
+"""scripts.plan: its table, its ranking of meshes, its errors, and the table that docs/results.md
 quotes.
 """
 
@@ -42,10 +42,10 @@ def printed(capsys, *argv):
 
 
 @pytest.mark.slow
-def test_the_model_card_quotes_what_the_command_prints(capsys):
-    card = (ROOT / "MODEL_CARD.md").read_text(encoding="utf-8")
+def test_the_page_of_results_quotes_what_the_command_prints(capsys):
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     command, table = re.search(
-        r"```sh\n(python -m scripts\.plan .*?)```\n+```\n(.*?)```", card, re.DOTALL
+        r"```bash\n(python -m scripts\.plan .*?)```\n+```text\n(.*?)```", page, re.DOTALL
     ).groups()
     argv = shlex.split(command.replace("\\\n", " "))[3:]
     assert printed(capsys, *argv) == table
