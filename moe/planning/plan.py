@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe.distributed.mesh import AXES as MESH_AXES
-from moe.distributed.mesh import MeshConfig, divisors, fitting_meshes
+from moe.distributed.mesh import MeshConfig, divisors, valid_meshes
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -135,7 +135,7 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
             *(rows // sequences_per_group(rows, length, size) for length in workload.lengths)
         )
     plans = []
-    for mesh in fitting_meshes(mesh_limits(config, num_ranks, num_groups)):
+    for mesh in valid_meshes(mesh_limits(config, num_ranks, num_groups)):
         candidates = [make_plan(model, config, cut, mesh) for cut in _cuts(config, workload, mesh)]
         if candidates:
             plans.append(

@@ -155,7 +155,7 @@ def count_run(case):
     whole = sum(parameter.numel() for parameter in model.parameters())
     mesh = build_mesh(MeshConfig(*case.mesh), "cpu")
     shard_model(model, mesh, bfloat16=case.bfloat16)
-    optimizer = OPTIMIZERS.get(case.optimizer)(
+    optimizer = OPTIMIZERS.get(case.optimizer).build(
         parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0
     )
     here = {name: value[mesh.rows(ROWS)] for name, value in batch().items()}
