@@ -95,7 +95,9 @@ def _caller():
             return "gradient all-reduce"
         if frame.f_code.co_filename.endswith("optim/sharded_parameters.py"):
             return "optimizer sums"
-        if frame.f_code.co_filename.endswith("distributed/collectives.py") and frame.f_code.co_name in (
+        if frame.f_code.co_filename.endswith(
+            "distributed/collectives.py"
+        ) and frame.f_code.co_name in (
             "forward",
             "backward",
         ):
@@ -117,7 +119,9 @@ def ranks_on(axis, mesh):
     """Returns the ranks of this rank's group on an axis of a plan."""
     if axis in ("ep inside a node", "ep across nodes"):
         return tuple(
-            dist.get_process_group_ranks(mesh.ep.intra_node if "inside" in axis else mesh.ep.inter_node)
+            dist.get_process_group_ranks(
+                mesh.ep.intra_node if "inside" in axis else mesh.ep.inter_node
+            )
         )
     names = ("dp_replicate", "dp_shard", "ep", "tp")
     sizes = [getattr(mesh.config, name) for name in names]

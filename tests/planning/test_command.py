@@ -155,7 +155,7 @@ def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
 def test_every_rank_of_a_larger_mesh_holds_less():
     config = STMoEConfig(**SIZES)
     model = build_model(config)
-    plans = [make_plan(model, config, WORK, MeshConfig(ep=ep)) for ep in (1, 2, 4, 8)]
+    plans = [make_plan(model, WORK, MeshConfig(ep=ep)) for ep in (1, 2, 4, 8)]
     for small, large in itertools.pairwise(plans):
         assert large.parameters < 0.6 * small.parameters
         assert large.activations.total < 0.6 * small.activations.total
@@ -189,6 +189,6 @@ def test_bytes_are_shown_in_the_largest_unit():
 def test_a_plan_says_what_runs_again():
     config = STMoEConfig(**SIZES)
     work = Workload(32, 64, 16, activation_checkpointing=True)
-    text = show_plan(make_plan(build_model(config), config, work, MeshConfig()), "tiny", None)
+    text = show_plan(make_plan(build_model(config), work, MeshConfig()), "tiny", None)
     assert "one block again" in text
     assert "fit" not in text
