@@ -77,10 +77,15 @@ class CountsInFlight(NamedTuple):
             if self.relayed is not None:
                 return received, self._two_step_route(self.relayed, received)
 
-            # The splits must be on the host: one copy for both lists, since each waits for the device.
-            splits = torch.stack([self.sent.sum(dim=1), received.sum(dim=1)])  # [2, ep]
-            send_splits, receive_splits = splits.tolist()
-            step = AllToAllStep(self.axis.group, None, send_splits, receive_splits)
+            # The splits must be on the host: one copy for both, since each waits for the device.
+            sent_rows = self.sent.sum(dim=1)  # [ep]
+            received_rows = received.sum(dim=1)  # [ep]
+            splits = torch.stack([sent_rows, received_rows]).tolist()
+            step = AllToAllStep(
+                group=self.axis.group,
+                send_splits=splits[0],
+                receive_splits=splits[1],
+            )
             return received, Route((step,))
 
     def _two_step_route(self, relayed: Tensor, received: Tensor) -> Route:
@@ -96,15 +101,15 @@ class CountsInFlight(NamedTuple):
         relayed_rows = relayed.sum(dim=1)  # [local x node]
         received_rows = received.sum(dim=1)  # [node x local]
 
-        # One copy to the host for all four lists, since each waits for the device.
-        splits = torch.cat(
-            [
-                reduce(sent_rows, "(node local) -> local", "sum", node=num_nodes),
-                reduce(relayed_rows, "(local node) -> local", "sum", node=num_nodes),
-                reduce(relayed_rows, "(local node) -> node", "sum", node=num_nodes),
-                reduce(received_rows, "(node local) -> node", "sum", node=num_nodes),
-            ]
-        ).tolist()
+        # Inside the node a rank sends to each neighbour what goes to its local index anywhere;
+        # across, to each node all that it holds for that node.
+        to_local = reduce(sent_rows, "(node local) -> local", "sum", node=num_nodes)
+        from_local = reduce(relayed_rows, "(local node) -> local", "sum", node=num_nodes)
+        to_node = reduce(relayed_rows, "(local node) -> node", "sum", node=num_nodes)
+        from_node = reduce(received_rows, "(node local) -> node", "sum", node=num_nodes)
+
+        # One copy to the host for all four, since each waits for the device.
+        splits = torch.cat([to_local, from_local, to_node, from_node]).tolist()
         intra_splits = splits[: 2 * ranks_per_node]
         inter_splits = splits[2 * ranks_per_node :]
 
@@ -133,12 +138,15 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> CountsInFlight:
     sent = rearrange(counts, "(p e) -> p e", p=axis.size).contiguous()  # [ep, E / ep]
 
     with record_function("moe.counts"):
-        # Every rank sends one row of counts to every other.
+        # Every rank sends one row of counts to every other: splits are known.
         steps = equal_route(axis, axis.size, counts.device).steps
         if len(steps) == 1:
-            return CountsInFlight(axis, sent, None, _all_to_all(sent, steps[0]))
-        relayed = _all_to_all(sent, steps[0]).wait()
-        return CountsInFlight(axis, sent, relayed, _all_to_all(relayed, steps[1]))
+            transfer = _all_to_all(sent, steps[0])
+            return CountsInFlight(axis, sent, None, transfer)
+
+        relayed = _all_to_all(sent, steps[0]).wait()  # [ep, E / ep]
+        transfer = _all_to_all(relayed, steps[1])
+        return CountsInFlight(axis, sent, relayed, transfer)
 
 
 def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
@@ -154,6 +162,8 @@ def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
 
     num_nodes = dist.get_world_size(axis.inter_node)
     sizes = {"node": num_nodes, "local": axis.size // num_nodes}
+
+    # First sorted by the destination's index in its node, then by its node.
     rows = torch.arange(num_rows, device=device)
     by_local_index = rearrange(rows, "(node local n) -> (local node n)", **sizes)
     by_node = rearrange(rows, "(local node n) -> (node local n)", **sizes)
@@ -169,9 +179,10 @@ def _transpose_blocks(lengths: Tensor, num_rows: int) -> Tensor:
         lengths: <int64>[R * C] elements of each block of an R x C matrix of blocks.
         num_rows: R.
     """
+    # Blocks in their new order.
     device = lengths.device
     blocks = torch.arange(lengths.numel(), device=device)
-    blocks = rearrange(blocks, "(r c) -> (c r)", r=num_rows)  # blocks in their new order
+    blocks = rearrange(blocks, "(r c) -> (c r)", r=num_rows)  # [C * R]
 
     # How far each block moves: from where it starts now to where it starts in the new order.
     old_starts = (lengths.cumsum(0) - lengths)[blocks]
@@ -208,24 +219,36 @@ def _all_to_all(x: Tensor, step: AllToAllStep, *, reverse: bool = False) -> _Tra
     elif step.send_order is not None:
         x = x.index_select(0, step.send_order)
 
-    num_received = x.shape[0] if receive_splits is None else sum(receive_splits)
+    # Equal splits bring as many rows as leave.
+    num_received = x.shape[0]
+    if receive_splits is not None:
+        num_received = sum(receive_splits)
     buffer = x.new_empty(num_received, *x.shape[1:])
+
     work = dist.all_to_all_single(
-        buffer, x.contiguous(), receive_splits, send_splits, group=step.group, async_op=True
+        buffer,
+        x.contiguous(),
+        output_split_sizes=receive_splits,
+        input_split_sizes=send_splits,
+        group=step.group,
+        async_op=True,
     )
     return _Transfer(buffer, work)
 
 
-class _RowExchange:
-    """One exchange of rows along a route, forward or in reverse; its last step runs until `wait`."""
+class _OneWay:
+    """Rows along a route, or back along it; the last step runs until `wait`."""
 
     def __init__(self, route: Route, *, reverse: bool) -> None:
-        self._steps = tuple(reversed(route.steps)) if reverse else route.steps
+        self._steps = route.steps
+        if reverse:
+            self._steps = route.steps[::-1]
         self._reverse = reverse
         self._transfer: _Transfer | None = None
 
     def issue(self, x: Tensor) -> None:
         """Sends rows <any>[N, ...]."""
+        # Only the last step can overlap with other work: each needs the rows of the one before.
         for step in self._steps[:-1]:
             arrived = _all_to_all(x, step, reverse=self._reverse).wait()
             x = self._restore_order(arrived, step)
@@ -245,40 +268,52 @@ class _RowExchange:
         return torch.empty_like(x).index_copy_(0, step.send_order, x)
 
 
+class _Exchange(NamedTuple):
+    """Rows one way, and their gradients the other way.
+
+    Attributes:
+        rows: In the forward pass.
+        gradients: In the backward pass.
+        name: Name of the profiler's ranges.
+    """
+
+    rows: _OneWay
+    gradients: _OneWay
+    name: str
+
+
 class _Issue(torch.autograd.Function):
     """Sends rows; returns an empty tensor that ties `_Await` to this node in the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, exchange: _RowExchange, reverse: _RowExchange, name: str
-    ) -> Tensor:
-        ctx.reverse = reverse
-        ctx.name = name
-        with record_function(f"moe.{name}"):
-            exchange.issue(x)
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        with record_function(f"moe.{exchange.name}"):
+            exchange.rows.issue(x)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        with record_function(f"moe.{ctx.name}.backward.wait"):
-            return ctx.reverse.wait(), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # The last that the backward pass does for this exchange: gradients of the rows are there.
+        with record_function(f"moe.{ctx.exchange.name}.backward.wait"):
+            return ctx.exchange.gradients.wait(), None
 
 
 class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, issued: Tensor, exchange: _RowExchange, reverse: _RowExchange, name: str
-    ) -> Tensor:
-        ctx.reverse = reverse
-        ctx.name = name
-        with record_function(f"moe.{name}.wait"):
-            return exchange.wait()
+    """Waits for the rows; the backward pass starts here and sends their gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        with record_function(f"moe.{ctx.name}.backward"):
-            ctx.reverse.issue(grad_outputs[0].contiguous())
-        return grad_outputs[0].new_empty(0), None, None, None
+    def forward(ctx: Any, issued: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        with record_function(f"moe.{exchange.name}.wait"):
+            return exchange.rows.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        gradient = grad_outputs[0].contiguous()
+        with record_function(f"moe.{ctx.exchange.name}.backward"):
+            ctx.exchange.gradients.issue(gradient)
+        return gradient.new_empty(0), None
 
 
 class RowsInFlight(NamedTuple):
@@ -287,21 +322,23 @@ class RowsInFlight(NamedTuple):
     Attributes:
         issued: <float>[0] output of the node that sent them.
         exchange: The exchange that runs.
-        reverse: The exchange of the gradients, the other way.
-        name: Name of the profiler's ranges.
     """
 
     issued: Tensor
-    exchange: _RowExchange
-    reverse: _RowExchange
-    name: str
+    exchange: _Exchange
 
     def wait(self) -> Tensor:
         """Returns the rows <float>[M, D] that arrive here; must be called once, as a graph node."""
-        return _Await.apply(*self)
+        return _Await.apply(self.issued, self.exchange)
 
 
-def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> RowsInFlight:
+def send_rows(
+    x: Tensor,
+    route: Route,
+    name: str,
+    *,
+    reverse: bool = False,
+) -> RowsInFlight:
     """Issues an exchange of rows; `wait` of the result gives those that arrive.
 
     Args:
@@ -311,7 +348,10 @@ def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> R
             `.backward` the same backwards.
         reverse: Sends rows back to where the route brought them from.
     """
-    exchange = _RowExchange(route, reverse=reverse)
-    gradients = _RowExchange(route, reverse=not reverse)
-    issued = _Issue.apply(x, exchange, gradients, name)
-    return RowsInFlight(issued, exchange, gradients, name)
+    exchange = _Exchange(
+        rows=_OneWay(route, reverse=reverse),
+        gradients=_OneWay(route, reverse=not reverse),
+        name=name,
+    )
+    issued = _Issue.apply(x, exchange)
+    return RowsInFlight(issued, exchange)

@@ -44,6 +44,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     if not _has_ranks():
         return [function()]
 
+    # A failure waits here until the others are told.
     own_error: Exception | None = None
     try:
         outcome = _Outcome(function())
@@ -54,6 +55,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
 
+    # The own error first: it has its traceback, and may be of a class that does not travel.
     if own_error is not None:
         raise own_error
     for other in outcomes:
@@ -90,6 +92,7 @@ def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
     if not _has_ranks():
         return function()
 
+    # The other ranks wait in the broadcast below, whatever happens on rank 0.
     outcome = _Outcome(None)
     if dist.get_rank() == 0:
         try:
@@ -135,10 +138,16 @@ def sum_each_over_ranks(
 
     sums = list(values)
     for indices in indices_by_dtype.values():
+        # All of a dtype travel as one flat tensor.
         flat = torch.cat([values[index].flatten() for index in indices])
-        parts = sum_over_ranks(flat, group).split([values[index].numel() for index in indices])
-        for index, part in zip(indices, parts, strict=True):
-            sums[index] = part.view_as(values[index])
+        flat_sum = sum_over_ranks(flat, group)
+
+        # Each gets its piece of the sum back, in its own shape.
+        start = 0
+        for index in indices:
+            end = start + values[index].numel()
+            sums[index] = flat_sum[start:end].view_as(values[index])
+            start = end
     return sums
 
 
@@ -169,6 +178,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # Each rank has the gradient that its own shard of the layers gives.
         with record_function("moe.tp.backward"):
             return sum_over_ranks(grad_outputs[0].contiguous(), ctx.group), None
 
@@ -176,6 +186,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        # Each rank has the part of the output that its own shard of the layers gives.
         with record_function("moe.tp.forward"):
             return sum_over_ranks(x.contiguous(), group)
 

@@ -78,6 +78,8 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
     """
     check_timeout(timeout)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
+
+    # One process that torchrun did not start.
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         yield World(0, 1, 0, device_type)
         return
@@ -90,18 +92,20 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
             yield world
             failed = False
         except (MoEError, OSError) as error:
-            # A lost rank is reported by every rank that noticed; all else by one.
+            # A rank that lost another says so itself; what all ranks raise is said by one.
             if not isinstance(error, DistributedError) and _another_rank_raised(error):
                 raise SystemExit(2) from error
             raise
         except RuntimeError as error:
+            # torch has no class for a broken connection: its text tells it from other errors.
             if not isinstance(error, dist.DistError) and not _LOST_RANK.search(str(error)):
                 raise
             raise DistributedError(
-                f"Rank {world.rank} of {world.size} lost another rank during an exchange: it ended, or did not come "
-                f"within {timeout:g} seconds. The message of the rank that ended first says why; one without a "
-                "message was killed, perhaps for the memory that it used. If all ranks live and one is only slow, "
-                f"raise the timeout (--timeout SECONDS). (torch: {_first_line(error)})"
+                f"Rank {world.rank} of {world.size} lost another rank during an exchange: it "
+                f"ended, or did not come within {timeout:g} seconds. The message of the rank that "
+                "ended first says why; one without a message was killed, perhaps for the memory "
+                "that it used. If all ranks live and one is only slow, raise the timeout "
+                f"(--timeout SECONDS). (torch: {_first_line(error)})"
             ) from error
         finally:
             _leave_ranks(world, timeout, failed=failed)
@@ -118,8 +122,8 @@ def _read_environment(device_type: str) -> World:
     missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:
         raise ConfigError(
-            f"RANK or WORLD_SIZE is set in the environment, but not {', '.join(missing)}. Start ranks with torchrun, "
-            "which sets all of them, or unset both for one process."
+            f"RANK or WORLD_SIZE is set in the environment, but not {', '.join(missing)}. Start "
+            "ranks with torchrun, which sets all of them, or unset both for one process."
         )
 
     size = _read_integer("WORLD_SIZE", least=1, most=2**31 - 1)
@@ -129,8 +133,9 @@ def _read_environment(device_type: str) -> World:
 
     if device_type == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"Rank {rank} is number {local_rank} on its machine, which has {torch.cuda.device_count()} GPUs. Start at "
-            "most as many ranks on a machine as it has GPUs, or hide those with CUDA_VISIBLE_DEVICES= to use the CPU."
+            f"Rank {rank} is number {local_rank} on its machine, which has "
+            f"{torch.cuda.device_count()} GPUs. Start at most as many ranks on a machine as it has "
+            "GPUs, or hide those with CUDA_VISIBLE_DEVICES= to use the CPU."
         )
     return World(rank, size, local_rank, device_type)
 
@@ -138,7 +143,12 @@ def _read_environment(device_type: str) -> World:
 def _read_integer(name: str, *, least: int, most: int) -> int:
     """Returns the integer in one of torchrun's variables."""
     text = os.environ[name]
-    expected = f"an integer from {least} to {most}; torchrun sets it, unset RANK and WORLD_SIZE for one process"
+    expected = (
+        f"an integer from {least} to {most}; torchrun sets it, unset RANK and WORLD_SIZE for one "
+        "process"
+    )
+
+    # Ten digits at most: Python refuses to read thousands of them.
     check(bool(re.fullmatch(r"\d{1,10}", text)), name, text, expected)
     check(least <= int(text) <= most, name, text, expected)
     return int(text)
@@ -176,6 +186,7 @@ def _join_ranks(world: World, timeout: float) -> None:
         if world.rank != 0 or agent_keeps_store:
             _wait_for_listener(deadline)
 
+        # A connection that is made and then stays silent is given up too.
         remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
         init = partial(
             _init_process_group,
@@ -188,15 +199,16 @@ def _join_ranks(world: World, timeout: float) -> None:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if "EADDRINUSE" in str(error):
             raise DistributedError(
-                f"Rank {world.rank} of {world.size} cannot listen on {address}: the port is in use, by another run or "
-                "the rest of one. End that, or give another: torchrun --master-port PORT, or torchrun --standalone, "
-                "which finds a free one."
+                f"Rank {world.rank} of {world.size} cannot listen on {address}: the port is in "
+                "use, by another run or the rest of one. End that, or give another: torchrun "
+                "--master-port PORT, or torchrun --standalone, which finds a free one."
             ) from error
         raise DistributedError(
-            f"Rank {world.rank} of {world.size} did not meet the others at {address} within {timeout:g} seconds. The "
-            "message of a rank that ended says why; if none did, start the ranks of all nodes with the same address "
-            "and port, at which nothing else listens, and the same number of nodes and ranks; if they need longer to "
-            f"start, raise the timeout (--timeout SECONDS). (Reason: {_first_line(error)})"
+            f"Rank {world.rank} of {world.size} did not meet the others at {address} within "
+            f"{timeout:g} seconds. The message of a rank that ended says why; if none did, start "
+            "the ranks of all nodes with the same address and port, at which nothing else "
+            "listens, and the same number of nodes and ranks; if they need longer to start, raise "
+            f"the timeout (--timeout SECONDS). (Reason: {_first_line(error)})"
         ) from error
 
 
@@ -208,11 +220,12 @@ def _wait_for_listener(deadline: float) -> None:
     Raises:
         RuntimeError: When nobody listens at the deadline.
     """
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     while True:
         remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
         try:
-            with socket.create_connection(address, timeout=remaining):
+            with socket.create_connection((host, port), timeout=remaining):
                 return
         except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
             if time.monotonic() + _RETRY_INTERVAL > deadline:
@@ -257,6 +270,7 @@ def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
         except Exception as error:
             result.set_exception(error)
 
+    # A daemon does not keep the process alive when the call never returns.
     threading.Thread(target=call, daemon=True).start()
     try:
         return result.result(timeout + _TIMEOUT_SLACK)

@@ -58,13 +58,14 @@ class MeshConfig:
         for name, value in asdict(self).items():
             check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
 
+        # Each axis may be small enough and their product not.
         at_most = f"at most {_MAX_RANKS:,} ranks in all ({_WHY_MAX_RANKS})"
         check(self.num_ranks <= _MAX_RANKS, "mesh", self, at_most)
 
         if self.ep % self.ep_nodes:
             raise ConfigError(
-                f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. Every node must hold "
-                "the same number of ranks of the axis."
+                f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. "
+                "Every node must hold the same number of ranks of the axis."
             )
 
     @property
@@ -112,7 +113,8 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
         nearest = valid_meshes(limits, nearest_to=config)[:_NUM_SUGGESTIONS]
         suggestions = "; ".join(str(mesh) for mesh in nearest) or "none with these numbers"
         raise ConfigError(
-            f"The mesh {config} does not fit: {'; '.join(problems)}. Meshes that would fit: {suggestions}."
+            f"The mesh {config} does not fit: {'; '.join(problems)}. "
+            f"Meshes that would fit: {suggestions}."
         )
 
 
@@ -132,14 +134,14 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
 
     # An axis that cannot have some size on its own cannot have it beside others either.
     ep_sizes = [ep for ep in divisors(num_ranks) if _experts_divide(limits, ep)]
-    tp_sizes = [
-        tp for tp in divisors(num_ranks) if limits.num_heads % tp == 0 and limits.d_ff % tp == 0
-    ]
+    tp_sizes = [tp for tp in divisors(num_ranks) if _heads_and_units_divide(limits, tp)]
 
     meshes: list[MeshConfig] = []
     for ep, tp in itertools.product(ep_sizes, tp_sizes):
         if num_ranks % (ep * tp):
             continue
+
+        # What is left of the ranks is dp_replicate x dp_shard.
         num_dp_ranks = num_ranks // (ep * tp)
         for dp_replicate in divisors(num_dp_ranks):
             mesh = MeshConfig(
@@ -153,8 +155,11 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
                 meshes.append(mesh)
 
     def distance(mesh: MeshConfig) -> float:
-        factors = [getattr(mesh, axis) / getattr(target, axis) for axis in AXES]
-        return sum(abs(math.log(factor)) for factor in factors)
+        total = 0.0
+        for axis in AXES:
+            factor = getattr(mesh, axis) / getattr(target, axis)
+            total += abs(math.log(factor))
+        return total
 
     # The second sort is stable: of equally near meshes the smaller one stays first.
     meshes.sort(key=_size_order)
@@ -168,9 +173,17 @@ def _size_order(mesh: MeshConfig) -> tuple[int, ...]:
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a positive integer, smallest first."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    large = [number // size for size in reversed(small) if size * size != number]
-    return small + large
+    small: list[int] = []
+    large: list[int] = []
+    for divisor in range(1, math.isqrt(number) + 1):
+        if number % divisor:
+            continue
+
+        # Divisors come in pairs, but for the root of a square.
+        small.append(divisor)
+        if divisor * divisor != number:
+            large.append(number // divisor)
+    return small + large[::-1]
 
 
 def _experts_divide(limits: MeshLimits, ep: int) -> bool:
@@ -178,14 +191,21 @@ def _experts_divide(limits: MeshLimits, ep: int) -> bool:
     return ep == 1 or (limits.num_experts > 0 and limits.num_experts % ep == 0)
 
 
+def _heads_and_units_divide(limits: MeshLimits, tp: int) -> bool:
+    """Returns whether each rank of a `tp` axis gets as many heads and hidden units as the others."""
+    return limits.num_heads % tp == 0 and limits.d_ff % tp == 0
+
+
 def _mesh_problems(config: MeshConfig, limits: MeshLimits) -> list[str]:
     """Returns a clause for an error message for each number that does not fit."""
+    # The number of ranks, and the experts of a layer over `ep`.
     problems: list[str] = []
     if config.num_ranks != limits.num_ranks:
         problems.append(f"it has {config.num_ranks} ranks, but there are {limits.num_ranks}")
     if not _experts_divide(limits, config.ep):
         problems.append(f"{limits.num_experts} experts cannot be spread evenly over ep {config.ep}")
 
+    # Heads and hidden units over `tp`.
     divided_by_tp = {
         "attention heads": limits.num_heads,
         "hidden units (d_ff)": limits.d_ff,
@@ -194,6 +214,7 @@ def _mesh_problems(config: MeshConfig, limits: MeshLimits) -> list[str]:
         if number % config.tp:
             problems.append(f"{number} {name} cannot be spread evenly over tp {config.tp}")
 
+    # Groups of tokens over the data ranks: a group never crosses a rank.
     data_ranks = config.num_data_ranks
     if limits.num_groups is not None and limits.num_groups % data_ranks:
         problems.append(
@@ -251,8 +272,9 @@ class Mesh(NamedTuple):
         num_data_ranks = self.config.num_data_ranks
         if num_rows % num_data_ranks:
             raise ConfigError(
-                f"A batch of {num_rows} rows cannot be spread evenly over {num_data_ranks} data ranks ({self.config}). "
-                f"Choose training.batch_size as a multiple of {num_data_ranks}, or another mesh."
+                f"A batch of {num_rows} rows cannot be spread evenly over {num_data_ranks} data "
+                f"ranks ({self.config}). Choose training.batch_size as a multiple of "
+                f"{num_data_ranks}, or another mesh."
             )
         rows_per_rank = num_rows // num_data_ranks
         first = self.data_rank * rows_per_rank
@@ -273,15 +295,18 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
     num_running = dist.get_world_size() if dist.is_initialized() else 1
     if config.num_ranks != num_running:
         raise ConfigError(
-            f"The mesh {config} has {config.num_ranks} ranks, but {num_running} are running. Start as many, e.g. by "
-            f"torchrun --nproc-per-node {config.num_ranks}, or choose a mesh of {num_running}."
+            f"The mesh {config} has {config.num_ranks} ranks, but {num_running} are running. "
+            f"Start as many, e.g. by torchrun --nproc-per-node {config.num_ranks}, or choose a "
+            f"mesh of {num_running}."
         )
 
     sizes = tuple(getattr(config, axis) for axis in AXES)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
-    # Rows of a batch are split over the first three axes, dense parameters over dp_shard x ep.
+    # Rows of a batch are split over the first three axes.
     data = device_mesh["dp_replicate", "dp_shard", "ep"]._flatten("data")
+
+    # Dense parameters are replicated over the first and sharded over the next two.
     dense_shard = device_mesh["dp_shard", "ep"]._flatten("dense_shard")
     dense = DeviceMesh._concatenate([device_mesh["dp_replicate"], dense_shard])
 
@@ -304,6 +329,7 @@ def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())
 
+    # Neighbouring ranks are of one node: the outer half of the axis crosses nodes.
     sizes = (config.ep_nodes, config.ep // config.ep_nodes)
     levels = ep._unflatten(0, sizes, ("ep_inter_node", "ep_intra_node"))
     return ExpertAxis(

@@ -60,7 +60,10 @@ class MeshCoordinate(NamedTuple):
         ep = mesh.device_mesh.get_local_rank("ep")
         tp = mesh.device_mesh.get_local_rank("tp")
         dp_shard = mesh.device_mesh.get_local_rank("dp_shard")
-        return cls(ep, tp, dense_shard=dp_shard * mesh.config.ep + ep, expert_shard=dp_shard)
+
+        # Dense parameters are sharded over dp_shard x ep, of which ep is the inner axis.
+        dense_shard = dp_shard * mesh.config.ep + ep
+        return cls(ep, tp, dense_shard, expert_shard=dp_shard)
 
 
 class Layout(NamedTuple):
@@ -125,8 +128,8 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
         if re.fullmatch(rule.pattern, name):
             return rule
     raise ConfigError(
-        f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. Add a Rule for it, or "
-        "leave the module out."
+        f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. "
+        "Add a Rule for it, or leave the module out."
     )
 
 
@@ -145,6 +148,7 @@ def find_layout(
     if rule.packed:
         sizes[-2:] = [2, sizes[-2] // 2, sizes[-1]]
 
+    # Rules count dimensions from the end, where packing changes nothing.
     tp_dim = None
     if rule.tp_dim is not None and config.tp > 1:
         tp_dim = len(sizes) + rule.tp_dim
@@ -180,6 +184,7 @@ def _choose_shard_dim(layout: Layout, config: MeshConfig) -> int:
         candidates.remove(layout.tp_dim)
         candidates.append(layout.tp_dim)
 
+    # Shards of equal size need no padding.
     for dim in candidates:
         if sizes[dim] % layout.num_shards == 0:
             return dim
@@ -216,6 +221,7 @@ def shard_over_ep_tp(
     Returns:
         <any>[...] of the layout's gathered shape.
     """
+    # Both axes divide their dimension; `check_mesh` saw to that.
     part = pack(whole, layout)
     if layout.expert:
         num_local_experts = layout.shape[0] // config.ep
@@ -274,14 +280,18 @@ def _is_sharded_over_ep_tp(layout: Layout, config: MeshConfig) -> bool:
 
 def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
     """Returns a copy of a rank's shard <any>[...] as a DTensor on `tp`, an expert's on `ep` too."""
+    on_tp: Placement = Replicate()
+    if layout.tp_dim is not None:
+        on_tp = Shard(layout.tp_dim)
+
+    # Experts lie on both axes, dense parameters are the same on all ranks of `ep`.
     axes: tuple[str, ...] = ("tp",)
-    placements: list[Placement] = [
-        Replicate() if layout.tp_dim is None else Shard(layout.tp_dim),
-    ]
+    placements = [on_tp]
     if layout.expert:
         axes = ("ep", "tp")
-        placements.insert(0, Shard(0))
+        placements = [Shard(0), on_tp]
 
+    # A copy, so that the whole parameter can be let go of.
     return DTensor.from_local(
         part.clone(memory_format=torch.contiguous_format),
         device_mesh[axes],
@@ -323,10 +333,16 @@ def shard_unit(
     if mesh.config.dp_replicate == 1:
         unit_mesh = unit_mesh[cast(Any, unit_mesh.mesh_dim_names)[1]]
 
+    # Inputs keep their dtype: autocast casts where a product needs it.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if bfloat16:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
 
+    # Experts that no other data rank holds have nothing to gather.
     ignored: set[nn.Parameter] = set()
     if not experts:
         ignored = {p for p in module.parameters() if _has_one_data_rank(p, mesh)}
@@ -346,10 +362,7 @@ def shard_unit(
 
 
 def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Returns whether a parameter is an expert's that no other data rank holds.
-
-    FSDP has nothing to do for it.
-    """
+    """Returns whether a parameter is an expert's that no other data rank holds."""
     if not isinstance(parameter, DTensor):
         return False
     axes = cast(Any, parameter.device_mesh.mesh_dim_names)
@@ -376,6 +389,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
 
+    # A rank without any gradient takes part all the same.
     num_ranks = 1
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         num_ranks = dist.get_world_size()
@@ -419,6 +433,7 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) ->
     if max_norm is None:
         return norm
 
+    # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

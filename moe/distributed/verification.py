@@ -15,15 +15,23 @@ def gather_damage(folder: Path) -> list[Damage]:
     Every rank must call it.
     """
     rank, num_ranks = _rank_and_size()
-    damage_by_rank = gather_or_raise(lambda: find_damage(folder, part=rank, num_parts=num_ranks))
 
+    def find_share() -> list[Damage]:
+        return find_damage(folder, part=rank, num_parts=num_ranks)
+
+    damage_by_rank = gather_or_raise(find_share)
+
+    # A damaged file of checksums is found by every rank.
     damaged: set[Damage] = set()
     for damage in damage_by_rank:
         damaged.update(damage)
     return sorted(damaged)
 
 
-def gather_sha256(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def gather_sha256(
+    folder: Path,
+    names: Iterable[str],
+) -> dict[str, str]:
     """Returns on every rank the SHA-256 of files, by name; every rank must call it.
 
     Args:
@@ -39,6 +47,7 @@ def gather_sha256(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
     digests_by_rank = gather_or_raise(read_digests)
 
+    # Files were dealt out in turn, like cards.
     digests: dict[str, str] = {}
     for other_rank, rank_digests in enumerate(digests_by_rank):
         rank_names = all_names[other_rank::num_ranks]

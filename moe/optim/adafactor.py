@@ -119,8 +119,10 @@ class Adafactor(torch.optim.Optimizer):
                 ones.
         """
         super().add_param_group(param_group)
-        batch_dims = self.param_groups[-1]["batch_dims"]
-        for parameter in self.param_groups[-1]["params"]:
+        group = self.param_groups[-1]
+        batch_dims = group["batch_dims"]
+        for parameter in group["params"]:
+            # A whole scalar is fine, a stack of scalars is a vector without `batch_dims`.
             matrix_dims = parameter.ndim - batch_dims
             if batch_dims < 0 or matrix_dims < min(1, batch_dims):
                 raise ConfigError(
@@ -153,7 +155,13 @@ class Adafactor(torch.optim.Optimizer):
         bfloat16: here they keep the dtype that they were saved in.
         """
         super().load_state_dict(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+
+        # Saved states are numbered in the order of the groups.
+        parameters: list[Tensor] = []
+        for group in self.param_groups:
+            parameters += group["params"]
+
+        # Once more, as they were saved.
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             state = dict(saved)
@@ -179,6 +187,7 @@ class Adafactor(torch.optim.Optimizer):
         if not state:
             state.update(_initial_state(parameter, group, sharding))
 
+        # All of the step is at least float32, whatever the dtype of the parameter.
         dtype = _moment_dtype(parameter)
         shard = local_shard(parameter)
         X = _as_matrix(shard, batch_dims).to(dtype)  # [..., n, m]
@@ -188,10 +197,11 @@ class Adafactor(torch.optim.Optimizer):
         new_weight = (state["step"] + 1.0) ** -group["decay_exponent"]
 
         # U_t = G_t / sqrt(V_t)
+        epsilon1 = group["epsilon1"]
         if "v_row" in state:
-            U = yield from _normalise_factored(G, state, sharding, new_weight, group["epsilon1"])
+            U = yield from _normalise_factored(G, state, sharding, new_weight, epsilon1)
         else:
-            U = _normalise(G, state, new_weight, group["epsilon1"])
+            U = _normalise(G, state, new_weight, epsilon1)
         state["step"] += 1
 
         # alpha_t = max(epsilon2, RMS(X_{t-1})) * lr, and the clipping max(1, RMS(U_t) / d).
@@ -201,16 +211,20 @@ class Adafactor(torch.optim.Optimizer):
 
         # X_t = X_{t-1} - alpha_t * U_t / max(1, RMS(U_t) / d)
         X.addcmul_(U, scale.div_(clipping), value=-group["lr"])
+
+        # X was a copy where dtype or memory layout did not allow a view.
         if X.data_ptr() != shard.data_ptr():
             shard.copy_(X.view_as(shard))
 
 
 def _check_setting(name: str, value: float) -> None:
     """Raises a ConfigError unless a setting is finite and large enough."""
-    may_be_zero = name in ("lr", "epsilon2", "min_dim_size_to_factor")
-    bound = "0 or more" if may_be_zero else "above 0"
-    is_large_enough = value >= 0 if may_be_zero else value > 0
-    if not is_large_enough or not value < math.inf:
+    bound = "above 0"
+    holds = 0 < value < math.inf
+    if name in ("lr", "epsilon2", "min_dim_size_to_factor"):
+        bound = "0 or more"
+        holds = 0 <= value < math.inf
+    if not holds:
         raise ConfigError(f"Adafactor's {name} is {value!r}; expected a finite number {bound}.")
 
 
@@ -227,6 +241,7 @@ def _buckets(pending: Iterable[_PendingUpdate]) -> Iterator[list[_PendingUpdate]
             yield [update]
             continue
 
+        # A bucket that would grow too large is closed first.
         shard_elements = update.sharding.shard_elements
         if bucket and num_elements + shard_elements > MAX_BUCKET_ELEMENTS:
             yield bucket
@@ -255,7 +270,8 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         placements = grad.placements if isinstance(grad, DTensor) else "on no mesh"
         assert placements == parameter.placements, (
-            f"a parameter placed as {parameter.placements} has a gradient that is placed as {placements}"
+            f"a parameter placed as {parameter.placements} has a gradient that is placed as "
+            f"{placements}"
         )
     return local_shard(grad)
 
@@ -286,6 +302,7 @@ def _initial_state(
     if not is_factored(tuple(parameter.shape), batch_dims, group["min_dim_size_to_factor"]):
         return {"step": 0, "v": zeros_with_dims(parameter, dims, dtype)}
 
+    # R has all dimensions but the columns, C all but the rows.
     row_dims = dims[:-1]
     column_dims = (*dims[:batch_dims], dims[-1])
     return {
@@ -295,8 +312,14 @@ def _initial_state(
     }
 
 
-def _normalise(G: Tensor, state: dict[str, Any], new_weight: float, epsilon: float) -> Tensor:
+def _normalise(
+    G: Tensor,
+    state: dict[str, Any],
+    new_weight: float,
+    epsilon: float,
+) -> Tensor:
     """Mixes G^2 <float>[...] into V and returns U = G / sqrt(V)."""
+    # V_t = beta2_t V_{t-1} + (1 - beta2_t) (G_t^2 + epsilon1)
     V = local_shard(state["v"]).view_as(G)
     V.lerp_(G.square().add_(epsilon), new_weight)
     return V.rsqrt().mul_(G)
@@ -340,14 +363,25 @@ def _part_of_mean(x: Tensor, dim: int, count: int) -> Tensor:
     return x.mean(dim) if x.shape[dim] == count else x.sum(dim).div_(count)
 
 
-def _rms(tensors: tuple[Tensor, ...], batch_dims: int, sharding: MatrixSharding) -> SumsOverRanks:
+def _rms(
+    tensors: tuple[Tensor, ...],
+    batch_dims: int,
+    sharding: MatrixSharding,
+) -> SumsOverRanks:
     """Returns the root mean square of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
     norms = [_norm(x, tuple(range(batch_dims, x.ndim))) for x in tensors]
+
+    # Sums of squares are added over ranks, roots are not.
     if sharding.groups:
         yield [PartialSum(norm.square_(), sharding.groups) for norm in norms]
-        norms = [norm.sqrt_() for norm in norms]
-    inverse_root_size = (sharding.num_rows * sharding.num_columns) ** -0.5
-    return [norm.mul_(inverse_root_size) for norm in norms]
+        for norm in norms:
+            norm.sqrt_()
+
+    # The norm over sqrt(n m).
+    size = sharding.num_rows * sharding.num_columns
+    for norm in norms:
+        norm.mul_(size**-0.5)
+    return norms
 
 
 def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -364,19 +398,25 @@ def state_elements(layout: Layout, mesh: MeshConfig) -> int:
     batch_dims = int(layout.expert)
     if not is_factored(layout.shape, batch_dims, MIN_DIM_SIZE_TO_FACTOR):
         return math.prod(shape)
+
+    # R has a number for each row, C one for each column, of every matrix.
     row_moments = math.prod(shape[:-1])
     column_moments = math.prod(shape[:batch_dims]) * shape[-1]
     return row_moments + column_moments
 
 
-def summed_elements(layout: Layout, mesh: MeshConfig) -> dict[tuple[str, ...], int]:
+def summed_elements(
+    layout: Layout,
+    mesh: MeshConfig,
+) -> dict[tuple[str, ...], int]:
     """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes."""
     batch_dims = int(layout.expert)
     last_dim = len(layout.shape) - 1
     shape = layout.local_shape(mesh)
     num_matrices = math.prod(shape[:batch_dims])
 
-    sharded_dims = {}
+    # The dimension that each group of axes shards.
+    sharded_dims: dict[tuple[str, ...], int] = {}
     if layout.num_shards > 1:
         sharded_dims[layout.fsdp_axes] = layout.shard_dim
     if layout.tp_dim is not None:

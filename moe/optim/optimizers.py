@@ -34,7 +34,10 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer")
 
 
 def build_adafactor(
-    groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float
+    groups: list[dict[str, Any]],
+    *,
+    clipping_threshold: float,
+    weight_decay: float,
 ) -> torch.optim.Optimizer:
     """Returns Adafactor, the paper's optimizer.
 
@@ -50,12 +53,16 @@ def build_adafactor(
 
 
 def build_adamw(
-    groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float
+    groups: list[dict[str, Any]],
+    *,
+    clipping_threshold: float,
+    weight_decay: float,
 ) -> torch.optim.Optimizer:
     """Returns torch's AdamW.
 
     Its learning rate is absolute, and `clipping_threshold` is Adafactor's alone.
     """
+    # torch would keep `batch_dims` in the group, and in every checkpoint.
     parameters = [{"params": group["params"]} for group in groups]
     return torch.optim.AdamW(parameters, weight_decay=weight_decay)
 
@@ -71,6 +78,17 @@ def _no_sums(layout: Layout, mesh: MeshConfig) -> dict[tuple[str, ...], int]:
 
 OPTIMIZERS.add(
     "adafactor",
-    OptimizerSpec(build_adafactor, adafactor.state_elements, adafactor.summed_elements),
+    OptimizerSpec(
+        build=build_adafactor,
+        state_elements=adafactor.state_elements,
+        summed_elements=adafactor.summed_elements,
+    ),
 )
-OPTIMIZERS.add("adamw", OptimizerSpec(build_adamw, _adamw_state_elements, _no_sums))
+OPTIMIZERS.add(
+    "adamw",
+    OptimizerSpec(
+        build=build_adamw,
+        state_elements=_adamw_state_elements,
+        summed_elements=_no_sums,
+    ),
+)

@@ -45,6 +45,7 @@ def constant(*, lr: float, warmup_steps: int) -> Schedule:
         above 0.
     """
 
+    # Step 0 is the first of the warm-up and learns already.
     def rate(step: int) -> float:
         warmed_up = (step + 1) / max(1, warmup_steps)
         return lr * min(1.0, warmed_up)
@@ -68,6 +69,7 @@ def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) 
     if cooldown_steps == 0:
         return schedule
 
+    # The last step, total_steps - 1, still has one share of the rate.
     def rate(step: int) -> float:
         remaining = (total_steps - step) / cooldown_steps
         return schedule(step) * min(1.0, max(0.0, remaining))

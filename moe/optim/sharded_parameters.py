@@ -68,8 +68,10 @@ def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
             the strided shard of FSDP; or a tensor.
         batch_dims: How many of its first dimensions count separate matrices.
     """
-    num_rows = math.prod(parameter.shape[batch_dims:-1])
-    num_columns = math.prod(parameter.shape[batch_dims:][-1:])
+    # A vector is one row, a scalar one row of one column.
+    matrix_shape = parameter.shape[batch_dims:]
+    num_rows = math.prod(matrix_shape[:-1])
+    num_columns = math.prod(matrix_shape[-1:])
     if not isinstance(parameter, DTensor):
         return MatrixSharding(num_rows, num_columns)
 
@@ -98,7 +100,11 @@ def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
     )
 
 
-def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros_with_dims(
+    parameter: Tensor,
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns zeros <dtype>[...] with some dimensions of a parameter, placed as these are.
 
     Beside a DTensor stands a DTensor, replicated over the axes that shard one of the other
@@ -116,8 +122,12 @@ def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype
         return zeros
 
     # An empty meta tensor knows the strides of the whole.
-    whole = torch.empty([parameter.shape[dim] for dim in dims], device="meta")
-    placements = [_placement_with_dims(placement, dims) for placement in parameter.placements]
+    whole_shape = [parameter.shape[dim] for dim in dims]
+    whole = torch.empty(whole_shape, device="meta")
+
+    placements: list[Placement] = []
+    for placement in parameter.placements:
+        placements.append(_placement_with_dims(placement, dims))
     return DTensor.from_local(
         zeros,
         parameter.device_mesh,
@@ -133,6 +143,7 @@ def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
 
     Every rank of a group must come with parts of the same sizes in the same order.
     """
+    # Parts of one group and dtype share an exchange, in the order in which they come.
     groups: dict[str, ProcessGroup] = {}
     parts_by_exchange: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for part, part_groups in partial_sums:
@@ -141,13 +152,16 @@ def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
             exchange = (group.group_name, part.dtype)
             parts_by_exchange.setdefault(exchange, []).append(part)
 
-    # All parts of an exchange travel as one flat tensor.
     for (group_name, _), parts in parts_by_exchange.items():
         flat = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(flat, group=groups[group_name])
-        sums = flat.split([part.numel() for part in parts])
-        for part, total in zip(parts, sums, strict=True):
-            part.copy_(total.view_as(part))
+
+        # Each part gets its piece of the sum back.
+        start = 0
+        for part in parts:
+            end = start + part.numel()
+            part.copy_(flat[start:end].view_as(part))
+            start = end
 
 
 def _sharded_dim(placement: Placement) -> int | None:
@@ -165,6 +179,9 @@ def _placement_with_dims(placement: Placement, dims: tuple[int, ...]) -> Placeme
     dim = _sharded_dim(placement)
     if dim not in dims:
         return Replicate()
+
+    # The dimension has another number among those that are kept.
+    new_dim = dims.index(dim)
     if isinstance(placement, _StridedShard):
-        return _StridedShard(dims.index(dim), split_factor=placement.split_factor)
-    return Shard(dims.index(dim))
+        return _StridedShard(new_dim, split_factor=placement.split_factor)
+    return Shard(new_dim)
