@@ -1,6 +1,5 @@
 """A plan: what a model and an update need on a mesh, and which meshes of N ranks need least."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +19,10 @@ from moe.sparse.groups import common_num_groups, groups_alike, tokens_per_group
 
 RANKS_PER_NODE = 8
 BYTES_PER_SECOND = {"inside": 450e9, "across": 50e9}
-"""Assumed for `seconds_of`: what a rank sends inside a node of `RANKS_PER_NODE`, and across, as in an HGX H100 node."""
+"""Assumed for `seconds_of`: what a rank sends inside a node of `RANKS_PER_NODE`, and across nodes.
+
+An HGX H100 node has these.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,11 @@ def build_model(config: STMoEConfig) -> STMoEForConditionalGeneration:
         return STMoEForConditionalGeneration(config)
 
 
-def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig) -> Plan:
+def make_plan(
+    model: STMoEForConditionalGeneration,
+    workload: Workload,
+    mesh: MeshConfig,
+) -> Plan:
     """Returns what an update needs; the mesh must fit, see `check_mesh`.
 
     Args:
@@ -85,6 +91,8 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
     """
     config = model.config
     layouts = model_layouts(model, config, mesh)
+
+    # A gradient lies as its parameter does.
     state_bytes = parameter_bytes(layouts, mesh)
     gathered = gathered_bytes(
         layouts,
@@ -92,13 +100,15 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
         bfloat16=workload.bfloat16,
         accumulates=workload.num_passes(mesh) > 1,
     )
+
+    forward = forward_flops(model, workload)
     return Plan(
         workload=workload,
         mesh=mesh,
         num_parameters=config.num_parameters(),
         num_active_parameters=config.num_active_parameters(),
         flops_per_token=training_flops_per_token(model, workload),
-        flops_per_sequence=forward_flops(model, workload) / workload.batch_size,
+        flops_per_sequence=forward / workload.batch_size,
         parameters=state_bytes,
         gradients=state_bytes,
         optimizer=optimizer_bytes(layouts, mesh, workload.optimizer),
@@ -108,7 +118,12 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
     )
 
 
-def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int) -> list[Plan]:
+def suggest(
+    config: STMoEConfig,
+    workload: Workload,
+    num_ranks: int,
+    memory: int,
+) -> list[Plan]:
     """Returns a plan for every mesh that the model and the batch allow, the best first.
 
     Those that fit into memory come first; then those that send for the fewest seconds, by
@@ -124,14 +139,17 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
     Raises:
         ConfigError: When there is no such mesh.
     """
+    # Groups of tokens never cross a rank: with sparse layers they limit the data ranks.
     model = build_model(config)
     num_groups = None
     if model.sparse_layers():
         group_size = tokens_per_group(config)
         num_groups = common_num_groups(workload.lengths, workload.batch_size, group_size)
 
+    # One plan for each mesh that fits the model.
     plans: list[Plan] = []
-    for mesh in valid_meshes(mesh_limits(config, num_ranks, num_groups)):
+    limits = mesh_limits(config, num_ranks, num_groups)
+    for mesh in valid_meshes(limits):
         plan = _plan_largest_pass(model, workload, mesh, memory)
         if plan is not None:
             plans.append(plan)
@@ -148,7 +166,10 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
 
 
 def _plan_largest_pass(
-    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, memory: int
+    model: STMoEForConditionalGeneration,
+    workload: Workload,
+    mesh: MeshConfig,
+    memory: int,
 ) -> Plan | None:
     """Returns the plan with the largest micro-batch that fits into memory, else the smallest one.
 
@@ -163,7 +184,9 @@ def _plan_largest_pass(
 
 
 def _with_micro_batches(
-    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
+    model: STMoEForConditionalGeneration,
+    workload: Workload,
+    mesh: MeshConfig,
 ) -> list[Workload]:
     """Returns the workload with every micro-batch that it allows, the largest first.
 
@@ -171,19 +194,22 @@ def _with_micro_batches(
     """
     if workload.batch_size % mesh.num_data_ranks:
         return []
+
+    # Sizes that divide a rank's rows; one alone when the workload names it.
     rows = workload.rows_of_rank(mesh)
     sizes = divisors(rows)[::-1]
     if workload.micro_batch_size is not None:
         sizes = [workload.micro_batch_size]
 
+    has_groups = bool(model.sparse_layers())
     group_size = tokens_per_group(model.config)
-    routes = bool(model.sparse_layers())
     workloads: list[Workload] = []
     for size in sizes:
         if rows % size:
             continue
-        if not routes or groups_alike(workload.lengths, workload.batch_size, size, group_size):
-            workloads.append(replace(workload, micro_batch_size=size))
+        if has_groups and not groups_alike(workload.lengths, workload.batch_size, size, group_size):
+            continue
+        workloads.append(replace(workload, micro_batch_size=size))
     return workloads
 
 
@@ -200,13 +226,18 @@ def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
 
 def _is_inside_node(axis: str, mesh: MeshConfig) -> bool:
     """Returns whether every group on an axis of traffic.AXES has its ranks in one node."""
+    # The two levels of an exchange say it themselves.
     if axis in ("ep inside a node", "ep across nodes"):
         return axis == "ep inside a node"
     if group_size(axis, mesh) == 1:
         return True
 
     # Neighbouring ranks are of the innermost axis: a group spans all axes from its outermost on.
+    num_spanned = 0
+    num_ranks = 1
     sizes = axis_sizes(mesh)
-    spanned = [name for name in MESH_AXES if name in AXES[axis] and sizes[name] > 1]
-    outermost = MESH_AXES.index(spanned[0])
-    return math.prod(sizes[name] for name in MESH_AXES[outermost:]) <= RANKS_PER_NODE
+    for name in reversed(MESH_AXES):
+        num_ranks *= sizes[name]
+        if name in AXES[axis] and sizes[name] > 1:
+            num_spanned = num_ranks
+    return num_spanned <= RANKS_PER_NODE

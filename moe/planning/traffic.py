@@ -106,36 +106,45 @@ def traffic(
     num_passes = workload.num_passes(mesh)
 
     # A balance loss over more than one pass needs all counts first: a forward pass of its own.
-    balance_scope = model.config.balance_scope
-    counts_first = balance_scope in ("ranks", "global") and num_passes * mesh.num_data_ranks > 1
+    is_wide = model.config.balance_scope in ("ranks", "global")
+    counts_first = is_wide and num_passes * mesh.num_data_ranks > 1
+    num_balance_totals = num_passes if counts_first else 0
     passes = PassCounts(
         backward=num_passes,
-        forward=num_passes * (2 if counts_first else 1),
+        forward=num_passes + num_balance_totals,
         recomputed=num_passes if workload.activation_checkpointing else 0,
     )
 
+    # Each part in the order in which an update comes to it first.
     units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
     parts = [_fsdp_transfers(units, mesh, passes)]
     for stack in stacks:
         parts.append(_expert_transfers(stack, mesh, passes))
     for stack in stacks:
         parts.append(_tensor_parallel_transfers(stack, mesh, passes))
-    parts.append(_optimizer_transfers(OPTIMIZERS.get(workload.optimizer), layouts, mesh))
-    parts.append(_statistics_transfers(stacks, mesh, num_passes if counts_first else 0))
+    optimizer = OPTIMIZERS.get(workload.optimizer)
+    parts.append(_optimizer_transfers(optimizer, layouts, mesh))
+    parts.append(_statistics_transfers(stacks, mesh, num_balance_totals))
 
-    bytes_by_kind: dict[tuple[str, str], float] = {}
-    for what, axis, num_bytes in chain.from_iterable(parts):
-        bytes_by_kind[what, axis] = bytes_by_kind.get((what, axis), 0.0) + num_bytes
-    return tuple(Transfer(*kind, total) for kind, total in bytes_by_kind.items() if total)
+    # Equal kinds added up.
+    totals: dict[tuple[str, str], float] = {}
+    for transfer in chain.from_iterable(parts):
+        kind = (transfer.what, transfer.axis)
+        totals[kind] = totals.get(kind, 0.0) + transfer.num_bytes
+    return tuple(Transfer(*kind, total) for kind, total in totals.items() if total)
 
 
-def _all_reduce_bytes(num_bytes: float, axis: str, mesh: MeshConfig) -> float:
+def _all_reduce(what: str, axis: str, num_bytes: float, mesh: MeshConfig) -> Transfer:
     """Returns what a rank sends in an all-reduce of so many bytes."""
     size = group_size(axis, mesh)
-    return 2 * num_bytes * (size - 1) / size
+    return Transfer(what, axis, 2 * num_bytes * (size - 1) / size)
 
 
-def _fsdp_transfers(units: list[Unit], mesh: MeshConfig, passes: PassCounts) -> Iterator[Transfer]:
+def _fsdp_transfers(
+    units: list[Unit],
+    mesh: MeshConfig,
+    passes: PassCounts,
+) -> Iterator[Transfer]:
     """Yields gathers of parameters and reductions of gradients.
 
     Gradients are reduced in float32, once, in the last backward pass.
@@ -150,16 +159,20 @@ def _fsdp_transfers(units: list[Unit], mesh: MeshConfig, passes: PassCounts) -> 
         num_gathers = passes.backward
         if not unit.is_root:
             num_gathers += passes.forward
-        gathered = num_gathers * shard_numel * num_others * unit.gathered_bytes
-        yield Transfer("parameter gathers", axis, gathered)
+        shard_bytes = shard_numel * unit.gathered_bytes
+        yield Transfer("parameter gathers", axis, num_gathers * shard_bytes * num_others)
 
+        # Over the shards first; then each shard over its replicas.
         gradient_bytes = shard_numel * FLOAT32_BYTES
         yield Transfer("gradient reduce-scatter", axis, gradient_bytes * num_others)
-        replicated = _all_reduce_bytes(gradient_bytes, "dp_replicate", mesh)
-        yield Transfer("gradient all-reduce", "dp_replicate", replicated)
+        yield _all_reduce("gradient all-reduce", "dp_replicate", gradient_bytes, mesh)
 
 
-def _expert_transfers(stack: StackPass, mesh: MeshConfig, passes: PassCounts) -> Iterator[Transfer]:
+def _expert_transfers(
+    stack: StackPass,
+    mesh: MeshConfig,
+    passes: PassCounts,
+) -> Iterator[Transfer]:
     """Yields exchanges of rows and of their counts: to the experts and back, both ways."""
     if not stack.sparse_layers:
         return
@@ -173,24 +186,33 @@ def _expert_transfers(stack: StackPass, mesh: MeshConfig, passes: PassCounts) ->
     row_bytes = stack.expert_rows * stack.d_model * stack.product_bytes
     count_bytes = config.num_experts * _LONG_BYTES
 
-    levels = ("ep inside a node", "ep across nodes") if mesh.ep_nodes > 1 else ("ep",)
+    # On several nodes every row crosses both levels.
+    levels = ("ep",)
+    if mesh.ep_nodes > 1:
+        levels = ("ep inside a node", "ep across nodes")
     for axis in levels:
+        # What stays on this rank is not sent.
         size = group_size(axis, mesh)
-        sent = num_layers * (size - 1) / size  # what stays on this rank is not sent
-        yield Transfer("rows to experts and back", axis, sent * num_row_exchanges * row_bytes)
-        yield Transfer("counts of rows", axis, sent * num_count_exchanges * count_bytes)
+        sent = num_layers * (size - 1) / size
+        rows = sent * num_row_exchanges * row_bytes
+        counts = sent * num_count_exchanges * count_bytes
+        yield Transfer("rows to experts and back", axis, rows)
+        yield Transfer("counts of rows", axis, counts)
 
 
 def _tensor_parallel_transfers(
-    stack: StackPass, mesh: MeshConfig, passes: PassCounts
+    stack: StackPass,
+    mesh: MeshConfig,
+    passes: PassCounts,
 ) -> Iterator[Transfer]:
     """Yields all-reduces over `tp`: of layers' outputs forwards, of their inputs' gradients back.
 
     Outputs travel in the dtype of products, gradients of inputs in that of the residual stream,
     which is float32; the rows of a sparse layer are cast before.
     """
-    modules = list(stack.stack.modules())
-    num_dense = sum(isinstance(module, Attention | FeedForward) for module in modules)
+    num_dense = 0
+    for module in stack.stack.modules():
+        num_dense += isinstance(module, Attention | FeedForward)
     num_sparse = len(stack.sparse_layers)
     num_outputs = num_dense + num_sparse
 
@@ -200,45 +222,56 @@ def _tensor_parallel_transfers(
     if not stack.stack.dropout.p:
         num_recomputed -= len(stack.blocks)
 
+    # Forwards: outputs of layers.
     residual = stack.num_tokens * stack.d_model
     num_sums = num_outputs * passes.forward + num_recomputed * passes.recomputed
     output_bytes = residual * stack.product_bytes * num_sums
 
+    # Backwards: inputs of layers, and the combine weights of a router that learns.
     input_bytes = residual * num_dense * FLOAT32_BYTES
     input_bytes += residual * num_sparse * stack.product_bytes
     for layer in stack.sparse_layers:
         if layer.router.num_parameters(layer.config):
-            input_bytes += stack.num_tokens * stack.num_choices * FLOAT32_BYTES  # combine weights
-    if stack.memory is not None:  # once for all layers
+            input_bytes += stack.num_tokens * stack.num_choices * FLOAT32_BYTES
+
+    # The memory, once for all layers.
+    if stack.memory is not None:
         input_bytes += stack.memory.num_tokens * stack.d_model * FLOAT32_BYTES
 
     num_bytes = output_bytes + input_bytes * passes.backward
-    yield Transfer("tensor-parallel sums", "tp", _all_reduce_bytes(num_bytes, "tp", mesh))
+    yield _all_reduce("tensor-parallel sums", "tp", num_bytes, mesh)
 
 
 def _optimizer_transfers(
-    optimizer: OptimizerSpec, layouts: Mapping[str, Layout], mesh: MeshConfig
+    optimizer: OptimizerSpec,
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
 ) -> Iterator[Transfer]:
     """Yields the sums of the optimizer over the axes that shard a parameter."""
     for layout in layouts.values():
-        for axes, numel in optimizer.summed_elements(layout, mesh).items():
-            axis = _NAMES[axes]
-            num_bytes = _all_reduce_bytes(numel * FLOAT32_BYTES, axis, mesh)
-            yield Transfer("optimizer sums", axis, num_bytes)
+        summed = optimizer.summed_elements(layout, mesh)
+        for axes, numel in summed.items():
+            yield _all_reduce("optimizer sums", _NAMES[axes], numel * FLOAT32_BYTES, mesh)
 
 
 def _statistics_transfers(
-    stacks: tuple[StackPass, StackPass], mesh: MeshConfig, num_balance_totals: int
+    stacks: tuple[StackPass, StackPass],
+    mesh: MeshConfig,
+    num_balance_totals: int,
 ) -> Iterator[Transfer]:
     """Yields counts of losses, statistics of routers, and the norm of the gradient."""
+    # Counts of the losses, then the two losses.
     num_bytes = 7 * _LONG_BYTES + 2 * FLOAT32_BYTES
     for stack in stacks:
         for layer in stack.sparse_layers:
+            # Sums by expert and by choice, and those over all tokens.
             num_experts = layer.config.num_experts
-            num_bytes += (2 * num_experts + stack.num_choices + 5 + 6) * _LONG_BYTES
-            num_bytes += num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+            num_sums = 2 * num_experts + stack.num_choices + 5 + 6
+            num_bytes += num_sums * _LONG_BYTES
 
-    data_bytes = _all_reduce_bytes(num_bytes, "data ranks", mesh)
-    yield Transfer("statistics", "data ranks", data_bytes)
-    norm_bytes = _all_reduce_bytes(_LONG_BYTES, "all ranks", mesh)
-    yield Transfer("statistics", "all ranks", norm_bytes)
+            # Choices of each expert and their number, when the balance loss needs them first.
+            num_bytes += num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+    yield _all_reduce("statistics", "data ranks", num_bytes, mesh)
+
+    # The norm of the gradient, a number.
+    yield _all_reduce("statistics", "all ranks", _LONG_BYTES, mesh)

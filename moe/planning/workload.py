@@ -3,7 +3,7 @@
 Comes first: all else in this folder counts with these records.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from moe.checks import check_field_types, check_integer
@@ -52,6 +52,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+
+        # An upper bound, since sizes are multiplied: a typing error must not become a table.
         for name in ("batch_size", "inputs_length", "targets_length"):
             value = getattr(self, name)
             check_integer(name, value, least=1, most=_MAX_INTEGER, reason=_WHY_MAX_INTEGER)
@@ -164,48 +166,56 @@ def stack_passes(
 
 
 def _stack_pass(
-    stack: Stack, memory: StackPass | None, workload: Workload, mesh: MeshConfig, cpu: bool
+    stack: Stack,
+    memory: StackPass | None,
+    workload: Workload,
+    mesh: MeshConfig,
+    cpu: bool,
 ) -> StackPass:
     """Returns the forward pass of one stack."""
-    num_rows = workload.rows_of_pass(mesh)
     length = workload.targets_length if stack.decoder else workload.inputs_length
-    expert_rows = 0
-    num_choices = 0
-
-    sparse_blocks = [block for block in stack.blocks if cast(Block, block).sparse]
-    if sparse_blocks:
-        layer = cast(Block, sparse_blocks[0]).sparse_feed_forward
-        num_choices = layer.router.num_choices(layer.config)
-        expert_rows = _expert_rows(layer, num_rows, length, num_choices)
-
-    return StackPass(
+    stack_pass = StackPass(
         stack=stack,
         memory=memory,
-        num_rows=num_rows,
+        num_rows=workload.rows_of_pass(mesh),
         length=length,
-        expert_rows=expert_rows,
-        num_choices=num_choices,
+        expert_rows=0,
+        num_choices=0,
         tp=mesh.tp,
         expert_parallel=mesh.ep > 1,
         product_bytes=workload.product_bytes,
         masked=workload.masked,
         cpu=cpu,
     )
+    if not stack_pass.sparse_layers:
+        return stack_pass
+
+    # All sparse layers of a stack have the same settings.
+    layer = stack_pass.sparse_layers[0]
+    return replace(
+        stack_pass,
+        expert_rows=_expert_rows(layer, stack_pass),
+        num_choices=layer.router.num_choices(layer.config),
+    )
 
 
-def _expert_rows(layer: SparseFeedForward, num_rows: int, length: int, num_choices: int) -> int:
+def _expert_rows(layer: SparseFeedForward, p: StackPass) -> int:
     """Returns the rows that a sparse layer gives its experts, all of them together."""
     config = layer.config
-    sequences = sequences_per_group(num_rows, length, tokens_per_group(config))
-    group_size = sequences * length
-    num_groups = num_rows // sequences
 
+    # Groups of whole sequences, S tokens each.
+    sequences = sequences_per_group(p.num_rows, p.length, tokens_per_group(config))
+    group_size = sequences * p.length
+    num_groups = p.num_rows // sequences
+
+    # C slots of each expert in each group; without a capacity there is room for every token.
     capacity = slots_of_expert(config, group_size, training=True)
     if capacity is None:
-        capacity = group_size  # room for every token
+        capacity = group_size
     num_slots = num_groups * capacity * config.num_experts
 
     # Fixed slots are computed whether they are filled or not.
     if config.dispatch == "static":
         return num_slots
-    return min(num_slots, num_rows * length * num_choices)
+    num_requests = p.num_tokens * layer.router.num_choices(config)
+    return min(num_slots, num_requests)
