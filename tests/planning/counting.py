@@ -126,9 +126,10 @@ def ranks_on(axis, mesh):
     names = ("dp_replicate", "dp_shard", "ep", "tp")
     sizes = [getattr(mesh.config, name) for name in names]
     own, all_ranks = dist.get_rank(), torch.arange(math.prod(sizes)).reshape(sizes)
-    place = [int(index) for index in (all_ranks == own).nonzero()[0]]
+    coordinate = [int(index) for index in (all_ranks == own).nonzero()[0]]
     index = tuple(
-        slice(None) if name in AXES[axis] else at for name, at in zip(names, place, strict=True)
+        slice(None) if name in AXES[axis] else at
+        for name, at in zip(names, coordinate, strict=True)
     )
     return tuple(sorted(all_ranks[index].flatten().tolist()))
 

@@ -140,12 +140,12 @@ def test_meshes_that_fit_come_first_and_then_those_that_send_least():
     assert any(fits)
 
 
-def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
+def test_a_suggestion_splits_a_batch_that_is_too_large_for_memory():
     config = STMoEConfig(**{**SIZES, "group_size": 16})
     whole = suggest(config, WORK, 4, memory=2**50)
     assert all(plan.workload.num_passes(plan.mesh) == 1 for plan in whole)
-    cut = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
-    assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in cut)
+    split = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
+    assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in split)
     with pytest.raises(
         ConfigError, match="micro_batch_size is 0; expected an integer of at least 1"
     ):

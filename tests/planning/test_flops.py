@@ -63,7 +63,7 @@ def test_a_sequence_of_512_and_114_tokens_takes_what_the_paper_prints(preset, fi
     assert ours - keys_and_values == pytest.approx(printed, rel=0.03)
 
 
-def test_arithmetic_does_not_depend_on_how_a_batch_is_cut():
+def test_arithmetic_does_not_depend_on_how_a_batch_is_split():
     model = tiny_model(group_size=53)
-    whole, cut = (Workload(8, 53, 37, micro_batch_size=micro) for micro in (None, 2))
-    assert forward_flops(model, whole) == forward_flops(model, cut)
+    whole, split = (Workload(8, 53, 37, micro_batch_size=micro) for micro in (None, 2))
+    assert forward_flops(model, whole) == forward_flops(model, split)
