@@ -58,15 +58,15 @@ def activations(
     held = 0
     largest_block = 0
 
-    for stack_pass in (encoder, decoder):
-        saved += _outside_blocks(stack_pass)
-        held += _position_bias_bytes(stack_pass)
-        for block in stack_pass.blocks:
-            block_bytes = block_cost(block, stack_pass).saved_bytes
+    for stack in (encoder, decoder):
+        saved += _outside_blocks(stack)
+        held += _position_bias_bytes(stack)
+        for block in stack.blocks:
+            block_bytes = block_cost(block, stack).saved_bytes
             largest_block = max(largest_block, block_bytes)
 
             # A checkpointed block keeps its input only.
-            saved += _residual_bytes(stack_pass) if checkpointing else block_bytes
+            saved += _residual_bytes(stack) if checkpointing else block_bytes
 
     # The memory serves all keys and values: where their products read it as it is, the graph keeps
     # it; else the decoder holds it.
@@ -77,31 +77,31 @@ def activations(
     return Activations(saved, held, largest_block if checkpointing else 0)
 
 
-def _outside_blocks(p: StackPass) -> int:
+def _outside_blocks(stack: StackPass) -> int:
     """Returns what a stack keeps beside its blocks: ids, buckets, masks, and the final norm."""
-    total = norm_cost(p.stack.final_norm, p).saved_bytes
-    total += p.num_tokens * _INT64_BYTES  # ids
-    total += p.length * p.length * _INT64_BYTES  # buckets of distances
-    if p.masked:
-        total += p.num_tokens * p.length
+    total = norm_cost(stack.module.final_norm, stack).saved_bytes
+    total += stack.num_tokens * _INT64_BYTES  # ids
+    total += stack.length * stack.length * _INT64_BYTES  # buckets of distances
+    if stack.masked:
+        total += stack.num_tokens * stack.length
 
     # The bias of cross-attention is its mask in float32.
-    if p.masked and p.memory is not None and not p.casts_inputs:
-        total += p.num_tokens * p.memory.length * FLOAT32_BYTES
+    if stack.masked and stack.memory is not None and not stack.casts_inputs:
+        total += stack.num_tokens * stack.memory.length * FLOAT32_BYTES
 
     # Dropout before the first block and after the final norm.
-    residual = p.num_tokens * p.d_model
-    rate = p.stack.dropout.p
-    return total + 2 * dropout_mask_bytes(residual, rate, p, in_float32=True)
+    residual = stack.num_tokens * stack.d_model
+    rate = stack.module.dropout.p
+    return total + 2 * dropout_mask_bytes(residual, rate, stack, in_float32=True)
 
 
-def _position_bias_bytes(p: StackPass) -> int:
+def _position_bias_bytes(stack: StackPass) -> int:
     """Returns the bytes of the bias of self-attention for this rank's heads."""
-    attention = p.blocks[0].self_attention
-    num_heads = attention.q_proj.out_features // attention.d_kv // p.tp
-    return position_bias_elements(num_heads, p) * FLOAT32_BYTES
+    attention = stack.blocks[0].self_attention
+    num_heads = attention.q_proj.out_features // attention.d_kv // stack.tp
+    return position_bias_elements(num_heads, stack) * FLOAT32_BYTES
 
 
-def _residual_bytes(p: StackPass) -> int:
+def _residual_bytes(stack: StackPass) -> int:
     """Returns the bytes of the residual stream between two blocks."""
-    return p.num_tokens * p.d_model * FLOAT32_BYTES
+    return stack.num_tokens * stack.d_model * FLOAT32_BYTES

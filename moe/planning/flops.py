@@ -17,9 +17,9 @@ def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> i
     encoder, decoder = stack_passes(model, workload, one_rank)
 
     flops = head_cost(model.lm_head, decoder).flops
-    for stack_pass in (encoder, decoder):
-        for block in stack_pass.blocks:
-            flops += block_cost(block, stack_pass).flops
+    for stack in (encoder, decoder):
+        for block in stack.blocks:
+            flops += block_cost(block, stack).flops
     return flops * workload.num_passes(one_rank)
 
 

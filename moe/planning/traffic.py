@@ -211,7 +211,7 @@ def _tensor_parallel_transfers(
     which is float32; the rows of a sparse layer are cast before.
     """
     num_dense = 0
-    for module in stack.stack.modules():
+    for module in stack.module.modules():
         num_dense += isinstance(module, Attention | FeedForward)
     num_sparse = len(stack.sparse_layers)
     num_outputs = num_dense + num_sparse
@@ -219,7 +219,7 @@ def _tensor_parallel_transfers(
     # Activation checkpointing ends where it has all that it needs: before the last output of a
     # block, unless dropout needs that.
     num_recomputed = num_outputs
-    if not stack.stack.dropout.p:
+    if not stack.module.dropout.p:
         num_recomputed -= len(stack.blocks)
 
     # Forwards: outputs of layers.

@@ -53,7 +53,7 @@ class Workload:
     def __post_init__(self) -> None:
         check_field_types(self)
 
-        # An upper bound, since sizes are multiplied: a typing error must not become a table.
+        # Sizes are multiplied: a mistyped one is refused before it fills a table.
         for name in ("batch_size", "inputs_length", "targets_length"):
             value = getattr(self, name)
             check_integer(name, value, least=1, most=_MAX_INTEGER, reason=_WHY_MAX_INTEGER)
@@ -92,7 +92,7 @@ class StackPass:
     """One forward pass of a stack on one rank.
 
     Attributes:
-        stack: Encoder or decoder.
+        module: Encoder or decoder.
         memory: The encoder's pass, to which a decoder attends; None for the encoder.
         num_rows: Sequences.
         length: Tokens of a sequence.
@@ -107,7 +107,7 @@ class StackPass:
         cpu: Whether the kernels are those of a CPU instead of an accelerator's.
     """
 
-    stack: Stack
+    module: Stack
     memory: "StackPass | None"
     num_rows: int
     length: int
@@ -127,7 +127,7 @@ class StackPass:
     @property
     def d_model(self) -> int:
         """Width of the residual stream, D."""
-        return self.stack.final_norm.weight.shape[0]
+        return self.module.final_norm.weight.shape[0]
 
     @property
     def casts_inputs(self) -> bool:
@@ -137,7 +137,7 @@ class StackPass:
     @property
     def blocks(self) -> list[Block]:
         """Blocks of the stack."""
-        return [cast(Block, block) for block in self.stack.blocks]
+        return [cast(Block, block) for block in self.module.blocks]
 
     @property
     def sparse_layers(self) -> list[SparseFeedForward]:
@@ -166,16 +166,16 @@ def stack_passes(
 
 
 def _stack_pass(
-    stack: Stack,
+    module: Stack,
     memory: StackPass | None,
     workload: Workload,
     mesh: MeshConfig,
     cpu: bool,
 ) -> StackPass:
     """Returns the forward pass of one stack."""
-    length = workload.targets_length if stack.decoder else workload.inputs_length
-    stack_pass = StackPass(
-        stack=stack,
+    length = workload.targets_length if module.decoder else workload.inputs_length
+    stack = StackPass(
+        module=module,
         memory=memory,
         num_rows=workload.rows_of_pass(mesh),
         length=length,
@@ -187,26 +187,26 @@ def _stack_pass(
         masked=workload.masked,
         cpu=cpu,
     )
-    if not stack_pass.sparse_layers:
-        return stack_pass
+    if not stack.sparse_layers:
+        return stack
 
     # All sparse layers of a stack have the same settings.
-    layer = stack_pass.sparse_layers[0]
+    layer = stack.sparse_layers[0]
     return replace(
-        stack_pass,
-        expert_rows=_expert_rows(layer, stack_pass),
+        stack,
+        expert_rows=_expert_rows(layer, stack),
         num_choices=layer.router.num_choices(layer.config),
     )
 
 
-def _expert_rows(layer: SparseFeedForward, p: StackPass) -> int:
+def _expert_rows(layer: SparseFeedForward, stack: StackPass) -> int:
     """Returns the rows that a sparse layer gives its experts, all of them together."""
     config = layer.config
 
     # Groups of whole sequences, S tokens each.
-    sequences = sequences_per_group(p.num_rows, p.length, tokens_per_group(config))
-    group_size = sequences * p.length
-    num_groups = p.num_rows // sequences
+    sequences = sequences_per_group(stack.num_rows, stack.length, tokens_per_group(config))
+    group_size = sequences * stack.length
+    num_groups = stack.num_rows // sequences
 
     # C slots of each expert in each group; without a capacity there is room for every token.
     capacity = slots_of_expert(config, group_size, training=True)
@@ -217,5 +217,5 @@ def _expert_rows(layer: SparseFeedForward, p: StackPass) -> int:
     # Fixed slots are computed whether they are filled or not.
     if config.dispatch == "static":
         return num_slots
-    num_requests = p.num_tokens * layer.router.num_choices(config)
+    num_requests = stack.num_tokens * layer.router.num_choices(config)
     return min(num_slots, num_requests)
