@@ -91,10 +91,10 @@ def main(argv: list[str]) -> None:
         check_kind(out, "training run")  # before any data are read
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.placed.model.config
-        world.say(
+        world.print_on_rank_zero(
             f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token."
         )
-        world.say(
+        world.print_on_rank_zero(
             f"The model is in {train(run, resume=arguments.resume, description='pre-train')}."
         )
 
