@@ -391,7 +391,7 @@ class STMoEConfig(PreTrainedConfig):
         )
 
     @property
-    def eval_limit(self) -> str | None:
+    def eval_capacity_field(self) -> str | None:
         """Name of the field that limits the tokens of an expert in evaluation; None when no token
         can be dropped.
         """

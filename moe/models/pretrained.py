@@ -276,7 +276,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
         model.config.name_or_path = model.name_or_path = str(source)
         return result
 
-    def chosen(self, name: str, argument: bool | None) -> bool:
+    def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
         return bool(getattr(self.config, name) if argument is None else argument)
 
