@@ -2,7 +2,7 @@
 it is tuned.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +12,9 @@ from eval.reports.describe import task_score
 from eval.run import requests_of, score, thin_out
 from eval.task import TASKS, Example
 from moe import ConfigError, DataError
+from moe.checkpoint.best_model import DevEvaluation
 
 Pair = tuple[str, str]
-
-DevScores = Callable[[Path, Path], dict[str, float]]
-"""(folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`."""
 
 
 class TaskData(NamedTuple):
@@ -38,7 +36,7 @@ class TaskData(NamedTuple):
             for example in examples
         ]
 
-    def scores(self, limit: int | None, ranks: Ranks) -> DevScores | None:
+    def scores(self, limit: int | None, ranks: Ranks) -> DevEvaluation | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
         Answers are generated as each task says, by beams for summaries. `mean` is the mean of

@@ -244,9 +244,10 @@ def check_yaml(path: Path) -> None:
             )
 
         # What would run code in a careless reader.
-        if (getattr(event, "tag", None) or "").startswith(_PYTHON_TAG):
+        tag = getattr(event, "tag", None) or ""
+        if tag.startswith(_PYTHON_TAG):
             raise ConfigError(
-                f"{path} has the tag {shown(event.tag)}, which makes an object of Python. {advice}"
+                f"{path} has the tag {shown(tag)}, which makes an object of Python. {advice}"
             )
 
     if not is_mapping:

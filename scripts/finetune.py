@@ -1,11 +1,11 @@
-"""Fine-tunes a model on tasks of eval/, one or a mixture, or on your own pairs of texts, with one
-seed or several.
+"""Fine-tunes a model on tasks of eval/, one or a mixture, or on your own pairs of texts.
 
     python -m scripts.finetune --config recipes/st_moe_base_superglue.yaml [--resume]
-    python -m scripts.finetune --pretrained runs/pretrain/model --task unicode_category --out
-    runs/finetune
+    python -m scripts.finetune --pretrained runs/pretrain/model --task unicode_category \
+        --out runs/finetune
 
-Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object a line.
+Your own pairs: `--train pairs.jsonl`, a {"inputs": ..., "targets": ...} object a line. With several
+seeds (`--seeds 0 1 2`) there is a run for each, and a summary of their scores.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -13,7 +13,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     answer_interrupts()
 
-from dataclasses import asdict
+import dataclasses
 from pathlib import Path
 
 from eval.answers.data_ranks import Ranks
@@ -26,9 +26,15 @@ from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World, launch
 from moe.files import check_kind, output_path
-from moe.training import finetuning as kit
-from moe.training.build import check_placement
+from moe.models.subsets import select_parameters
+from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
+from moe.training.finetuning import (
+    choose_data,
+    finetuning_config,
+    load_for_finetuning,
+    remember_sentinels,
+)
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
 from moe.training.recipe import FinetuneRecipe
@@ -40,51 +46,64 @@ def build_run(
     recipe: FinetuneRecipe, pretrained: Path, data: TaskData, out: Path, world: World
 ) -> Run:
     """Returns the run that recipe and data describe, on the ranks that are running."""
-    config, tokenizer, mixture = (
-        kit.finetuning_config(pretrained, recipe),
-        load_tokenizer(pretrained),
-        recipe.mixture,
-    )
-    rows = {**asdict(recipe.data), "batch_size": recipe.training.batch_size, "seed": recipe.seed}
+    config = finetuning_config(pretrained, recipe)
+    tokenizer = load_tokenizer(pretrained)
+    mixture = recipe.mixture
+    training = recipe.training
+
+    # Batches of training pairs, and of those of the dev splits for the held-out loss.
+    settings = {
+        **dataclasses.asdict(recipe.data),
+        "batch_size": training.batch_size,
+        "seed": recipe.seed,
+    }
     source = build_source(
-        data.train, tokenizer, maximum=mixture.maximum, temperature=mixture.temperature, **rows
+        data.train,
+        tokenizer,
+        maximum=mixture.maximum,
+        temperature=mixture.temperature,
+        **settings,
     )
-    check_placement(recipe, config, world.size, source.lengths)
+    check_run_fits(recipe, config, world.size, source.lengths)
     held_out = None
-    if data.dev and recipe.training.held_out_batches:
-        unseen = PairSource(data.dev_pairs(), tokenizer, **rows)
-        held_out = HeldOut(unseen, recipe.training.held_out_batches, SpecialIds.of(tokenizer))
-    placed = kit.load_for_finetuning(pretrained, recipe, config, world.device_type)
-    world.print_on_rank_zero(
-        f"{sum(map(len, data.train.values())):,} training pairs; {recipe.init} weights."
+    if data.dev and training.held_out_batches:
+        unseen = PairSource(data.dev_pairs(), tokenizer, **settings)
+        held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
+
+    # The model, and what of it trains.
+    built = load_for_finetuning(pretrained, recipe, config, world.device_type)
+    num_pairs = sum(len(pairs) for pairs in data.train.values())
+    world.print_on_rank_zero(f"{num_pairs:,} training pairs; {recipe.init} weights.")
+    world.print_on_rank_zero(str(select_parameters(built.model, recipe.parameters)))
+    tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)
+
+    earlier_checkpoints = None
+    if recipe.optimizer_state == "keep":
+        earlier_checkpoints = pretrained.absolute().parent / CHECKPOINTS_FOLDER
+    return Run(
+        folder=out,
+        recipe=recipe,
+        built=built,
+        tokenizer=tokenizer,
+        source=source,
+        held_out=held_out,
+        earlier_checkpoints=earlier_checkpoints,
+        dev=data.scores(mixture.dev_examples, Ranks(world, recipe.mesh, built.mesh)),
     )
-    world.print_on_rank_zero(str(kit.select_parameters(placed.model, recipe.parameters)))
-    tokenizer = kit.remember_sentinels(placed.model, tokenizer, recipe.data.sentinels)
-    slots = (
-        pretrained.absolute().parent / CHECKPOINTS_FOLDER
-        if recipe.optimizer_slots == "keep"
-        else None
-    )
-    dev = data.scores(mixture.dev_examples, Ranks(world, recipe.mesh, placed.mesh))
-    return Run(out, recipe, placed, tokenizer, source, held_out, slots, dev)
 
 
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
-    command.add_argument(
-        "--pretrained", type=Path, required=True, help="model to start from; gives the architecture"
-    )
-    command.add_argument(
-        "--task", type=str, help="the only task of eval/, instead of mixture.tasks"
-    )
-    command.add_argument(
-        "--train", type=Path, help="JSONL file with inputs and targets, instead of tasks"
-    )
+    explanation = "model to start from; gives the architecture"
+    command.add_argument("--pretrained", type=Path, required=True, help=explanation)
+    explanation = "the only task of eval/, instead of mixture.tasks"
+    command.add_argument("--task", type=str, help=explanation)
+    explanation = "JSONL file with inputs and targets, instead of tasks"
+    command.add_argument("--train", type=Path, help=explanation)
     command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument(
-        "--seeds", type=int, nargs="+", help="a run in out/seed-N for each, instead of seed"
-    )
+    explanation = "a run in out/seed-N for each, instead of seed"
+    command.add_argument("--seeds", type=int, nargs="+", help=explanation)
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command.add_timeout()
     return command
@@ -95,24 +114,32 @@ def main(argv: list[str]) -> None:
     command = finetune_command()
     with launch(command.timeout(argv)) as world:
         recipe, arguments = command.parse(argv)
-        recipe = kit.choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
-        out = output_path(arguments.out, inputs=[arguments.pretrained, arguments.train])
+        recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
+
+        # Whatever can be refused is refused before any data are read.
+        pretrained = arguments.pretrained
+        out = output_path(arguments.out, inputs=[pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
-        broadcast_from_rank_zero(
-            lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs]
-        )
-        kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
+
+        def check_folders() -> None:
+            for _, folder in runs:
+                refuse_to_overwrite(folder, arguments.resume)
+
+        broadcast_from_rank_zero(check_folders)
+        finetuning_config(pretrained, recipe)
+
         data = read_tasks(recipe.mixture.tasks, recipe.mixture.folder)
         if not data.train:
             data.train["pairs"] = read_pairs(arguments.train)
-        for of_seed, folder in runs:
-            run = build_run(of_seed, arguments.pretrained, data, folder, world)
+
+        for recipe_of_seed, folder in runs:
+            run = build_run(recipe_of_seed, pretrained, data, folder, world)
             if arguments.seeds is not None:
                 broadcast_from_rank_zero(lambda: claim_job(out))
-            world.print_on_rank_zero(
-                f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}."
-            )
+            model = train(run, resume=arguments.resume, description="fine-tune")
+            world.print_on_rank_zero(f"The model is in {model}.")
+
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
             world.print_on_rank_zero(write_summary(out, runs))
 

@@ -24,7 +24,7 @@ from moe.models.presets import PRESETS
 from moe.planning.plan import build_model, make_plan, suggest
 from moe.planning.table import parse_bytes, show_plan, show_suggestions
 from moe.planning.workload import Workload
-from moe.training.build import check_placement
+from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
 
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     config, workload = recipe.build_config(), read_workload(recipe)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     if arguments.suggest is None:
-        check_placement(recipe, config, recipe.mesh.num_ranks, workload.lengths)
+        check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
         plan = make_plan(build_model(config), workload, recipe.mesh)
         print(show_plan(plan, arguments.preset or "the recipe's model", memory))
     elif memory is None or arguments.suggest < 1:

@@ -115,14 +115,14 @@ def test_the_best_and_the_last_model_are_kept_and_score_what_is_said(straight, s
     run = straight / f"seed-{seed}"
     best, last = best_and_last(run)
     means = {line["step"]: line["eval/mean"] for line in eval_lines(run)}
-    assert (best["mean"], last["step"]) == (max(means.values()), 8)
-    assert best["step"] == min(step for step in STEPS if means[step] == best["mean"])
-    assert json.loads((run / "best" / "scores.json").read_text()) == best
+    assert (best.mean, last.step) == (max(means.values()), 8)
+    assert best.step == min(step for step in STEPS if means[step] == best.mean)
+    assert json.loads((run / "best" / "scores.json").read_text()) == best.to_json()
     scores = read_tasks(["first", "last"]).scores(None, ALONE)
     assert scores is not None
     for folder, said in (("best/model", best), ("model", last)):
         again = scores(run / folder, tmp_path / folder)
-        assert {"step": said["step"], **again} == pytest.approx(said)
+        assert again == pytest.approx(said.scores)
     assert not (run / "dev" / "model").exists()
 
 
@@ -156,7 +156,7 @@ def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(
     assert losses(run) == losses(straight / "seed-3")
     assert files_of(run) == files_of(straight / "seed-3")
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["best"]["mean"] == {"mean": best_and_last(run)[0]["mean"], "stdev": None}
+    assert summary["best"]["mean"] == {"mean": best_and_last(run)[0].mean, "stdev": None}
 
 
 class Killed(BaseException):

@@ -21,7 +21,7 @@ from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh, divisors, v
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
-from moe.training.build import check_placement
+from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, recipe_settings
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from moe.training.step import check_groups
@@ -129,7 +129,7 @@ def build(kind, path):
         STMoEConfig(**{**TINY, **recipe.model})
         return
     config, workload = recipe.build_config(), read_workload(recipe)
-    check_placement(recipe, config, recipe.mesh.num_ranks, workload.lengths)
+    check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
 
 
 def with_setting(kind, name, value):
