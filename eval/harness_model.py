@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import StoppingCriteria
 
 from eval.answers.likelihood import Memory, target_log_probs
-from eval.answers.predict import Seq2Seq
+from eval.answers.seq2seq import Seq2Seq
 from eval.commands.harness import ROLLING
 from moe import ConfigError, DataError
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.answers.predict import load_seq2seq
+from eval.answers.seq2seq import load_seq2seq
 from eval.names import split_names
 from eval.run_folder import write_whole
 from moe import ConfigError, DataError, did_you_mean
