@@ -30,7 +30,7 @@ from eval.run_folder import (
 from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
-from eval.text.preprocess import HIDDEN
+from eval.text.preprocess import HIDDEN_TARGET
 from moe import (
     ConfigError,
     DataError,
@@ -189,7 +189,7 @@ def read_task(
         )
     # The target of wsc is the candidate, hidden label or not.
     if num_hidden := sum(
-        example.targets == HIDDEN or example.fields.get("label") == -1 for example in every
+        example.targets == HIDDEN_TARGET or example.fields.get("label") == -1 for example in every
     ):
         raise DataError(
             f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "

@@ -13,7 +13,7 @@ from eval.scores.metrics import ACCURACY
 from eval.source import HubData
 from eval.task import TASKS, Row, Task
 from eval.text.postprocess import Postprocess, label_index, lower_text, unchanged
-from eval.text.preprocess import HIDDEN, Preprocess, glue
+from eval.text.preprocess import HIDDEN_TARGET, Preprocess, glue
 
 OPTIONS = ("option1", "option2")
 _TRAIN_COUNTS = {"xs": 160, "s": 640, "m": 2558, "l": 10234, "xl": 40398, "debiased": 9248}
@@ -67,7 +67,7 @@ def _choose(row: Row, inputs: str, choices: tuple[str, ...]) -> dict[str, Any]:
     number = _NUMBERS[row["answer"]]
     return {
         "inputs": inputs,
-        "targets": HIDDEN if number < 0 else choices[number],
+        "targets": HIDDEN_TARGET if number < 0 else choices[number],
         "choices": choices,
     }
 
