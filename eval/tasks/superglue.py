@@ -8,7 +8,7 @@ the leaderboard is made of the predictions of the test split.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from eval.row_schema import Columns
+from eval.row_schema import ColumnKinds
 from eval.scores.metrics import (
     ACCURACY,
     GENDER_PARITY,
@@ -29,7 +29,7 @@ _MIXED = "mixed: see the card of SuperGLUE"
 
 
 def _data(
-    config: str, counts: Mapping[str, int], columns: Columns, *, num_labels: int = 0
+    config: str, counts: Mapping[str, int], columns: ColumnKinds, *, num_labels: int = 0
 ) -> HubData:
     """Returns a config of SuperGLUE; where a split is trained on, the test labels are hidden.
 
