@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import dataclasses
 from pathlib import Path
 
-from eval.answers.data_ranks import Ranks
+from eval.answers.data_ranks import DataRanks
 from eval.dev_scores import TaskData, read_tasks
 from moe.cli import RESUME, run_main
 from moe.data.documents import read_pairs
@@ -88,7 +88,7 @@ def build_run(
         source=source,
         held_out=held_out,
         earlier_checkpoints=earlier_checkpoints,
-        dev=data.scores(mixture.dev_examples, Ranks(world, recipe.mesh, built.mesh)),
+        dev=data.scores(mixture.dev_examples, DataRanks(world, recipe.mesh, built.mesh)),
     )
 
 
