@@ -22,9 +22,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from benchmarks.machine import describe_machine, save_report
 from benchmarks.timing import measure, measure_in_turn, median_ratio
+from eval.answers.likelihood import Scoring
 from eval.answers.predict import Prediction, Request, Seq2Seq, load_seq2seq, predict
-from eval.answers.rank import Scoring
-from eval.harness import require_harness
+from eval.commands.harness import require_harness
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Decoding, Task

@@ -25,11 +25,11 @@ from transformers import (
 
 from benchmarks.machine import describe_machine, save_report
 from benchmarks.timing import measure_in_turn, median_ratio
+from moe.convert.hf_config import own_fields
+from moe.convert.hf_names import transformers_names
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
-from moe.models.foreign_config import own_fields
-from moe.models.foreign_names import transformers_names
 from moe.models.modeling import STMoEForConditionalGeneration
 
 Row = dict[str, Any]

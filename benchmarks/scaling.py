@@ -16,7 +16,7 @@ from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.sharding import shard_model
+from moe.models.parallelize import shard_model
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe

@@ -18,15 +18,15 @@ from typing import Any, get_args
 
 from transformers.utils import logging
 
+from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
-from eval.answers.rank import Normalization, Scoring
-from eval.compare import add_compare_command, run_compare
-from eval.conformance import add_conformance_command, run_conformance
-from eval.harness import add_harness_command, run_harness
-from eval.listing import tasks_table
+from eval.commands.compare import add_compare_command, run_compare
+from eval.commands.conformance import add_conformance_command, run_conformance
+from eval.commands.harness import add_harness_command, run_harness
+from eval.commands.tasks import tasks_table
 from eval.names import split_names
 from eval.reports.markdown import interval, number
-from eval.reports.words import describe_earlier
+from eval.reports.wording import describe_earlier
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe import ConfigError, launch, run_main

@@ -1,7 +1,7 @@
 """A checkpoint as lm-evaluation-harness asks it: log-likelihoods by one encoder pass for each
 context, generation.
 
-Only `eval.harness` imports this file, once it knows that the package is there.
+Only `eval.commands.harness` imports this file, once it knows that the package is there.
 """
 
 import json
@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
+from eval.answers.likelihood import Memory, target_log_probs
 from eval.answers.predict import Seq2Seq
-from eval.answers.rank import Memory, target_log_probs
-from eval.harness import ROLLING
+from eval.commands.harness import ROLLING
 from moe import ConfigError, DataError
 
 T = TypeVar("T")

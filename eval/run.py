@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.answers.data_ranks import ALONE, arrange
+from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
-from eval.answers.rank import Scoring
-from eval.answers.ranks import ALONE, arrange
 from eval.baselines import baseline_outputs, has_baselines
-from eval.folder import (
+from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
+from eval.reports.published import SUPERGLUE
+from eval.reports.report import describe_model, describe_place, write_reports
+from eval.reports.scoreboard import published_of
+from eval.run_folder import (
     covers,
     drop_aside,
     entry_of,
@@ -21,15 +25,19 @@ from eval.folder import (
     set_aside,
     write_examples,
 )
-from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
-from eval.reports.paper import SUPERGLUE
-from eval.reports.report import describe_model, describe_place, write_reports
-from eval.reports.scoreboard import published_of
 from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
 from eval.text.preprocess import HIDDEN
-from moe import ConfigError, DataError, DistributedError, MoEError, World, did_you_mean, together
+from moe import (
+    ConfigError,
+    DataError,
+    DistributedError,
+    MoEError,
+    World,
+    did_you_mean,
+    gather_or_raise,
+)
 from moe.checks import check_integer
 from moe.files import check_kind, claim_folder
 
@@ -88,7 +96,7 @@ def evaluate(
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
     _check_files(models, chosen, out)
-    together(lambda: _check_folder(out))
+    gather_or_raise(lambda: _check_folder(out))
     scoring = scoring or Scoring()
     ranks = arrange(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
@@ -171,7 +179,7 @@ def read_task(
     read: list[Any] = []
     built_in = isinstance(task.source, BuiltIn)
     folder = None if built_in else data
-    together(lambda: read.extend(task.rows(split, folder, revision)))
+    gather_or_raise(lambda: read.extend(task.rows(split, folder, revision)))
     every = task.examples_of(read, split)
     if not every:
         raise DataError(
@@ -393,7 +401,7 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
             except OSError as error:
                 raise _unwritable(out, error) from error
 
-        together(hold)
+        gather_or_raise(hold)
         yield
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
-from eval.columns import Columns, describe, fit_row, require_columns, require_label
+from eval.row_schema import Columns, describe, fit_row, require_columns, require_label
 from eval.task import SPLITS, Row
 from moe import DataError
 from moe.parsing import read_json_lines

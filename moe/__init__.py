@@ -5,8 +5,11 @@ Importing the package registers its models with transformers' Auto classes.
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
+from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.cli import run_main
-from moe.distributed.agreement import together
+from moe.convert.formats import conversion_report
+from moe.convert.hf_weights import ConversionReport
+from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.errors import (
@@ -18,19 +21,17 @@ from moe.errors import (
     did_you_mean,
 )
 from moe.files import locked_folder, whole_file
+from moe.models.adapters import lora_config
 from moe.models.card import model_card
 from moe.models.configuration import STMoEConfig
-from moe.models.conversion import ConversionReport
-from moe.models.convert_checkpoint import conversion_report
 from moe.models.encoder import STMoEEncoderModel
-from moe.models.loading import check_model_folder, load_complete, load_model_on_mesh
-from moe.models.lora import lora_config
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
+from moe.models.parallelize import mesh_limits, shard_model
 from moe.models.presets import PRESETS
-from moe.models.sharding import mesh_limits, shard_model
 from moe.models.subsets import select_parameters
 from moe.registry import Registry
 from moe.sparse.config import SparseConfig
+from moe.sparse.integration import FeedForwardSlot, collect_routers, router_loss, total_stats
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import (
     BalanceTotals,
@@ -39,7 +40,6 @@ from moe.sparse.losses import (
     balance_totals,
     balance_within,
 )
-from moe.sparse.outside import FeedForwardSlot, collect_routers, router_loss, total_stats
 from moe.sparse.plan import DispatchPlan, assign_slots
 from moe.sparse.router import ROUTERS, Router, RouterInputs, load_routers
 from moe.sparse.scores import RouterScores
@@ -86,6 +86,7 @@ __all__ = [
     "collect_routers",
     "conversion_report",
     "did_you_mean",
+    "gather_or_raise",
     "launch",
     "load_complete",
     "load_model_on_mesh",
@@ -100,7 +101,6 @@ __all__ = [
     "shard_model",
     "sum_stats",
     "summarize",
-    "together",
     "total_stats",
     "whole_file",
 ]

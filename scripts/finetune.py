@@ -16,21 +16,21 @@ if __name__ == "__main__":  # before the imports that take seconds
 from dataclasses import asdict
 from pathlib import Path
 
-from eval.answers.ranks import Ranks
-from eval.dev import TaskData, read_tasks
+from eval.answers.data_ranks import Ranks
+from eval.dev_scores import TaskData, read_tasks
 from moe.cli import RESUME, run_main
 from moe.data.documents import read_pairs
 from moe.data.mixture import build_source
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.distributed.exchange import from_first_rank
+from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World, launch
 from moe.files import check_kind, output_path
 from moe.training import finetuning as kit
+from moe.training.build import check_placement
 from moe.training.command import RecipeCommand, typed_settings
-from moe.training.heldout import HeldOut
+from moe.training.heldout_loss import HeldOut
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
-from moe.training.placement import check_placement
 from moe.training.recipe import FinetuneRecipe
 from moe.training.seeds import seed_runs, write_summary
 from moe.training.stages import JOB, claim_job
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
         out = output_path(arguments.out, inputs=[arguments.pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
-        from_first_rank(
+        broadcast_from_rank_zero(
             lambda: [refuse_to_overwrite(folder, arguments.resume) for _, folder in runs]
         )
         kit.finetuning_config(arguments.pretrained, recipe)  # before any data are read
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
         for of_seed, folder in runs:
             run = build_run(of_seed, arguments.pretrained, data, folder, world)
             if arguments.seeds is not None:
-                from_first_rank(lambda: claim_job(out))
+                broadcast_from_rank_zero(lambda: claim_job(out))
             world.say(
                 f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}."
             )

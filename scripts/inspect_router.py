@@ -18,6 +18,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from eval.answers.predict import fingerprint
+from moe.checkpoint.loading import load_complete
 from moe.checks import check_integer
 from moe.cli import Parser, integer, path, run_main
 from moe.data.corpus import Corpus, corpus_table, load_corpus
@@ -27,9 +28,9 @@ from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
-from moe.inspection.page import GENERATOR
+from moe.inspection.html_parts import GENERATOR
 from moe.inspection.report import printable, write_report
-from moe.inspection.sources import (
+from moe.inspection.report_data import (
     TracedModel,
     TracedText,
     find_recipe,
@@ -38,7 +39,6 @@ from moe.inspection.sources import (
 )
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.trace import trace_tokens
-from moe.models.loading import load_complete
 from moe.models.modeling import STMoEForConditionalGeneration
 
 _BATCH_SIZE = 64

@@ -24,8 +24,8 @@ from moe.models.presets import PRESETS
 from moe.planning.plan import build_model, make_plan, suggest
 from moe.planning.table import parse_bytes, show_plan, show_suggestions
 from moe.planning.workload import Workload
+from moe.training.build import check_placement
 from moe.training.command import RecipeCommand
-from moe.training.placement import check_placement
 from moe.training.recipe import PretrainRecipe
 
 

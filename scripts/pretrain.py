@@ -24,10 +24,10 @@ from moe.data.tokens import tokenize_corpus
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
+from moe.training.build import check_placement, new_model
 from moe.training.command import RecipeCommand
-from moe.training.heldout import HeldOut
+from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
-from moe.training.placement import check_placement, new_model
 from moe.training.recipe import PretrainRecipe
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.answers.rank import Memory
-from eval.answers.ranks import ALONE, Ranks
+from eval.answers.data_ranks import ALONE, Ranks
+from eval.answers.likelihood import Memory
 from moe import RouterOutput
 
 _NEVER = -1e7

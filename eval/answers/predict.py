@@ -16,9 +16,17 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from eval.answers.beam import generate_beams, generate_greedily
-from eval.answers.journal import Batch, Header, Journal, Mode, Prediction, ScoringFields, Stack
-from eval.answers.rank import Choice, Memory, Scoring, target_log_probs
-from eval.answers.ranks import ALONE, Ranks
+from eval.answers.data_ranks import ALONE, Ranks
+from eval.answers.likelihood import Choice, Memory, Scoring, target_log_probs
+from eval.answers.predictions_file import (
+    Batch,
+    Header,
+    Journal,
+    Mode,
+    Prediction,
+    ScoringFields,
+    Stack,
+)
 from eval.task import Task
 from moe import (
     CheckpointError,
@@ -29,10 +37,10 @@ from moe import (
     STMoEForConditionalGeneration,
     add_stats,
     check_model_folder,
+    gather_or_raise,
     load_complete,
     load_model_on_mesh,
     summarize,
-    together,
     total_stats,
 )
 from moe.checks import shown
@@ -251,7 +259,7 @@ def predict(
         task: Gives the most tokens of an input and how answers are generated.
         requests: What to ask; every id once.
         mode: `generate`, as `task.decoding` says, or `rank` (log-probability of each choice).
-        path: JSONL file; see `eval.answers.journal`.
+        path: JSONL file; see `eval.answers.predictions_file`.
         scoring: What decides between choices.
 
     Raises:
@@ -278,7 +286,7 @@ def predict(
     leads = ranks.world.rank == 0
     journal = Journal(path if leads else None, header)
     ids = [[question.request.id for question in batch] for batch in batches]
-    made = together(
+    made = gather_or_raise(
         lambda: journal.open(ids, lambda number: ranks.whole_rounds(number, len(batches)))
     )[0]
     num_read = sum(len(batch.predictions) for batch in made)
@@ -293,7 +301,7 @@ def predict(
             )
             fresh = fresh[: len(dealt)]  # what ranks in step did without a batch is nothing
             _check_scores(fresh, header)
-            together(lambda fresh=fresh: journal.append(fresh))
+            gather_or_raise(lambda fresh=fresh: journal.append(fresh))
             made += fresh
             bar.update(sum(len(batch.predictions) for batch in fresh))
     by_id = {prediction.id: prediction for batch in made for prediction in batch.predictions}

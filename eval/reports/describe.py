@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.reports.markdown import shorten
-from eval.reports.paper import published
+from eval.reports.published import published
 from eval.scores.intervals import judge, score_metrics, seed_of
 from eval.scores.metrics import Values, bare_values
 from eval.task import Example, Task

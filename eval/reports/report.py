@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from eval.answers.predict import Seq2Seq
-from eval.folder import REPORT, write_whole
 from eval.reports.card import card
+from eval.reports.html_report import page
 from eval.reports.markdown import cell, interval, number, table
-from eval.reports.page import page
 from eval.reports.scoreboard import DIFFERS, Scoreboard, scoreboard
-from eval.reports.words import (
+from eval.reports.wording import (
     ROUTER_HEADER,
     compare_models,
     describe_checkpoint,
@@ -28,7 +27,8 @@ from eval.reports.words import (
     router_rows,
     score_notes,
 )
-from eval.seal import seal
+from eval.run_folder import REPORT, write_whole
+from eval.sealed_json import seal
 from moe import CheckpointError, STMoEConfig
 from moe.checks import is_kind
 from moe.parsing import read_json, to_record

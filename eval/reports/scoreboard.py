@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from eval.answers.predict import MODES
-from eval.reports.paper import SUPERGLUE, SYSTEMS, Published, published
+from eval.reports.published import SUPERGLUE, SYSTEMS, Published, published
 
 DIFFERS, OWN_PROMPT, PARTIAL = "†", "‡", "§"
 

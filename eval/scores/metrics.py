@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.reports.paper import SUPERGLUE
+from eval.reports.published import SUPERGLUE
 from eval.scores.additive import Additive, matthews, mean_f1
 from moe import ConfigError, DataError
 

@@ -77,7 +77,7 @@ class Layout(NamedTuple):
         return tuple(sizes)
 
 
-class Place(NamedTuple):
+class MeshCoordinate(NamedTuple):
     """A rank's place on the axes that cut a parameter.
 
     Attributes:
@@ -93,7 +93,7 @@ class Place(NamedTuple):
     expert_shard: int
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "Place":
+    def of(cls, mesh: Mesh) -> "MeshCoordinate":
         """Returns this rank's place."""
         whole = mesh.device_mesh
         ep, tp, shard = (whole.get_local_rank(axis) for axis in ("ep", "tp", "dp_shard"))
@@ -158,7 +158,9 @@ def pack(x: Tensor, layout: Layout) -> Tensor:
     return x.view(layout.shape)
 
 
-def cut(whole: Tensor, layout: Layout, config: MeshConfig, place: Place) -> Tensor:
+def shard_over_ep_tp(
+    whole: Tensor, layout: Layout, config: MeshConfig, place: MeshCoordinate
+) -> Tensor:
     """Returns the part of <any>[...] with which the rank at `place` computes, cut over ep and tp; a
     view.
     """
@@ -172,8 +174,8 @@ def cut(whole: Tensor, layout: Layout, config: MeshConfig, place: Place) -> Tens
     return part
 
 
-def cut_shard(part: Tensor, layout: Layout, place: Place) -> Tensor:
-    """Returns FSDP's shard of what `cut` returned, <any>[...]; a view."""
+def shard_over_fsdp(part: Tensor, layout: Layout, place: MeshCoordinate) -> Tensor:
+    """Returns FSDP's shard of what `shard_over_ep_tp` returned, <any>[...]; a view."""
     if layout.num_shards == 1:
         return part
     shard = place.expert_shard if layout.expert else place.dense_shard
@@ -197,10 +199,10 @@ def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh
         layouts: By name of parameter.
         mesh: The ranks.
     """
-    place, config = Place.of(mesh), mesh.config
+    place, config = MeshCoordinate.of(mesh), mesh.config
     for name, parameter in list(module.named_parameters()):
         layout = layouts[name]
-        part = cut(parameter.detach(), layout, config, place)
+        part = shard_over_ep_tp(parameter.detach(), layout, config, place)
         axes = ("ep", "tp") if layout.expert else ("tp",)
         cut_over = {"ep": layout.expert, "tp": layout.tp_dim is not None}
         if any(mesh.device_mesh[axis].size() > 1 for axis in axes if cut_over[axis]):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe.checksums import Damage, find_damage, sha256_of
-from moe.distributed.agreement import together
+from moe.distributed.collectives import gather_or_raise
 
 
 def find_damage_together(folder: Path) -> list[Damage]:
@@ -17,7 +17,7 @@ def find_damage_together(folder: Path) -> list[Damage]:
     Every rank must call it.
     """
     rank, num_ranks = _rank_and_size()
-    shares = together(lambda: find_damage(folder, part=rank, num_parts=num_ranks))
+    shares = gather_or_raise(lambda: find_damage(folder, part=rank, num_parts=num_ranks))
     damaged = [damage for share in shares for damage in share]
     return sorted(set(damaged))
 
@@ -32,7 +32,7 @@ def sha256_together(folder: Path, names: Iterable[str]) -> dict[str, str]:
     rank, num_ranks = _rank_and_size()
     every = sorted(names)
     own = every[rank::num_ranks]
-    shares = together(lambda: [bytes.fromhex(sha256_of(folder / name)) for name in own])
+    shares = gather_or_raise(lambda: [bytes.fromhex(sha256_of(folder / name)) for name in own])
 
     digests: dict[str, str] = {}
     for number, share in enumerate(shares):

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.tokenizer import SpecialIds
 from moe.files import write_text
-from moe.inspection import page, plots
-from moe.inspection.sources import (
+from moe.inspection import html_parts as page
+from moe.inspection import plots
+from moe.inspection.report_data import (
     Evaluation,
     ReadEvaluation,
     Score,

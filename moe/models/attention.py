@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moe.distributed.exchange import enter_shards, leave_shards
+from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.sharding import local_shard
+from moe.kernels.cpu_matmul import linear
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import truncated_normal_
-from moe.sparse.products import linear
 
 
 class Projection(nn.Linear):
@@ -179,7 +179,7 @@ class Attention(nn.Module):
         Returns:
             <float>[B, L, D], and <float>[B, H, L, keys] or None.
         """
-        x = enter_shards(x, self.tp)
+        x = copy_to_tp_region(x, self.tp)
         query = self._split_heads(self.q_proj(x))
         key, value = self._keys_and_values(x if memory is None else memory, cache)
         kind = "eager" if output_weights else self.config._attn_implementation or "eager"
@@ -188,7 +188,7 @@ class Attention(nn.Module):
         y, weights = attend(
             self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False
         )
-        y = leave_shards(self.o_proj(y.flatten(2)), self.tp)
+        y = reduce_from_tp_region(self.o_proj(y.flatten(2)), self.tp)
         return y, weights if output_weights else None
 
     def _keys_and_values(

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from transformers import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe.distributed.exchange import enter_shards, leave_shards
+from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_segments, real_tokens
@@ -35,13 +35,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns <float>[B, L, D] of <float>[B, L, D]."""
-        hidden = self.up_proj(enter_shards(x, self.tp))
+        hidden = self.up_proj(copy_to_tp_region(x, self.tp))
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = F.gelu(gate, approximate="tanh") * up
         else:
             hidden = F.relu(hidden)
-        return leave_shards(
+        return reduce_from_tp_region(
             self.down_proj(F.dropout(hidden, self.dropout_rate, self.training)), self.tp
         )
 
@@ -270,7 +270,7 @@ class Stack(nn.Module):
         context = Context(
             self_bias=mask_bias(self.position_bias(positions, num_keys).to(x.dtype), allowed),
             token_mask=routing_mask,
-            memory=None if memory is None else enter_shards(memory, self.tp),
+            memory=None if memory is None else copy_to_tp_region(memory, self.tp),
             memory_bias=None
             if memory_allowed is None
             else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
+from moe.convert.hf_config import family_of, own_fields
 from moe.errors import CheckpointError
 from moe.models.configuration_checks import (
     FeedForward,
@@ -23,7 +24,6 @@ from moe.models.configuration_checks import (
     check_savable,
     check_source,
 )
-from moe.models.foreign_config import family_of, own_fields
 from moe.models.presets import PRESETS
 from moe.models.remote_code import write_config
 from moe.parsing import read_json, to_record

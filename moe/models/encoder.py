@@ -8,7 +8,7 @@ from transformers.utils.generic import can_return_tuple
 from moe.errors import DataError
 from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.drops import may_drop, warn_of_drops
+from moe.models.drop_warning import may_drop, warn_of_drops
 from moe.models.inputs import check_token_ids, check_vectors, refuse_further
 from moe.models.outputs import RouterRecords, STMoEEncoderOutput, by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel

@@ -9,13 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from moe.distributed.mesh import MeshConfig
-from moe.distributed.sharding import Layout, Place, chunk_range, cut, cut_shard, local_shard
+from moe.distributed.sharding import (
+    Layout,
+    MeshCoordinate,
+    chunk_range,
+    local_shard,
+    shard_over_ep_tp,
+    shard_over_fsdp,
+)
 from moe.sparse.experts import Experts
 
 
 @torch.no_grad()
 def draw_weights(
-    module: nn.Module, seed: int, layouts: Mapping[str, Layout], mesh: MeshConfig, place: Place
+    module: nn.Module,
+    seed: int,
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
+    place: MeshCoordinate,
 ) -> None:
     """Draws every parameter anew and resets buffers; beside its shards a rank holds one module's
     weights at a time.
@@ -42,7 +53,9 @@ def draw_weights(
             _draw_experts(leaf, shards, known, f"{seed}/{path}", mesh, place)
         else:
             for name, whole in _draw(leaf, known, f"{seed}/{path}").items():
-                part = cut_shard(cut(whole, known[name], mesh, place), known[name], place)
+                part = shard_over_fsdp(
+                    shard_over_ep_tp(whole, known[name], mesh, place), known[name], place
+                )
                 shards[name].copy_(part.reshape(shards[name].shape))
 
 
@@ -52,7 +65,7 @@ def _draw_experts(
     layouts: dict[str, Layout],
     seed: str,
     mesh: MeshConfig,
-    place: Place,
+    place: MeshCoordinate,
 ) -> None:
     """Fills the shards of stacked experts; each expert is drawn from a seed of its own."""
     num_here = layouts["down_proj"].shape[0] // mesh.ep
@@ -74,9 +87,9 @@ def _draw_experts(
             if start <= expert < end:
                 target = shards[name][expert - start]
                 target.copy_(
-                    cut_shard(cut(whole, alone[name], mesh, at), alone[name], at).reshape(
-                        target.shape
-                    )
+                    shard_over_fsdp(
+                        shard_over_ep_tp(whole, alone[name], mesh, at), alone[name], at
+                    ).reshape(target.shape)
                 )
 
 

@@ -10,7 +10,7 @@ from einops import reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.distributed.exchange import sum_together
+from moe.distributed.collectives import sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
@@ -96,7 +96,9 @@ def sum_counts(counts: LossCounts, group: ProcessGroup | None) -> LossCounts:
     """Returns the counts of the parts that all ranks of `group` hold; `balance_totals` stay as they
     are.
     """
-    numbers = iter(sum_together([counts.target_tokens, *counts.encoder, *counts.decoder], group))
+    numbers = iter(
+        sum_each_over_ranks([counts.target_tokens, *counts.encoder, *counts.decoder], group)
+    )
     target_tokens = next(numbers)
     encoder, decoder = (
         StackCounts(*(next(numbers) for _ in StackCounts._fields)) for _ in range(2)

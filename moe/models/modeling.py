@@ -13,7 +13,7 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.drops import may_drop, warn_of_drops
+from moe.models.drop_warning import may_drop, warn_of_drops
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
     IGNORED_LABEL,

@@ -16,6 +16,8 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from moe.checks import check, check_flag, check_integer, check_number, is_kind
+from moe.convert.hf_config import family_of
+from moe.convert.hf_weights import open_transformers
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
@@ -30,9 +32,8 @@ from moe.models.card import (
 )
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config, check_savable, check_source
-from moe.models.conversion import open_transformers
-from moe.models.foreign_config import family_of
 from moe.models.quantized import warn_of_plain_experts
+from moe.models.weight_checksums import checking_weights, forget_weight_sums, write_weight_sums
 from moe.models.weight_files import (
     COPY_AGAIN,
     check_finite,
@@ -44,7 +45,6 @@ from moe.models.weight_files import (
     remove_replaced_weights,
     saved_weights,
 )
-from moe.models.weight_sums import checking_weights, forget_weight_sums, write_weight_sums
 from moe.parsing import read_json, to_record
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from moe.errors import ConfigError, did_you_mean
+from moe.models.parallelize import rule_names
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.models.sharding import rule_names
 
 _KIND_OF_RULE = {
     "embedding": "embedding",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe.errors import ConfigError
-from moe.optim.shards import Cut, Part, cut_of, local_part, sum_parts, zeros_along
+from moe.optim.sharded_parameters import Cut, Part, cut_of, local_part, sum_parts, zeros_along
 
 MAX_BUCKET_ELEMENTS = 2**24
 """Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""

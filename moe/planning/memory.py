@@ -49,7 +49,7 @@ class Unit(NamedTuple):
 
 
 def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool) -> list[Unit]:
-    """Returns the units of FSDP as `moe.models.sharding` makes them; none when there is one data
+    """Returns the units of FSDP as `moe.models.parallelize` makes them; none when there is one data
     rank.
 
     Args:

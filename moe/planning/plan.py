@@ -14,7 +14,7 @@ from moe.distributed.mesh import MeshConfig, divisors, fitting_meshes
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.sharding import mesh_limits, model_layouts
+from moe.models.parallelize import mesh_limits, model_layouts
 from moe.planning.activations import Activations, activations
 from moe.planning.flops import forward_flops, training_flops_per_token
 from moe.planning.memory import gathered_bytes, optimizer_bytes, parameter_bytes

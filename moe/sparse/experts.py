@@ -11,9 +11,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.distributed.sharding import local_shard
+from moe.kernels.cpu_experts import parallel_feed_forward
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertRows
-from moe.sparse.parallel import parallel_feed_forward
 
 
 class Experts(nn.Module):

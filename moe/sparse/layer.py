@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe.checks import check
-from moe.distributed.exchange import enter_shards, leave_shards
+from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import combine_slots, dispatch_slots, fill_slots, sort_rows
+from moe.sparse.expert_parallel import start_ragged, start_static
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
@@ -20,7 +21,6 @@ from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.router import RouterInputs, build_router
 from moe.sparse.scores import RouterScores
-from moe.sparse.spread import start_ragged, start_static
 from moe.sparse.stats import RouterStats, router_stats
 
 
@@ -154,14 +154,14 @@ class SparseFeedForward(nn.Module):
         """
         wrapped: Any = self.experts  # by an adapter of PEFT, perhaps
         experts = wrapped.get_base_layer() if hasattr(wrapped, "get_base_layer") else wrapped
-        flat = enter_shards(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
-        plan = plan._replace(combine_weight=enter_shards(plan.combine_weight, self.tp))
+        flat = copy_to_tp_region(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
+        plan = plan._replace(combine_weight=copy_to_tp_region(plan.combine_weight, self.tp))
         if self.ep is None:
             start = partial(self._run_here, flat, plan)
         else:
             exchange = start_ragged if self.config.dispatch == "ragged" else start_static
             start = exchange(flat, plan, self.config.num_experts, self.experts, self.ep)
-        return lambda: leave_shards(start(), self.tp).unflatten(0, tokens.shape[:2])
+        return lambda: reduce_from_tp_region(start(), self.tp).unflatten(0, tokens.shape[:2])
 
     def _run_here(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
         """Returns <any float>[T, D]: dispatch, experts and combine of tokens <any float>[T, D] on

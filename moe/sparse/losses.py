@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.distributed.exchange import sum_over_ranks
+from moe.distributed.collectives import sum_over_ranks
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.scores import RouterScores

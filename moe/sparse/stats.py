@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.distributed.exchange import sum_together
+from moe.distributed.collectives import sum_each_over_ranks
 from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.scores import RouterScores
@@ -115,7 +115,7 @@ def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterSt
     """Returns the statistics of all ranks of `group` together, the same on each; None for all
     ranks.
     """
-    return RouterStats(*sum_together(stats, group))
+    return RouterStats(*sum_each_over_ranks(stats, group))
 
 
 def summarize(stats: RouterStats) -> dict[str, float]:
@@ -123,7 +123,7 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
     Returns:
         `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
-        reached no expert), `fraction_dropped_place_1` to `_K` (places that asked and got no slot,
+        reached no expert), `fraction_dropped_choice_1` to `_K` (places that asked and got no slot,
         of all tokens), `fraction_padding` (of all positions), `second_expert_rate` (tokens that
         reached two or more experts), `entropy` (nats, mean over tokens), `load_cv` (standard
         deviation over mean of the expert load before capacity), `max_over_mean` of the same load,
@@ -133,7 +133,7 @@ def summarize(stats: RouterStats) -> dict[str, float]:
     load, tokens = stats.expert_load.double(), float(stats.num_tokens) or 1.0
     mean = float(load.mean()) or 1.0
     dropped = {
-        f"fraction_dropped_place_{place}": count / tokens
+        f"fraction_dropped_choice_{place}": count / tokens
         for place, count in enumerate(stats.dropped_by_place.tolist(), start=1)
     }
     return {

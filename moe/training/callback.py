@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from moe.distributed.exchange import sum_together
+from moe.distributed.collectives import sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
@@ -105,7 +105,7 @@ class RouterStatsCallback(TrainerCallback):
         if logs is None or "loss" not in logs or not self._num_updates:
             return
         losses = [] if self._losses is None else [self._losses]
-        sums = iter(sum_together([*losses, *chain.from_iterable(self._since_log)]))
+        sums = iter(sum_each_over_ranks([*losses, *chain.from_iterable(self._since_log)]))
         shares = (
             1 if args.average_tokens_across_devices else args.world_size
         )  # each process had divisors of its own

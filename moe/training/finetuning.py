@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from moe.checkpoint.loading import check_model_folder
 from moe.data.pipeline import Sentinels
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.loading import check_model_folder
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.subsets import SUBSETS, Selection, select_parameters
-from moe.training.placement import PlacedModel, new_model, pretrained_model
+from moe.training.build import PlacedModel, new_model, pretrained_model
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
 
 __all__ = [

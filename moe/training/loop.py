@@ -15,24 +15,24 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from moe.checkpoint.best_model import DevEvaluation, forget_scores, score_model
+from moe.checkpoint.final_model import damage_of_model, export_model
+from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
+from moe.checkpoint.optimizer_state import load_slots
+from moe.checkpoint.run_state import RunState, check_same_run, load_state
+from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
 from moe.data.pipeline import ALL_ROWS, BatchSource
-from moe.distributed.exchange import from_first_rank, is_first_rank
+from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero
 from moe.distributed.mesh import MeshConfig
 from moe.errors import CheckpointError, DataError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import CheckpointWriter, load_checkpoint
+from moe.training.build import PlacedModel
 from moe.training.command import save_recipe
-from moe.training.finished import damage_of_model, export_model
-from moe.training.heldout import HeldOut, evaluate_held_out, to_device
-from moe.training.integrity import latest_checkpoint, newest_whole_checkpoint
+from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
-from moe.training.peak import DevEvaluation, forget_scores, score_model
-from moe.training.placement import PlacedModel
 from moe.training.recipe import Recipe
-from moe.training.run_state import RunState, check_same_run, load_state
-from moe.training.slots import load_slots
 from moe.training.step import train_step
 
 FOLDER_KIND = "training run"
@@ -104,7 +104,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
     with _only_writer(run.folder, resume):
         start_from = _where_to_start(run) if resume else _Start(None, ())
         if start_from is None:
-            if is_first_rank():
+            if is_rank_zero():
                 print(f"{run.folder} is complete: its model is in {finished}.")  # noqa: T201  the answer to --resume
             return finished
 
@@ -119,15 +119,15 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             load_checkpoint(start_from.checkpoint, model, optimizer, layouts, verified=True)
             first_step = load_state(start_from.checkpoint).step
         else:
-            from_first_rank(lambda: forget_scores(run.folder))
+            broadcast_from_rank_zero(lambda: forget_scores(run.folder))
             if run.slots is not None:
                 load_slots(run.slots, model, optimizer, layouts, optim.optimizer)
 
-        from_first_rank(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
+        broadcast_from_rank_zero(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
         keep = run.recipe.training.keep_checkpoints
         with (
             _interrupts_between_steps() as stop_here,
-            MetricsWriter(run.folder, first_step) if is_first_rank() else nullcontext() as writer,
+            MetricsWriter(run.folder, first_step) if is_rank_zero() else nullcontext() as writer,
             CheckpointWriter(
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start_from.damaged
             ) as checkpoints,
@@ -236,22 +236,22 @@ def _where_to_start(run: Run) -> _Start | None:
     model = run.folder / MODEL_FOLDER
     model_damage = damage_of_model(model)
     if model_damage is None:
-        from_first_rank(lambda: _check_same_run(latest_checkpoint(folder), run))
+        broadcast_from_rank_zero(lambda: _check_same_run(latest_checkpoint(folder), run))
         return None
 
-    from_first_rank(
+    broadcast_from_rank_zero(
         lambda: remove_leftovers(folder, "step_*")
     )  # puts back what a killed run was replacing
     anew = f"Restore the files from a copy, or remove {folder}: --resume then starts at the first step."
     checkpoint, damaged = newest_whole_checkpoint(folder, advice=anew)
-    from_first_rank(lambda: _check_same_run(checkpoint, run))
-    model_exists = from_first_rank(model.exists)
+    broadcast_from_rank_zero(lambda: _check_same_run(checkpoint, run))
+    model_exists = broadcast_from_rank_zero(model.exists)
     if model_exists and checkpoint is None:
         raise CheckpointError(
             f"The model of this run is damaged: {model}: {model_damage}. There is no checkpoint to write it again "
             f"from. Restore it from a copy, or remove {model}: --resume then trains from the first step."
         )
-    if is_first_rank():
+    if is_rank_zero():
         if model_exists:
             _warn(f"{model} is not whole: {model_damage}. It is written again.")
         if checkpoint is None:
@@ -349,5 +349,5 @@ def _only_writer(folder: Path, resume: bool) -> Iterator[None]:
             taken = f"Another process trains in {folder}. Wait for it, or choose another --out."
             held.enter_context(claim_folder(folder, FOLDER_KIND, taken=taken))
 
-        from_first_rank(hold)
+        broadcast_from_rank_zero(hold)
         yield

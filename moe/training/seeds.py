@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe.checkpoint.best_model import BEST_FOLDER, best_and_last
 from moe.errors import ConfigError
 from moe.files import write_text
-from moe.training.peak import BEST_FOLDER, best_and_last
 from moe.training.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)

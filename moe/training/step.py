@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.data.pipeline import Batch
-from moe.distributed.exchange import sum_together
+from moe.distributed.collectives import sum_each_over_ranks
 from moe.distributed.mesh import Mesh, divisors
 from moe.distributed.sharding import clip_gradient, sum_gradients_now
 from moe.errors import ConfigError
@@ -116,7 +116,9 @@ def train_step(
     layer_stats = [reduce(add_stats, layer) for layer in zip(*stats, strict=True)]
     loss, ce_loss = (torch.stack(values).sum() for values in zip(*losses, strict=True))
     if mesh:
-        remaining = iter(sum_together([loss, ce_loss, *chain.from_iterable(layer_stats)], ranks))
+        remaining = iter(
+            sum_each_over_ranks([loss, ce_loss, *chain.from_iterable(layer_stats)], ranks)
+        )
         loss, ce_loss = next(remaining), next(remaining)
         layer_stats = [RouterStats(*islice(remaining, len(layer))) for layer in layer_stats]
     for layer, layer_stat in zip(model.sparse_layers(), layer_stats, strict=True):

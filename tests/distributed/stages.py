@@ -5,14 +5,14 @@ hold.
 import torch
 from torch.distributed.tensor import DTensor
 
+from moe.checkpoint.run_state import RunState, load_state
+from moe.checkpoint.train_state import optimizer_state, weights_of
+from moe.checkpoint.writer import load_checkpoint
 from moe.distributed.mesh import MeshConfig
-from moe.models.sharding import model_layouts, shard_model
+from moe.models.parallelize import model_layouts, shard_model
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import load_checkpoint
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
-from moe.training.run_state import RunState, load_state
-from moe.training.snapshot import optimizer_state, weights_of
 from moe.training.step import train_step
 from tests.models.tiny import tiny_model
 

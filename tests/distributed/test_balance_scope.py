@@ -9,7 +9,7 @@ all parts.
 import pytest
 import torch
 
-from moe.distributed.exchange import sum_over_ranks
+from moe.distributed.collectives import sum_over_ranks
 from moe.sparse.losses import BalanceTotals, add_totals, balance_totals, balance_within
 from moe.sparse.stats import RouterStats, add_stats, sum_stats
 from tests.distributed.ranks import run_ranks

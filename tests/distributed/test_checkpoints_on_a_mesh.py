@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import moe.checksums
 from moe import CheckpointError
-from moe.distributed.agreement import together
+from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
+from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
+from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.models.sharding import model_layouts
-from moe.training.checkpoint import CheckpointWriter, load_checkpoint
-from moe.training.integrity import latest_checkpoint, newest_whole_checkpoint
+from moe.models.parallelize import model_layouts
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import OPTIMIZERS, Stage, adafactor, build, differing
 from tests.training.tiny_checkpoints import flip_a_bit
@@ -67,7 +67,7 @@ def travel(rank, num_ranks, folder, meshes):
             content = stage.content()
             if rank == 0:
                 torch.save(content, folder / f"{name}.pt")
-            together(lambda: None)
+            gather_or_raise(lambda: None)
             found[name, mesh_name] = wrong, step, loss
     return found
 
@@ -129,7 +129,7 @@ def on_two_ranks(rank, num_ranks, folder):
             ]
         writer.wait()
         said["kept"] = [path.name for path in sorted(folder.iterdir())]
-        together(lambda: None)
+        gather_or_raise(lambda: None)
         before = stage.content()
 
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -138,7 +138,7 @@ def on_two_ranks(rank, num_ranks, folder):
         stage.save(writer, 4)
         said["disk"] = say(writer.wait)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        together(lambda: None)
+        gather_or_raise(lambda: None)
         said["after the disk"] = [path.name for path in sorted(folder.iterdir())]
     with CheckpointWriter(folder.with_name("early"), keep=2) as writer:
         stage.save(writer, 1)
@@ -156,8 +156,8 @@ def on_two_ranks(rank, num_ranks, folder):
     untouched = Stage("adamw", mesh)
     said["no optimizer yet"] = say(lambda: untouched.load(folder / "step_00000003"))
     said["no state left behind"] = not untouched.state()
-    said["one rank fails"] = say(lambda: together(functools.partial(fail_on, 1, rank)))
-    said["all answer"] = together(lambda: rank * 10)
+    said["one rank fails"] = say(lambda: gather_or_raise(functools.partial(fail_on, 1, rank)))
+    said["all answer"] = gather_or_raise(lambda: rank * 10)
     return said
 
 
@@ -187,10 +187,10 @@ def verify_on_two_ranks(rank, num_ranks, folder):
         moe.checksums.sha256_of = real
 
     for number in (2, 1):
-        together(lambda: None)
+        gather_or_raise(lambda: None)
         if rank == 0:
             flip_a_bit(folder / f"step_0000000{number}" / "__1_0.distcp")
-        together(lambda: None)
+        gather_or_raise(lambda: None)
         said[number] = say(lambda: said.update(chosen=choice(folder)))
     return said
 

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe import DataError, STMoEForConditionalGeneration, load_complete
-from moe.distributed.agreement import together
+from moe.checkpoint import loading
+from moe.checkpoint.final_model import export_model
+from moe.checkpoint.loading import load_model_on_mesh
+from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_model
+from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.distributed.sharding import local_shard
-from moe.models import loading
-from moe.models.export import stored_tensors, whole_tensors, write_model
-from moe.models.loading import load_model_on_mesh
-from moe.training.finished import export_model
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import FIELDS, batch, whole
 from tests.distributed.test_checkpoints_on_a_mesh import say
@@ -166,7 +166,7 @@ def read_and_write(rank, num_ranks, folder):
 
                 if rank == 0:
                     target.mkdir()
-                together(lambda: None)
+                gather_or_raise(lambda: None)
                 with counted() as (_, written, largest):
                     write_model(ours, layouts, target, mesh, max_shard_size=max_shard_size)
                 counts += [sum(written), largest.elements]
@@ -179,7 +179,7 @@ def read_and_write(rank, num_ranks, folder):
                 again = folder / f"{target.name}, again"
                 if rank == 0:
                     again.mkdir()
-                together(lambda: None)
+                gather_or_raise(lambda: None)
                 write_model(ours, layouts, again, mesh, max_shard_size=max_shard_size)
     return found
 
@@ -265,9 +265,9 @@ def refuse(rank, num_ranks, folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     said["disk"] = say(lambda: export_model(model, layouts, mesh, target, Tokenizer()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    together(lambda: None)
+    gather_or_raise(lambda: None)
     said["after the disk"] = [path.name for path in folder.iterdir() if "exported" in path.name]
-    together(lambda: None)
+    gather_or_raise(lambda: None)
     said["taken"] = say(lambda: export_model(model, layouts, mesh, folder / "ranks", Tokenizer()))
     export_model(model, layouts, mesh, target, Tokenizer())
     return said

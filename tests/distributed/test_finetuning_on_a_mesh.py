@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moe import CheckpointError, select_parameters
+from moe.checkpoint.optimizer_state import load_slots
+from moe.checkpoint.run_state import RunState
+from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.subsets import SUBSETS
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import CheckpointWriter
 from moe.training.recipe import TrainingRecipe
-from moe.training.run_state import RunState
-from moe.training.slots import load_slots
 from tests.distributed import stages
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import Stage, adafactor

@@ -8,11 +8,11 @@ import json
 
 import pytest
 
-from eval.answers.ranks import ALONE
-from eval.dev import read_tasks
+from eval.answers.data_ranks import ALONE
+from eval.dev_scores import read_tasks
+from moe.checkpoint.best_model import best_and_last
 from moe.distributed.launch import World
 from moe.training.loop import train
-from moe.training.peak import best_and_last
 from scripts import finetune
 from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from moe.data.tokenizer import SpecialIds
-from moe.distributed.exchange import from_first_rank
+from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.models.sharding import shard_model
+from moe.models.parallelize import shard_model
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.heldout import HeldOut, evaluate_held_out
+from moe.training.heldout_loss import HeldOut, evaluate_held_out
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
 from tests.distributed.ranks import run_ranks
@@ -189,7 +189,9 @@ def distance(ours, theirs):
 def on_a_rank(rank, num_ranks, cases):
     """Returns for each case how far each of its numbers is from that of one process."""
     one_process = functools.cache(
-        lambda dtype, steps, fields: from_first_rank(lambda: run(dtype, steps, **dict(fields)))
+        lambda dtype, steps, fields: broadcast_from_rank_zero(
+            lambda: run(dtype, steps, **dict(fields))
+        )
     )
     answers = {}
     for name, (sizes, dtype, steps, fields) in cases.items():

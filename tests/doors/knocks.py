@@ -24,12 +24,12 @@ from moe import (
     STMoEForConditionalGeneration,
     STMoEModel,
 )
+from moe.convert.formats import convert_checkpoint
 from moe.data.corpus import build_corpus, load_corpus
 from moe.data.documents import Document, read_files, read_pairs
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.distributed.mesh import MeshLimits
-from moe.models.convert_checkpoint import convert_checkpoint
 from moe.sparse.losses import BalanceTotals
 from moe.training.recipe import (
     FinetuneRecipe,

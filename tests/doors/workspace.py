@@ -15,7 +15,7 @@ import eval.__main__ as evaluation
 from moe.data.tokenizer import load_tokenizer
 from scripts import finetune, pretrain
 from tests.eval.rows import FIXTURES
-from tests.models.foreign import their_model
+from tests.models.hf_models import their_model
 from tests.training.tiny_run import MODEL, TRAINING, write_inputs
 
 REPOSITORY = Path(__file__).parents[2]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from eval.answers.journal import Batch, Header, Journal, Prediction, ScoringFields
-from eval.answers.rank import Choice, Scoring
-from eval.compare import compare_runs, markdown
-from eval.folder import examples_path, predictions_path, write_examples, write_whole
+from eval.answers.likelihood import Choice, Scoring
+from eval.answers.predictions_file import Batch, Header, Journal, Prediction, ScoringFields
+from eval.commands.compare import compare_runs, markdown
 from eval.reports.describe import score_row
-from eval.seal import seal
+from eval.run_folder import examples_path, predictions_path, write_examples, write_whole
+from eval.sealed_json import seal
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from tests.eval.conftest import colour_task
@@ -96,7 +96,7 @@ def test_the_difference_the_test_and_the_examples(tmp_path):
 
 
 def test_examples_read_back_score_as_those_that_were_written(tmp_path, colour):
-    from eval.folder import read_answers, read_report
+    from eval.run_folder import read_answers, read_report
 
     write_run(tmp_path, ["red"] * 5)
     answers = read_answers(read_report(tmp_path), "colour", "model", "generate")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval.__main__ import main
-from eval.conformance import agrees, check, read_cases
+from eval.commands.conformance import agrees, check, read_cases
 
 FILE = Path(__file__).with_name("conformance_cases.json")
 CASES = read_cases(FILE)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.answers.predict import load_seq2seq, predict
-from eval.compare import compare_runs
+from eval.commands.compare import compare_runs
 from eval.run import evaluate, read_task, requests_of
 from eval.task import TASKS
 from moe import CheckpointError, DataError

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 import moe
 from eval.__main__ import main
+from eval.answers.likelihood import Scoring
 from eval.answers.predict import Request, load_seq2seq, predict
-from eval.answers.rank import Scoring
-from eval.harness import evaluate_on_harness
+from eval.commands.harness import evaluate_on_harness
 from eval.harness_model import HarnessModel
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn

@@ -65,10 +65,10 @@ def test_rank_equals_scoring_one_choice_of_one_example_at_a_time(folders, task, 
 @pytest.mark.parametrize("name", ["t5", "moe"])
 def test_generation_does_not_depend_on_batch_mates(folders, task, tmp_path, name):
     system = load_seq2seq(folders[name])
-    together = predict(
+    gather_or_raise = predict(
         system, task, requests_of(task), "generate", tmp_path / "a.jsonl"
     ).predictions
-    for request, prediction in zip(requests_of(task)[::7], together[::7], strict=True):
+    for request, prediction in zip(requests_of(task)[::7], gather_or_raise[::7], strict=True):
         alone = predict(
             system, task, [request], "generate", tmp_path / f"{request.id}.jsonl"
         ).predictions
@@ -125,7 +125,9 @@ def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tm
     """What the tests above and below stand on: for this model, other batches are other predictions."""
     requests = requests_of(task)
     for mode in MODES:
-        together = predict(dropping, task, requests, mode, tmp_path / "together.jsonl").predictions
+        gather_or_raise = predict(
+            dropping, task, requests, mode, tmp_path / "together.jsonl"
+        ).predictions
         alone = [
             predict(dropping, task, [r], mode, tmp_path / "alone.jsonl").predictions[0]
             for r in requests
@@ -134,12 +136,14 @@ def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tm
             assert (
                 sum(
                     abs(a.scores["red"] - b.scores["red"]) > 0.01
-                    for a, b in zip(together, alone, strict=True)
+                    for a, b in zip(gather_or_raise, alone, strict=True)
                 )
                 > 5
             )
         else:
-            assert sum(a.output != b.output for a, b in zip(together, alone, strict=True)) > 5
+            assert (
+                sum(a.output != b.output for a, b in zip(gather_or_raise, alone, strict=True)) > 5
+            )
 
 
 def test_predictions_made_beside_other_requests_are_not_reused(dropping, task, tmp_path):

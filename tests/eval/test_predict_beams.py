@@ -174,11 +174,13 @@ def test_an_answer_that_never_ends_is_the_best_beam():
 
 def test_an_answer_does_not_depend_on_the_inputs_beside_it():
     options = {"num_beams": 3, "alpha": 0.6, "max_tokens": 6}
-    together = search(lambda row, ids: random_logits(ids, row, scale=1 + row % 4), 23, **options)[0]
+    gather_or_raise = search(
+        lambda row, ids: random_logits(ids, row, scale=1 + row % 4), 23, **options
+    )[0]
     for row in range(23):
         assert search(
             lambda _, ids, row=row: random_logits(ids, row, scale=1 + row % 4), 1, **options
-        )[0] == [together[row]]
+        )[0] == [gather_or_raise[row]]
 
 
 @pytest.mark.parametrize("kind", ["t5", "moe", "bart"])

@@ -14,7 +14,6 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import eval.answers.predict
-from eval.answers.journal import read_predictions
 from eval.answers.predict import (
     MODES,
     Question,
@@ -24,6 +23,7 @@ from eval.answers.predict import (
     load_seq2seq,
     predict,
 )
+from eval.answers.predictions_file import read_predictions
 from eval.task import Decoding
 from moe import CheckpointError, DataError
 from tests.distributed.ranks import run_ranks

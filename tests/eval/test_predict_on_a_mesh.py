@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import eval.answers.predict
-from eval.answers.journal import read_predictions
+from eval.answers.data_ranks import arrange
 from eval.answers.predict import load_seq2seq, predict
-from eval.answers.ranks import arrange
+from eval.answers.predictions_file import read_predictions
 from eval.task import Decoding
 from moe import CheckpointError, ConfigError, MeshConfig, World
 from tests.distributed.ranks import run_ranks

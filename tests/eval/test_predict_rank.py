@@ -15,11 +15,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import eval.answers.likelihood
 import eval.answers.predict
-import eval.answers.rank
-from eval.answers.journal import Prediction
+from eval.answers.likelihood import Choice, Scoring
 from eval.answers.predict import Request, load_seq2seq, modes_of, predict
-from eval.answers.rank import Choice, Scoring
+from eval.answers.predictions_file import Prediction
 from moe import ConfigError
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
@@ -126,7 +126,7 @@ def mixed_requests(task):
 def test_choices_of_any_model_score_as_one_at_a_time(
     tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once
 ):
-    monkeypatch.setattr(eval.answers.rank, "_SLICE", bytes_at_once)
+    monkeypatch.setattr(eval.answers.likelihood, "_SLICE", bytes_at_once)
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     requests = mixed_requests(task)
     made = predict(system, task, requests, "rank", tmp_path / "p.jsonl").predictions

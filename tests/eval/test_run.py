@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import eval.run
-from eval.answers.journal import Batch, Header, Journal, Prediction, ScoringFields
+from eval.answers.data_ranks import ALONE
+from eval.answers.likelihood import Scoring
 from eval.answers.predict import load_seq2seq
-from eval.answers.rank import Scoring
-from eval.answers.ranks import ALONE
-from eval.compare import compare_runs
-from eval.dev import read_tasks
-from eval.folder import Entry, Report, predictions_path, read_answers, write_examples
+from eval.answers.predictions_file import Batch, Header, Journal, Prediction, ScoringFields
+from eval.commands.compare import compare_runs
+from eval.dev_scores import read_tasks
 from eval.reports.describe import score_row
-from eval.reports.paper import SUPERGLUE
+from eval.reports.published import SUPERGLUE
 from eval.run import check_tasks, evaluate, read_task, score
+from eval.run_folder import Entry, Report, predictions_path, read_answers, write_examples
 from eval.task import TASKS
 from moe import ConfigError, DataError
 

@@ -23,10 +23,10 @@ from eval.reports.describe import (
     task_score,
     worst,
 )
-from eval.reports.paper import SUPERGLUE, SYSTEMS, published
+from eval.reports.published import SUPERGLUE, SYSTEMS, published
 from eval.reports.report import describe_place, write_reports
 from eval.reports.scoreboard import scoreboard
-from eval.reports.words import compare_models
+from eval.reports.wording import compare_models
 from eval.run import score, thin_out
 from eval.task import TASKS, Example
 

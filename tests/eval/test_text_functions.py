@@ -420,8 +420,8 @@ def test_evaluation_gives_every_choice_and_training_the_right_one():
     right = {"idx": [3, 1], "inputs": "It rained. So?", "targets": "wet down", "is_correct": True}
     assert ranked(number=3) == [wrong, right]
     assert ranked(number=3, mode="train") == [right]
-    together = {name: [wrong[name], right[name]] for name in wrong}
-    assert ranked(number=3, mode="fewshot_eval") == [together]
+    gather_or_raise = {name: [wrong[name], right[name]] for name in wrong}
+    assert ranked(number=3, mode="fewshot_eval") == [gather_or_raise]
 
 
 def test_choices_may_differ_in_their_inputs_and_have_several_right_ones_and_a_weight():

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from transformers import T5ForConditionalGeneration
 
 from moe import STMoEForConditionalGeneration
-from moe.models.convert_checkpoint import convert_checkpoint
+from moe.convert.formats import convert_checkpoint
 
 
 def as_t5(

@@ -25,7 +25,7 @@ from moe import (
     load_model_on_mesh,
     lora_config,
 )
-from tests.models.foreign import KINDS, assert_equal_to_rounding, their_inputs, their_model
+from tests.models.hf_models import KINDS, assert_equal_to_rounding, their_inputs, their_model
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

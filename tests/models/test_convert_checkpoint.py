@@ -13,7 +13,13 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, conversion_report
 from scripts.convert_checkpoint import main
-from tests.models.foreign import SIZES, SPARSE, assert_equal_to_rounding, their_inputs, their_model
+from tests.models.hf_models import (
+    SIZES,
+    SPARSE,
+    assert_equal_to_rounding,
+    their_inputs,
+    their_model,
+)
 from tests.models.tiny import tiny_batch, tiny_model
 
 SWITCH = {  # what a model of ours must be to be a Switch

@@ -20,7 +20,7 @@ SHORT = {"capacity_factor": 0.05, "eval_capacity_factor": 0.05, "min_expert_capa
 def said(caplog):
     """Returns the texts of all warnings so far."""
     return lambda: [
-        record.getMessage() for record in caplog.records if record.name == "moe.models.drops"
+        record.getMessage() for record in caplog.records if record.name == "moe.models.drop_warning"
     ]
 
 

@@ -94,12 +94,14 @@ def test_logits_depend_on_no_batch_mate_and_no_padding(
     )
     ids, mask = side_by_side(inputs, lefts, right)
     decoder_ids, decoder_mask = side_by_side(prompts, target_lefts, right)
-    together = model(ids, mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask)
+    gather_or_raise = model(
+        ids, mask, decoder_input_ids=decoder_ids, decoder_attention_mask=decoder_mask
+    )
     for row in range(3):
         alone = model(inputs[row], decoder_input_ids=prompts[row])
-        same(together.logits[row][decoder_mask[row] == 1], alone.logits[0])
+        same(gather_or_raise.logits[row][decoder_mask[row] == 1], alone.logits[0])
         same(
-            together.encoder_last_hidden_state[row][mask[row] == 1],
+            gather_or_raise.encoder_last_hidden_state[row][mask[row] == 1],
             alone.encoder_last_hidden_state[0],
         )
 
@@ -109,9 +111,9 @@ def test_expert_choice_over_tokens_looks_at_batch_mates_even_without_a_capacity_
     model = model_of.__wrapped__("expert_choice", **OVER_TOKENS)
     inputs, start = sequences(0, (5, 7)), torch.zeros(2, 1, dtype=torch.int64)
     ids, mask = padded_left(inputs)
-    together = model(ids, mask, decoder_input_ids=start).logits
+    gather_or_raise = model(ids, mask, decoder_input_ids=start).logits
     alone = model(inputs[0], decoder_input_ids=start[:1]).logits
-    assert (together[:1] - alone).abs().max() > 1e-3
+    assert (gather_or_raise[:1] - alone).abs().max() > 1e-3
     assert "batch mates" in ROUTERS.get("expert_choice").__doc__
 
 

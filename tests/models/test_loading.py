@@ -12,8 +12,8 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 from eval.answers.predict import load_seq2seq
 from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
 from moe.checksums import read_sums
+from moe.training.build import PlacedModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
-from moe.training.placement import PlacedModel
 from moe.training.recipe import FinetuneRecipe
 from scripts import inspect_router
 from tests.models.tiny import tiny_model

@@ -22,7 +22,7 @@ from moe import (
     load_complete,
     load_model_on_mesh,
 )
-from moe.models.weight_sums import forget_weight_sums
+from moe.models.weight_checksums import forget_weight_sums
 from tests.models.tiny import DENSE, FIELDS, tiny_model
 
 

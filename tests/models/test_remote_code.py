@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 import moe
 from moe import STMoEConfig, STMoEForConditionalGeneration, STMoEModel
-from moe.models.convert_checkpoint import convert_checkpoint
-from tests.models.foreign import their_model
+from moe.convert.formats import convert_checkpoint
+from tests.models.hf_models import their_model
 from tests.models.tiny import tiny_batch, tiny_model
 
 ELSEWHERE = """

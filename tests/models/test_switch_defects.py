@@ -17,7 +17,13 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
-from tests.models.foreign import SIZES, SPARSE, assert_equal_to_rounding, their_inputs, their_model
+from tests.models.hf_models import (
+    SIZES,
+    SPARSE,
+    assert_equal_to_rounding,
+    their_inputs,
+    their_model,
+)
 
 LABELS = their_inputs()["decoder_input_ids"]
 

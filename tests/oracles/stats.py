@@ -67,7 +67,7 @@ def summary(count):
     deviation = math.sqrt(sum((x - mean) ** 2 for x in load) / len(load))
     return {
         **{
-            f"fraction_dropped_place_{place + 1}": share(refused, count["num_tokens"])
+            f"fraction_dropped_choice_{place + 1}": share(refused, count["num_tokens"])
             for place, refused in enumerate(count["dropped_by_place"])
         },
         "expert_usage": share(sum(count["accepted_load"]), count["num_slots"]),

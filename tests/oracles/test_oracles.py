@@ -278,7 +278,7 @@ def test_statistics_count_the_first_example_with_a_fifth_padded_token():
         "second_expert_rate": 1 / 4,
         "fraction_dropped": 0,
     }
-    refused = {"fraction_dropped_place_1": 0, "fraction_dropped_place_2": 3 / 4}
+    refused = {"fraction_dropped_choice_1": 0, "fraction_dropped_choice_2": 3 / 4}
     shares = {"expert_usage": 5 / 6, "fraction_padding": 1 / 5}
     assert summary(counted) == pytest.approx(spread | means | shares | refused)
 

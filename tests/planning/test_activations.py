@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe.distributed.mesh import MeshConfig
-from moe.models.sharding import model_layouts
+from moe.models.parallelize import model_layouts
 from moe.planning.activations import activations
 from moe.planning.memory import gathered_bytes
 from moe.planning.plan import build_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.models.sharding import shard_model
+from moe.models.parallelize import shard_model
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.planning.activations import activations

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.distributed.sharding import Place, chunk_range, local_shard
+from moe.distributed.sharding import MeshCoordinate, chunk_range, local_shard
 from moe.models.configuration import STMoEConfig
-from moe.models.sharding import model_layouts, shard_model
+from moe.models.parallelize import model_layouts, shard_model
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.planning.memory import optimizer_bytes, parameter_bytes
@@ -62,7 +62,7 @@ def check_rank(index):
     model = build_model(STMoEConfig.from_preset("st-moe-32b"))
     mesh = build_mesh(MESH, "cpu")
     layouts = shard_model(model, mesh, bfloat16=True)
-    place = Place.of(mesh)
+    place = MeshCoordinate.of(mesh)
     assert (place.ep, place.tp) == (rank // 16, rank % 16)
 
     named = dict(model.named_parameters())

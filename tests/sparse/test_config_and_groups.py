@@ -98,11 +98,11 @@ def test_a_group_is_the_most_sequences_that_divide_the_batch_and_fit(batch, leng
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(1, 50))
 def test_groups_and_back_is_the_identity_and_keeps_sequences_whole(batch, length, size):
     x = torch.arange(batch * length * 3).reshape(batch, length, 3)
-    together = sequences_per_group(batch, length, size)
-    groups = to_groups(x, together)
-    assert groups.shape[1] == together * length
+    gather_or_raise = sequences_per_group(batch, length, size)
+    groups = to_groups(x, gather_or_raise)
+    assert groups.shape[1] == gather_or_raise * length
     assert torch.equal(groups[0, :length], x[0])
-    assert torch.equal(from_groups(groups, together), x)
+    assert torch.equal(from_groups(groups, gather_or_raise), x)
 
 
 def test_router_options_are_a_mapping():

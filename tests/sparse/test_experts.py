@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.sparse import parallel
+from moe.kernels import cpu_experts as parallel
 from tests.sparse.expert_loop import KINDS, expert_rows, problem, run_loop, tiny
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients
 

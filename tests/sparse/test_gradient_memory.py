@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe.sparse import parallel
+from moe.kernels import cpu_experts as parallel
 from tests.sparse.expert_loop import problem, tiny
 from tests.sparse.test_experts import run_engine
 

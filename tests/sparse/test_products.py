@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.sparse.products import linear, multiply
+from moe.kernels.cpu_matmul import linear, multiply
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has one library"

@@ -13,13 +13,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe import CheckpointError, DataError
+from moe.checkpoint.integrity import latest_checkpoint
+from moe.checkpoint.run_state import check_same_run, load_state
+from moe.checkpoint.writer import CheckpointWriter
 from moe.data.tokenizer import SpecialIds
 from moe.parsing import read_json_lines
-from moe.training.checkpoint import CheckpointWriter
-from moe.training.heldout import HeldOut, evaluate_held_out, unigram_entropy
-from moe.training.integrity import latest_checkpoint
+from moe.training.heldout_loss import HeldOut, evaluate_held_out, unigram_entropy
 from moe.training.metrics import MetricsWriter
-from moe.training.run_state import check_same_run, load_state
 from moe.training.stages import keep_settings
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_checkpoints import (

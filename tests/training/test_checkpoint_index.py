@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moe import CheckpointError
+from moe.checkpoint.index import read_index, read_into, read_shapes
+from moe.checkpoint.integrity import first_damage
+from moe.checkpoint.optimizer_state import load_slots
 from moe.checksums import sha256_of, write_sums
-from moe.training.checkpoint_index import read_index, read_into, read_shapes
-from moe.training.integrity import first_damage
-from moe.training.slots import load_slots
 from tests.training.tiny_checkpoints import layouts, load, save, trained
 
 

@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, select_parameters
+from moe.checkpoint.integrity import latest_checkpoint
+from moe.checkpoint.optimizer_state import load_slots
+from moe.checkpoint.train_state import optimizer_state
+from moe.checkpoint.writer import load_checkpoint
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.mesh import MeshConfig
-from moe.models.sharding import model_layouts
+from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import load_checkpoint
-from moe.training.integrity import latest_checkpoint
-from moe.training.slots import load_slots
-from moe.training.snapshot import optimizer_state
 from scripts import finetune, pretrain
 from tests.training.tiny_run import write_inputs
 

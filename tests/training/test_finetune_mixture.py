@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 import eval.answers.predict
-from eval.answers.ranks import ALONE
-from eval.dev import read_tasks
+from eval.answers.data_ranks import ALONE
+from eval.dev_scores import read_tasks
 from moe import CheckpointError, ConfigError, DataError
+from moe.checkpoint.best_model import best_and_last, score_model
 from moe.data.pipeline import PairSource
-from moe.training.peak import best_and_last, score_model
 from scripts import finetune, pretrain
 from tests.training.test_finetune_command import losses
 from tests.training.tiny_run import TRAINING, write_inputs
@@ -275,7 +275,7 @@ def test_what_a_kill_left_of_a_candidate_is_not_mixed_with_the_next(tmp_path):
 
 
 def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, monkeypatch):
-    import moe.training.peak as peak
+    import moe.checkpoint.best_model as peak
 
     def killed(*_):
         raise Killed

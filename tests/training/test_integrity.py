@@ -11,10 +11,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from moe import CheckpointError
+from moe.checkpoint.integrity import first_damage, newest_whole_checkpoint
+from moe.checkpoint.run_state import load_state
+from moe.checkpoint.writer import CheckpointWriter
 from moe.checksums import read_sums
-from moe.training.checkpoint import CheckpointWriter
-from moe.training.integrity import first_damage, newest_whole_checkpoint
-from moe.training.run_state import load_state
 from tests.training.tiny_checkpoints import (
     adafactor,
     assert_same,

@@ -11,9 +11,9 @@ import pytest
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import train_tokenizer
 from moe.distributed.mesh import MeshConfig
-from moe.models.sharding import model_layouts
+from moe.models.parallelize import model_layouts
+from moe.training.build import PlacedModel
 from moe.training.loop import Run, train
-from moe.training.placement import PlacedModel
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from tests.models.tiny import tiny_model
 from tests.training.tiny_run import write_texts

@@ -21,8 +21,8 @@ from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh, divisors, f
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
+from moe.training.build import check_placement
 from moe.training.command import RecipeCommand, recipe_settings
-from moe.training.placement import check_placement
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from moe.training.step import check_groups
 from scripts import finetune, pretrain

@@ -15,8 +15,8 @@ import pytest
 
 import moe.training.step
 from moe import CheckpointError, ConfigError, DataError
+from moe.checkpoint.integrity import checkpoint_folders, first_damage
 from moe.checksums import write_sums
-from moe.training.integrity import checkpoint_folders, first_damage
 from moe.training.stages import claim_job
 from scripts import demo, pretrain, transfer
 from tests.processes import Command, run_command

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.dev import read_tasks
+from eval.dev_scores import read_tasks
 from eval.scores.metrics import MULTIRC_F1A
 from scripts import finetune
 from tests.processes import Command

@@ -2,12 +2,12 @@
 
 import torch
 
+from moe.checkpoint.run_state import RunState
+from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
 from moe.distributed.mesh import MeshConfig
-from moe.models.sharding import model_layouts
+from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.checkpoint import CheckpointWriter, load_checkpoint
-from moe.training.run_state import RunState
 from tests.models.tiny import tiny_batch, tiny_model
 
 

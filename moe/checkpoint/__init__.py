@@ -1,0 +1,1 @@
+"""Everything that writes weights to disk and reads them back."""

@@ -1,0 +1,203 @@
+"""The index and the shards of a checkpoint, read without running anything that stands in them.
+
+torch.distributed.checkpoint keeps the index as a pickle, which could call any function. Here it may
+only name the classes that an index consists of, and its content is checked before it is used.
+"""
+
+import pickle
+import struct
+import warnings
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from moe.checkpoint.integrity import INDEX_FILE
+from moe.errors import CheckpointError
+
+# What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch
+# unpickles such entries.
+_ADMITTED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+
+_DAMAGE = (
+    *(
+        OSError,
+        EOFError,
+        pickle.UnpicklingError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ),
+    *(RuntimeError, OverflowError, MemoryError, AssertionError, struct.error),
+)
+"""What unpickling raises for a file that is torn or holds something else."""
+
+
+class _ForbiddenNameError(Exception):
+    """A pickle names something that no index consists of."""
+
+
+class _IndexUnpickler(pickle._Unpickler):
+    """Reads the index of a checkpoint; whatever else a pickle could name is refused before it is
+    even imported.
+
+    It is Python's own form of the class: that in C makes room for any number that a damaged byte
+    gives as the place of a value, and the machine ends the process for the memory that it takes.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns a class that an index consists of.
+
+        Raises:
+            _ForbiddenNameError: For any other name.
+        """
+        if (module, name) in _ADMITTED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (
+            module in ("pathlib", "pathlib._local") and name in _PATHS
+        ):  # where the checkpoint was written
+            return PurePath
+        raise _ForbiddenNameError(f"{module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    """torch's reader of checkpoints, with an index that cannot run anything."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Returns the index."""
+        index = read_index(Path(self.path))
+        index.storage_meta = StorageMeta(load_id=self.load_id)
+        return index
+
+
+def read_index(path: Path) -> Metadata:
+    """Returns the index of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: When there is none, it is damaged, or it names anything that no index
+            consists of, as a file does that was made to run code.
+    """
+    file = path / INDEX_FILE
+    try:
+        with file.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+    except _ForbiddenNameError as error:
+        raise CheckpointError(
+            f"{file} names {error}, which no index of a checkpoint does: it may have been made to run code, and "
+            "nothing of it was run. Do not use this checkpoint unless you know who wrote it; go on from another one."
+        ) from error
+    except _DAMAGE as error:
+        raise CheckpointError(
+            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): it is torn, or of an "
+            "earlier version of this library. Go on from another checkpoint, or start a new run."
+        ) from error
+
+    if reason := _oddity(index):
+        raise CheckpointError(
+            f"{file} is damaged: {reason}. Go on from another checkpoint, or restore the file from a copy."
+        )
+    return index
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: See `read_index`.
+    """
+    entries = cast(dict[str, TensorStorageMetadata], read_index(path).state_dict_metadata)
+    return {name: tuple(entry.size) for name, entry in entries.items()}
+
+
+def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors <any>[...], whole or cut, from a checkpoint, by name.
+
+    Raises:
+        CheckpointError: When a rank cannot read its parts.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            load(tensors, storage_reader=_Reader(path))
+        except CheckpointException as failed:
+            rank, error = cause_of(failed)
+            raise CheckpointError(
+                f"{path} could not be read: rank {rank} failed with {error!r}."
+            ) from failed
+
+
+def cause_of(failed: CheckpointException) -> tuple[int, BaseException]:
+    """Returns a rank that failed, and how: the first with an error of the disk, else the first."""
+    return min(
+        ((rank, wrapped[0]) for rank, wrapped in failed.failures.items()),
+        key=lambda item: (not isinstance(item[1], OSError), item[0]),
+    )
+
+
+def _oddity(index: Any) -> str:
+    """Returns what in an index is not as torch writes it; empty when all is."""
+    if not isinstance(index, Metadata):
+        return f"it holds a {type(index).__name__}"
+    entries = getattr(index, "state_dict_metadata", None)
+    pieces = getattr(index, "storage_data", None)
+    if not isinstance(entries, dict) or not isinstance(pieces, dict):
+        return "it has no list of tensors"
+
+    for name, entry in entries.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+            return f"the entry {name!r} is no tensor"
+        sizes = [getattr(entry, "size", None)]
+        for chunk in getattr(entry, "chunks", None) or ():
+            sizes += [getattr(chunk, "sizes", None), getattr(chunk, "offsets", None)]
+        if not all(_is_shape(size) for size in sizes):
+            return f"the tensor {name} has no shape"
+
+    for piece, place in pieces.items():
+        file = getattr(place, "relative_path", None)
+        if (
+            not isinstance(piece, MetadataIndex)
+            or not isinstance(file, str)
+            or file != PurePath(file).name
+        ):
+            return f"a shard is {file!r}, which is no file of the checkpoint"
+        if not _is_shape((getattr(place, "offset", None), getattr(place, "length", None))):
+            return f"a piece of {file} has no place in it"
+        if getattr(place, "transform_descriptors", None):
+            return f"a piece of {file} is encoded"
+    return ""
+
+
+def _is_shape(sizes: Any) -> bool:
+    """Returns whether this is a tuple of integers that are not negative."""
+    return isinstance(sizes, tuple) and all(type(size) is int and size >= 0 for size in sizes)

@@ -1,0 +1,141 @@
+"""Which checkpoints of a run are whole, and which one to go on from: the newest without damage."""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe.checkpoint.run_state import STATE_FILE, read_state_file
+from moe.checksums import SUMS_FILE, Damage, read_sums
+from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero
+from moe.distributed.verification import find_damage_together
+from moe.errors import CheckpointError
+from moe.files import KIND_FILE
+
+INDEX_FILE = ".metadata"
+_FOLDER_NAME = re.compile(r"step_(\d{8,})")
+_SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Returns where below `folder` the checkpoint after `step` updates lies."""
+    return folder / f"step_{step:08d}"
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Returns all checkpoints below `folder`, whole or damaged, oldest first."""
+    return sorted(
+        (path for path in folder.glob("step_*") if _FOLDER_NAME.fullmatch(path.name)), key=step_of
+    )
+
+
+def step_of(path: Path) -> int:
+    """Returns the updates behind a checkpoint, by the name of its folder."""
+    return int(path.name.removeprefix("step_"))
+
+
+def visible_damage(path: Path) -> Damage | None:
+    """Returns what is wrong with a checkpoint as far as it can be seen without reading its shards;
+    None for nothing.
+    """
+    if not path.is_dir():
+        return Damage(path.name, "is no folder")
+    try:
+        state = read_state_file(path)
+    except CheckpointError as error:
+        reason = str(error).removeprefix(str(path / STATE_FILE)).lstrip(": ")
+        return Damage(
+            STATE_FILE, reason.removesuffix(" Go on from another checkpoint.").removesuffix(".")
+        )
+    if state.step != step_of(path):
+        return Damage(STATE_FILE, f"says step {state.step}, and its folder is {path.name}")
+
+    # Every file has the size it was written with.
+    for name, size in state.sizes.items():
+        try:
+            found = (path / name).stat().st_size
+        except (OSError, ValueError):
+            return Damage(name, "is missing")
+        if found != size:
+            return Damage(name, f"has {found:,} bytes instead of {size:,}")
+
+    # Every file has a checksum.
+    try:
+        sums = read_sums(path)
+    except OSError as error:
+        return Damage(SUMS_FILE, f"cannot be read ({error.strerror or error})")
+    if sums is None:
+        return Damage(SUMS_FILE, "is missing") if state.format > 1 else None
+    if without := sorted({STATE_FILE, INDEX_FILE, *state.sizes} - sums.keys()):
+        return Damage(SUMS_FILE, f"has no checksum of {without[0]}")
+    return None
+
+
+def first_damage(path: Path) -> Damage | None:
+    """Returns what is wrong with a checkpoint, every file of which is read; None for nothing.
+
+    Every rank must call it: each reads a share of the files.
+    """
+    damage = broadcast_from_rank_zero(lambda: visible_damage(path))
+    if damage is not None:
+        return damage
+    return next(iter(find_damage_together(path)), None)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Returns the newest checkpoint below `folder` without visible damage; None when there is none."""
+    for path in reversed(checkpoint_folders(folder)):
+        if visible_damage(path) is None:
+            return path
+    return None
+
+
+def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, dict[Path, Damage]]:
+    """Returns the newest whole checkpoint below `folder`, and those newer ones that are damaged.
+
+    Every rank must call it. Each damaged one that is passed over is said in a line on stderr.
+
+    Args:
+        folder: Of the checkpoints; may be absent.
+        advice: What the user can do when all are damaged.
+
+    Returns:
+        The checkpoint, None when there are none at all; what is wrong with each newer one.
+
+    Raises:
+        CheckpointError: When there are checkpoints and all are damaged; lists them.
+    """
+    damaged: dict[Path, Damage] = {}
+    for path in reversed(broadcast_from_rank_zero(lambda: checkpoint_folders(folder))):
+        damage = first_damage(path)
+        if damage is None:
+            _say_passed_over(damaged, path)
+            return path, damaged
+        damaged[path] = damage
+
+    if damaged:
+        every = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
+        raise CheckpointError(
+            f"Every checkpoint in {folder} is damaged ({every}). Nothing was changed. {advice}"
+        )
+    return None, {}
+
+
+def holds_only_checkpoint_files(path: Path) -> bool:
+    """Returns whether everything in a folder may have been written as part of a checkpoint."""
+    names = {STATE_FILE, INDEX_FILE, f"{INDEX_FILE}.tmp", SUMS_FILE, KIND_FILE}
+    return path.is_dir() and all(
+        child.name in names or _SHARD_NAME.fullmatch(child.name) for child in path.iterdir()
+    )
+
+
+def _say_passed_over(damaged: Mapping[Path, Damage], chosen: Path) -> None:
+    """Says which checkpoints are damaged, and which is taken instead."""
+    if not is_rank_zero():
+        return
+    for path, damage in damaged.items():
+        print(  # noqa: T201  a warning that belongs to the command's messages
+            f"warning: the checkpoint {path} is damaged: {damage}. Going on from the newest whole one, {chosen.name}.",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries as ours, and back."""

@@ -1,0 +1,1 @@
+"""Matrix products by device; nothing here knows what a router is."""

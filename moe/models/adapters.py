@@ -1,0 +1,138 @@
+"""LoRA presets for PEFT: adapters on attention and on the stacked experts, refused where they
+attach to nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from moe.checks import check_flag, check_integer, check_number
+from moe.errors import ConfigError, did_you_mean
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.parallelize import rule_names
+from moe.models.pretrained import STMoEPreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+_NOT_FOR_EXPERTS = (
+    "use_dora",
+    "lora_bias",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
+
+
+def lora_config(
+    model: nn.Module,
+    *,
+    experts: bool = True,
+    attention: bool = True,
+    rank: int = 8,
+    alpha: float = 16,
+    **options: Any,
+) -> LoraConfig:
+    """Returns a PEFT configuration whose adapters all find their place in `model`.
+
+    PEFT's own `target_modules="all-linear"` attaches nothing to the experts and says nothing: they
+    are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
+    experts is one A and one B of `rank` for each expert; B starts at zero, so that attaching
+    changes no output.
+
+    Example:
+        model = peft.get_peft_model(model, moe.lora_config(model))
+        ...train...
+        model.save_pretrained(folder)                     # the adapters alone
+        model = model.merge_and_unload()                  # a plain model again
+
+    Args:
+        model: A model of this library, whole and without adapters.
+        experts: Whether every expert of every sparse layer gets adapters, on both of its products.
+        attention: Whether queries, keys, values and outputs of all attention get them.
+        rank: Inner width; more trains more parameters.
+        alpha: The adapters' product is scaled by alpha / rank.
+        options: Further fields of `peft.LoraConfig`.
+
+    Raises:
+        ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
+            the rank is below 1, or an option is unknown, belongs to the arguments above, or does
+            not work on experts.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError(
+            "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
+        ) from error
+    check_flag("experts", experts)
+    check_flag("attention", attention)
+    check_integer("rank", rank, least=1)
+    check_number("alpha", alpha, above=0)
+    _check_options(options, experts, LoraConfig)
+    if isinstance(model, STMoEForConditionalGeneration):
+        options = {"task_type": "SEQ_2_SEQ_LM", **options}
+    if not isinstance(model, STMoEPreTrainedModel):
+        raise ConfigError(
+            f"lora_config got a {type(model).__name__}; expected a model of this library without adapters. Call it "
+            "before get_peft_model, or after merge_and_unload."
+        )
+    named = rule_names(model).items()
+    projections = {name.split(".")[-2] for name, rule in named if rule.startswith("attention")}
+    stacks = {
+        ".".join(name.split(".")[-2:])
+        for name, rule in named
+        if rule in ("experts in", "experts out")
+    }
+    if experts and not stacks:
+        raise ConfigError(
+            "lora_config was asked for adapters on experts, but the model is dense: it has none. Pass experts=False."
+        )
+    if not (experts or attention):
+        raise ConfigError(
+            "lora_config was asked for no adapters: experts and attention are both False. Set one."
+        )
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft's annotation says int
+        target_modules=sorted(projections) if attention else None,
+        target_parameters=sorted(stacks) if experts else None,
+        **options,
+    )
+
+
+def _check_options(options: dict[str, Any], experts: bool, kind: type) -> None:
+    """Raises a ConfigError when `LoraConfig` would not understand an option, or experts cannot
+    serve it.
+    """
+    known = kind.__dataclass_fields__.keys() - {
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "target_parameters",
+    }
+    if "target_modules" in options:
+        raise ConfigError(
+            f"lora_config was given target_modules {options['target_modules']!r}, but chooses by experts and "
+            "attention. For some projections only, make a peft.LoraConfig with the names of this library: "
+            "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here; wi and wo are up_proj and down_proj."
+        )
+    for name in options:
+        if name not in known:
+            own = known | {"rank", "alpha", "experts", "attention"}
+            raise ConfigError(
+                f"lora_config has no option {name!r}.{did_you_mean(name, own)} See peft.LoraConfig."
+            )
+    if experts and (idle := [name for name in _NOT_FOR_EXPERTS if options.get(name)]):
+        raise ConfigError(
+            f"{', '.join(f'{name} {options[name]!r}' for name in idle)}: PEFT does not heed that for the stacked "
+            "parameters of experts. Leave it out, or pass experts=False."
+        )
+    if experts and options.get("lora_dropout"):
+        raise ConfigError(
+            f"lora_dropout is {options['lora_dropout']}, but adapters of experts are added to the weights and cannot "
+            "drop inputs. Set it to 0 and use the model's expert_dropout_rate, or pass experts=False."
+        )

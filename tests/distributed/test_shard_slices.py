@@ -1,0 +1,82 @@
+"""What a rank holds of a tensor, and where that stands in a file, against cutting up a tensor of
+running numbers.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from moe.distributed.mesh import MeshConfig
+from moe.distributed.shard_slices import contiguous_runs, shard_slices
+from moe.distributed.sharding import MeshCoordinate, find_layout, shard_over_ep_tp, shard_over_fsdp
+from moe.models.parallelize import model_layouts, sharding_rules
+from tests.models.tiny import tiny_model
+
+FIELDS = {"d_model": 13, "d_kv": 1, "d_ff": 22, "num_heads": 4, "num_experts": 6, "vocab_size": 53}
+MESHES = {
+    "tp 2, dp_shard 4": (1, 4, 1, 2),
+    "ep 3, dp_shard 2": (2, 2, 3, 1),
+    "all axes": (2, 2, 2, 2),
+}
+
+
+def places(config):
+    """Returns the place of every rank of one replica."""
+    axes = (range(config.ep), range(config.tp), range(config.dp_shard))
+    return [
+        MeshCoordinate(ep, tp, shard * config.ep + ep, shard)
+        for ep, tp, shard in itertools.product(*axes)
+    ]
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_box_is_what_is_cut_out_for_a_rank(sizes, gather):
+    config, model = MeshConfig(*sizes), tiny_model(**FIELDS)
+    for name, layout in model_layouts(model, model.config, config).items():
+        numbers = torch.arange(model.get_parameter(name).numel()).view(layout.shape)
+        layout = layout if gather else layout._replace(num_shards=1)
+        for place in places(config):
+            expected = shard_over_ep_tp(numbers, layout, config, place)
+            if gather:
+                expected = shard_over_fsdp(expected, layout, place)
+            box = shard_slices(layout, config, place)
+            assert torch.equal(numbers[tuple(slice(*ends) for ends in box)], expected), (
+                name,
+                place,
+            )
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (3, 2, 5, 7)])
+def test_runs_are_the_elements_of_a_box_in_their_order(shape):
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    generator = torch.Generator().manual_seed(len(shape))
+    for _ in range(200):
+        ends = [
+            sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in shape
+        ]
+        box = tuple((start, end) for start, end in ends)
+        expected = numbers[tuple(slice(*ends) for ends in box)].flatten().tolist()
+        runs = list(contiguous_runs(box, shape))
+        assert [
+            place for start, length in runs for place in range(start, start + length)
+        ] == expected
+
+
+def test_rows_that_are_whole_are_one_run():
+    assert list(contiguous_runs(((1, 3), (0, 5), (0, 7)), (4, 5, 7))) == [(35, 70)]
+    assert list(contiguous_runs(((0, 4), (0, 5), (0, 7)), (4, 5, 7))) == [(0, 140)]
+    assert list(contiguous_runs(((1, 3), (2, 4), (0, 7)), (4, 5, 7))) == [(49, 14), (84, 14)]
+
+
+def test_gate_and_up_apart_are_the_same_row_of_numbers():
+    rules = sharding_rules(tiny_model().config)
+    name = "model.decoder.blocks.0.feed_forward.up_proj.weight"
+    layout = find_layout(name, (62, 29), rules, MeshConfig())
+    assert layout.shape == (2, 31, 29)
+    assert list(
+        contiguous_runs(
+            shard_slices(layout, MeshConfig(), MeshCoordinate(0, 0, 0, 0)), layout.shape
+        )
+    ) == [(0, 62 * 29)]

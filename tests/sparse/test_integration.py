@@ -1,0 +1,399 @@
+"""The sparse layer in transformers' T5 and torch's TransformerEncoder.
+
+Oracles: a slot with one expert is T5's own dense feed-forward with the same weights; real tokens
+are counted by hand; checkpointed layers must do what layers that keep their activations do. The two
+places marked `README` hold the lines that the README shows.
+"""
+
+import copy
+import math
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import T5Config, T5ForConditionalGeneration
+
+from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
+from moe.sparse.integration import FeedForwardSlot, collect_routers, router_loss, total_stats
+
+B, L, T, D, F, E = 3, 13, 11, 21, 17, 5
+LAYERS = 2
+
+
+def dense_t5(seed=0, dropout_rate=0.0, feed_forward="gated-gelu"):
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=131, d_model=D, d_kv=5, d_ff=F, num_layers=LAYERS, num_heads=3, feed_forward_proj=feed_forward,
+        dropout_rate=dropout_rate, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def sparse_t5(seed=0, dropout_rate=0.0):
+    model = dense_t5(seed, dropout_rate)
+    # README
+    for stack in (model.encoder, model.decoder):
+        config = SparseConfig(
+            d_model=model.config.d_model,
+            d_ff=model.config.d_ff,
+            num_experts=5,
+            decoder=stack is model.decoder,
+            eval_capacity_factor=None,
+        )
+        for block in stack.block:
+            block.layer[-1].DenseReluDense = FeedForwardSlot(config)
+    # end of README
+    return model
+
+
+def t5_batch():
+    generator = torch.Generator().manual_seed(0)
+    mask, labels = (
+        torch.ones(B, L, dtype=torch.int64),
+        torch.randint(2, 131, (B, T), generator=generator),
+    )
+    for row in range(B):
+        mask[row, L - 3 * row :] = 0
+        labels[row, T - 2 * row :] = -100
+    return torch.randint(2, 131, (B, L), generator=generator) * mask, mask, labels
+
+
+def sparse_encoder(seed=0, **changes):
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(
+        D, 3, activation=nn.Identity(), dropout=0.0, batch_first=True
+    )
+    encoder = nn.TransformerEncoder(layer, num_layers=LAYERS, enable_nested_tensor=False)
+    for layer in encoder.layers:
+        config = SparseConfig(**{"d_model": D, "d_ff": F, "num_experts": E, **changes})
+        layer.linear1, layer.linear2 = FeedForwardSlot(config), nn.Identity()
+    return encoder
+
+
+def gates(model):
+    return [layer.router.gate for layer in model.modules() if isinstance(layer, SparseFeedForward)]
+
+
+def hooks_left(model):
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks)
+        for m in model.modules()
+        if hasattr(m, "experts")
+    )
+
+
+def expected_counts(routers, tokens, positions):
+    stats = total_stats(routers)
+    assert [int(router.stats.num_tokens) for router in routers] == [tokens] * LAYERS
+    assert (int(stats.num_tokens), int(stats.num_positions)) == (
+        LAYERS * tokens,
+        LAYERS * positions,
+    )
+    assert int(stats.expert_load.sum()) >= LAYERS * tokens
+
+
+@pytest.mark.parametrize("feed_forward", ["gated-gelu", "relu"])
+def test_a_slot_with_one_expert_is_the_dense_feed_forward_of_t5(feed_forward):
+    dense = dense_t5(feed_forward=feed_forward).eval()
+    model = copy.deepcopy(dense)
+    gated = feed_forward == "gated-gelu"
+    for stack in (model.encoder, model.decoder):
+        for block in stack.block:
+            old = block.layer[-1].DenseReluDense
+            config = SparseConfig(
+                d_model=D, d_ff=F, num_experts=1, num_selected_experts=1, gated=gated,
+                activation="gelu" if gated else "relu", decoder=stack is model.decoder,
+            )  # fmt: skip
+            slot = FeedForwardSlot(SparseFeedForward(config))
+            weights = dict(slot.sparse.experts.named_parameters())
+            first = torch.cat([old.wi_0.weight, old.wi_1.weight]) if gated else old.wi.weight
+            with torch.no_grad():
+                weights["gate_up_proj" if gated else "up_proj"].copy_(first[None])
+                weights["down_proj"].copy_(old.wo.weight[None])
+            block.layer[-1].DenseReluDense = slot
+    ids, mask, labels = t5_batch()
+    ours, theirs = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (model, dense))
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_a_t5_with_sparse_slots_trains_and_generates():
+    model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        # README
+        with (
+            collect_routers(model.encoder, token_mask=mask) as encoder,
+            collect_routers(model.decoder) as decoder,
+        ):
+            output = model(input_ids=ids, attention_mask=mask, labels=labels)
+            (output.loss + router_loss(encoder + decoder)).backward()
+        # end of README
+        optimizer.step()
+        losses.append(float(output.loss.detach()))
+    assert losses[-1] < losses[0] / 2, losses
+    expected_counts(encoder, int(mask.sum()), B * L)
+    expected_counts(decoder, B * T, B * T)
+    assert summarize(total_stats(encoder))["fraction_padding"] == pytest.approx(
+        1 - int(mask.sum()) / (B * L)
+    )
+
+    model.eval()
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=7, min_new_tokens=7)
+    alone = [
+        model.generate(ids[i : i + 1, : int(mask[i].sum())], max_new_tokens=7, min_new_tokens=7)
+        for i in range(B)
+    ]
+    assert torch.equal(generated, torch.cat(alone))
+    with (
+        collect_routers(model.encoder, token_mask=mask) as encoder,
+        collect_routers(model.decoder) as decoder,
+    ):
+        model.generate(ids, attention_mask=mask, max_new_tokens=7, min_new_tokens=7)
+    expected_counts(encoder, int(mask.sum()), B * L)
+    assert len(decoder) == LAYERS * 7
+    assert hooks_left(model) == 0
+
+
+def test_a_transformer_encoder_with_sparse_slots_trains():
+    generator = torch.Generator().manual_seed(0)
+    model, x = sparse_encoder().train(), torch.randn(B, L, D, generator=generator)
+    target = torch.randn(B, L, D, generator=generator)
+    padding = torch.zeros(B, L, dtype=torch.bool)
+    padding[1, 7:], padding[2, 2:] = True, True
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with collect_routers(model, token_mask=~padding) as routers:
+            loss = (model(x, src_key_padding_mask=padding) - target)[~padding].square().mean()
+            (loss + router_loss(routers)).backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2, losses
+    expected_counts(routers, 13 + 7 + 2, B * L)
+
+
+@pytest.mark.parametrize("without_gradient", [torch.no_grad, torch.inference_mode])
+def test_a_transformer_encoder_in_evaluation_takes_no_fast_path_around_the_slots(without_gradient):
+    model, x = sparse_encoder(eval_capacity_factor=None).eval(), torch.randn(B, L, D)
+    padding = torch.zeros(B, L, dtype=torch.bool)
+    padding[1, 7:] = True
+    with without_gradient(), collect_routers(model, token_mask=~padding) as routers:
+        y = model(x, src_key_padding_mask=padding)
+    expected_counts(routers, 2 * 13 + 7, B * L)
+    with without_gradient():  # context or not: the fast path also looks whether modules have hooks
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], y[~padding])
+    assert not router_loss(routers).requires_grad
+
+
+def test_the_auxiliary_loss_alone_moves_every_gate():
+    model, x = sparse_encoder(), torch.randn(B, L, D)
+    with collect_routers(model) as routers:
+        model(x)
+        router_loss(routers).backward()
+    assert all(gate.grad is not None and float(gate.grad.norm()) > 0 for gate in gates(model))
+
+
+def test_router_loss_is_the_weighted_sum_of_the_papers_equation_6():
+    model = sparse_encoder()
+    with torch.no_grad(), collect_routers(model.eval()) as routers:
+        model(torch.randn(B, L, D))
+    balance = sum(float(router.losses.load_balance_loss) for router in routers)
+    z = sum(float(router.losses.router_z_loss) for router in routers)
+    assert float(router_loss(routers)) == pytest.approx(0.01 * balance + 0.001 * z)
+    weights = {"load_balance_weight": 0.3, "router_z_weight": 0.7}
+    assert float(router_loss(routers, **weights, reduction="mean")) == pytest.approx(
+        (0.3 * balance + 0.7 * z) / LAYERS
+    )
+    with pytest.raises(ConfigError, match="reduction is 'max'; expected one of sum, mean"):
+        router_loss(routers, reduction="max")
+    for name in weights:
+        for value in (math.nan, math.inf, -0.1, None, "0.01"):
+            with pytest.raises(
+                ConfigError, match=rf"^{name} is .*; expected a finite number of at least 0\.$"
+            ):
+                router_loss(routers, **{name: value})
+
+
+def step_of(model, ids, mask, labels):
+    """Losses, statistics and gradients of one step; dropout and the second expert's choice are
+    random.
+    """
+    model.zero_grad()
+    torch.manual_seed(1)
+    with (
+        collect_routers(model.encoder, token_mask=mask) as encoder,
+        collect_routers(model.decoder) as decoder,
+    ):
+        output = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        loss = output.loss + router_loss(encoder + decoder)
+        loss.backward()
+    assert len(encoder) == len(decoder) == LAYERS
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        "loss": loss.detach(),
+        "stats": total_stats(encoder + decoder)._asdict(),
+        "gradients": gradients,
+    }
+
+
+def test_activation_checkpointing_changes_no_loss_no_statistic_and_no_gradient():
+    model, batch = sparse_t5(dropout_rate=0.1).train(), t5_batch()
+    kept = step_of(model, *batch)
+    recomputations = []
+    layer = model.encoder.block[1].layer[-1].DenseReluDense.sparse
+    layer.register_forward_pre_hook(lambda *_: recomputations.append(1))
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpointed = step_of(model, *batch)
+    assert len(recomputations) == 2
+    torch.testing.assert_close(checkpointed, kept, rtol=0, atol=0)
+    assert all(float(gate.grad.norm()) > 0 for gate in gates(model))
+
+
+def test_closing_the_context_before_a_backward_pass_that_recomputes_is_refused():
+    model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"ended before the backward pass.*loss.backward\(\) inside the context",
+        ),
+        collect_routers(model.encoder, token_mask=mask),
+    ):
+        model(input_ids=ids, attention_mask=mask, labels=labels)
+    assert hooks_left(model) == 0
+    with torch.no_grad(), collect_routers(model.encoder, token_mask=mask) as routers:
+        model(input_ids=ids, attention_mask=mask, labels=labels)
+    expected_counts(routers, int(mask.sum()), B * L)
+
+
+def test_without_a_mask_or_without_checkpointing_the_backward_pass_may_come_later():
+    model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
+    with collect_routers(model.encoder, token_mask=mask) as routers:
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss + router_loss(routers)
+    loss.backward()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with collect_routers(model) as routers:
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss + router_loss(routers)
+    loss.backward()
+    assert len(routers) == 2 * LAYERS
+
+
+def test_reentrant_checkpointing_is_refused_because_the_losses_would_have_no_gradient():
+    model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with (
+        pytest.raises(ConfigError, match="set use_reentrant=False"),
+        collect_routers(model.encoder, token_mask=mask),
+    ):
+        model(input_ids=ids, attention_mask=mask, labels=labels)
+    assert hooks_left(model) == 0
+
+
+def test_padding_changes_nothing_for_real_tokens():
+    model, x = (
+        sparse_encoder(eval_capacity_factor=1.0, min_expert_capacity=0, group_size=1).eval(),
+        torch.randn(B, L, D),
+    )
+    padding = torch.zeros(B, L, dtype=torch.bool)
+    padding[:, 7:] = True
+    with collect_routers(model, token_mask=~padding) as routers:
+        y = model(x, src_key_padding_mask=padding)
+    noise = torch.where(padding[..., None], torch.randn(B, L, D), x)
+    with collect_routers(model, token_mask=~padding) as routers_of_noise:
+        y_of_noise = model(noise, src_key_padding_mask=padding)
+    torch.testing.assert_close(y_of_noise[~padding], y[~padding], rtol=0, atol=1e-6)
+    torch.testing.assert_close(router_loss(routers_of_noise), router_loss(routers))
+
+
+def test_an_exception_inside_the_context_removes_all_hooks_and_passes_through():
+    model = sparse_encoder()
+    with (
+        pytest.raises(RuntimeError, match="mine"),
+        collect_routers(model, torch.ones(B, L)) as routers,
+    ):
+        model(torch.randn(B, L, D))
+        raise RuntimeError("mine")
+    assert hooks_left(model) == 0
+    model(torch.randn(B, L, D))
+    assert len(routers) == LAYERS
+
+
+def test_of_nested_masks_the_innermost_holds_and_the_callers_own_comes_first():
+    layer, x = (
+        SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=E)),
+        torch.randn(B, L, D),
+    )
+    outer, inner, own = (torch.arange(L).expand(B, L) < length for length in (2, 3, 5))
+    with collect_routers(layer, outer) as outer_routers, collect_routers(layer) as middle_routers:
+        with collect_routers(layer, inner) as inner_routers:
+            layer(x)
+            layer(x, own)
+            layer(x, token_mask=own)
+            layer(x=x)
+        layer(x, None)
+    assert [int(router.stats.num_tokens) // B for router in outer_routers] == [3, 5, 5, 3, 2]
+    assert [int(router.stats.num_tokens) // B for router in middle_routers] == [3, 5, 5, 3, 2]
+    assert [int(router.stats.num_tokens) // B for router in inner_routers] == [3, 5, 5, 3]
+
+
+def with_adapters(layer):
+    return peft.get_peft_model(
+        layer, peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], r=2)
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
+)  # torch's own affair
+@pytest.mark.parametrize("wrap", [with_adapters, checkpoint_wrapper, torch.compile])
+def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
+    layer = SparseFeedForward(
+        SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2)
+    )
+    slot = FeedForwardSlot(wrap(layer))
+    assert any(module is layer for module in slot.modules())
+    if wrap is not torch.compile:  # which would compile for seconds
+        x = torch.randn(B, L, D)
+        assert slot(x).shape == x.shape
+    for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
+        with pytest.raises(
+            ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"
+        ):
+            FeedForwardSlot(foreign)
+
+
+def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
+    with pytest.raises(
+        ConfigError, match=r"no SparseFeedForward in this Linear.*FeedForwardSlot\(config\)"
+    ):
+        collect_routers(nn.Linear(2, 3)).__enter__()
+    model = sparse_t5()
+    with pytest.raises(
+        ConfigError, match=r"one token_mask.*collect_routers\(model.decoder, decoder_mask\)"
+    ):
+        collect_routers(model, torch.ones(B, L)).__enter__()
+    with (
+        pytest.raises(DataError, match="token_mask has shape"),
+        collect_routers(model.encoder, torch.ones(B, L + 1)),
+    ):
+        model.encoder(torch.ones(B, L, dtype=torch.int64))
+    with collect_routers(model) as routers:
+        for call in (router_loss, total_stats):
+            with pytest.raises(DataError, match="no sparse layer has run yet"):
+                call(routers)
+
+
+def test_statistics_of_layers_of_different_shape_are_not_added():
+    few, many = sparse_encoder(num_experts=3), sparse_encoder(num_selected_experts=1)
+    with collect_routers(few) as few_routers, collect_routers(many) as many_routers:
+        many(few(torch.randn(B, L, D)))
+    with pytest.raises(
+        DataError, match="Layer 2 has 5 experts and 1 places for each token, layer 0 has 3 and 2"
+    ):
+        total_stats(few_routers + many_routers)
