@@ -9,10 +9,12 @@ own. Only what a user sees before the imports are done needs a real interpreter.
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -24,7 +26,7 @@ IMPORTED = (
     "moe",
     "moe.planning.plan",
     "moe.training.loop",
-    "eval.dev",
+    "eval.dev_scores",
     "eval.run",
     "torch.distributed.run",
     "peft",
@@ -40,6 +42,7 @@ class Ended(NamedTuple):
     stderr: str
 
 
+@cache
 def fork_context() -> ForkServerContext:
     """Returns what starts processes that are forked from the server."""
     missing = [name for name in IMPORTED if find_spec(name) is None]
@@ -49,10 +52,10 @@ def fork_context() -> ForkServerContext:
 
 
 class Command:
-    """A module that runs as a command, in a process that has already started.
+    """A module that runs as a command, in a process of its own; the imports lie behind it already.
 
     Args:
-        module: As behind `python -m`.
+        module: As behind `python -m`, or the path of a script.
         arguments: Of the command; each is made a text.
         environment: Variables that are set before the command starts.
         prepare: Called before the command starts; a function of a module, or a `partial` of one.
@@ -71,6 +74,7 @@ class Command:
         options = (Path(self._folder.name), dict(environment or {}), prepare)
         self._process = fork_context().Process(target=_run, args=(module, texts, *options))
         self._process.start()
+        self.wait_for(Path(self._folder.name, "started").exists)
 
     @property
     def pid(self) -> int:
@@ -112,6 +116,13 @@ def run_command(module: str, *arguments: object, **options: Any) -> Ended:
     return Command(module, arguments, **options).finish()
 
 
+def run_program(folder: Path, text: str, *arguments: object) -> Ended:
+    """Runs a text of Python, which it writes to a folder first."""
+    path = folder / "program.py"
+    path.write_text(text, encoding="utf-8")
+    return run_command(str(path), *arguments)
+
+
 def start_torchrun(num_ranks: int, module: str, *arguments: object, options: Sequence[str] = ()):
     """Starts `torchrun -m module`; its agent is torch's own, and forks the ranks from itself."""
     words = ["--standalone", "--nproc-per-node", num_ranks, *options, "-m", module, *arguments]
@@ -151,11 +162,18 @@ def _run(
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(environment)
     torch.set_num_threads(1)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which the tests' own start may ignore
     sys.argv = [module, *arguments]
     if prepare is not None:
         prepare()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    (folder / "started").touch()
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

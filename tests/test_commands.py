@@ -27,8 +27,8 @@ from scripts import (
     train_tokenizer,
     transfer,
 )
-from tests.training.test_resume import ENVIRONMENT
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 JUNK = ["", " ", "lots", "nan", "-inf", "1e999", "9" * 5_000, "a\0b", "-1", "0x1"]
 
 

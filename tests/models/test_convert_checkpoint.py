@@ -3,8 +3,6 @@ with every reason.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.models.hf_models import (
     their_model,
 )
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.processes import run_command
 
 SWITCH = {  # what a model of ours must be to be a Switch
     "feed_forward_proj": "relu",
@@ -194,14 +193,9 @@ def test_the_folder_is_new_and_whole_or_absent(tmp_path):
 def test_the_command_says_what_became_of_every_tensor(tmp_path):
     config = T5Config(**SIZES)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "theirs")
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.convert_checkpoint",
-        "--from",
-        str(tmp_path / "theirs"),
-    ]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    ended = run_command("scripts.convert_checkpoint", "--from", tmp_path / "theirs")
+    assert ended.returncode == 0, ended.stderr
+    shown = ended.stdout
     assert shown.strip() == str(conversion_report(tmp_path / "theirs"))
     assert "115 tensors mapped to 115" in shown
     assert "ignored, is of a classifier's head: classifier_dropout of config.json" in shown
