@@ -67,6 +67,7 @@ def test_the_notebook_runs(path, num_experts, environment):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_without_a_model_the_notebook_says_how_to_get_one(path, tmp_path, environment):
     done = run(path, {"MOE_MODEL": str(tmp_path)})

@@ -192,6 +192,7 @@ with whole_folder(Path(sys.argv[1]), kind="corpus") as partial:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_half_done_and_the_next_one_clears_up(tmp_path):
     target = tmp_path / "folder"
     killed = run_program(tmp_path, KILLED, target)

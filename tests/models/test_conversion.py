@@ -133,6 +133,7 @@ def test_generation_equals_transformers(tmp_path, kind):
 # ---- files ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["T5 1.0", "T5 1.1", "Switch"])
 @pytest.mark.parametrize("form", [".bin", ".bin of old torch", "safetensors shards", ".bin shards"])
 def test_every_form_of_files_gives_the_same_weights_bit_for_bit(folders, tmp_path, kind, form):

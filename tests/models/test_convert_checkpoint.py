@@ -48,6 +48,7 @@ def assert_same(a, b):
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["T5 1.0", "T5 1.1", "Switch", "Switch, untied", "Switch, sparse decoder only"]
 )
@@ -190,6 +191,7 @@ def test_the_folder_is_new_and_whole_or_absent(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "theirs"]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_became_of_every_tensor(tmp_path):
     config = T5Config(**SIZES)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "theirs")

@@ -197,6 +197,7 @@ def test_reentrant_checkpointing_is_refused_since_it_loses_the_gradient_of_the_r
     checkpointed(model, {"use_reentrant": False, "preserve_rng_state": True})
 
 
+@pytest.mark.slow
 def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
     model, batch = tiny_model(), tiny_batch()
     model.save_pretrained(tmp_path / "model")

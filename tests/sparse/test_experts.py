@@ -217,6 +217,7 @@ def _in_a_child(layer, x, answers):
     answers.put((y.detach().numpy(), gate.numpy(), len(ran)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="the platform cannot fork"
 )
@@ -468,6 +469,7 @@ def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
     raise AssertionError(f"{len(workers)} workers are alive")
 
 
+@pytest.mark.slow
 def test_a_process_that_gets_no_threads_ends_with_the_error(tmp_path):
     program = (
         "import threading, torch\n"

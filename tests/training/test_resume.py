@@ -23,6 +23,8 @@ from tests.processes import Command, run_command
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
+pytestmark = pytest.mark.slow  # all read a run that a process made
+
 COMPARED = (
     "train/loss",
     "train/ce_loss",
@@ -86,7 +88,6 @@ def unstopped(inputs, tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 17])
 def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
     out = tmp_path / "run"
@@ -100,7 +101,6 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
         assert (out / "model" / file).read_bytes() == (unstopped / "model" / file).read_bytes()
 
 
-@pytest.mark.slow
 def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
     inputs, unstopped, tmp_path, capsys
 ):
@@ -135,7 +135,6 @@ def die_while_removing():
     shutil.rmtree = rmtree
 
 
-@pytest.mark.slow
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
     inputs, unstopped, tmp_path
 ):
@@ -152,7 +151,6 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000035", "step_00000040"]
 
 
-@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(inputs, unstopped, tmp_path):
     out = tmp_path / "run"
     ended = stop_when(lambda: last_step(out) >= 10, signal.SIGINT, inputs, out)
@@ -318,7 +316,6 @@ def test_a_complete_run_is_kept(inputs, unstopped, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_without_a_traceback(inputs, unstopped):
     refused = call(inputs, unstopped)
     assert refused.returncode == 2
@@ -372,7 +369,6 @@ def test_what_does_not_go_together_is_one_message(inputs, tmp_path, arguments, m
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_disk_that_takes_no_more_ends_in_one_message_and_keeps_what_was_there(inputs, tmp_path):
     out, limit = tmp_path / "run", 40_000
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
