@@ -55,8 +55,10 @@ def build_run(
         unseen = PairSource(data.dev_pairs(), tokenizer, **rows)
         held_out = HeldOut(unseen, recipe.training.held_out_batches, SpecialIds.of(tokenizer))
     placed = kit.load_for_finetuning(pretrained, recipe, config, world.device_type)
-    world.say(f"{sum(map(len, data.train.values())):,} training pairs; {recipe.init} weights.")
-    world.say(str(kit.select_parameters(placed.model, recipe.parameters)))
+    world.print_on_rank_zero(
+        f"{sum(map(len, data.train.values())):,} training pairs; {recipe.init} weights."
+    )
+    world.print_on_rank_zero(str(kit.select_parameters(placed.model, recipe.parameters)))
     tokenizer = kit.remember_sentinels(placed.model, tokenizer, recipe.data.sentinels)
     slots = (
         pretrained.absolute().parent / CHECKPOINTS_FOLDER
@@ -108,11 +110,11 @@ def main(argv: list[str]) -> None:
             run = build_run(of_seed, arguments.pretrained, data, folder, world)
             if arguments.seeds is not None:
                 broadcast_from_rank_zero(lambda: claim_job(out))
-            world.say(
+            world.print_on_rank_zero(
                 f"The model is in {train(run, resume=arguments.resume, description='fine-tune')}."
             )
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
-            world.say(write_summary(out, runs))
+            world.print_on_rank_zero(write_summary(out, runs))
 
 
 if __name__ == "__main__":

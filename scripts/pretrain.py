@@ -19,8 +19,7 @@ from moe.cli import RESUME, run_main
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokens import tokenize_corpus
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
@@ -92,10 +91,10 @@ def main(argv: list[str]) -> None:
         check_kind(out, "training run")  # before any data are read
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.placed.model.config
-        world.say(
+        world.print_on_rank_zero(
             f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token."
         )
-        world.say(
+        world.print_on_rank_zero(
             f"The model is in {train(run, resume=arguments.resume, description='pre-train')}."
         )
 

@@ -2,7 +2,6 @@
 drawn or read.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.initial_weights import draw_weights
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import mesh_limits, model_layouts, shard_model
-from moe.sparse.groups import sequences_per_group, tokens_per_group
+from moe.sparse.groups import common_num_groups, tokens_per_group
 from moe.training.recipe import Recipe
 from moe.training.step import check_groups
 
@@ -53,10 +52,7 @@ def check_placement(
     sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     num_groups = None
     if lengths is not None and sparse:
-        size = tokens_per_group(config)
-        num_groups = math.gcd(
-            *(rows // sequences_per_group(rows, length, size) for length in lengths)
-        )
+        num_groups = common_num_groups(lengths, rows, tokens_per_group(config))
     check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups))
     if lengths is not None and sparse:
         check_groups(

@@ -109,7 +109,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             return finished
 
         optim = run.recipe.optim
-        optimizer = OPTIMIZERS.get(optim.optimizer)(
+        optimizer = OPTIMIZERS.get(optim.optimizer).build(
             parameter_groups(model),
             clipping_threshold=optim.clipping_threshold,
             weight_decay=optim.weight_decay,

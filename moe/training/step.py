@@ -16,7 +16,7 @@ from moe.errors import ConfigError
 from moe.models.losses import LossCounts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
-from moe.sparse.groups import sequences_per_group, tokens_per_group
+from moe.sparse.groups import groups_alike, sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals
 from moe.sparse.router import Router
@@ -183,14 +183,7 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     Raises:
         ConfigError: Names a `group_size` that goes with the cut.
     """
-
-    def groups_alike(size: int) -> bool:
-        return all(
-            sequences_per_group(batch_size, length, size) == sequences_per_group(rows, length, size)
-            for length in lengths
-        )
-
-    if not groups_alike(group_size):
+    if not groups_alike(lengths, batch_size, rows, group_size):
         whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
         # Groups change where one more sequence fits: just below such a size lies the largest with
         # the same groups.
@@ -198,7 +191,11 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
         sizes = {1, most}
         for length in lengths:
             sizes.update(count * length - 1 for count in (*divisors(batch_size), *divisors(rows)))
-        fitting = max(size for size in sizes if 1 <= size <= most and groups_alike(size))
+        fitting = max(
+            size
+            for size in sizes
+            if 1 <= size <= most and groups_alike(lengths, batch_size, rows, size)
+        )
         raise ConfigError(
             f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} "
             f"and {whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "
