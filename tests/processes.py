@@ -28,7 +28,7 @@ IMPORTED = (
     "moe.training.loop",
     "eval.dev_scores",
     "eval.run",
-    "torch.distributed.run",
+    "torch.distributed.launcher.api",
     "peft",
 )
 """What the server imports: all that takes long, and no command itself."""
