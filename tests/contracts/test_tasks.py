@@ -81,6 +81,7 @@ def test_only_variants_read_the_same_rows():
     assert {place: names for place, names in owners.items() if len(names) > 1} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_unique_within_a_split(name):
     task = TASKS.get(name)

@@ -77,6 +77,7 @@ def test_generation_does_not_depend_on_batch_mates(folders, task, tmp_path, name
         assert alone[0].output == prediction.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(
     dropping, task, tmp_path, mode, asked
@@ -123,6 +124,7 @@ def test_ctrl_c_between_batches_changes_no_byte(dropping, task, tmp_path, mode, 
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tmp_path):
     """What the tests above and below stand on: for this model, other batches are other predictions."""
     requests = requests_of(task)

@@ -184,6 +184,7 @@ def test_an_answer_does_not_depend_on_the_inputs_beside_it():
         )[0] == [gather_or_raise[row]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe", "bart"])
 def test_a_model_with_a_cache_finds_what_the_loop_finds_without(tokenizer, task, tmp_path, kind):
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
@@ -204,6 +205,7 @@ def test_a_model_with_a_cache_finds_what_the_loop_finds_without(tokenizer, task,
         assert prediction.output == system.tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe", "switch", "bart"])
 def test_greedy_answers_are_those_of_transformers(tokenizer, task, tmp_path, kind):
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))

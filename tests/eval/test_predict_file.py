@@ -27,6 +27,7 @@ from tests.eval.test_predict import ROWS, requests_of
 BEAMS = Decoding(max_tokens=7, num_beams=3, alpha=0.6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoding", [Decoding(max_tokens=7), BEAMS])
 def test_the_routers_of_a_generation_are_those_of_its_inputs_and_answers(
     folders, task, tmp_path, decoding

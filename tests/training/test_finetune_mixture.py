@@ -145,6 +145,7 @@ def test_the_summary_has_mean_and_spread_over_seeds_and_says_what_a_peak_is(stra
     assert losses(straight / "seed-3") != losses(straight / "seed-5")
 
 
+@pytest.mark.slow
 def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(
     inputs, straight, tmp_path
 ):

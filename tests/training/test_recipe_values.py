@@ -165,6 +165,7 @@ def names_and_kinds():
     )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
