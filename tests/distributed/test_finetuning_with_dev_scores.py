@@ -11,9 +11,10 @@ import pytest
 from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe.checkpoint.best_model import best_and_last
+from moe.commands import finetune
 from moe.distributed.launch import World
 from moe.training.loop import train
-from scripts import finetune
+from scripts.finetune import read_mixture
 from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture
 from tests.training.tiny_tasks import registered
@@ -46,7 +47,7 @@ def one_run(recipe, out, rank=0, num_ranks=1, mesh=()):
         parsed, arguments = finetune.finetune_command().parse(
             ["--config", str(recipe), "--out", str(out), *command]
         )
-        data = read_tasks(parsed.mixture.tasks)
+        data = read_mixture(parsed.mixture)
         world = World(rank, num_ranks, rank, "cpu")
         train(finetune.build_run(parsed, arguments.pretrained, data, out, world))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

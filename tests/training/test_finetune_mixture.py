@@ -17,6 +17,7 @@ from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.best_model import best_and_last, score_model
+from moe.commands import finetune as finetune_command
 from moe.data.pipeline import PairSource
 from scripts import finetune, pretrain
 from tests.training.test_finetune_command import losses
@@ -385,8 +386,8 @@ def test_a_resumed_run_with_another_mixture_is_refused(inputs, straight):
 
 def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(finetune, "train", lambda run, **_: made.append(run))
-    monkeypatch.setattr(finetune, "write_summary", lambda *_: "")
+    monkeypatch.setattr(finetune_command, "train", lambda run, **_: made.append(run))
+    monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
     (tmp_path / "pairs.jsonl").write_text('{"inputs": "ba", "targets": "ko"}\n')
     tune(inputs, tmp_path / "a", "--task", "last", "--seeds", "7", "--mixture.dev_examples", "5")
     tune(inputs, tmp_path / "b", "--train", tmp_path / "pairs.jsonl", "--seeds", "7")
