@@ -113,6 +113,8 @@ def build_run(
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
+
+    # What the recipe does not say: where things are.
     explanation = "model to start from; gives the architecture"
     command.add_argument("--pretrained", type=Path, required=True, help=explanation)
     explanation = "the only task of eval/, instead of mixture.tasks"

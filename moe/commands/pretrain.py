@@ -75,9 +75,9 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     description = "Pre-trains a sparse encoder-decoder by span corruption."
     command = RecipeCommand(PretrainRecipe, description)
-    explanation = "folder made by scripts.build_corpus"
+    explanation = "folder made by stmoe corpus"
     command.add_argument("--corpus", type=Path, required=True, help=explanation)
-    explanation = "folder made by scripts.train_tokenizer"
+    explanation = "folder made by stmoe tokenizer"
     command.add_argument("--tokenizer", type=Path, required=True, help=explanation)
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
@@ -89,9 +89,10 @@ def main(argv: list[str]) -> None:
     """Reads the recipe, trains, and says where the model is."""
     command = pretrain_command()
     with launch(command.timeout(argv)) as world:
+        # Whatever can be refused is refused before any data are read.
         recipe, arguments = command.parse(argv)
         out = output_path(arguments.out, inputs=[arguments.corpus, arguments.tokenizer])
-        check_kind(out, "training run")  # before any data are read
+        check_kind(out, "training run")
 
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.built.model.config
