@@ -12,7 +12,7 @@ from moe.errors import CheckpointError, ConfigError, DataError
 from tests.models.tiny import tiny_model
 
 TEXTS = ["the cat sat on the mat", "a dog", "the dog sat on a cat and a mat"]
-VOCAB_SIZE = 113
+VOCAB_SIZE = 117
 
 
 def test_the_version_is_that_of_the_distribution(capsys):
