@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moe.checks import check, check_number
 from moe.errors import ConfigError, DistributedError, MoEError
+from moe.kernels.torch_private import default_store
 
 T = TypeVar("T")
 
@@ -260,7 +261,7 @@ def _was_said(error: Exception) -> bool:
     False.
     """
     try:
-        return distributed_c10d._get_default_store().add(f"moe/error/{error}", 1) > 1
+        return default_store().add(f"moe/error/{error}", 1) > 1
     except (RuntimeError, ValueError):  # the rank that keeps the store is gone
         return False
 
@@ -273,7 +274,7 @@ def _part(world: World, timeout: float, *, failed: bool) -> None:
     may never end; they are waited for shortly.
     """
     with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         if failed or store.add("moe/parting", 1) == world.size:
             store.set("moe/parted", "1")
         store.wait(["moe/parted"], timedelta(seconds=timeout))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe.checks import check, check_choice, check_integer
 from moe.errors import ConfigError
+from moe.kernels.torch_private import flatten_mesh_axes, join_meshes, split_mesh_axis
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
@@ -256,12 +257,12 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         )
     sizes = asdict(config)
     whole = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
-    data = whole["dp_replicate", "dp_shard", "ep"]._flatten("data")
-    dense_shard = whole["dp_shard", "ep"]._flatten("dense_shard")
+    data = flatten_mesh_axes(whole["dp_replicate", "dp_shard", "ep"], "data")
+    dense_shard = flatten_mesh_axes(whole["dp_shard", "ep"], "dense_shard")
     return Mesh(
         config=config,
         device_mesh=whole,
-        dense=DeviceMesh._concatenate([whole["dp_replicate"], dense_shard]),
+        dense=join_meshes([whole["dp_replicate"], dense_shard]),
         experts=whole["dp_replicate", "dp_shard"],
         ep=_expert_axis(config, whole),
         data=data.get_group(),
@@ -277,9 +278,8 @@ def _expert_axis(config: MeshConfig, whole: DeviceMesh) -> ExpertAxis | None:
     ep = whole["ep"]
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())
-    levels = ep._unflatten(
-        0, (config.ep_nodes, config.ep // config.ep_nodes), ("ep_across", "ep_inside")
-    )
+    sizes = (config.ep_nodes, config.ep // config.ep_nodes)
+    levels = split_mesh_axis(ep, sizes, ("ep_across", "ep_inside"))
     return ExpertAxis(
         config.ep, ep.get_group(), levels["ep_inside"].get_group(), levels["ep_across"].get_group()
     )

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from moe.kernels.torch_private import register_named_tuple, register_tree_node
 from moe.models.blocks import BlockOutput, StackOutput
 from moe.models.losses import LossCounts, Losses, StackCounts
 from moe.sparse.layer import RouterOutput
@@ -19,9 +19,7 @@ from moe.sparse.stats import RouterStats
 _OF_A_LAYER = (RouterOutput, DispatchPlan, RouterLosses, RouterStats)
 _OF_A_MODEL = (BlockOutput, StackOutput, LossCounts, StackCounts, Losses)
 for record in (*_OF_A_LAYER, *_OF_A_MODEL):  # so that torch.export can save them
-    pytree._register_namedtuple(
-        record, serialized_type_name=f"{record.__module__}.{record.__qualname__}"
-    )
+    register_named_tuple(record)
 
 
 class RouterRecords(Sequence[RouterOutput]):
@@ -75,12 +73,7 @@ def _unflatten_records(records: Iterable[Any], _: None) -> RouterRecords:
     return RouterRecords(records)
 
 
-pytree.register_pytree_node(
-    RouterRecords,
-    _flatten_records,
-    _unflatten_records,
-    serialized_type_name=f"{RouterRecords.__module__}.{RouterRecords.__qualname__}",
-)
+register_tree_node(RouterRecords, _flatten_records, _unflatten_records)
 
 
 def by_sequence(routers: Sequence[RouterOutput] | None, batch: int) -> tuple[Tensor, ...] | None:

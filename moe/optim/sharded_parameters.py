@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from moe.kernels.torch_private import StridedShard
 
 Groups = tuple[ProcessGroup, ...]
 """One process group for each mesh axis that a sum runs over."""
@@ -129,7 +130,7 @@ def sum_parts(parts: Iterable[Part]) -> None:
 
 def _cut_dim(placement: Placement) -> int | None:
     """Returns the dimension that an axis cuts, None for none."""
-    if isinstance(placement, Shard | _StridedShard):
+    if isinstance(placement, Shard | StridedShard):
         return placement.dim
     assert isinstance(placement, Replicate), (
         f"a parameter is cut or replicated, but its placement is {placement}"
@@ -142,6 +143,6 @@ def _along(placement: Placement, dims: tuple[int, ...]) -> Placement:
     dim = _cut_dim(placement)
     if dim not in dims:
         return Replicate()
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dims.index(dim), split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dims.index(dim), split_factor=placement.split_factor)
     return Shard(dims.index(dim))
