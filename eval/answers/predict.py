@@ -357,7 +357,7 @@ def sum_routers(batches: Sequence[Batch]) -> dict[str, dict[str, Any]] | None:
         total = reduce(
             add_stats,
             (
-                RouterStats(*(torch.tensor(b.get(name, 0.0)) for name in RouterStats._fields))
+                RouterStats(*(torch.tensor(_saved_count(b, name)) for name in RouterStats._fields))
                 for b in every
             ),
         )
@@ -366,6 +366,12 @@ def sum_routers(batches: Sequence[Batch]) -> dict[str, dict[str, Any]] | None:
             "expert_load": total.expert_load.tolist()
         }
     return reports or None
+
+
+def _saved_count(batch: dict[str, Any], name: str) -> Any:
+    """Returns a statistic of a batch; in files of the release before, choices were places."""
+    old_name = name.replace("_choice", "_place")
+    return batch.get(name, batch.get(old_name, 0.0))
 
 
 def _check(task: Task, requests: Sequence[Request], mode: str) -> None:

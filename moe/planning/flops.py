@@ -5,7 +5,7 @@ and add.
 from moe.distributed.mesh import MeshConfig
 from moe.models.configuration import STMoEConfig
 from moe.planning.workload import StackPass, Workload, stack_passes
-from moe.sparse.router import load_routers
+from moe.sparse.all_routers import load_routers
 
 
 def forward_flops(config: STMoEConfig, workload: Workload) -> int:

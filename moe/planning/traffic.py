@@ -16,7 +16,7 @@ from moe.distributed.sharding import Layout
 from moe.models.configuration import STMoEConfig
 from moe.planning.memory import Unit, fsdp_units, is_factored
 from moe.planning.workload import StackPass, Workload, stack_passes
-from moe.sparse.router import load_routers
+from moe.sparse.all_routers import load_routers
 
 _WIDE, _LONG = 4, 8
 """Bytes of float32, and of int64 and float64."""

@@ -20,7 +20,7 @@ from moe.distributed.launch import DEFAULT_TIMEOUT
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.models.configuration import STMoEConfig
 from moe.parsing import read_yaml
-from moe.sparse.router import router_options_by_name
+from moe.sparse.router_options import router_options_by_name
 from moe.training.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
