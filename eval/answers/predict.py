@@ -404,4 +404,8 @@ def _to_counts(stats: RouterStats) -> RouterCounts:
 
 def _to_stats(counts: RouterCounts) -> RouterStats:
     """Returns counts as statistics; the sums, which no file holds, are 0."""
-    return RouterStats(*(torch.tensor(counts.get(name, 0.0)) for name in RouterStats._fields))
+    values: dict[str, Tensor] = {}
+    for name in RouterStats._fields:
+        old_name = name.replace("_choice", "_place")  # in files of the release before
+        values[name] = torch.tensor(counts.get(name, counts.get(old_name, 0.0)))
+    return RouterStats(**values)

@@ -77,7 +77,7 @@ def _trace_layer(
     plan = router.plan
     num_experts, num_places = router.router_logits.shape[-1], plan.expert_index.shape[-1]
     cell = ids.flatten()[:, None] * num_experts + plan.expert_index.reshape(-1, num_places)
-    accepted, wanted = (x.reshape(-1, num_places) for x in (plan.accepted, plan.wanted))
+    accepted, wanted = (x.reshape(-1, num_places) for x in (plan.accepted, plan.requested))
     scores = router.router_logits.gather(-1, plan.expert_index).reshape(-1, num_places)
     first = scores.masked_fill(~wanted, float("-inf")).argmax(dim=-1)
 

@@ -27,6 +27,7 @@ from moe.models.configuration_checks import (
 from moe.models.presets import PRESETS
 from moe.models.remote_code import write_config
 from moe.parsing import read_json, to_record
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
     BalanceScope,
     CapacityScope,
@@ -39,7 +40,6 @@ from moe.sparse.config import (
     SparseConfig,
     reference_fields,
 )
-from moe.sparse.router import load_routers
 
 _REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
 

@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from moe.checks import check, check_choice, check_flag, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
-from moe.sparse.router import check_causal, load_routers, router_options_by_name
+from moe.sparse.all_routers import load_routers
+from moe.sparse.router_options import check_causal, router_options_by_name
 
 FeedForward = Literal["gated-gelu", "relu"]
 Reduction = Literal["sum", "mean"]

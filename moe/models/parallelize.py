@@ -98,7 +98,7 @@ def shard_model(
     distribute_parameters(model, layouts, mesh)
     for module in model.modules():
         if isinstance(module, SparseFeedForward):
-            module.spread(mesh.ep, mesh.tp)
+            module.set_parallel_axes(mesh.ep, mesh.tp)
         elif isinstance(module, Attention | FeedForward | Stack):
             module.tp = mesh.tp
     if gather and mesh.config.num_data_ranks > 1:
