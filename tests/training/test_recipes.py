@@ -7,9 +7,9 @@ import pytest
 
 from eval.task import TASKS
 from moe import ConfigError, STMoEConfig
+from moe.commands.finetune import finetune_command
 from moe.training.command import RecipeCommand, save_recipe
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
-from scripts.finetune import finetune_command
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 FAMILIES = [
