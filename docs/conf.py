@@ -111,9 +111,7 @@ def _parts(lines):
             body.append(line)
         elif not before.strip() and _begins_code(line, title, body):
             parts.append(("code", [line]))
-        elif title and line.strip() and not line.startswith(" "):
-            parts.append(("", [line]))
-        elif title == "code":
+        elif title == "code" or (title and line.strip() and not line.startswith(" ")):
             parts.append(("", [line]))
         else:
             body.append(line)
