@@ -209,7 +209,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_recipes_and_files_that_are_named_exist():
-    pattern = r"\b((?:moe|eval|scripts|benchmarks|recipes|notebooks|tests|docs)/[\w./-]*\w\.\w+)"
+    pattern = r"(?<![\w/.])((?:moe|eval|scripts|benchmarks|recipes|notebooks|tests|docs)/[\w./-]*\w\.\w+)"
     for page in PAGES:
         for name in re.findall(pattern, page.read_text(encoding="utf-8")):
             assert (ROOT / name).exists() or "NAME" in name, f"{page.name}: {name}"
