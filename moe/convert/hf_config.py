@@ -5,9 +5,22 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    SwitchTransformersConfig,
+    T5Config,
+)
 
-from moe.checks import check, check_choice, check_flag, check_integer, check_number, is_kind, shown
+from moe.checks import (
+    check,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    is_kind,
+    shown,
+)
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_size
@@ -186,8 +199,9 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted(_UNREPRESENTABLE_FIELDS & raw.keys()):
         if raw[name]:
             raise ConfigError(
-                f"config.json of type {family!r} has {name} {shown(raw[name])}, which changes what the model computes "
-                "and cannot be represented here. Load it with its own class."
+                f"config.json of type {family!r} has {name} {shown(raw[name])}, which changes "
+                "what the model computes and cannot be represented here. Load it with its own "
+                "class."
             )
 
     # The backbone.
@@ -198,7 +212,13 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     # Theirs scales the deviation, ours the variance.
     factor = hf_config.initializer_factor
-    check_number("initializer_factor", factor, above=0, most=1e15, reason="weights are float32")
+    check_number(
+        "initializer_factor",
+        factor,
+        above=0,
+        most=1e15,
+        reason="weights are float32",
+    )
     fields["initializer_scale"] = float(factor) ** 2
 
     # A T5 says by another field whether its head is the embedding.
@@ -317,8 +337,8 @@ def _feed_forward_proj(hf_config: Any, written_name: str | None) -> str:
 
     raise ConfigError(
         f"config.json has {kind} feed-forward layers with the activation {activation!r}; "
-        "expected plain ones with relu (T5 1.0, Switch) or gated ones with gelu_new (T5 1.1, flan). A model with "
-        "others cannot be represented here."
+        "expected plain ones with relu (T5 1.0, Switch) or gated ones with gelu_new (T5 1.1, "
+        "flan). A model with others cannot be represented here."
     )
 
 
@@ -333,7 +353,8 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
         value = getattr(hf_config, name, expected)
         if value != expected:
             raise ConfigError(
-                f"config.json has {name} {value!r}; expected {expected!r}. Other Switch models cannot be represented."
+                f"config.json has {name} {value!r}; expected {expected!r}. Other Switch models "
+                "cannot be represented."
             )
 
     num_encoder = _count_sparse_layers(hf_config, "encoder", hf_config.num_layers)
@@ -375,9 +396,9 @@ def _count_sparse_layers(
 
     if num_sparse and (num_layers % num_sparse or num_layers // num_sparse != step):
         raise ConfigError(
-            f"config.json has {num_layers} layers in the {stack}, of which every {step}th from the second on is "
-            f"sparse: {num_sparse}. Such a model cannot be represented here, where sparse layers stand in equal "
-            "stretches."
+            f"config.json has {num_layers} layers in the {stack}, of which every {step}th from "
+            f"the second on is sparse: {num_sparse}. Such a model cannot be represented here, "
+            "where sparse layers stand in equal stretches."
         )
     return num_sparse
 
@@ -399,9 +420,9 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
     obstacles = _t5_obstacles(config) if family == "t5" else _switch_obstacles(config)
     if obstacles:
         raise ConfigError(
-            f"The model cannot be written as {family!r}, whose class in transformers has no place for it: "
-            f"{'; '.join(obstacles)}. Keep it in our format, or give settings that such a model has, e.g. --set "
-            "expert_capacity=64 capacity_scope=sequence."
+            f"The model cannot be written as {family!r}, whose class in transformers has no "
+            f"place for it: {'; '.join(obstacles)}. Keep it in our format, or give settings "
+            "that such a model has, e.g. --set expert_capacity=64 capacity_scope=sequence."
         )
 
     gated = config.feed_forward_proj == "gated-gelu"

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe.convert.hf_config import EXPLAINED, FAMILIES, from_hf_config, hf_family
+from moe.convert.hf_config import (
+    EXPLAINED,
+    FAMILIES,
+    from_hf_config,
+    hf_family,
+)
 from moe.convert.hf_names import hf_weight_map
 from moe.convert.report import ConvertedCheckpoint
 from moe.convert.weight_map import convert_weights
@@ -69,7 +74,12 @@ def open_hf_checkpoint(
             mapping = mapping._replace(parts=(embeddings.name,))
         weight_map.append(mapping)
     return convert_weights(
-        str(source), config, weight_map, embeddings.stored, ignored=ignored, leave_out=leave_out
+        str(source),
+        config,
+        weight_map,
+        embeddings.stored,
+        ignored=ignored,
+        leave_out=leave_out,
     )
 
 
@@ -115,7 +125,11 @@ class _Embeddings(NamedTuple):
 
 
 def _resolve_embeddings(
-    stored: Mapping[str, LazyTensor], config: STMoEConfig, *, source: str, head_is_embedding: bool
+    stored: Mapping[str, LazyTensor],
+    config: STMoEConfig,
+    *,
+    source: str,
+    head_is_embedding: bool,
 ) -> _Embeddings:
     """Returns the tensors of a T5 or Switch with one embedding among them.
 
@@ -169,12 +183,18 @@ def _resolve_embeddings(
     return _Embeddings(stored, embedding, ignored)
 
 
-def _two_tables(source: str, first: str, first_table: str, second: str, second_table: str) -> str:
+def _two_tables(
+    source: str,
+    first: str,
+    first_table: str,
+    second: str,
+    second_table: str,
+) -> str:
     """Returns why a model with two different embeddings is refused."""
     return (
-        f"{source} cannot be converted: its own class computes the {first} with {first_table} and the {second} with "
-        f"{second_table}, whose numbers differ; here they share one embedding. If one of them is left over from "
-        "training, remove it from the checkpoint."
+        f"{source} cannot be converted: its own class computes the {first} with {first_table} "
+        f"and the {second} with {second_table}, whose numbers differ; here they share one "
+        "embedding. If one of them is left over from training, remove it from the checkpoint."
     )
 
 

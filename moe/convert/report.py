@@ -38,15 +38,17 @@ class ConversionReport:
         misfits = count_by_kind(self.missing, self.unexpected, self.reshaped)
         if misfits:
             raise CheckpointError(
-                f"{self.source} cannot be converted: not every tensor is accounted for. {misfits}. Download or copy it "
-                "again; if config.json was edited or a setting was given, undo that."
+                f"{self.source} cannot be converted: not every tensor is accounted for. "
+                f"{misfits}. Download or copy it again; if config.json was edited or a setting "
+                "was given, undo that."
             )
 
     def __str__(self) -> str:
         """Returns the report as lines for a terminal."""
         num_tensors = sum(len(parts) for parts in self.mapped.values())
         lines = [
-            f"{self.source}: {num_tensors} tensors mapped to {len(self.mapped)}, {len(self.ignored)} ignored"
+            f"{self.source}: {num_tensors} tensors mapped to {len(self.mapped)}, "
+            f"{len(self.ignored)} ignored"
         ]
 
         names_by_reason: dict[str, list[str]] = {}

@@ -12,7 +12,12 @@ from torch import Tensor
 from moe.checks import shown
 from moe.convert.hf_names import up_names, up_proj_name
 from moe.convert.report import ConvertedCheckpoint
-from moe.convert.weight_map import Stack, WeightMapping, convert_weights, stacks_of
+from moe.convert.weight_map import (
+    Stack,
+    WeightMapping,
+    convert_weights,
+    stacks_of,
+)
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
@@ -82,7 +87,13 @@ def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     config = _infer_config(shapes, settings)
     config.dtype = stored["token_embedder/embedding"].dtype
-    return convert_weights(str(folder), config, t5x_weight_map(config), stored, ignored=ignored)
+    return convert_weights(
+        str(folder),
+        config,
+        t5x_weight_map(config),
+        stored,
+        ignored=ignored,
+    )
 
 
 def _read_tree(path: Path) -> object:
@@ -113,7 +124,8 @@ def _import_optional(name: str) -> Any:
         return __import__(name)
     except ImportError as error:
         raise ConfigError(
-            f"Checkpoints of T5X are read with {name}, which is not installed. Run pip install 'stmoe[t5x]'."
+            f"Checkpoints of T5X are read with {name}, which is not installed. Run pip install "
+            "'stmoe[t5x]'."
         ) from error
 
 
@@ -190,7 +202,11 @@ def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
         ) from error
 
 
-def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
+def _open_zarr(
+    folder: Path,
+    name: str,
+    spec: Mapping[str, Any],
+) -> LazyTensor:
     """Returns the tensor <any>[...] of a tensorstore spec."""
     tensorstore: Any = _import_optional("tensorstore")
 
@@ -238,8 +254,8 @@ def _infer_config(
     scanned = next((name for name in shapes if re.search(_SCANNED, name)), None)
     if scanned is not None:
         raise ConfigError(
-            f"target/{scanned} is of scanned layers, which hold all blocks in one tensor. Write the checkpoint with "
-            "scan_layers = False in T5X, and convert that."
+            f"target/{scanned} is of scanned layers, which hold all blocks in one tensor. "
+            "Write the checkpoint with scan_layers = False in T5X, and convert that."
         )
 
     encoder = _find_blocks(shapes, "encoder")
@@ -269,8 +285,9 @@ def _infer_config(
     encoder_blocks = [block for block, sparse in encoder.items() if sparse]
     decoder_blocks = [block for block, sparse in decoder.items() if sparse]
     raise ConfigError(
-        f"The checkpoint of T5X has sparse blocks {encoder_blocks} in the encoder and {decoder_blocks} in the "
-        "decoder; expected the last or the second of equal stretches. Such a model cannot be represented here."
+        f"The checkpoint of T5X has sparse blocks {encoder_blocks} in the encoder and "
+        f"{decoder_blocks} in the decoder; expected the last or the second of equal stretches. "
+        "Such a model cannot be represented here."
     )
 
 
@@ -293,7 +310,12 @@ def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     }
 
 
-def _matches(config: STMoEConfig, blocks: Mapping[int, bool], *, decoder: bool) -> bool:
+def _matches(
+    config: STMoEConfig,
+    blocks: Mapping[int, bool],
+    *,
+    decoder: bool,
+) -> bool:
     """Returns whether a stack has its sparse blocks where a checkpoint has them."""
     return all(
         config.is_sparse_block(block, decoder=decoder) == sparse for block, sparse in blocks.items()
@@ -310,7 +332,8 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ..
         if re.fullmatch(pattern, name):
             return shape
     raise CheckpointError(
-        f"The checkpoint of T5X has no target/{pattern}: it is no encoder-decoder of T5, Switch or ST-MoE."
+        f"The checkpoint of T5X has no target/{pattern}: it is no encoder-decoder of T5, "
+        "Switch or ST-MoE."
     )
 
 
@@ -352,7 +375,11 @@ def t5x_weight_map(config: STMoEConfig) -> list[WeightMapping]:
     return weight_map
 
 
-def _block(config: STMoEConfig, stack: Stack, number: int) -> list[WeightMapping]:
+def _block(
+    config: STMoEConfig,
+    stack: Stack,
+    number: int,
+) -> list[WeightMapping]:
     """Returns the weights of a block: attention, then sparse and dense feed-forward layers."""
     ours = f"{stack.name}.blocks.{number}"
     layer = f"{stack.other_name}/layers_{number}"
@@ -375,7 +402,13 @@ def _block(config: STMoEConfig, stack: Stack, number: int) -> list[WeightMapping
     return weight_map + _feed_forward(config, ours, layer, module)
 
 
-def _attention(ours: str, layer: str, kind: str, module: str, norm: str) -> list[WeightMapping]:
+def _attention(
+    ours: str,
+    layer: str,
+    kind: str,
+    module: str,
+    norm: str,
+) -> list[WeightMapping]:
     projections = {"q": "query", "k": "key", "v": "value", "o": "out"}
     weight_map = [_scale(f"{ours}.{kind}_attention_norm.weight", f"{layer}/pre_{norm}_layer_norm")]
     for letter, projection in projections.items():
@@ -384,7 +417,12 @@ def _attention(ours: str, layer: str, kind: str, module: str, norm: str) -> list
     return weight_map
 
 
-def _feed_forward(config: STMoEConfig, ours: str, layer: str, module: str) -> list[WeightMapping]:
+def _feed_forward(
+    config: STMoEConfig,
+    ours: str,
+    layer: str,
+    module: str,
+) -> list[WeightMapping]:
     ups = [f"{layer}/{module}/{name}" for name in up_names(config)]
     return [
         _scale(f"{ours}.feed_forward_norm.weight", f"{layer}/pre_{module}_layer_norm"),
@@ -393,7 +431,11 @@ def _feed_forward(config: STMoEConfig, ours: str, layer: str, module: str) -> li
     ]
 
 
-def _sparse_feed_forward(config: STMoEConfig, ours: str, layer: str) -> list[WeightMapping]:
+def _sparse_feed_forward(
+    config: STMoEConfig,
+    ours: str,
+    layer: str,
+) -> list[WeightMapping]:
     sparse = f"{ours}.sparse_feed_forward"
     ups = [f"{layer}/mlp/expert/{name}" for name in up_names(config)]
     return [

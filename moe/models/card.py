@@ -108,13 +108,15 @@ def check_card(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in _ARGUMENTS:
             raise ConfigError(
-                f"A card has no {name!r}.{did_you_mean(name, _ARGUMENTS)} Known: {', '.join(_ARGUMENTS)}."
+                f"A card has no {name!r}.{did_you_mean(name, _ARGUMENTS)} Known: "
+                f"{', '.join(_ARGUMENTS)}."
             )
 
     stats = given.get("stats") or {}
     if not isinstance(stats, Mapping) or not set(stats) <= {"encoder", "decoder"}:
         raise ConfigError(
-            f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, 'decoder': ...}}."
+            f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, "
+            "'decoder': ...}."
         )
 
 
@@ -152,7 +154,11 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
         card.save(path)
 
 
-def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> bool:
+def fetch_card(
+    repo_id: str,
+    folder: Path,
+    token: str | bool | None = None,
+) -> bool:
     """Returns whether a repository on the hub has a card, and puts it into a folder.
 
     A card of somebody else that lies in the folder stays.
@@ -319,16 +325,18 @@ def _how_to_use(model_class: str) -> str:
 def _limits(config: STMoEConfig) -> str:
     """Returns the section on what not to expect."""
     limits = [
-        "What it was trained on, and how good it is, this card does not know; whoever publishes it should say so."
+        "What it was trained on, and how good it is, this card does not know; whoever "
+        "publishes it should say so."
     ]
     if config.eval_capacity_field is not None:
         limits.append(
-            "With a capacity in evaluation, what an encoder or a forward with labels makes of a sequence may "
-            "depend on padding and on the other sequences of the batch; load it with "
-            "`eval_capacity_factor=None, expert_capacity=None` to drop nothing."
+            "With a capacity in evaluation, what an encoder or a forward with labels makes of "
+            "a sequence may depend on padding and on the other sequences of the batch; load it "
+            "with `eval_capacity_factor=None, expert_capacity=None` to drop nothing."
         )
     if config.num_experts and "expert_choice" in (config.router, config.decoder_router):
         limits.append(
-            "Router `expert_choice` compares the tokens of a batch: a sequence's output may depend on the others."
+            "Router `expert_choice` compares the tokens of a batch: a sequence's output may "
+            "depend on the others."
         )
     return "## Limits\n\n" + "".join(f"- {limit}\n" for limit in limits)

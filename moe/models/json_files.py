@@ -40,9 +40,18 @@ def read_json_object(path: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: When the file is damaged, or holds something else.
     """
-    content = read_json(Path(path), advice=COPY_AGAIN, error=CheckpointError, nan=True)
+    content = read_json(
+        Path(path),
+        advice=COPY_AGAIN,
+        error=CheckpointError,
+        nan=True,
+    )
     return to_record(
-        dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
+        dict[str, Any],
+        content,
+        where=str(path),
+        advice=COPY_AGAIN,
+        error=CheckpointError,
     )
 
 

@@ -29,7 +29,8 @@ from moe.models.card import (
 )
 from moe.models.checkpoint_formats import CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_config, check_savable, check_source
+from moe.models.configuration_checks import check_config, check_source
+from moe.models.configuration_keywords import check_savable
 from moe.models.generation_config import load_generation_config
 from moe.models.json_files import read_json_object
 from moe.models.quantized import warn_of_plain_experts
@@ -125,9 +126,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
         requested = requested_attention or ""
         if "flash" in requested or "flex" in requested:
             raise ConfigError(
-                f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. Every score of attention "
-                "has a trained bias of the distance added, and masks with it: flash attention has no place for them, "
-                "and flex attention would need a kernel of its own. On a GPU 'sdpa' takes torch's memory-efficient one."
+                f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. "
+                "Every score of attention has a trained bias of the distance added, and masks "
+                "with it: flash attention has no place for them, and flex attention would need "
+                "a kernel of its own. On a GPU 'sdpa' takes torch's memory-efficient one."
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
@@ -140,9 +142,10 @@ class STMoEPreTrainedModel(PreTrainedModel):
         products = _EXPERTS_IMPLEMENTATIONS[self.config.dispatch]
         if requested_experts not in (None, "eager", products):
             raise ConfigError(
-                f"experts_implementation is {requested_experts!r}, but experts run as the field dispatch says: with "
-                f"{self.config.dispatch!r}, by {products!r}. Expected that or 'eager', which both stand for it; the "
-                "other is dispatch='static' for 'batched_mm' and dispatch='ragged' for 'grouped_mm'."
+                f"experts_implementation is {requested_experts!r}, but experts run as the "
+                f"field dispatch says: with {self.config.dispatch!r}, by {products!r}. "
+                "Expected that or 'eager', which both stand for it; the other is "
+                "dispatch='static' for 'batched_mm' and dispatch='ragged' for 'grouped_mm'."
             )
         return "eager"
 
@@ -156,8 +159,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
         keywords = getattr(function, "keywords", {})
         if function is not None and keywords.get("use_reentrant") is not False:
             raise ConfigError(
-                "Activation checkpointing was asked for without use_reentrant=False: the reentrant kind loses the "
-                "gradient of the routers' losses. Add it to the keyword arguments, or give none."
+                "Activation checkpointing was asked for without use_reentrant=False: the "
+                "reentrant kind loses the gradient of the routers' losses. Add it to the "
+                "keyword arguments, or give none."
             )
         cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
 
@@ -171,7 +175,12 @@ class STMoEPreTrainedModel(PreTrainedModel):
     # Loading
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Returns the model of a folder or hub name, which computes bit for bit what was saved.
 
         A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
@@ -290,8 +299,8 @@ class STMoEPreTrainedModel(PreTrainedModel):
         for name in ("variant", "key_mapping", "state_dict"):
             if kwargs.get(name) is not None:
                 raise ConfigError(
-                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of another library that is "
-                    f"converted. Leave {name} out."
+                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of "
+                    f"another library that is converted. Leave {name} out."
                 )
 
         # The dtype is of the weights, and no field of the config.
@@ -411,7 +420,12 @@ class STMoEPreTrainedModel(PreTrainedModel):
             self.save_pretrained(folder, *args, card=card, **kwargs)
             return None
 
-        repository = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True)
+        repository = HfApi().create_repo(
+            repo_id,
+            private=private,
+            token=token,
+            exist_ok=True,
+        )
         timestamps = self._get_files_timestamps(folder) if folder.is_dir() else {}
         if not fetch_card(repository.repo_id, folder, token):
             # The folder's own card, though it is older, is better than none.
@@ -512,7 +526,8 @@ def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> N
     if raw_config is not None and find_format(raw_config) is not None:
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "
-            f"from_pretrained({base!r}) and then the adapters by PeftModel.from_pretrained(model, {str(source)!r})."
+            f"from_pretrained({base!r}) and then the adapters by "
+            f"PeftModel.from_pretrained(model, {str(source)!r})."
         )
 
 

@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, write_sums
+from moe.checksums import (
+    SUMS_FILE,
+    Damage,
+    find_damage,
+    read_sums,
+    sha256_of,
+    write_sums,
+)
 from moe.distributed.verification import find_damage_together
 from moe.errors import CheckpointError
 
@@ -112,6 +119,7 @@ def _other_sums(folder: Path) -> dict[str, str]:
 def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
     if damaged:
         raise CheckpointError(
-            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from where it was saved; "
-            f"if another tool rewrote the weights on purpose, remove {folder / SUMS_FILE}."
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from "
+            "where it was saved; if another tool rewrote the weights on purpose, remove "
+            f"{folder / SUMS_FILE}."
         )

@@ -111,7 +111,12 @@ def _open_file(path: Path) -> Callable[[str], Tensor]:
     """
     if path.suffix == ".safetensors":
         return safe_open(path, framework="pt").get_tensor
-    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    tensors = torch.load(
+        path,
+        map_location="cpu",
+        weights_only=True,
+        mmap=is_zipfile(path),
+    )
     return tensors.__getitem__
 
 
@@ -130,8 +135,8 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
                 weights[name] = LazyTensor(header.shape, header.dtype, read)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"The weights in {path} cannot be read: the file is torn, or holds more than tensors, which "
-                f"could run code. {COPY_AGAIN}"
+                f"The weights in {path} cannot be read: the file is torn, or holds more than "
+                f"tensors, which could run code. {COPY_AGAIN}"
             ) from error
         except _UNREADABLE as error:
             reason = _first_line(error)
@@ -230,7 +235,11 @@ def find_weight_files(
     )
 
 
-def _find_shards_of_index(source: Path | str, path: str, download: Mapping[str, Any]) -> list[Path]:
+def _find_shards_of_index(
+    source: Path | str,
+    path: str,
+    download: Mapping[str, Any],
+) -> list[Path]:
     """Returns the files that an index names: beside it, or downloaded from the hub."""
     names = read_index(Path(path))
     try:
@@ -244,7 +253,8 @@ def _find_shards_of_index(source: Path | str, path: str, download: Mapping[str, 
     for file in paths:
         if not file.is_file():
             raise CheckpointError(
-                f"{file} is missing, one of the {len(names)} files in the index {path}. {COPY_AGAIN}"
+                f"{file} is missing, one of the {len(names)} files in the index {path}. "
+                f"{COPY_AGAIN}"
             )
     return paths
 
@@ -255,7 +265,12 @@ def read_index(path: Path) -> list[str]:
     Raises:
         CheckpointError: When the index is damaged, or names a file in another folder.
     """
-    index = read_record(path, dict[str, Any], advice=COPY_AGAIN, error=CheckpointError)
+    index = read_record(
+        path,
+        dict[str, Any],
+        advice=COPY_AGAIN,
+        error=CheckpointError,
+    )
     for field, kind in (("weight_map", dict[str, str]), ("metadata", dict[str, Any])):
         to_record(
             kind,
@@ -321,7 +336,9 @@ def _with_variant(name: str, variant: str | None) -> str:
 
 
 def refuse_integers(
-    source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, torch.dtype | None]
+    source: Path | str,
+    expected: Mapping[str, Tensor],
+    stored: Mapping[str, torch.dtype | None],
 ) -> None:
     """Raises when a weight of floating point is stored as integers, which are no such numbers.
 
@@ -337,7 +354,8 @@ def refuse_integers(
         dtype = stored.get(name)
         if tensor.is_floating_point() and dtype is not None and not dtype.is_floating_point:
             raise CheckpointError(
-                f"{name} in {source} holds numbers of type {dtype}; expected floating-point ones. {COPY_AGAIN}"
+                f"{name} in {source} holds numbers of type {dtype}; expected floating-point "
+                f"ones. {COPY_AGAIN}"
             )
 
 
@@ -360,16 +378,17 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
     span = largest.float() - least.float()
     if not span.isfinite():
         raise CheckpointError(
-            f"{name} in {source} holds numbers that are not finite: from {least.item()} to {largest.item()}. Load "
-            "an earlier checkpoint: training diverged, or the file is damaged."
+            f"{name} in {source} holds numbers that are not finite: from {least.item()} to "
+            f"{largest.item()}. Load an earlier checkpoint: training diverged, or the file is "
+            "damaged."
         )
 
 
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
     """Returns the message of a folder whose weights are not those of a class, and what to do."""
     return (
-        f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from where it was saved, or "
-        "give another; if config.json was edited, undo that."
+        f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from "
+        "where it was saved, or give another; if config.json was edited, undo that."
     )
 
 
@@ -412,12 +431,20 @@ def describe_misfits(
     return count_by_kind(sorted(missing), sorted(unexpected), sorted(shapes))
 
 
-def describe_reshaped(name: str, stored: Iterable[int], expected: Iterable[int]) -> str:
+def describe_reshaped(
+    name: str,
+    stored: Iterable[int],
+    expected: Iterable[int],
+) -> str:
     """Returns the name of a weight with both of its shapes."""
     return f"{name} {tuple(stored)} instead of {tuple(expected)}"
 
 
-def count_by_kind(missing: list[str], unexpected: list[str], reshaped: list[str]) -> str:
+def count_by_kind(
+    missing: list[str],
+    unexpected: list[str],
+    reshaped: list[str],
+) -> str:
     """Returns how many weights are of each kind of misfit, with the first of each."""
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
     parts = []
