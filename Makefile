@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
@@ -17,6 +17,10 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+docs: .venv/installed
+	rm -rf build/docs docs/api/modules
+	$(BIN)/sphinx-build -W --keep-going -n -j auto docs build/docs
 
 format: .venv/installed
 	$(BIN)/ruff format .

@@ -53,7 +53,8 @@ def check_integer(
         return
 
     holds = is_kind(value, int) and _is_within(value, least, most)
-    check(holds, name, value, _expected("an integer", _range(least, most), reason, optional))
+    bounds = _describe_bounds(least, most)
+    check(holds, name, value, _expected("an integer", bounds, reason, optional))
 
 
 def check_number(
@@ -86,12 +87,8 @@ def check_number(
         return
 
     holds = is_kind(value, float) and _is_within(value, least, most, above, below)
-    check(
-        holds,
-        name,
-        value,
-        _expected("a finite number", _range(least, most, above, below), reason, optional),
-    )
+    bounds = _describe_bounds(least, most, above, below)
+    check(holds, name, value, _expected("a finite number", bounds, reason, optional))
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -116,22 +113,28 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
         ConfigError: When a `Literal` field holds another value, or a `bool` field no bool.
     """
     assert is_dataclass(settings), f"{settings!r} is no dataclass"
-    hints = get_type_hints(type(settings))
-    for item in fields(settings):
-        kind = hints[item.name]
-        value = getattr(settings, item.name)
-        if get_origin(kind) is Literal:
-            check_choice(prefix + item.name, value, get_args(kind))
-        elif kind is bool:
-            check_flag(prefix + item.name, value)
+    annotations = get_type_hints(type(settings))
+
+    for field in fields(settings):
+        annotation = annotations[field.name]
+        value = getattr(settings, field.name)
+        if get_origin(annotation) is Literal:
+            check_choice(prefix + field.name, value, get_args(annotation))
+        elif annotation is bool:
+            check_flag(prefix + field.name, value)
 
 
 def is_kind(value: object, kind: type) -> bool:
-    """Returns whether `value` is a bool, an integer or a finite number, as `kind` (bool, int or
-    float) says.
+    """Returns whether `value` is a bool, an integer or a finite number.
+
+    Args:
+        value: Anything; a bool is no number here, an integer is a finite number too.
+        kind: `bool`, `int` or `float`.
     """
+    # A bool is an int to Python, and never one to a user.
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
+
     if kind is int:
         return isinstance(value, numbers.Integral)
     return isinstance(value, numbers.Real) and _is_finite(value)
@@ -149,7 +152,6 @@ def shown(value: object) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether a real number is finite as a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond the largest float
@@ -163,7 +165,6 @@ def _is_within(
     above: float | None = None,
     below: float | None = None,
 ) -> bool:
-    """Returns whether a number keeps all bounds that are given."""
     return (
         (least is None or number >= least)
         and (most is None or number <= most)
@@ -172,16 +173,16 @@ def _is_within(
     )
 
 
-def _range(
+def _describe_bounds(
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,
 ) -> str:
-    """Returns the bounds of a number in words."""
     if least is not None and most is not None:
         return f"from {least:,} to {most:,}"
 
+    # Open ranges name each bound that there is.
     bounds = []
     if least is not None:
         bounds.append(f"of at least {least:,}")
@@ -195,7 +196,6 @@ def _range(
 
 
 def _expected(kind: str, bounds: str, reason: str, optional: str) -> str:
-    """Returns what was expected of a number."""
     expected = f"{kind} {bounds}".rstrip()
     if optional:
         expected += f", or {optional}"

@@ -1,7 +1,7 @@
-"""What a folder was written with: the SHA-256 of each of its files, by which damage is noticed.
+"""Checksums of a folder: the SHA-256 of each file as it was written, by which damage is noticed.
 
-`SHA256SUMS` is in the format of coreutils: `sha256sum --check SHA256SUMS` does what `find_damage`
-does.
+`SHA256SUMS` has the format of coreutils, so `sha256sum --check SHA256SUMS` does what
+`find_damage` does.
 """
 
 import hashlib
@@ -29,12 +29,9 @@ class Damage(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        """Returns both in a sentence's middle: `NAME is missing`."""
-        name = (
-            self.name
-            if self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS
-            else shown(self.name)
-        )
+        """Returns both as the middle of a sentence: `NAME is missing`."""
+        is_plain = self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS
+        name = self.name if is_plain else shown(self.name)
         return f"{name} {self.reason}"
 
 
@@ -53,16 +50,16 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
     """
     if digests is None:
         digests = {name: sha256_of(folder / name) for name in _files_below(folder)}
+
+    # coreutils' format: the digest, two spaces, the name.
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
     (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """Returns the SHA-256 of each file of a folder by name; None when the folder was written
-    without.
+    """Returns the SHA-256 of each file of a folder by name; None when it has no checksums.
 
-    A line that is damaged itself counts as an empty checksum of the name that can be read, which no
-    file has.
+    A line that is damaged itself gives its name an empty checksum, which no file has.
     """
     try:
         text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
@@ -79,14 +76,13 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 def find_damage(
     folder: Path, names: Iterable[str] | None = None, *, part: int = 0, num_parts: int = 1
 ) -> list[Damage]:
-    """Returns the files of a folder that are not what was written; nothing when it has no
-    checksums.
+    """Returns the damaged files of a folder; none when it has no checksums.
 
     Args:
-        folder: With a file of checksums, or without.
+        folder: Folder with or without a file of checksums.
         names: Files to look at, of those that have a checksum; None for all.
         part: Which of `num_parts` equal shares of the files to look at, from 0.
-        num_parts: Among how many the files are dealt out.
+        num_parts: Number of shares, e.g. of ranks that each read one.
     """
     try:
         digests = read_sums(folder)
@@ -96,10 +92,11 @@ def find_damage(
         return []
     if not digests:
         return [Damage(SUMS_FILE, "holds no checksum")]
-    wanted = digests.keys() if names is None else digests.keys() & set(names)
 
+    # This share of the files, hashed one by one.
+    selected = digests.keys() if names is None else digests.keys() & set(names)
     damaged = []
-    for name in sorted(wanted)[part::num_parts]:
+    for name in sorted(selected)[part::num_parts]:
         try:
             if sha256_of(folder / name) != digests[name]:
                 damaged.append(Damage(name, "has another SHA-256 than it was written with"))
@@ -111,40 +108,38 @@ def find_damage(
 
 
 def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
-    """Raises for the first file that is not what was written, of a folder that was written with
-    checksums.
+    """Raises for the first damaged file of a folder, and returns whether it has checksums.
 
     Args:
-        folder: With a file of checksums, or without.
-        names: Files that are read from it, each of which should have a checksum.
+        folder: Folder with or without a file of checksums.
+        names: Files that are read from it; each should have a checksum.
         advice: What the user can do.
 
-    Returns:
-        Whether there are checksums.
-
     Raises:
-        DataError: Names the file.
+        DataError: When one is damaged, or has no checksum where others have; names it.
     """
     digests = read_sums(folder)
     if digests is None:
         return False
 
-    wanted = set(names)
-    damaged = find_damage(folder, wanted)
-    damaged += [
-        Damage(name, f"is missing in {SUMS_FILE}") for name in sorted(wanted - digests.keys())
-    ]
+    read_names = set(names)
+    damaged = find_damage(folder, read_names)
+    for name in sorted(read_names - digests.keys()):
+        damaged.append(Damage(name, f"is missing in {SUMS_FILE}"))
+
     if damaged:
+        first = damaged[0]
         raise DataError(
-            f"{folder / damaged[0].name} is damaged: it {damaged[0].reason}. {advice} If it was changed on purpose, "
-            f"remove {SUMS_FILE}."
+            f"{folder / first.name} is damaged: it {first.reason}. {advice} "
+            f"If it was changed on purpose, remove {SUMS_FILE}."
         )
     return True
 
 
 def _files_below(folder: Path) -> list[str]:
-    """Returns the names of all files below a folder."""
-    names = [
-        path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
-    ]
-    return [name for name in names if name != SUMS_FILE]
+    names = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != SUMS_FILE:
+            names.append(name)
+    return names

@@ -1,6 +1,4 @@
-"""What all commands share: options that are checked as they are read, and how a command ends on an
-error.
-"""
+"""What all commands share: options checked as they are read, and how a command ends."""
 
 import argparse
 import errno
@@ -50,6 +48,7 @@ class Parser(argparse.ArgumentParser):
                 f"There is no option {unknown[1]}.{closest} --help lists all of them."
             )
 
+        # The types below say "is VALUE; expected ..." of an option, which argparse names first.
         text = message.removeprefix("argument ").replace(": is ", " is ", 1)
         raise ConfigError(f"{text.rstrip('.')}. --help explains all options.")
 
@@ -92,9 +91,7 @@ def path(text: str) -> Path:
 
 
 def file_size(text: str) -> int | str:
-    """Returns a number of bytes above 0, as in `500MB` or without a unit; the type of such an
-    option.
-    """
+    """Returns a size above 0, as in `500MB`, or a number of bytes; the type of such an option."""
     if not _SIZE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a size above 0, e.g. 500MB or 5GB")
     return int(text) if text.isdecimal() else text
@@ -109,7 +106,7 @@ def word(text: str) -> str:
 
 
 def _parsed(kind: Callable[[str], Any], text: str) -> Any:
-    """Returns the number that a text says; the text itself when it says none."""
+    """Returns the number in a text; the text itself when it holds none."""
     try:
         return kind(text)
     except ValueError:
@@ -117,9 +114,7 @@ def _parsed(kind: Callable[[str], Any], text: str) -> Any:
 
 
 def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> None:
-    """Raises what argparse puts behind the name of the option when a value is outside of its
-    bounds.
-    """
+    """Raises argparse's kind of error, which it prefixes with the option, for a value out of bounds."""
     try:
         check_value("", value, **bounds)
     except ConfigError as error:
@@ -144,30 +139,36 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     _write_any_character()
+
     try:
-        if callable(
-            signal.getsignal(signal.SIGINT)
-        ):  # not where the starter wants it ignored, as `nohup` does
+        # Ctrl-C raises, except where the starter wants it ignored, as `nohup` does.
+        if callable(signal.getsignal(signal.SIGINT)):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main(arguments)
         sys.stdout.flush()
+
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
         print(f"\nInterrupted. {interrupted}", file=sys.stderr)
         sys.exit(130)
+
+    # The reader of the output went away, as `head` does.
     except BrokenPipeError:
         _forget_output()
         sys.exit(141)
+
     except (MoEError, OSError) as error:
         if debug:
             raise
         _forget_output_that_fails()
         print(f"error: {_message(error, interrupted)}", file=sys.stderr)
         sys.exit(2)
+
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):
             raise
-        print(f"error: {_OUT_OF_MEMORY} ({' '.join(str(error).split())[:200]})", file=sys.stderr)
+        details = " ".join(str(error).split())[:200]
+        print(f"error: {_OUT_OF_MEMORY} ({details})", file=sys.stderr)
         sys.exit(2)
 
 
@@ -179,14 +180,11 @@ def _write_any_character() -> None:
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Returns whether the machine or its device has no memory left; torch says so of a CPU in words
-    alone.
-    """
-    names = [kind.__name__ for kind in type(error).__mro__]
+    class_names = [kind.__name__ for kind in type(error).__mro__]
     return (
         isinstance(error, MemoryError)
-        or "OutOfMemoryError" in names
-        or "can't allocate memory" in str(error)
+        or "OutOfMemoryError" in class_names
+        or "can't allocate memory" in str(error)  # all that torch says of a CPU
     )
 
 
@@ -199,7 +197,7 @@ def _forget_output_that_fails() -> None:
 
 
 def _forget_output() -> None:
-    """Sends what is left to print to nowhere: Python would try once more at its end, and complain."""
+    # Python would try to write the rest once more at its end, and complain.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
 
@@ -207,16 +205,13 @@ def _forget_output() -> None:
 def _message(error: Exception, again: str) -> str:
     """Returns the text of an error; a full disk says what to do."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        place = f" while writing {error.filename}" if error.filename else ""
-        reason = (
-            "a file reached the largest size allowed"
-            if error.errno == errno.EFBIG
-            else "the disk is full"
-        )
-        return f"{reason}{place}. Free some space. {again}"
+        file = f" while writing {error.filename}" if error.filename else ""
+        reason = "the disk is full"
+        if error.errno == errno.EFBIG:
+            reason = "a file reached the largest size allowed"
+        return f"{reason}{file}. Free some space. {again}"
+
     text = str(error) or type(error).__name__
-    return (
-        text
-        if len(text) <= _MOST_CHARACTERS
-        else f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
-    )
+    if len(text) > _MOST_CHARACTERS:
+        return f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+    return text

@@ -1,12 +1,13 @@
-"""What can go wrong, said once: the error family of the library."""
+"""The error family of the library."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class MoEError(Exception):
-    """Any error that this library raises on purpose; its text says what, which value, what was
-    expected, what to do.
+    """Any error that this library raises on purpose.
+
+    Its text says what is wrong, with which value, what was expected, and what to do.
     """
 
 
@@ -27,10 +28,9 @@ class DistributedError(MoEError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the closest known name, or an empty string when none is
-    close.
+    """Returns `" Did you mean 'x'?"` for the closest known name, or "" when none is close.
 
-    Neither a private name is suggested nor the one that was given.
+    A private name is never suggested, nor the one that was given.
     """
     others = [other for other in known if not other.startswith("_") and other != name]
     matches = difflib.get_close_matches(str(name), others, n=1, cutoff=0.5)

@@ -20,9 +20,9 @@ from moe.errors import ConfigError, DataError
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
 
-# What tells a folder of each kind, for those without a KIND_FILE: appeared at once, or made by an
-# earlier version. In order: a model's folder holds a tokenizer too, a job's folder the metrics of
-# its runs.
+# Files by which a folder without a KIND_FILE is known: one that appeared at once, or was made by
+# an earlier version. The order matters: a model's folder holds a tokenizer too, and a job's folder
+# holds the metrics of its runs.
 _MARKERS = {
     "corpus": ("corpus.json",),
     "best model": ("scores.json",),
@@ -37,8 +37,8 @@ _MARKERS = {
 }
 FOLDER_KINDS = tuple(_MARKERS)
 
-# Patterns of what a folder of a kind is written with, whatever its checksums say: files that have
-# none since users may edit them, and all of those whose checksums may be damaged.
+# Patterns of the files of each kind, whatever the checksums say: users may edit some of them, and
+# the checksums themselves may be damaged.
 _PARTS = {
     "checkpoint": ("__*.distcp", ".metadata", "state.json"),
     "model": (
@@ -66,12 +66,13 @@ _PARTS = {
 def kind_of(folder: Path) -> str | None:
     """Returns which of `FOLDER_KINDS` a folder is; None when it is none of them."""
     try:
-        told = (folder / KIND_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        kind = (folder / KIND_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
-        told = ""
-    if told:
-        return told
+        kind = ""
+    if kind:
+        return kind
 
+    # Without that file, the folder is known by what it holds.
     for kind, markers in _MARKERS.items():
         if any((folder / marker).exists() for marker in markers):
             return kind
@@ -79,11 +80,11 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check_kind(folder: Path, kind: str) -> None:
-    """Raises when something of another kind would be mixed with what is to be written.
+    """Raises when `folder` holds something of another kind than what is to be written there.
 
     Args:
-        folder: Where it will be written; may be absent.
-        kind: What it is, one of `FOLDER_KINDS`.
+        folder: Target of the writing; may be absent.
+        kind: What is to be written, one of `FOLDER_KINDS`.
 
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
@@ -92,24 +93,25 @@ def check_kind(folder: Path, kind: str) -> None:
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
-            f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. Choose another --out."
+            f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. "
+            "Choose another --out."
         )
-
     if folder.is_symlink() and not folder.exists():
         raise DataError(f"{folder} is a link to nothing. Remove the link, or choose another --out.")
 
-    found = kind_of(folder)
-    if found not in (None, kind):
+    present_kind = kind_of(folder)
+    if present_kind not in (None, kind):
         raise DataError(
-            f"{folder} holds {_a(found)}, and {_a(kind)} would be mixed with it. Choose another --out, or move it away."
+            f"{folder} holds {_a(present_kind)}, and {_a(kind)} would be mixed with it. "
+            "Choose another --out, or move it away."
         )
 
 
 @contextmanager
 def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
-    """Makes a folder that grows, writes into it what it is, and holds it inside the block.
+    """Makes a folder that grows, marks it with its kind, and locks it inside the block.
 
-    The lock goes with the process, however it ends.
+    The lock ends with the process, however that ends.
 
     Args:
         folder: New, empty, of the same kind, or without anything of this library.
@@ -121,7 +123,7 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
     """
     check_kind(folder, kind)
     with locked_folder(folder, taken):
-        check_kind(folder, kind)
+        check_kind(folder, kind)  # it may have changed before it was locked
         if not (folder / KIND_FILE).exists():
             write_text(folder / KIND_FILE, kind + "\n")
         yield
@@ -129,8 +131,7 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path, taken: str) -> Iterator[None]:
-    """Makes the folder, and holds it inside the block; the lock goes with the process, however it
-    ends.
+    """Makes a folder and locks it inside the block; the lock ends with the process.
 
     Raises:
         DataError: With the text `taken`, when another process holds it.
@@ -170,8 +171,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
 
     lock = _lock_folder(partial, target)
     try:
-        # Runs that were killed: one between the two renames below, and those that left something
-        # half filled.
+        # Clean up after processes that were killed: between the two renames below, or half-way.
         if replaced.exists() and not target.exists():
             replaced.rename(target)
         _remove(replaced)
@@ -179,10 +179,13 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
 
         yield partial
 
+        # The target may have changed while the folder was filled.
         check_replaceable(target, kind=kind)
         if target.exists():
             target.rename(replaced)
         partial.rename(target)
+
+    # Whatever went wrong, the target is as it was.
     except BaseException:
         if replaced.exists() and not target.exists():
             replaced.rename(target)
@@ -194,8 +197,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
 
 
 def check_replaceable(target: Path, *, kind: str) -> None:
-    """Raises when writing a folder to `target` would delete something that is not a folder of this
-    kind.
+    """Raises when replacing `target` would delete anything but a folder of this kind.
 
     Raises:
         DataError: When `target` is a file, a folder of another kind, or holds files that it was not
@@ -206,31 +208,39 @@ def check_replaceable(target: Path, *, kind: str) -> None:
         return
     if Path.cwd().is_relative_to(os.path.realpath(target)):
         raise DataError(
-            f"{target} holds the folder that you are in, which would be replaced. Choose another --out, or change to "
-            "another folder."
+            f"{target} holds the folder that you are in, which would be replaced. "
+            "Choose another --out, or change to another folder."
         )
 
-    entries = {path.name for path in target.iterdir()} - {SUMS_FILE, KIND_FILE, _LOCK_FILE}
-    if kind_of(target) is None:
-        strange = sorted(entries)
-    else:
-        written = read_sums(target)
-        strange = sorted(entries - {name.split("/")[0] for name in written}) if written else []
-        strange = [
-            name
-            for name in strange
-            if not any(fnmatch(name, part) for part in _PARTS.get(kind, ()))
-        ]
-    if strange:
+    unknown_files = _unknown_files(target, kind)
+    if unknown_files:
         raise DataError(
-            f"{target} exists and holds something else ({strange[0]!r} is no part of {_a(kind)}), so it is not "
+            f"{target} exists and holds something else ({unknown_files[0]!r} is no part of {_a(kind)}), so it is not "
             "overwritten. Choose another folder, or move that away."
         )
 
 
+def _unknown_files(folder: Path, kind: str) -> list[str]:
+    """Returns the names in a folder that it was not written with, sorted."""
+    names = {path.name for path in folder.iterdir()} - {SUMS_FILE, KIND_FILE, _LOCK_FILE}
+    if kind_of(folder) is None:
+        return sorted(names)
+
+    # Without checksums nothing is known of what was written.
+    digests = read_sums(folder)
+    if not digests:
+        return []
+
+    unknown = names - {name.split("/")[0] for name in digests}
+    return [name for name in sorted(unknown) if not _is_part(name, kind)]
+
+
+def _is_part(name: str, kind: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in _PARTS.get(kind, ()))
+
+
 def remove_folder(folder: Path) -> None:
-    """Removes a folder so that, killed at any moment, it is there whole or not at all under its
-    name.
+    """Removes a folder; killed at any moment, it leaves the folder whole or absent.
 
     What a killed process leaves is a hidden `.removed` sibling; see `remove_leftovers`.
     """
@@ -241,18 +251,20 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, pattern: str = "*") -> None:
-    """Removes what processes killed in `whole_folder` or `remove_folder` have left below `folder`.
+    """Removes what killed processes left of `whole_folder` and `remove_folder`.
 
     What was being replaced is put back. Call it only while nobody else writes there.
 
     Args:
-        folder: Holds the folders in question.
-        pattern: Of their names, e.g. `step_*`.
+        folder: Parent of the folders in question.
+        pattern: Pattern of their names, e.g. `step_*`.
     """
+    # Killed between two renames: put the earlier folder back.
     for replaced in folder.glob(f".{pattern}.replaced"):
         target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
         if not target.exists():
             replaced.rename(target)
+
     for ending in ("partial", "replaced", "removed"):
         for leftover in folder.glob(f".{pattern}.{ending}"):
             shutil.rmtree(leftover)
@@ -294,12 +306,12 @@ def output_path(
     """Returns where a command is to write, from what the user gave.
 
     Args:
-        text: The path; of a folder, or with `suffix` of a file.
+        text: Path of a folder, or with `suffix` of a file.
         suffix: Ending that the file must have, e.g. `.html`, so that no file of another kind is
             overwritten.
-        option: What gave it, for the message.
-        inputs: Files and folders that are read, which what is written would damage; None for one
-            that is not given.
+        option: Name of the option, for the message.
+        inputs: Files and folders that are read, and must not be written to; None for one that is
+            not given.
 
     Raises:
         ConfigError: When it is empty, no possible path, has another ending, or lies in what is read
@@ -313,45 +325,70 @@ def output_path(
         )
 
     path = Path(text)
-    if suffix and path.suffix.lower() != suffix:
+    if suffix:
+        _check_suffix(path, suffix, option)
+
+    # Links are followed: what counts is where the bytes would land.
+    resolved = Path(os.path.realpath(path))
+    if not resolved.name:
+        raise ConfigError(
+            f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine."
+        )
+    for source in inputs:
+        if source is not None and "\0" not in str(source):  # what reads it refuses a NUL
+            _check_apart(path, resolved, source, option)
+    _check_not_inside_a_whole(path, resolved, option)
+    return path
+
+
+def _check_suffix(path: Path, suffix: str, option: str) -> None:
+    if path.suffix.lower() != suffix:
         example = path.with_suffix(suffix) if path.name else f"runs/mine{suffix}"
         raise ConfigError(
             f"{option} is {path}; expected a file that ends in {suffix}, e.g. {example}."
         )
-    if suffix and path.is_dir():
+    if path.is_dir():
+        example = path / f"report{suffix}"
         raise ConfigError(
-            f"{option} {path} is a folder; expected the name of a file. Give e.g. {path / f'report{suffix}'}."
+            f"{option} {path} is a folder; expected the name of a file. Give e.g. {example}."
         )
 
-    far_end = Path(os.path.realpath(path))
-    if not far_end.name:
-        raise ConfigError(
-            f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine."
-        )
-    for given in inputs:
-        if given is None or "\0" in str(given):  # what reads it says so
-            continue
-        source = Path(os.path.realpath(given))
-        if far_end == source or source in far_end.parents:
-            place = "is" if far_end == source else "lies in"
-            raise ConfigError(
-                f"{option} {path} {place} {given}, which is read: one would damage the other. Choose a place beside it."
-            )
-    for folder in (far_end, *far_end.parents):
+
+def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) -> None:
+    """Raises a ConfigError when a path is what is read, or lies in it."""
+    resolved_source = Path(os.path.realpath(source))
+    if resolved == resolved_source:
+        relation = "is"
+    elif resolved_source in resolved.parents:
+        relation = "lies in"
+    else:
+        return
+    raise ConfigError(
+        f"{option} {path} {relation} {source}, which is read: one would damage the other. "
+        "Choose a place beside it."
+    )
+
+
+def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
+    """Raises a ConfigError when a path lies in a folder that is finished, or among checkpoints."""
+    for folder in (resolved, *resolved.parents):
         if folder.name == "checkpoints" and kind_of(folder.parent) == "training run":
             raise ConfigError(
-                f"{option} {path} lies among the checkpoints of {folder.parent}. Choose a place beside it."
+                f"{option} {path} lies among the checkpoints of {folder.parent}. "
+                "Choose a place beside it."
             )
-    for folder in far_end.parents:
+    for folder in resolved.parents:
         if (folder / SUMS_FILE).exists() and kind_of(folder) is not None:
             raise ConfigError(
                 f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it."
             )
-    return path
 
 
 # ---------------------------------------------------------------------------
-# Inside
+# Names and locks
+#
+# The folder or file that is being written is locked itself, by its descriptor: a lock file beside
+# it, as the filelock library makes, would stay behind in the users' folders.
 
 
 def _a(kind: str) -> str:
@@ -392,8 +429,7 @@ def _remove_content(folder: Path) -> None:
 
 
 def _lock_folder(partial: Path, target: Path) -> int:
-    """Makes and locks the folder that is being filled, and returns the descriptor that holds the
-    lock.
+    """Makes the folder that is filled, locks it, and returns the descriptor that holds the lock.
 
     Raises:
         DataError: When another process has it.
@@ -404,6 +440,7 @@ def _lock_folder(partial: Path, target: Path) -> int:
             descriptor = os.open(partial, os.O_RDONLY)
         except FileNotFoundError:  # another process has finished with it in between
             continue
+
         if not _lock(descriptor, wait=False):
             os.close(descriptor)
             raise DataError(
@@ -415,9 +452,7 @@ def _lock_folder(partial: Path, target: Path) -> int:
 
 
 def _lock_file(partial: Path) -> int:
-    """Makes and locks the file that is being written, and returns the descriptor that holds the
-    lock.
-    """
+    """Makes the file that is written, locks it, and returns the descriptor that holds the lock."""
     while True:
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
         _lock(descriptor, wait=True)
@@ -429,21 +464,23 @@ def _lock_file(partial: Path) -> int:
 def _is_still(descriptor: int, path: Path) -> bool:
     """Returns whether an open file or folder is the one that now lies at `path`."""
     try:
-        there = path.stat()
+        status_at_path = path.stat()
     except FileNotFoundError:
         return False
-    here = os.fstat(descriptor)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return os.path.samestat(os.fstat(descriptor), status_at_path)
 
 
 def _lock(descriptor: BinaryIO | int, *, wait: bool) -> bool:
-    """Locks an open file or folder until it is closed; returns False when another has it and `wait`
-    is not set.
+    """Locks an open file or folder until it is closed.
+
+    Returns:
+        False when another process has it and `wait` is not set.
     """
     import fcntl  # Unix alone has it, and `import moe` reads this file
 
+    mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, mode)
     except BlockingIOError:
         return False
     return True

@@ -1,8 +1,7 @@
-"""From the text of a file to values: JSON, JSON lines and YAML, refused with one message, and typed
-records of them.
+"""Reads JSON, JSON lines and YAML into values and typed records, or refuses them with one message.
 
 Nothing that is read here runs code, and nothing in it is trusted: bytes that are no UTF-8, halves
-of characters, numbers of thousands of digits, nesting without end and other types than expected all
+of characters, numbers of thousands of digits, endless nesting and other types than expected all
 end in an error of this library.
 """
 
@@ -102,21 +101,24 @@ def read_json(
 def read_json_lines(
     path: Path, *, advice: str = "Restore the file.", torn_end: bool = False, nan: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number, from 1, and the object of each line of a JSONL file; empty lines are
-    passed over.
+    """Yields each line of a JSONL file: its number, from 1, and its object.
+
+    Empty lines are skipped.
 
     Args:
         path: The file.
         advice: What the user can do.
-        torn_end: Whether a last line that is no object is left out: that of a file that is written
-            as a run goes on.
+        torn_end: Whether a last line that is no object is left out, as in a file to which a run
+            still appends.
         nan: Whether NaN and Infinity are numbers.
 
     Raises:
         DataError: When the file cannot be read, or a line is no JSON object; names the line.
     """
     lines = read_text(path, advice=advice).split("\n")  # a text may hold other line separators
-    last = max((number for number, line in enumerate(lines, start=1) if line.strip()), default=0)
+    filled = [number for number, line in enumerate(lines, start=1) if line.strip()]
+    last = max(filled, default=0)
+
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -155,23 +157,23 @@ def to_record(
         MoEError: When fields are missing, unknown or of another type; names the first with its
             value.
     """
-    if hasattr(kind, "_fields") and not isinstance(
-        value, dict
-    ):  # pydantic would take a list for a NamedTuple
+    # Pydantic would take a list for a NamedTuple.
+    if hasattr(kind, "_fields") and not isinstance(value, dict):
         raise error(
             f"{where}: its content is {shown(value)}; expected an object with fields. {advice}"
         )
 
     try:
         return _reader(kind).validate_python(value, strict=True)
+
+    # Of all that is wrong, the first is named.
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "its content"
         if first["type"].startswith("missing"):
             raise error(f"{where}: {name} is missing. {advice}") from failure
-        raise error(
-            f"{where}: {name} is {shown(first['input'])}: {first['msg']}. {advice}"
-        ) from failure
+        reason = f"{shown(first['input'])}: {first['msg']}"
+        raise error(f"{where}: {name} is {reason}. {advice}") from failure
     except RecursionError as failure:
         raise error(f"{where}: nests too deeply. {advice}") from failure
 
@@ -184,13 +186,8 @@ def read_record(
     error: type[MoEError] = DataError,
 ) -> T:
     """Returns a typed record of a JSON file; see `read_json` and `to_record`."""
-    return to_record(
-        kind,
-        read_json(path, advice=advice, error=error),
-        where=str(path),
-        advice=advice,
-        error=error,
-    )
+    value = read_json(path, advice=advice, error=error)
+    return to_record(kind, value, where=str(path), advice=advice, error=error)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -209,16 +206,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML that can be used: {reason}. {advice}") from failure
 
     if not isinstance(content, dict):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
-        raise ConfigError(f"{path} holds {found}; expected settings as `key: value` lines.")
+        held = "nothing" if content is None else f"a {type(content).__name__}"
+        raise ConfigError(f"{path} holds {held}; expected settings as `key: value` lines.")
     return content
 
 
 def check_yaml(path: Path) -> None:
-    """Raises when a YAML file would harm the reader of another library: one in C ends the process
-    on deep nesting.
+    """Raises when a YAML file would harm the reader of another library.
 
-    What its other tags and its aliases stand for is left to that reader.
+    A reader in C ends the process on deep nesting. What other tags and aliases stand for is left to
+    that reader.
 
     Raises:
         ConfigError: When it cannot be read, is no mapping, is larger than 1 MiB, nests more than
@@ -235,17 +232,23 @@ def check_yaml(path: Path) -> None:
     is_mapping = False
     for event in _yaml_events(path, text, advice):
         is_mapping |= depth == 0 and isinstance(event, yaml.MappingStartEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-            event, yaml.CollectionEndEvent
-        )
+
+        # How deep the parts nest.
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
         if depth > _DEEPEST_YAML:
             raise ConfigError(
                 f"{path} nests more than {_DEEPEST_YAML} levels deep, as no settings do. {advice}"
             )
+
+        # What would run code in a careless reader.
         if (getattr(event, "tag", None) or "").startswith(_PYTHON_TAG):
             raise ConfigError(
                 f"{path} has the tag {shown(event.tag)}, which makes an object of Python. {advice}"
             )
+
     if not is_mapping:
         raise ConfigError(
             f"{path} holds no mapping; expected settings as `key: value` lines. {advice}"
@@ -253,11 +256,7 @@ def check_yaml(path: Path) -> None:
 
 
 def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
-    """Yields the parts of a YAML text as they are read.
-
-    Raises:
-        ConfigError: When the text is no YAML.
-    """
+    """Yields the events of a YAML text, or raises a ConfigError when it is none."""
     try:
         yield from yaml.parse(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError) as failure:
@@ -267,9 +266,7 @@ def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without keys that are given twice, and without aliases, by which a value could hold
-    itself.
-    """
+    """YAML without repeated keys, and without aliases, by which a value could hold itself."""
 
     _depth = 0
 
@@ -300,18 +297,14 @@ class _StrictLoader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            mark = key_node.start_mark
             if not isinstance(key, str):
-                raise ConstructorError(
-                    None,
-                    None,
-                    f"the key {shown(key)} is no text; write it in quotes",
-                    key_node.start_mark,
-                )
+                problem = f"the key {shown(key)} is no text; write it in quotes"
+                raise ConstructorError(None, None, problem, mark)
             if key in seen:
-                raise ConstructorError(
-                    None, None, f"the key {shown(key)} is given twice", key_node.start_mark
-                )
+                raise ConstructorError(None, None, f"the key {shown(key)} is given twice", mark)
             seen.add(key)
+
         return super().construct_mapping(node, deep)
 
 

@@ -29,29 +29,33 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: When the name is taken, or the value is no class of this kind.
         """
-        if self._base is not None and not (
-            isinstance(value, type) and issubclass(value, self._base)
-        ):
-            raise ConfigError(
-                f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of {self._base.__module__}."
-                f"{self._base.__name__}."
-            )
-        check(
-            isinstance(name, str) and name.strip() != "",
-            f"the name of a {self.kind}",
-            name,
-            "a text that is not empty",
-        )
+        self._check_class(name, value)
+        is_name = isinstance(name, str) and name.strip() != ""
+        check(is_name, f"the name of a {self.kind}", name, "a text that is not empty")
         if name in self._entries:
             raise ConfigError(
                 f"There is already a {self.kind} called {name!r}. Choose another name."
             )
+
         self._entries[name] = value
         return value
 
+    def _check_class(self, name: str, value: T) -> None:
+        if self._base is None:
+            return
+        if not (isinstance(value, type) and issubclass(value, self._base)):
+            expected = f"{self._base.__module__}.{self._base.__name__}"
+            raise ConfigError(
+                f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of {expected}."
+            )
+
     def register(self, name: str) -> Callable[[T], T]:
         """Returns a decorator that stores what it decorates under `name`."""
-        return lambda value: self.add(name, value)
+
+        def store(value: T) -> T:
+            return self.add(name, value)
+
+        return store
 
     def get(self, name: str) -> T:
         """Returns the value called `name`.
@@ -61,8 +65,9 @@ class Registry(Generic[T]):
         """
         if not isinstance(name, str) or name not in self._entries:
             known = ", ".join(self.names()) or "none"
+            closest = did_you_mean(name, self._entries)
             raise ConfigError(
-                f"There is no {self.kind} called {shown(name)}.{did_you_mean(name, self._entries)} Known: {known}."
+                f"There is no {self.kind} called {shown(name)}.{closest} Known: {known}."
             )
         return self._entries[name]
 

@@ -6,11 +6,12 @@
 # repository) and cell by cell in editors that know `# %%`, in about a minute on 2 cores.
 
 # %%
+import operator
 import os
 import sys
-from functools import reduce
 from pathlib import Path
 
+import numpy as np
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 from eval.task import TASKS
@@ -45,25 +46,20 @@ TASK = TASKS.get("unicode_category")
 CHOICES = ("lowercase letter", "uppercase letter", "decimal number", "nonspacing mark")
 
 
-def examples_of(split, most):
-    """At most so many examples of a split, evenly taken."""
-    found = [example for example in TASK.examples(split) if example.targets in CHOICES]
-    return found[:: -(-len(found) // most)]
+def select_examples(split, most):
+    """At most so many examples of a split, taken evenly."""
+    examples = [example for example in TASK.examples(split) if example.targets in CHOICES]
+    step = -(-len(examples) // most)
+    return examples[::step]
 
 
-def encode(examples):
+def encode(example):
     """Token ids of inputs and targets; the collator pads them, targets with -100."""
-    inputs, targets = [e.inputs for e in examples], [e.targets for e in examples]
-    encoded = tokenizer(inputs, text_target=targets, truncation=True, max_length=64)
-    return [
-        {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        for ids, mask, labels in zip(
-            encoded.input_ids, encoded.attention_mask, encoded.labels, strict=True
-        )
-    ]
+    return tokenizer(example.inputs, text_target=example.targets, truncation=True, max_length=64)
 
 
-train, validation = examples_of("train", 1200), examples_of("validation", 120)
+train = select_examples("train", 1200)
+validation = select_examples("validation", 120)
 print(
     f"{len(train)} examples for training, {len(validation)} for validation, for instance {validation[0]}"
 )
@@ -78,13 +74,16 @@ print(
 # %%
 def exact_match(prediction):
     """Share of the predictions that are the target."""
-    texts = [
-        tokenizer.batch_decode(
-            [[t for t in row if t >= 0] for row in rows.tolist()], skip_special_tokens=True
-        )
-        for rows in (prediction.predictions, prediction.label_ids)
-    ]
-    return {"exact_match": sum(a == b for a, b in zip(*texts, strict=True)) / len(texts[0])}
+    answers = decode(prediction.predictions)
+    targets = decode(prediction.label_ids)
+    num_equal = sum(map(operator.eq, answers, targets))
+    return {"exact_match": num_equal / len(targets)}
+
+
+def decode(rows):
+    """Texts of rows of tokens; the Trainer pads them with -100."""
+    padded = np.where(rows >= 0, rows, tokenizer.pad_token_id)
+    return tokenizer.batch_decode(padded, skip_special_tokens=True)
 
 
 arguments = Seq2SeqTrainingArguments(
@@ -107,8 +106,8 @@ arguments = Seq2SeqTrainingArguments(
 trainer = Seq2SeqTrainer(
     model,
     arguments,
-    train_dataset=encode(train),
-    eval_dataset=encode(validation),
+    train_dataset=[encode(example) for example in train],
+    eval_dataset=[encode(example) for example in validation],
     data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
     compute_metrics=exact_match,
     callbacks=[RouterStatsCallback()],
@@ -119,26 +118,26 @@ before = trainer.evaluate()
 trainer.train()
 after = trainer.evaluate()
 names = ("loss", "ce_loss", "router/encoder/load_balance_loss", "router/encoder/fraction_dropped")
-logged = [entry for entry in trainer.state.log_history if "ce_loss" in entry]
-print(
-    format_table(
-        ["step", *names], [[str(e["step"]), *(f"{e[name]:.3f}" for name in names)] for e in logged]
-    )
-)
-rows = [
-    [name, f"{100 * found['eval_exact_match']:.1f} %", f"{found['eval_loss']:.3f}"]
-    for name, found in (("before", before), ("after", after))
-]
+rows = []
+for entry in trainer.state.log_history:
+    if "ce_loss" in entry:
+        rows.append([str(entry["step"]), *(f"{entry[name]:.3f}" for name in names)])
+print(format_table(["step", *names], rows))
+
+rows = []
+for name, metrics in (("before", before), ("after", after)):
+    exact_match = f"{100 * metrics['eval_exact_match']:.1f} %"
+    rows.append([name, exact_match, f"{metrics['eval_loss']:.3f}"])
 print(format_table(["validation", "exact match", "loss"], rows))
 
 # %% [markdown]
 # ## What the routers do with the task
 
 # %%
-batches = [
-    {name: value.to(model.device) for name, value in batch.items() if name != "decoder_input_ids"}
-    for batch in trainer.get_eval_dataloader()
-]
+batches = []
+for batch in trainer.get_eval_dataloader():
+    batch.pop("decoder_input_ids", None)
+    batches.append({name: value.to(model.device) for name, value in batch.items()})
 trace = trace_tokens(model, batches)
 print(format_table(HEALTH_HEADER, health_rows(trace)))
 
@@ -149,10 +148,10 @@ print(format_table(HEALTH_HEADER, health_rows(trace)))
 # the model drops no token, and an answer does not depend on the questions beside it.
 
 # %%
-stats = {
-    stack: reduce(add_stats, (layer.stats for layer in trace if layer.stack == stack))
-    for stack in dict.fromkeys(layer.stack for layer in trace)
-}
+stats = {}
+for layer in trace:
+    earlier = stats.get(layer.stack)
+    stats[layer.stack] = layer.stats if earlier is None else add_stats(earlier, layer.stats)
 model.save_pretrained(out, card={"stats": stats})
 tokenizer.save_pretrained(out)
 print((out / "README.md").read_text(encoding="utf-8").split("## How")[0])

@@ -1,11 +1,9 @@
-"""Measures a sparse layer beside the dense layer and peers, experts spread over ranks, whole models
-and evaluation.
+"""Measures sparse layers beside dense ones and peers, experts over ranks, models and evaluation.
 
-python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
-[--threads 4] [--profile] python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json]
-[--cases 0 1] [--ranks 2 4] [--rounds 7] python -m scripts.benchmark model [--json
-benchmarks/model_cpu.json] [--parts training generation] [--experts 8] python -m scripts.benchmark
-eval [--json benchmarks/eval_cpu.json] [--rounds 7] [--threads 4]
+    python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
+    python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--ranks 2 4]
+    python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--experts 8]
+    python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
 left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -16,6 +14,8 @@ if __name__ == "__main__":  # before the imports that take seconds
     from eval.start import answer_interrupts
 
     answer_interrupts()
+
+from typing import Any
 
 import torch
 
@@ -34,28 +34,56 @@ def main(argv: list[str]) -> None:
     """Reads the options and measures."""
     options = vars(build_parser().parse_args(argv))
     check_numbers(options)
-    benchmark, threads = options.pop("benchmark"), options.pop("threads", None)
     if options["json"] is not None:
         options["json"] = output_path(options["json"], suffix=".json", option="--json")
-    if threads:
-        torch.set_num_threads(threads)
-    if benchmark == "model":
-        case = ModelCase(sparse_layers=options.pop("sparse_layers"))
-        run_model(ModelBenchmark(**options, case=case))
-        return
-    if benchmark == "eval":
-        run_evaluation(EvaluationBenchmark(**options))
-        return
-    device = options.pop("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    num_threads = options.pop("threads", None)
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+    # The other options are those of the benchmark.
+    benchmark = options.pop("benchmark")
+    BENCHMARKS[benchmark](options)
+
+
+def benchmark_model(options: dict[str, Any]) -> None:
+    """Measures whole models."""
+    case = ModelCase(sparse_layers=options.pop("sparse_layers"))
+    run_model(ModelBenchmark(**options, case=case))
+
+
+def benchmark_evaluation(options: dict[str, Any]) -> None:
+    """Measures an evaluation."""
+    run_evaluation(EvaluationBenchmark(**options))
+
+
+def benchmark_exchange(options: dict[str, Any]) -> None:
+    """Measures experts over ranks."""
+    device = _device(options)
+    cases = options.pop("cases") or [0, 1]
+    scaling = ScalingCase() if options.pop("scaling") else None
+    run_exchange(ExchangeBenchmark(**options, cases=cases, scaling=scaling, device=device))
+
+
+def benchmark_layer(options: dict[str, Any]) -> None:
+    """Measures sparse layers."""
+    device = _device(options)
     cases = options.pop("cases")
-    if benchmark == "exchange":
-        scaling = ScalingCase() if options.pop("scaling") else None
-        run_exchange(
-            ExchangeBenchmark(**options, cases=cases or [0, 1], scaling=scaling, device=device)
-        )
-        return
-    cases = cases or [index for index, case in CASES.items() if case.device in (None, device)]
+    if not cases:
+        cases = [index for index, case in CASES.items() if case.device in (None, device)]
     run_layer(LayerBenchmark(**options, cases=cases, device=torch.device(device)))
+
+
+def _device(options: dict[str, Any]) -> str:
+    return options.pop("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+BENCHMARKS = {
+    "layer": benchmark_layer,
+    "exchange": benchmark_exchange,
+    "model": benchmark_model,
+    "eval": benchmark_evaluation,
+}
 
 
 if __name__ == "__main__":

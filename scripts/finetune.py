@@ -73,8 +73,8 @@ def build_run(
     # The model, and what of it trains.
     built = load_for_finetuning(pretrained, recipe, config, world.device_type)
     num_pairs = sum(len(pairs) for pairs in data.train.values())
-    world.say(f"{num_pairs:,} training pairs; {recipe.init} weights.")
-    world.say(str(select_parameters(built.model, recipe.parameters)))
+    world.print_on_rank_zero(f"{num_pairs:,} training pairs; {recipe.init} weights.")
+    world.print_on_rank_zero(str(select_parameters(built.model, recipe.parameters)))
     tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)
 
     earlier_checkpoints = None
@@ -138,10 +138,10 @@ def main(argv: list[str]) -> None:
             if arguments.seeds is not None:
                 broadcast_from_rank_zero(lambda: claim_job(out))
             model = train(run, resume=arguments.resume, description="fine-tune")
-            world.say(f"The model is in {model}.")
+            world.print_on_rank_zero(f"The model is in {model}.")
 
         if recipe.mixture.dev_examples != 0 and world.rank == 0:
-            world.say(write_summary(out, runs))
+            world.print_on_rank_zero(write_summary(out, runs))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from moe.cli import Parser, integer, path, run_main
 from moe.data.corpus import Corpus, corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokens import tokenize_corpus
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.html_parts import GENERATOR

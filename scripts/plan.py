@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     if arguments.suggest is None:
         check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
-        plan = make_plan(build_model(config), config, workload, recipe.mesh)
+        plan = make_plan(build_model(config), workload, recipe.mesh)
         print(show_plan(plan, arguments.preset or "the recipe's model", memory))
     elif memory is None or arguments.suggest < 1:
         raise ConfigError(

@@ -22,8 +22,7 @@ from moe.cli import RESUME, run_main
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokens import tokenize_corpus
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
@@ -101,11 +100,11 @@ def main(argv: list[str]) -> None:
 
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.built.model.config
-        world.say(
+        world.print_on_rank_zero(
             f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token."
         )
         model = train(run, resume=arguments.resume, description="pre-train")
-        world.say(f"The model is in {model}.")
+        world.print_on_rank_zero(f"The model is in {model}.")
 
 
 if __name__ == "__main__":

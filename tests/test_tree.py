@@ -1,17 +1,41 @@
-"""Promises about the tree: small files, every one named in the README, packages without code in
-their face.
-"""
+"""Promises about the tree: how its page reads, small files, no cycles, faces without code."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.page import FOLDERS, count_page, python_files
+
 ROOT = Path(__file__).parents[1]
-FILES = sorted(
-    path for folder in ("moe", "eval", "scripts") for path in (ROOT / folder).rglob("*.py")
-)
+FILES = python_files([ROOT / folder for folder in ("moe", "eval", "scripts")])
 FORBIDDEN = {"utils.py", "helpers.py", "common.py", "misc.py"}
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The counts over the library and its tools; `python -m tests.page` prints them."""
+    return count_page(python_files([ROOT / folder for folder in FOLDERS]))
+
+
+def test_a_code_line_holds_one_step(page):
+    assert page.characters_per_code_line <= 36
+    assert page.per_thousand(page.tuple_assignments) <= 2
+
+
+def test_comments_of_their_own_tell_the_steps(page):
+    assert 4 <= page.percent_comments <= 12
+
+
+def test_bodies_are_written_in_paragraphs(page):
+    assert page.percent_blank >= 4
+    assert page.percent_unbroken <= 5
+
+
+def test_loops_are_loops(page):
+    assert page.per_thousand(page.comprehensions) <= 20
+    assert page.nested_comprehensions == 0
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -33,27 +57,94 @@ def test_package_faces_hold_a_docstring_and_nothing_else():
             assert isinstance(body[0], ast.Expr), path
 
 
-def test_the_readme_names_every_file_of_the_library():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for path in FILES:
-        if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "tasks":
-            assert path.name in readme or path.stem in readme, path
+def test_the_site_has_a_line_for_every_file_of_the_library():
+    named = _files_with_a_line()
+    hidden = {path for path in FILES if path.name == "__init__.py"} - {ROOT / "moe/__init__.py"}
+    tasks = {path for path in FILES if path.parent == ROOT / "eval/tasks"}
+    missing = set(FILES) - named - hidden - tasks
+    assert not missing, f"docs/files.md has no line for {sorted(missing)}"
+    assert all(path.exists() for path in named), [path for path in named if not path.exists()]
+
+
+def _files_with_a_line():
+    """The files and folders that docs/files.md lists, below the heading of their folder."""
+    folder = None
+    named = set()
+    for line in (ROOT / "docs/files.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"## (\S+/)", line):
+            folder = ROOT / heading[1]
+        elif line.startswith("## "):
+            folder = ROOT
+        elif file := re.match(r"- `([^`]+)`: .+\.$", line):
+            named.add(folder / file[1])
+    return named
+
+
+def test_no_module_imports_itself_through_others():
+    imports = _imports()
+    cycles = _cycles(imports)
+    assert cycles == [], "modules that import each other, imports inside functions included"
 
 
 def test_public_functions_of_tensors_state_shapes():
-    for path in (ROOT / "moe").rglob("*.py"):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        methods = [node for holder in body if _is_public_class(holder) for node in holder.body]
-        for node in body + methods:
-            if (
-                isinstance(node, ast.FunctionDef)
-                and node.returns is not None
-                and not node.name.startswith("_")
-            ):
-                docstring = ast.get_docstring(node) or ""
-                if ast.unparse(node.returns) == "Tensor":
-                    assert "[" in docstring, f"{path.name}: {node.name} states no shape"
+    stated = 0
+    missing = []
+    for path in python_files([ROOT / "moe"]):
+        for function in _public_functions(path):
+            if not _takes_or_returns_a_tensor(function):
+                continue
+            if "[" in (ast.get_docstring(function) or ""):
+                stated += 1
+            else:
+                missing.append(f"{path.relative_to(ROOT)}: {function.name}")
+    share = stated / (stated + len(missing))
+    assert share >= 0.95, missing
 
 
-def _is_public_class(node):
-    return isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+def _imports():
+    """The modules of the project by name, each with those that it imports anywhere."""
+    paths = python_files([ROOT / folder for folder in FOLDERS])
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    imports = {}
+    for name, path in names.items():
+        targets = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                targets.add(node.module)
+                targets.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Import):
+                targets.update(alias.name for alias in node.names)
+        imports[name] = (targets & set(names)) - {name}
+    return imports
+
+
+def _cycles(imports):
+    """The sets of modules of which each reaches itself, by repeated removal of ends."""
+    left = {name: set(targets) for name, targets in imports.items()}
+    while True:
+        ends = {name for name, targets in left.items() if not targets & set(left)}
+        starts = set(left) - set().union(*left.values()) if left else set()
+        if not ends | starts:
+            return sorted(left)
+        left = {name: targets for name, targets in left.items() if name not in ends | starts}
+
+
+def _public_functions(path):
+    """The public functions and methods of a file."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    holders = [node for node in body if isinstance(node, ast.ClassDef)]
+    public = [holder for holder in holders if not holder.name.startswith("_")]
+    nodes = body + [node for holder in public for node in holder.body]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return [function for function in functions if not function.name.startswith("_")]
+
+
+def _takes_or_returns_a_tensor(function):
+    """Whether a parameter or the result is a Tensor."""
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    kinds = [argument.annotation for argument in arguments]
+    kinds.append(function.returns)
+    return any(kind is not None and ast.unparse(kind) in _TENSORS for kind in kinds)
+
+
+_TENSORS = {"Tensor", "torch.Tensor", "Tensor | None"}

@@ -21,7 +21,7 @@ from moe.data.span_corruption import (
     corrupt,
     corrupted_lengths,
     count_noise,
-    spread_noise,
+    random_spans_mask,
     tokens_length,
 )
 from moe.data.tokenizer import EOS, PAD, UNK, SpecialIds, to_transformers
@@ -98,7 +98,7 @@ def _mask_counts(given: Input) -> Input | Deviation:
     length, noise = given["length"], _noise(given)
     counts, theirs = count_noise(length, noise), _float32_counts(length, noise)
     half = (2 * length * Fraction(str(noise.density))).denominator == 1
-    mask = spread_noise(length, *(theirs if half else counts), np.random.default_rng(0))
+    mask = random_spans_mask(length, *(theirs if half else counts), np.random.default_rng(0))
     value = {
         "noise_tokens": int(mask.sum()),
         "noise_spans": int((np.diff(mask.astype(int), prepend=0) == 1).sum()),

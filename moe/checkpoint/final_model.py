@@ -13,7 +13,7 @@ from moe.checkpoint.sharded_weights import write_model
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout
-from moe.distributed.verification import find_damage_together
+from moe.distributed.verification import gather_damage
 from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -28,7 +28,7 @@ def damage_of_model(folder: Path) -> str | None:
     """
     if (missing := broadcast_from_rank_zero(lambda: _missing_part(folder))) is not None:
         return missing
-    damaged = find_damage_together(folder)
+    damaged = gather_damage(folder)
     return str(damaged[0]) if damaged else None
 
 

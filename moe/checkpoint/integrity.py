@@ -8,7 +8,7 @@ from pathlib import Path
 from moe.checkpoint.run_state import STATE_FILE, read_state_file
 from moe.checksums import SUMS_FILE, Damage, read_sums
 from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero
-from moe.distributed.verification import find_damage_together
+from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.files import KIND_FILE
 
@@ -79,7 +79,7 @@ def first_damage(path: Path) -> Damage | None:
     damage = broadcast_from_rank_zero(lambda: visible_damage(path))
     if damage is not None:
         return damage
-    return next(iter(find_damage_together(path)), None)
+    return next(iter(gather_damage(path)), None)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -18,7 +18,7 @@ from moe.distributed.collectives import broadcast_from_rank_zero, gather_or_rais
 from moe.distributed.mesh import Mesh
 from moe.distributed.shard_slices import contiguous_runs, is_first_replica, shard_slices
 from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
-from moe.distributed.verification import sha256_together
+from moe.distributed.verification import gather_sha256
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_checksums import write_weight_sums
@@ -103,7 +103,7 @@ def write_model(
     gather_or_raise(
         lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files]
     )
-    digests = sha256_together(folder, [file.name for file in files])
+    digests = gather_sha256(folder, [file.name for file in files])
     broadcast_from_rank_zero(lambda: write_weight_sums(folder, digests))
 
 

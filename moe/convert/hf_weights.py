@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.convert.hf_config import EXPLAINED, family_of
+from moe.convert.hf_config import EXPLAINED, FAMILIES, family_of, own_fields
 from moe.convert.hf_names import Weight, transformers_names
 from moe.errors import CheckpointError
+from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor, find_weight_files, open_weights, refuse_integers
 
 _SHOWN = 8
@@ -197,8 +199,6 @@ def _joined(weight: Weight, parts: list[LazyTensor], shape: tuple[int, ...]) -> 
 
 def _whole_shapes(config: STMoEConfig) -> dict[str, Tensor]:
     """Returns our weights as tensors without memory."""
-    from moe.models.modeling import STMoEForConditionalGeneration  # which loads by this file
-
     with torch.device("meta"):
         return STMoEForConditionalGeneration(config).state_dict()
 
@@ -268,3 +268,23 @@ def _two_tables(source: str, first: str, of_first: str, second: str, of_second: 
 def _equal(a: LazyTensor, b: LazyTensor) -> bool:
     """Returns whether two tensors hold the same numbers."""
     return a is b or (a.shape == b.shape and torch.equal(a.read(), b.read()))
+
+
+def open_hf_weights(
+    source: Path | str,
+    config: STMoEConfig,
+    *,
+    leave_out: Iterable[str] = (),
+    use_safetensors: bool | None = None,
+    **download: Any,
+) -> dict[str, LazyTensor]:
+    """Returns the weights of a T5 or Switch as ours; see `OpenWeights`."""
+    checkpoint = open_transformers(
+        source, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
+    )
+    checkpoint.report.refuse_unexplained()
+    return checkpoint.weights
+
+
+for _family in FAMILIES:
+    CHECKPOINT_FORMATS.add(_family, CheckpointFormat(own_fields, open_hf_weights))

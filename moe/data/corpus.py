@@ -38,7 +38,7 @@ class Corpus(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What `FACTS_FILE` holds."""
+    """Content of `FACTS_FILE`."""
 
     num_repeated: Annotated[int, Field(ge=0)]
 
@@ -51,17 +51,17 @@ def build_corpus(
 ) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
-    A document's side depends on `seed` and its source alone, so a document added later moves no
-    other; only where that leaves one side empty does the document nearest to the border change
-    sides.
+    The split of a document depends on `seed` and its source alone, so a document that is added
+    later moves no other. Only where one split would be empty does the document nearest to the
+    border change splits.
 
     Args:
-        documents: In any order; of equal paragraphs the first stays. Those of one source count as
-            one document.
+        documents: Documents in any order; of equal paragraphs the first stays. Those of one source
+            count as one document.
         held_out_fraction: Expected share of documents held out, between 0 and 1.
         seed: Another seed holds out other documents.
-        leave_out: Sources of documents that are to be unseen: neither they nor paragraphs that they
-            hold are in it.
+        leave_out: Sources of documents that must stay unseen: neither they nor paragraphs that they
+            hold are in the corpus.
 
     Raises:
         ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not
@@ -70,25 +70,36 @@ def build_corpus(
     """
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
-    documents = sorted(
-        documents, key=lambda document: document.source not in leave_out
-    )  # the first of equals stays
-    if missing := sorted(set(leave_out) - {document.source for document in documents}):
+    documents = list(documents)
+    sources = {document.source for document in documents}
+    missing = sorted(set(leave_out) - sources)
+    if missing:
         raise ConfigError(
             f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away."
         )
     _refuse_half_characters(documents)
-    kept, num_repeated = drop_repeated_paragraphs(documents)
+
+    # Of equal paragraphs the first stays: with the unseen documents in front, no other document
+    # keeps a paragraph of theirs.
+    unseen = [document for document in documents if document.source in leave_out]
+    others = [document for document in documents if document.source not in leave_out]
+    kept, num_repeated = drop_repeated_paragraphs([*unseen, *others])
     kept = [document for document in kept if document.source not in leave_out]
-    places = {document.source: _place_in_split(document.source, seed) for document in kept}
-    if len(places) < 2:
+
+    # A source is held out when its number, drawn from (seed, source), lies below the border. Each
+    # side has one source at least.
+    numbers = {document.source: _split_number(document.source, seed) for document in kept}
+    if len(numbers) < 2:
         raise DataError(
-            f"The corpus has {len(places)} document(s) with text; expected at least 2, because whole documents are "
-            "held out. Divide the text into several files, or into lines of a .jsonl file."
+            f"The corpus has {len(numbers)} document(s) with text; expected at least 2, because "
+            "whole documents are held out. Divide the text into several files, or into lines of a "
+            ".jsonl file."
         )
-    border = min(max(held_out_fraction, min(places.values())), sorted(places.values())[-2])
-    train = [document for document in kept if places[document.source] > border]
-    held_out = [document for document in kept if places[document.source] <= border]
+    ascending = sorted(numbers.values())
+    border = min(max(held_out_fraction, ascending[0]), ascending[-2])
+
+    train = [document for document in kept if numbers[document.source] > border]
+    held_out = [document for document in kept if numbers[document.source] <= border]
     return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated)
 
 
@@ -99,26 +110,26 @@ def _refuse_half_characters(documents: Iterable[Document]) -> None:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                found = shown(text[error.start : error.end])
+                half = shown(text[error.start : error.end])
                 raise DataError(
-                    f"The {name} of the document {shown(document.source)} holds half a character, {found} at position "
-                    f"{error.start:,}. Repair the text, e.g. text.encode(errors='replace').decode()."
+                    f"The {name} of the document {shown(document.source)} holds half a character, "
+                    f"{half} at position {error.start:,}. Repair the text, e.g. "
+                    "text.encode(errors='replace').decode()."
                 ) from error
 
 
-def _place_in_split(source: str, seed: int) -> float:
+def _split_number(source: str, seed: int) -> float:
     """Returns a number in [0, 1) that looks random and is the same on every machine."""
     digest = hashlib.sha256(f"{seed}:{source}".encode()).digest()
     return int.from_bytes(digest[:6]) / 2**48
 
 
 def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Document], int]:
-    """Returns the documents without paragraphs that occurred before, and how many paragraphs that
-    were.
+    """Returns the documents without repeated paragraphs, and the number of those.
 
     Two paragraphs are equal when they have the same letters and digits, whatever the case, spaces
     and punctuation: otherwise inherited docstrings would stand in training and held-out alike. A
-    document left empty is dropped.
+    document that becomes empty is dropped.
     """
     seen: set[str] = set()
     kept: list[Document] = []
@@ -132,22 +143,23 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
             else:
                 seen.add(key)
                 paragraphs.append(paragraph)
+
         if paragraphs:
             kept.append(document._replace(text="\n\n".join(paragraphs)))
     return kept, num_repeated
 
 
 def _to_dataset(documents: list[Document]) -> datasets.Dataset:
-    """Returns the documents as rows."""
-    columns = zip(*documents, strict=True)
-    return datasets.Dataset.from_dict(
-        {name: list(column) for name, column in zip(Document._fields, columns, strict=True)}
-    )
+    columns = {}
+    for name in Document._fields:
+        columns[name] = [getattr(document, name) for document in documents]
+    return datasets.Dataset.from_dict(columns)
 
 
 def save_corpus(corpus: Corpus, folder: Path | str) -> None:
-    """Writes the corpus and its checksums to `folder`, whole or not at all; an earlier corpus there
-    is replaced.
+    """Writes the corpus and its checksums to `folder`, whole or not at all.
+
+    An earlier corpus there is replaced.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.
@@ -155,9 +167,9 @@ def save_corpus(corpus: Corpus, folder: Path | str) -> None:
     with whole_folder(Path(folder), kind="corpus") as partial, _no_progress_bars():
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
-        (partial / FACTS_FILE).write_text(
-            json.dumps({"num_repeated": corpus.num_repeated}) + "\n", encoding="utf-8"
-        )
+
+        facts = json.dumps({"num_repeated": corpus.num_repeated})
+        (partial / FACTS_FILE).write_text(facts + "\n", encoding="utf-8")
         write_sums(partial)
 
 
@@ -177,23 +189,29 @@ def load_corpus(folder: Path | str) -> Corpus:
             f"Make one with `python -m scripts.build_corpus --out {folder}`."
         )
 
-    shards = {split: _shards(folder / split, advice) for split in SPLITS}
-    names = [f"{split}/{path.name}" for split in SPLITS for path in shards[split]]
-    has_sums = refuse_damage(folder, [FACTS_FILE, *names], advice=advice)
-    facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
+    # Every file is there, and holds what was written.
+    train_shards = _find_shards(folder / "train", advice)
+    held_out_shards = _find_shards(folder / "held_out", advice)
+    names = [FACTS_FILE]
+    for path in (*train_shards, *held_out_shards):
+        names.append(path.relative_to(folder).as_posix())
+    has_sums = refuse_damage(folder, names, advice=advice)
 
-    train = _read_split(shards["train"], advice, validate=not has_sums)
-    held_out = _read_split(shards["held_out"], advice, validate=not has_sums)
+    facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
+    train = _read_split(train_shards, advice, validate=not has_sums)
+    held_out = _read_split(held_out_shards, advice, validate=not has_sums)
     return Corpus(train, held_out, facts.num_repeated)
 
 
-def _shards(folder: Path, advice: str) -> list[Path]:
+def _find_shards(folder: Path, advice: str) -> list[Path]:
     """Returns the files of a split, in order.
 
     Raises:
         DataError: When one is missing.
     """
     shards = sorted(path for path in folder.glob("data-*.arrow") if _SHARD.fullmatch(path.name))
+
+    # The name of each says how many there are.
     num_shards = int(shards[0].stem.rpartition("-")[2]) if shards else 1
     for number in range(num_shards):
         path = folder / f"data-{number:05}-of-{num_shards:05}.arrow"
@@ -206,43 +224,39 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.
     """Returns the rows of a split.
 
     Args:
-        shards: Its files.
+        shards: Files of the split.
         advice: What the user can do when one is damaged.
-        validate: Whether to look at every row: an offset that points nowhere would end the process.
+        validate: Whether to check every row: an offset that points nowhere would end the process.
 
     Raises:
         DataError: When a file is no Arrow stream of documents.
     """
+    columns = {name: datasets.Value("string") for name in Document._fields}
     parts = []
     for path in shards:
         try:
             part = datasets.Dataset.from_file(str(path))
             if validate:
                 part.data.table.validate(full=True)
-        except (
-            pyarrow.ArrowException,
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-        ) as error:
+        except _DAMAGE as error:
             raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
 
-        columns = {name: datasets.Value("string") for name in Document._fields}
         if dict(part.features) != columns:
             raise DataError(
-                f"{path} has the columns {shown(dict(part.features))}; expected those of documents. {advice}"
+                f"{path} has the columns {shown(dict(part.features))}; expected those of "
+                f"documents. {advice}"
             )
         parts.append(part)
     return datasets.concatenate_datasets(parts)
 
 
+_DAMAGE = (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError)
+"""Errors of `datasets` and pyarrow for a file that is no Arrow stream of a data set."""
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keeps the bars of `datasets` off the terminal for a while: writing a few megabytes needs
-    none.
-    """
+    """Keeps the bars of `datasets` off the terminal: writing a few megabytes needs none."""
     were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -252,53 +266,63 @@ def _no_progress_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+_TABLE_COLUMNS = (
+    "train_documents",
+    "held_out_documents",
+    "train_characters",
+    "held_out_characters",
+)
+
+
 def corpus_table(corpus: Corpus) -> str:
-    """Returns a Markdown table: documents and characters by package, each with its licence, and the
-    total.
-    """
+    """Returns a Markdown table of documents and characters by package, with licences and a total."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for split in SPLITS:
         data: datasets.Dataset = getattr(corpus, split)
-        for package, licence, text in zip(
-            data["package"], data["licence"], data["text"], strict=True
-        ):
-            counts[package, licence, f"{split} documents"] += 1
-            counts[package, licence, f"{split} characters"] += len(text)
-    columns = [f"{split} {unit}" for unit in ("documents", "characters") for split in SPLITS]
-    owners = sorted({(package, licence) for package, licence, _ in counts})
-    rows = [[*owner, *(counts[*owner, column] for column in columns)] for owner in owners]
-    rows.append(
-        ["total", "", *(sum(counts[*owner, column] for owner in owners) for column in columns)]
-    )
-    return _markdown_table(
-        ["package", "licence", *(column.replace("_", "-") for column in columns)], rows
-    )
+        for row in zip(data["package"], data["licence"], data["text"], strict=True):
+            package, licence, text = row
+            counts[package, licence, f"{split}_documents"] += 1
+            counts[package, licence, f"{split}_characters"] += len(text)
+
+    # A row for each package, and the sum of all.
+    packages = sorted({(package, licence) for package, licence, _ in counts})
+    rows: list[list[str | int]] = []
+    totals = [0] * len(_TABLE_COLUMNS)
+    for package, licence in packages:
+        numbers = [counts[package, licence, column] for column in _TABLE_COLUMNS]
+        totals = [total + number for total, number in zip(totals, numbers, strict=True)]
+        rows.append([package, licence, *numbers])
+    rows.append(["total", "", *totals])
+
+    titles = [column.replace("held_out", "held-out").replace("_", " ") for column in _TABLE_COLUMNS]
+    return _markdown_table(["package", "licence", *titles], rows)
 
 
 def _markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
     """Returns an aligned table; numbers stand right, with thousands separators."""
-    cells = [
-        header,
-        *(
-            [f"{cell:,}" if isinstance(cell, int) else cell.replace("|", "\\|") for cell in row]
-            for row in rows
-        ),
-    ]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    numeric = [isinstance(cell, int) for cell in rows[0]]
-    lines = [
-        "| "
-        + " | ".join(
-            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)
-        )
-        + " |"
-        for row in cells
-    ]
-    rule = (
-        "|"
-        + "|".join(
-            "-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, numeric, strict=True)
-        )
-        + "|"
-    )
-    return "\n".join([lines[0], rule, *lines[1:]])
+    texts = [header]
+    for row in rows:
+        texts.append([_table_cell(value) for value in row])
+
+    is_number = [isinstance(value, int) for value in rows[0]]
+    widths = []
+    for column in range(len(header)):
+        widths.append(max(len(row[column]) for row in texts))
+
+    lines = []
+    for row in texts:
+        cells = []
+        for text, width, right in zip(row, widths, is_number, strict=True):
+            cells.append(text.rjust(width) if right else text.ljust(width))
+        lines.append("| " + " | ".join(cells) + " |")
+
+    # The rule under the header, with a colon where a column stands right.
+    dashes = []
+    for width, right in zip(widths, is_number, strict=True):
+        dashes.append("-" * (width + 1) + (":" if right else "-"))
+    lines.insert(1, "|" + "|".join(dashes) + "|")
+    return "\n".join(lines)
+
+
+def _table_cell(value: str | int) -> str:
+    return f"{value:,}" if isinstance(value, int) else value.replace("|", "\\|")

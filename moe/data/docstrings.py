@@ -1,5 +1,4 @@
-"""Docstrings of installed packages, read from their source files with `ast`; nothing is imported or
-run.
+"""Docstrings of installed packages, read from their source files; nothing is imported or run.
 
 Comes before `prose`, which turns a docstring into plain paragraphs.
 """
@@ -24,29 +23,33 @@ SKIPPED_FOLDERS = frozenset(
 
 
 def package_folder(package: str) -> Path:
-    """Returns the source folder of `package` ("stdlib" for the standard library) without importing
-    it.
+    """Returns the source folder of a package without importing it.
+
+    Args:
+        package: Name of the package; "stdlib" for the standard library.
 
     Raises:
         DataError: When the package is not installed as a folder of source files.
     """
     if package == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
+
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            f"The package {package!r} is not installed as a folder of source files. Install it, or leave it out."
+            f"The package {package!r} is not installed as a folder of source files. "
+            "Install it, or leave it out."
         )
     return Path(spec.submodule_search_locations[0])
 
 
 def python_files(folder: Path) -> list[Path]:
     """Returns the .py files below `folder`, sorted by relative path, without test code."""
-    return sorted(
-        path
-        for path in folder.rglob("*.py")
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts)
-    )
+    files = []
+    for path in folder.rglob("*.py"):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+            files.append(path)
+    return sorted(files)
 
 
 def docstrings(path: Path) -> list[str]:
@@ -55,11 +58,11 @@ def docstrings(path: Path) -> list[str]:
     A file that this Python cannot parse is named in a warning and gives none: packages ship files
     for other versions.
     """
+    # Parsing takes 95 % of the time, and a file without triple quotes has no prose.
     source = path.read_bytes()
-    if (
-        b'"""' not in source and b"'''" not in source
-    ):  # parsing is 95 % of the time, and these have no prose
+    if b'"""' not in source and b"'''" not in source:
         return []
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's code
         try:
@@ -76,20 +79,18 @@ def _walk_docstrings(node: ast.AST) -> Iterator[str]:
         docstring = ast.get_docstring(node)
         if docstring:
             yield docstring
-    for block in (
-        "body",
-        "orelse",
-        "handlers",
-        "finalbody",
-    ):  # statements only: expressions define no names
+
+    # Statements only: expressions define no names.
+    for block in ("body", "orelse", "handlers", "finalbody"):
         for child in getattr(node, block, ()):
             if isinstance(child, ast.stmt | ast.excepthandler):
                 yield from _walk_docstrings(child)
 
 
 def language_topics() -> dict[str, str]:
-    """Returns the language reference that `help("topic")` shows, by topic; empty where Python comes
-    without it.
+    """Returns the language reference that `help("topic")` shows, by topic.
+
+    It is empty where Python comes without it.
     """
     path = package_folder("stdlib") / "pydoc_data" / "topics.py"
     if not path.is_file():

@@ -31,19 +31,18 @@ class Document(NamedTuple):
     text: str
     """Paragraphs, with a blank line between two."""
     source: str
-    """File and place in it, the same on every machine, e.g. "torch/nn/functional.py"; the split depends on it."""
+    """File and line, the same on every machine, e.g. "torch/nn/functional.py"; decides the split."""
     package: str
     """What the text belongs to: "stdlib", "torch", "numpy", or the name of the user's folder."""
     licence: str
 
 
 def read_python_corpus() -> list[Document]:
-    """Returns the English prose that every installation of this library carries: about 7 million
-    characters.
+    """Returns the English prose of this Python installation: about 7 million characters.
 
-    One document per source file (docstrings of the standard library, torch and numpy) and one per
-    topic of the Python language reference. Nothing is imported. The amount differs a little between
-    versions of Python and torch.
+    There is a document for each source file of the standard library, torch and numpy (its
+    docstrings) and one for each topic of the Python language reference. Nothing is imported. The
+    amount differs a little between versions of Python and torch.
 
     Raises:
         DataError: When torch or numpy is not installed as source files.
@@ -57,9 +56,7 @@ def read_python_corpus() -> list[Document]:
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """Keeps the cycle collector off: syntax trees hold no cycles, and searching them for some
-    doubles the time.
-    """
+    """Keeps the cycle collector off: syntax trees hold no cycles, and the search doubles the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -71,24 +68,23 @@ def _garbage_collector_paused() -> Iterator[None]:
 
 def _topic_documents() -> Iterator[Document]:
     """Yields the language reference, a document per topic."""
+    licence = PACKAGE_LICENCES["stdlib"]
     for topic, page in sorted(language_topics().items()):
-        if text := "\n\n".join(prose_paragraphs(page)):
-            yield Document(
-                text, f"pydoc_data/topics.py#{topic}", "stdlib", PACKAGE_LICENCES["stdlib"]
-            )
+        text = "\n\n".join(prose_paragraphs(page))
+        if text:
+            yield Document(text, f"pydoc_data/topics.py#{topic}", "stdlib", licence)
 
 
 def _package_documents(package: str, licence: str) -> Iterator[Document]:
     """Yields the docstrings of a package, a document per source file that has any."""
     folder = package_folder(package)
     for path in python_files(folder):
-        found = (
-            paragraph for docstring in docstrings(path) for paragraph in prose_paragraphs(docstring)
-        )
-        if text := "\n\n".join(found):
-            yield Document(
-                text, f"{package}/{path.relative_to(folder).as_posix()}", package, licence
-            )
+        paragraphs = []
+        for docstring in docstrings(path):
+            paragraphs += prose_paragraphs(docstring)
+        if paragraphs:
+            source = f"{package}/{path.relative_to(folder).as_posix()}"
+            yield Document("\n\n".join(paragraphs), source, package, licence)
 
 
 def read_files(paths: Iterable[Path | str]) -> list[Document]:
@@ -103,11 +99,15 @@ def read_files(paths: Iterable[Path | str]) -> list[Document]:
             has no text, or there is no text at all.
     """
     paths = list(paths)
-    documents = [document for path in paths for document in _read_path(Path(path))]
+    documents: list[Document] = []
+    for path in paths:
+        documents += _read_path(Path(path))
+
     if not documents:
         empty = ", ".join(str(path) for path in paths) or "an empty list of paths"
         raise DataError(
-            f"There is no text in {empty}. Give files ending in {', '.join(SUFFIXES)} that are not empty."
+            f"There is no text in {empty}. Give files ending in {', '.join(SUFFIXES)} that are "
+            "not empty."
         )
     return documents
 
@@ -117,46 +117,58 @@ def _read_path(path: Path) -> Iterator[Document]:
     if path.is_dir():
         name = path.resolve().name
         for file in _files_below(path):
-            yield from _read_file(
-                file, source=f"{name}/{file.relative_to(path).as_posix()}", package=name
-            )
-    elif not path.exists():
+            source = f"{name}/{file.relative_to(path).as_posix()}"
+            yield from _read_file(file, source=source, package=name)
+        return
+
+    endings = ", ".join(SUFFIXES)
+    if not path.exists():
         raise DataError(
-            f"{_printable(str(path))} does not exist. Give a file ending in {', '.join(SUFFIXES)}, or a folder of them."
+            f"{_printable(str(path))} does not exist. Give a file ending in {endings}, or a folder "
+            "of them."
         )
-    elif path.suffix.lower() not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise DataError(
-            f"{path} ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}. Convert it first."
+            f"{path} ends in {path.suffix!r}; expected one of {endings}. Convert it first."
         )
-    else:
-        yield from _read_file(path, source=path.name, package=path.stem)
+    yield from _read_file(path, source=path.name, package=path.stem)
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Returns the readable files below a folder, sorted; says how many others there are."""
-    files: list[Path] = []
+    """Returns the text files below a folder, sorted; warns of what is left out."""
+    readable: list[Path] = []
+    num_others = 0
+    other_suffixes: set[str] = set()
     links: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
-        files += [Path(parent, name) for name in names]
+        for name in names:
+            file = Path(parent, name)
+            if file.suffix.lower() in SUFFIXES:
+                readable.append(file)
+            else:
+                num_others += 1
+                other_suffixes.add(file.suffix)
         links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
 
-    readable = sorted(path for path in files if path.suffix.lower() in SUFFIXES)
-    others = sorted({path.suffix for path in files if path.suffix.lower() not in SUFFIXES})
-    if others:
-        endings = ", ".join(_printable(suffix) or "no suffix" for suffix in others[:10])
-        more = f" and {len(others) - 10} others" if len(others) > 10 else ""
+    if num_others:
         logger.warning(
-            "%s: %d files ending in %s%s are left out.",
+            "%s: %d files ending in %s are left out.",
             folder,
-            len(files) - len(readable),
-            endings,
-            more,
+            num_others,
+            _list_suffixes(sorted(other_suffixes)),
         )
     if links:
-        logger.warning(
-            "%s: links to folders are not followed, e.g. %s.", folder, _printable(str(min(links)))
-        )
-    return readable
+        example = _printable(str(min(links)))
+        logger.warning("%s: links to folders are not followed, e.g. %s.", folder, example)
+    return sorted(readable)
+
+
+def _list_suffixes(suffixes: list[str]) -> str:
+    """Returns the first ten suffixes, and how many more there are."""
+    text = ", ".join(_printable(suffix) or "no suffix" for suffix in suffixes[:10])
+    if len(suffixes) > 10:
+        text += f" and {len(suffixes) - 10} others"
+    return text
 
 
 def _refuse_folder(error: OSError) -> None:
@@ -174,29 +186,37 @@ def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
         )
 
     text = read_text(path, advice="Make it readable, or leave it out.")
-    source, package = _printable(source), _printable(package)
+    source = _printable(source)
+    package = _printable(package)
+
+    # JSON lines: a document each.
     if path.suffix.lower() == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip() and (content := _tidy(_text_of_line(line, path, number))):
+            if not line.strip():
+                continue
+            content = _join_lines(_text_of_line(line, path, number))
+            if content:
                 yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
-    else:
-        if "\0" in text:
-            line = text.count("\n", 0, text.index("\0")) + 1
-            raise DataError(
-                f"{path} holds the character NUL in line {line}: it is binary or UTF-16. Leave it out, or convert it, "
-                f"e.g. `iconv -f utf-16 -t utf-8 {path.name}`."
-            )
-        if content := _tidy(text):
-            yield Document(content, source, package, OWN_LICENCE)
+        return
+
+    # Plain text: one document.
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise DataError(
+            f"{path} holds the character NUL in line {line}: it is binary or UTF-16. Leave it out, "
+            f"or convert it, e.g. `iconv -f utf-16 -t utf-8 {path.name}`."
+        )
+    content = _join_lines(text)
+    if content:
+        yield Document(content, source, package, OWN_LICENCE)
 
 
 def _printable(name: str) -> str:
-    """Returns the name of a file with escapes for what is no text in it: any byte may stand there
-    but / and NUL.
-    """
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in name
-    )
+    """Returns the name of a file, in which any byte but / and NUL may stand, with escapes."""
+    characters = []
+    for character in name:
+        characters.append(character if character.isprintable() else repr(character)[1:-1])
+    return "".join(characters)
 
 
 def read_pairs(path: Path) -> list[tuple[str, str]]:
@@ -210,8 +230,8 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
     for number, record in read_json_lines(path, advice=advice, nan=True):
         for name in ("inputs", "targets"):
             if not isinstance(record.get(name), str):
-                found = shown(record[name]) if name in record else "missing"
-                raise DataError(f"{path}, line {number}: {name} is {found}. {advice}")
+                value = shown(record[name]) if name in record else "missing"
+                raise DataError(f"{path}, line {number}: {name} is {value}. {advice}")
         pairs.append((record["inputs"], record["targets"]))
 
     if not pairs:
@@ -221,25 +241,25 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
 
 def _text_of_line(line: str, path: Path, number: int) -> str:
     """Returns the "text" of one JSONL line."""
-    where, expected = f"{path}, line {number}", 'an object with a string under "text"'
+    where = f"{path}, line {number}"
+    expected = 'an object with a string under "text"'
     record = parse_json(line, where=where, advice=f"Expected {expected} a line.", nan=True)
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        found = (
-            f"the keys {shown(sorted(record))}"
-            if isinstance(record, dict)
-            else f"a {type(record).__name__}"
-        )
-        raise DataError(f"{where}: expected {expected}, found {found}.")
 
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected {expected}, found a {type(record).__name__}.")
+    if not isinstance(record.get("text"), str):
+        keys = shown(sorted(record))
+        raise DataError(f"{where}: expected {expected}, found the keys {keys}.")
     return record["text"]
 
 
-def _tidy(text: str) -> str:
-    """Returns the paragraphs of `text`, each on one line, with a blank line between two."""
-    paragraphs = (" ".join(block.split()) for block in _blocks(text))
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
-
-
-def _blocks(text: str) -> list[str]:
-    """Returns what stands between blank lines; a line of spaces is blank."""
-    return "\n".join(line.strip() for line in text.splitlines()).split("\n\n")
+def _join_lines(text: str) -> str:
+    """Returns the paragraphs of a text, each on one line, with a blank line between two."""
+    # A line of spaces is blank.
+    lines = [line.strip() for line in text.splitlines()]
+    paragraphs = []
+    for block in "\n".join(lines).split("\n\n"):
+        paragraph = " ".join(block.split())
+        if paragraph:
+            paragraphs.append(paragraph)
+    return "\n\n".join(paragraphs)

@@ -1,18 +1,17 @@
 """Mixtures of tasks: how often each is drawn, and batches that are a pure function of the step.
 
-The examples of a mixture form one endless stream, cut into windows of a few thousand. A window has
-a fixed number of examples of each task, the rounded share of the task up to the window's end less
-that up to its start: after any number of windows every task is within one example of its share, and
-none is ever missing from a window. Their order in the window is drawn from (seed, window), and a
-task's own examples come epoch by epoch, each in an order drawn from (seed, task, epoch). So the
+The examples of a mixture form one endless stream, divided into windows of a few thousand. A window
+has a fixed number of examples of each task: the task's rounded share up to the end of the window,
+less that up to its start. After any number of windows every task is within one example of its
+share, and no window lacks a task. The order inside a window is drawn from (seed, window). A task's
+own examples come epoch by epoch, each epoch in an order drawn from (seed, task, epoch). So the
 examples of window w follow from (seed, w) alone, without those before it.
 
-Rows are examples, or, packed, the examples of a window side by side in the order of the stream, as
-seqio packs what it
-has mixed: a row holds several tasks, and no example is left out or seen twice. Only the last row of
-a window may be emptier than it could be. How many packed rows a window gives is known once it is
-packed; a run that resumes at a late row packs the windows before it anew, some 5 seconds for a
-million examples. The position is one integer either way.
+A row is one example or, packed, as many examples of a window as fit, in the order of the stream.
+As in seqio a packed row holds several tasks, and no example is left out or seen twice. Only the
+last row of a window may be emptier than it could be. How many packed rows a window gives is known
+once it is packed: a run that resumes at a late row packs the windows before it again, some
+5 seconds for a million examples. The position is one integer either way.
 """
 
 from bisect import bisect_right
@@ -52,12 +51,12 @@ def mixing_rate(
     """Returns the rate of a task in a mixture; its share is its rate over the sum of all.
 
     Args:
-        num_examples: Training examples of the task, as it gives them: one of ReCoRD is a query with
-            one answer.
+        num_examples: Training examples of the task; one example of ReCoRD is a query with one
+            answer.
         maximum: Cap of the scaled number, so that large tasks do not drown small ones; None for no
             cap.
-        temperature: The capped number is raised to 1 / temperature: more than 1 evens the tasks
-            out.
+        temperature: The capped number is raised to 1 / temperature; more than 1 makes the rates
+            more even.
         scale: Factor of the number before the cap.
 
     Raises:
@@ -70,11 +69,15 @@ def mixing_rate(
     check_integer("num_examples", num_examples, least=0)
     check_rates(maximum, temperature)
     check_number("scale", scale, above=0)
+
+    # Scale, then cap, then temperature.
     rate = num_examples * scale
     if maximum is not None:
         rate = min(rate, maximum)
+    if temperature == 1.0:
+        return float(rate)
     try:
-        return float(rate) if temperature == 1.0 else rate ** (1.0 / temperature)
+        return rate ** (1.0 / temperature)
     except OverflowError:
         raise ConfigError(
             f"{rate:g} to the power 1 / {temperature} is no number. Raise mixture.temperature."
@@ -88,9 +91,7 @@ def check_rates(maximum: int | None, temperature: float) -> None:
 
 
 class MixtureSource:
-    """Fine-tuning batches of several tasks, drawn by their rates; padded or packed as those of
-    `PairSource`.
-    """
+    """Fine-tuning batches of several tasks, drawn by their rates; padded or packed."""
 
     def __init__(
         self,
@@ -110,13 +111,13 @@ class MixtureSource:
 
         Args:
             tasks: Input and target texts of each task, by its name.
-            tokenizer: See `PairSource`, as for the five that follow.
+            tokenizer: Tokenizer with an end token.
             inputs_length: Most encoder tokens of a row.
             targets_length: Most decoder tokens of a row.
             batch_size: Rows in a batch.
             seed: Another seed gives another order.
             pack: Whether rows hold as many examples as fit, of whatever tasks.
-            sentinels: Which sentinels stand in the pairs.
+            sentinels: Which sentinels stand in the pairs; see `PairSource`.
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.
 
@@ -128,108 +129,143 @@ class MixtureSource:
         check_source_numbers(
             seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
         )
-        for name, pairs in tasks.items():
-            if not pairs:
-                raise DataError(
-                    f"Task {name!r} has no training examples. Leave it out, or give its training rows."
-                )
-        rates = {
-            n: mixing_rate(len(p), maximum=maximum, temperature=temperature)
-            for n, p in tasks.items()
-        }
-        self.shares = {name: rate / sum(rates.values()) for name, rate in rates.items()}
-        self.batch_size, self._seed = batch_size, seed
-        self._row_lengths = inputs_length, targets_length
-        self.lengths = self._row_lengths if pack else None
-        self._bounds = [0, *(round(total * _WHOLE) for total in accumulate(self.shares.values()))]
+        self.shares = mixing_shares(tasks, maximum=maximum, temperature=temperature)
+        self.batch_size = batch_size
+        self._seed = seed
+
+        # Task t has the numbers from bounds[t] to bounds[t + 1] of a whole of 2**48.
+        cumulative_shares = accumulate(self.shares.values())
+        self._bounds = [0, *(round(total * _WHOLE) for total in cumulative_shares)]
         self._bounds[-1] = _WHOLE
-        self._window_size = self._choose_window()
+        self._window_size = self._choose_window_size()
+
+        # The examples, tokenized once.
+        self._row_lengths = (inputs_length, targets_length)
+        self.lengths = self._row_lengths if pack else None
         self._padding = SpecialIds.of(tokenizer).pad
-        self._examples = [
-            encode_pairs(p, tokenizer, self._row_lengths, sentinels) for p in tasks.values()
-        ]
-        self._row_starts = [0]
-        self._rows_of = lru_cache(maxsize=2)(self._make_rows)
+        self._examples: list[list[Example]] = []
+        for pairs in tasks.values():
+            self._examples.append(encode_pairs(pairs, tokenizer, self._row_lengths, sentinels))
+
+        # Rows of the windows that were asked for last; where each packed window starts.
+        self._first_rows = [0]
+        self._window_rows = lru_cache(maxsize=2)(self._build_rows)
+
         settings = (list(tasks), self._bounds, *self._row_lengths, batch_size, seed, pack)
         hashes = map(examples_fingerprint, self._examples)  # sentinels show in the examples
         self.fingerprint = fingerprint(*hashes, repr(settings).encode())
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns a batch in the form of `PairSource.batch`."""
-        packed = [
-            self._row(position)
-            for position in range(step * self.batch_size, (step + 1) * self.batch_size)
-        ]
-        return stack_rows(packed, self.lengths, self._padding, rows)
+        first = step * self.batch_size
+        row_examples = [self._row(first + row) for row in range(self.batch_size)]
+        return stack_rows(row_examples, self.lengths, self._padding, rows)
 
     def window(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns <int64>[W] the tasks of a window's examples, in order, and <int64>[W] which of
-        its task each is.
+        """Returns the examples of a window, in order.
+
+        Args:
+            number: Number of the window, from 0.
+
+        Returns:
+            <int64>[W] the task of each example, and <int64>[W] its index in that task.
         """
-        starts, ends = self._num_drawn(number), self._num_drawn(number + 1)
-        counts = [end - start for start, end in zip(starts, ends, strict=True)]
-        drawn = np.random.default_rng([self._seed, 2, number])
-        tasks = drawn.permutation(np.repeat(np.arange(len(counts)), counts))
-        places = np.empty_like(tasks)
+        starts = self._num_drawn(number)
+        ends = self._num_drawn(number + 1)
+        counts = np.subtract(ends, starts)
+
+        # The order of the tasks is drawn from (seed, window).
+        rng = np.random.default_rng([self._seed, 2, number])
+        tasks = rng.permutation(np.repeat(np.arange(len(counts)), counts))  # [W]
+
+        # Each task goes on in its own stream where the window before it ended.
+        indices = np.empty_like(tasks)  # [W]
         for task, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            places[tasks == task] = self._places(task, start, end)
-        return tasks, places
+            indices[tasks == task] = self._task_stream(task, start, end)
+        return tasks, indices
 
     def _num_drawn(self, num_windows: int) -> list[int]:
-        """Returns how many examples of each task the first windows have: its share of all, rounded."""
-        bounds = [num_windows * self._window_size * bound // _WHOLE for bound in self._bounds]
+        """Returns how many examples of each task the first windows hold: its rounded share."""
+        num_examples = num_windows * self._window_size
+        bounds = [num_examples * bound // _WHOLE for bound in self._bounds]
         return [end - start for start, end in pairwise(bounds)]
 
-    def _places(self, task: int, start: int, end: int) -> NDArray[np.int64]:
-        """Returns <int64>[end - start] the examples of a task from its `start`-th on, counted over
-        its epochs.
-        """
+    def _task_stream(self, task: int, start: int, end: int) -> NDArray[np.int64]:
+        """Returns <int64>[end - start] a part of a task's examples, counted over all its epochs."""
         size = len(self._examples[task])
-        first, last = start // size, (end - 1) // size
-        epochs = [
-            np.random.default_rng([self._seed, 3, task, e]).permutation(size)
-            for e in range(first, last + 1)
-        ]
-        return np.concatenate(epochs)[start - first * size : end - first * size]
+        first_epoch = start // size
+        last_epoch = (end - 1) // size
+
+        orders = []
+        for epoch in range(first_epoch, last_epoch + 1):
+            rng = np.random.default_rng([self._seed, 3, task, epoch])
+            orders.append(rng.permutation(size))
+
+        offset = first_epoch * size
+        return np.concatenate(orders)[start - offset : end - offset]
 
     def _row(self, position: int) -> list[Example]:
-        """Returns the examples of a row."""
         if self.lengths is None:
-            number, place = divmod(position, self._window_size)
-        else:
-            while self._row_starts[-1] <= position:
-                self._row_starts.append(
-                    self._row_starts[-1] + len(self._rows_of(len(self._row_starts) - 1))
-                )
-            number = bisect_right(self._row_starts, position) - 1
-            place = position - self._row_starts[number]
-        return self._rows_of(number)[place]
+            window, row = divmod(position, self._window_size)
+            return self._window_rows(window)[row]
 
-    def _make_rows(self, number: int) -> list[list[Example]]:
-        """Returns the rows of a window."""
-        tasks, places = self.window(number)
-        examples = [
-            self._examples[task][place]
-            for task, place in zip(tasks.tolist(), places.tolist(), strict=True)
-        ]
+        # How many rows a packed window has is known once it is packed.
+        while self._first_rows[-1] <= position:
+            window = len(self._first_rows) - 1
+            self._first_rows.append(self._first_rows[-1] + len(self._window_rows(window)))
+        window = bisect_right(self._first_rows, position) - 1
+        return self._window_rows(window)[position - self._first_rows[window]]
+
+    def _build_rows(self, window: int) -> list[list[Example]]:
+        tasks, indices = self.window(window)
+        examples = []
+        for task, index in zip(tasks.tolist(), indices.tolist(), strict=True):
+            examples.append(self._examples[task][index])
+
         if self.lengths is None:
             return [[example] for example in examples]
-        return [[examples[i] for i in row] for row in pack_rows(examples, *self._row_lengths)]
+        rows = []
+        for packed in pack_rows(examples, *self._row_lengths):
+            rows.append([examples[index] for index in packed])
+        return rows
 
-    def _choose_window(self) -> int:
-        """Returns the examples of a window: so many that rounding leaves each task one at least.
+    def _choose_window_size(self) -> int:
+        """Returns the number of examples in a window, with which every task has at least one.
 
         Raises:
             ConfigError: When that would be too many.
         """
         widths = [end - start for start, end in pairwise(self._bounds)]
-        name, narrowest = min(zip(self.shares, widths, strict=True), key=lambda item: item[1])
-        if narrowest * _LARGEST_WINDOW < 2 * _WHOLE:
+        smallest_width = min(widths)
+        if smallest_width * _LARGEST_WINDOW < 2 * _WHOLE:
+            name = list(self.shares)[widths.index(smallest_width)]
             raise ConfigError(
-                f"Task {name!r} would be {self.shares[name]:.2g} of the mixture and hardly ever drawn. Lower "
-                "mixture.maximum, raise mixture.temperature, or leave the task out."
+                f"Task {name!r} would be {self.shares[name]:.2g} of the mixture and hardly ever "
+                "drawn. Lower mixture.maximum, raise mixture.temperature, or leave the task out."
             )
-        return max(_WINDOW, -(-2 * _WHOLE // narrowest))
+
+        # Rounding takes less than one example from a share: two leave one at least.
+        return max(_WINDOW, -(-2 * _WHOLE // smallest_width))
+
+
+def mixing_shares(
+    tasks: Mapping[str, Sequence[tuple[str, str]]], *, maximum: int | None, temperature: float
+) -> dict[str, float]:
+    """Returns the share of each task in the mixture; see `mixing_rate`.
+
+    Raises:
+        DataError: When a task has no pairs.
+    """
+    rates = {}
+    for name, pairs in tasks.items():
+        if not pairs:
+            raise DataError(
+                f"Task {name!r} has no training examples. Leave it out, or give its training rows."
+            )
+        rates[name] = mixing_rate(len(pairs), maximum=maximum, temperature=temperature)
+
+    total = sum(rates.values())
+    return {name: rate / total for name, rate in rates.items()}
 
 
 def build_source(
@@ -240,9 +276,7 @@ def build_source(
     temperature: float,
     **settings: Any,
 ) -> PairSource | MixtureSource:
-    """Returns training batches of one task or several; see `MixtureSource`. One alone has nothing
-    to be mixed with.
-    """
+    """Returns training batches of one task (`PairSource`) or several (`MixtureSource`)."""
     if len(tasks) == 1:
         return PairSource(next(iter(tasks.values())), tokenizer, **settings)
     return MixtureSource(tasks, tokenizer, maximum=maximum, temperature=temperature, **settings)

@@ -1,4 +1,4 @@
-"""Packing: several encoder-decoder examples side by side in one row, told apart by segment numbers."""
+"""Packing: several encoder-decoder examples in one row, told apart by segment numbers."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,9 @@ WHY_LONGEST_ROW = "attention compares every token of a row with every other"
 def pack_rows(
     examples: Sequence[Example], inputs_length: int, targets_length: int
 ) -> list[list[int]]:
-    """Returns the examples of each row, in order; an example that does not fit on either side
-    closes the row.
+    """Returns the indices of the examples in each row, in order.
+
+    An example that does not fit on one of the two sides starts a new row.
 
     Args:
         examples: Input and target tokens of each example.
@@ -35,32 +36,41 @@ def pack_rows(
         together. Differs: no.
     """
     rows: list[list[int]] = []
-    room = (-1, -1)
+    inputs_room = -1
+    targets_room = -1
     for index, (inputs, targets) in enumerate(examples):
         if len(inputs) > inputs_length or len(targets) > targets_length:
             raise DataError(
-                f"Example {index} has {len(inputs)} input and {len(targets)} target tokens; a row holds "
-                f"{inputs_length} and {targets_length}. Cut it before packing."
+                f"Example {index} has {len(inputs)} input and {len(targets)} target tokens; "
+                f"a row holds {inputs_length} and {targets_length}. Cut it before packing."
             )
-        if len(inputs) > room[0] or len(targets) > room[1]:
+
+        # The first example that does not fit starts the next row.
+        if len(inputs) > inputs_room or len(targets) > targets_room:
             rows.append([])
-            room = (inputs_length, targets_length)
+            inputs_room = inputs_length
+            targets_room = targets_length
+
         rows[-1].append(index)
-        room = (room[0] - len(inputs), room[1] - len(targets))
+        inputs_room -= len(inputs)
+        targets_room -= len(targets)
     return rows
 
 
 def fill_row(
     parts: Sequence[Tokens], length: int, padding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns one row of tokens <int64>[length] and its segment numbers <int64>[length], from 1, 0
-    for padding.
+    """Returns a row of tokens <int64>[length] and its segment numbers <int64>[length].
+
+    Segments count from 1; 0 stands for padding.
     """
     tokens = np.full(length, padding, dtype=np.int64)
     segments = np.zeros(length, dtype=np.int64)
-    end = 0
+
+    start = 0
     for number, part in enumerate(parts, start=1):
-        tokens[end : end + len(part)] = part
-        segments[end : end + len(part)] = number
-        end += len(part)
+        end = start + len(part)
+        tokens[start:end] = part
+        segments[start:end] = number
+        start = end
     return tokens, segments

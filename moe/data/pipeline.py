@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -57,20 +58,17 @@ class BatchSource(Protocol):
         ...
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns the batch of `step`, counted from 0: the same one however often and in whatever
-        order it is asked.
+        """Returns the batch of a step: the same one however often, and in whatever order, it is asked.
 
         Args:
-            step: Number of the batch.
-            rows: Which of its rows to make; they are the same whoever makes the others.
+            step: Number of the batch, from 0.
+            rows: Rows of the batch to make; they do not depend on which others are made.
         """
         ...
 
 
 class SpanCorruptionSource:
-    """Pre-training batches: chunks of a long text, each epoch in another order, corrupted anew each
-    time.
-    """
+    """Pre-training batches: chunks of a long text, in another order and corrupted anew each epoch."""
 
     def __init__(
         self,
@@ -99,42 +97,49 @@ class SpanCorruptionSource:
         """
         check_source_numbers(seed, batch_size=batch_size)
         _check_text(tokens, ids)
-        self.batch_size, self._ids, self._noise, self._seed = batch_size, ids, noise, seed
-        self._length = tokens_length(inputs_length, noise, ids.num_sentinels)
-        self.lengths = corrupted_lengths(self._length, noise)
-        self.num_examples = tokens.size // self._length
+        self.batch_size = batch_size
+        self._ids = ids
+        self._noise = noise
+        self._seed = seed
+
+        # Chunks of as many tokens as corruption shortens to the lengths of a row.
+        self._chunk_length = tokens_length(inputs_length, noise, ids.num_sentinels)
+        self.lengths = corrupted_lengths(self._chunk_length, noise)
+        self.num_examples = tokens.size // self._chunk_length
         if self.num_examples == 0:
             raise DataError(
-                f"The text has {tokens.size} tokens, less than one example of {self._length}. Give more text or a "
-                "smaller inputs_length."
+                f"The text has {tokens.size} tokens, less than one example of "
+                f"{self._chunk_length}. Give more text or a smaller inputs_length."
             )
-        self._chunks = tokens[: self.num_examples * self._length].reshape(
-            self.num_examples, self._length
-        )
+        whole_chunks = tokens[: self.num_examples * self._chunk_length]
+        self._chunks = rearrange(whole_chunks, "(n c) -> n c", c=self._chunk_length)
+
         settings = (inputs_length, batch_size, seed, *noise, *ids)
-        self.fingerprint = fingerprint(
-            np.ascontiguousarray(tokens).tobytes(), repr(settings).encode()
-        )
+        text_bytes = np.ascontiguousarray(tokens).tobytes()
+        self.fingerprint = fingerprint(text_bytes, repr(settings).encode())
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
-        pairs = [self._example(position) for position in positions]
-        inputs, targets = (np.stack(side).astype(np.int64) for side in zip(*pairs, strict=True))
+        examples = [self._example(position) for position in positions]
+
+        inputs = np.stack([example[0] for example in examples]).astype(np.int64)  # [B, L]
+        targets = np.stack([example[1] for example in examples]).astype(np.int64)  # [B, T]
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(targets)}
 
     def _example(self, position: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """Returns inputs and targets of the example at `position`, counted over all epochs."""
-        epoch, place = divmod(position, self.num_examples)
-        chunk = self._chunks[_permutation(self._seed, epoch, self.num_examples)[place]]
+        epoch, index = divmod(position, self.num_examples)
+        order = _epoch_order(self._seed, epoch, self.num_examples)
+        chunk = self._chunks[order[index]]
+
+        # The mask follows from (seed, position), so that every epoch masks anew.
         rng = np.random.default_rng([self._seed, 1, position])
-        return corrupt(chunk, noise_mask(self._length, self._noise, rng), self._ids)
+        return corrupt(chunk, noise_mask(self._chunk_length, self._noise, rng), self._ids)
 
 
 class PairSource:
-    """Fine-tuning batches: pairs of texts, padded to the longest of a batch or packed into full
-    rows.
-    """
+    """Fine-tuning batches: pairs of texts, padded to the longest of a batch or packed into rows."""
 
     def __init__(
         self,
@@ -152,8 +157,8 @@ class PairSource:
 
         Args:
             pairs: Input and target texts.
-            tokenizer: Knows the end token; a longer text is cut before it, and a warning says how
-                many were.
+            tokenizer: Tokenizer with an end token. A text that is too long is truncated before it,
+                and a warning says how many were.
             inputs_length: Most encoder tokens of a row.
             targets_length: Most decoder tokens of a row.
             batch_size: Rows in a batch.
@@ -173,20 +178,28 @@ class PairSource:
             raise DataError(
                 "There are no training pairs. Give at least one (inputs, targets) pair."
             )
-        self.batch_size, self._seed = batch_size, seed
-        lengths = inputs_length, targets_length
-        self.lengths = lengths if pack else None
-        self._padding = SpecialIds.of(tokenizer).pad
-        examples = encode_pairs(pairs, tokenizer, lengths, sentinels)
-        self._examples = [examples[i] for i in _permutation(seed, -1, len(pairs))]
-        self._rows = (
-            pack_rows(self._examples, *lengths) if pack else [[i] for i in range(len(pairs))]
-        )
+        self.batch_size = batch_size
         self.num_examples = len(pairs)
-        settings = (*lengths, batch_size, seed, pack)  # sentinels show in the examples
-        self.fingerprint = fingerprint(
-            examples_fingerprint(self._examples), repr(settings).encode()
-        )
+        self._seed = seed
+        self._padding = SpecialIds.of(tokenizer).pad
+
+        # Epoch -1 is the order in which examples are packed.
+        row_lengths = (inputs_length, targets_length)
+        examples = encode_pairs(pairs, tokenizer, row_lengths, sentinels)
+        packing_order = _epoch_order(seed, -1, len(pairs))
+        self._examples = [examples[index] for index in packing_order]
+
+        # The indices of the examples in each row.
+        if pack:
+            self.lengths = row_lengths
+            self._rows = pack_rows(self._examples, *row_lengths)
+        else:
+            self.lengths = None
+            self._rows = [[index] for index in range(len(pairs))]
+
+        settings = (*row_lengths, batch_size, seed, pack)  # sentinels show in the examples
+        hashed_examples = examples_fingerprint(self._examples)
+        self.fingerprint = fingerprint(hashed_examples, repr(settings).encode())
 
     @property
     def num_rows(self) -> int:
@@ -194,18 +207,22 @@ class PairSource:
         return len(self._rows)
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids`
-        <int64>[B, T].
+        """Returns a batch of pairs.
 
         L and T are the row lengths when packed, else those of the longest example of all rows,
         rounded up to 8.
+
+        Returns:
+            `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids`
+            <int64>[B, T].
         """
-        packed = []
+        row_examples = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size):
-            epoch, place = divmod(position, self.num_rows)
-            row = self._rows[_permutation(self._seed, epoch, self.num_rows)[place]]
-            packed.append([self._examples[i] for i in row])
-        return stack_rows(packed, self.lengths, self._padding, rows)
+            epoch, index = divmod(position, self.num_rows)
+            order = _epoch_order(self._seed, epoch, self.num_rows)
+            row = self._rows[order[index]]
+            row_examples.append([self._examples[example] for example in row])
+        return stack_rows(row_examples, self.lengths, self._padding, rows)
 
 
 def encode_pairs(
@@ -220,22 +237,22 @@ def encode_pairs(
         ConfigError: When a row has no room for a sentinel and an end token.
     """
     ids = SpecialIds.of(tokenizer)
-    sentinel = [ids.first_sentinel] * (sentinels == "one")
+    sentinel = [ids.first_sentinel] if sentinels == "one" else []
     if min(lengths) <= len(sentinel):
         raise ConfigError(
             f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2."
         )
-    inputs = _encode(
-        "inputs", [p[0] for p in pairs], tokenizer, lengths[0], end=[*sentinel, ids.eos]
-    )
-    targets = _encode(
-        "targets", [p[1] for p in pairs], tokenizer, lengths[1], start=sentinel, end=[ids.eos]
-    )
+
+    # An input ends with the sentinel, and the target begins with it.
+    input_texts = [pair[0] for pair in pairs]
+    target_texts = [pair[1] for pair in pairs]
+    inputs = _encode("inputs", input_texts, tokenizer, lengths[0], end=[*sentinel, ids.eos])
+    targets = _encode("targets", target_texts, tokenizer, lengths[1], start=sentinel, end=[ids.eos])
     return list(zip(inputs, targets, strict=True))
 
 
 def stack_rows(
-    packed: Sequence[Sequence[Example]],
+    row_examples: Sequence[Sequence[Example]],
     lengths: tuple[int, int] | None,
     padding: int,
     rows: slice = ALL_ROWS,
@@ -243,15 +260,22 @@ def stack_rows(
     """Returns the batch of rows of examples; see `PairSource.batch`.
 
     Args:
-        packed: The examples of each row of the whole batch.
+        row_examples: Examples of each row of the whole batch.
         lengths: L and T; None for those of the longest row of all, rounded up.
-        padding: Token that stands where no input is.
-        rows: Which of them to make.
+        padding: Token of input positions without an input.
+        rows: Rows of the batch to make.
     """
-    sides = [[[example[side] for example in row] for row in packed] for side in (0, 1)]
-    lengths = lengths or (_round_up(sides[0]), _round_up(sides[1]))
-    inputs, segments = _stack(sides[0][rows], lengths[0], padding)
-    labels, decoder_segments = _stack(sides[1][rows], lengths[1], _NOT_A_TARGET)
+    input_rows: list[list[Tokens]] = []
+    target_rows: list[list[Tokens]] = []
+    for examples in row_examples:
+        input_rows.append([inputs for inputs, _ in examples])
+        target_rows.append([targets for _, targets in examples])
+
+    # The length is that of the whole batch, whichever rows are made.
+    if lengths is None:
+        lengths = (_padded_length(input_rows), _padded_length(target_rows))
+    inputs, segments = _stack(input_rows[rows], lengths[0], padding)  # [B, L]
+    labels, decoder_segments = _stack(target_rows[rows], lengths[1], _NOT_A_TARGET)  # [B, T]
     return {
         "input_ids": inputs,
         "segment_ids": segments,
@@ -265,9 +289,8 @@ def examples_fingerprint(examples: Sequence[Example]) -> bytes:
     digest = hashlib.sha256()
     for example in examples:
         for tokens in example:
-            digest.update(
-                len(tokens).to_bytes(4, "little") + np.asarray(tokens, dtype=np.int32).tobytes()
-            )
+            digest.update(len(tokens).to_bytes(4, "little"))
+            digest.update(np.asarray(tokens, dtype=np.int32).tobytes())
     return digest.digest()
 
 
@@ -280,20 +303,26 @@ def _encode(
     start: Sequence[int] = (),
     end: Sequence[int] = (),
 ) -> list[NDArray[np.int32]]:
-    """Returns the tokens of each text between those of `start` and `end`, at most `length` in all."""
-    num_cut = 0
+    """Returns the tokens of each text between `start` and `end`, at most `length` in all."""
+    num_truncated = 0
     encoded: list[NDArray[np.int32]] = []
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        part: list[list[int]] = tokenizer(
-            texts[first : first + _TEXTS_AT_ONCE], add_special_tokens=False, verbose=False
-        )["input_ids"]
-        num_cut += sum(len(start) + len(ids) + len(end) > length for ids in part)
-        encoded += [
-            np.asarray(enclose(ids, length, start=start, end=end), dtype=np.int32) for ids in part
+        chunk = texts[first : first + _TEXTS_AT_ONCE]
+        chunk_ids: list[list[int]] = tokenizer(chunk, add_special_tokens=False, verbose=False)[
+            "input_ids"
         ]
-    if num_cut:
+        for ids in chunk_ids:
+            num_truncated += len(start) + len(ids) + len(end) > length
+            enclosed = enclose(ids, length, start=start, end=end)
+            encoded.append(np.asarray(enclosed, dtype=np.int32))
+
+    if num_truncated:
         logger.warning(
-            "%d of %d %s are longer than %d tokens and are cut.", num_cut, len(texts), side, length
+            "%d of %d %s are longer than %d tokens and are truncated.",
+            num_truncated,
+            len(texts),
+            side,
+            length,
         )
     return encoded
 
@@ -301,14 +330,13 @@ def _encode(
 def enclose(
     ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()
 ) -> list[int]:
-    """Returns the tokens between those of `start` and `end`; only they are cut to have `length` in
-    all.
+    """Returns tokens between `start` and `end`, truncated so that there are `length` in all.
 
     Args:
-        ids: Tokens of a text.
+        ids: Tokens of a text; they alone are truncated.
         length: Most tokens with both ends; None for any number.
-        start: What stands in front, e.g. a sentinel.
-        end: What stands behind, e.g. the end token.
+        start: Tokens in front, e.g. a sentinel.
+        end: Tokens behind, e.g. the end token.
 
     Source:
         seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at
@@ -322,7 +350,7 @@ def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
     """Raises a ConfigError when a number of a source is out of range.
 
     Args:
-        seed: Of all draws.
+        seed: Seed of all draws.
         batch_size: Rows of a batch.
         lengths: Tokens of a row, by the name of the setting.
     """
@@ -334,12 +362,15 @@ def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
 
 def _check_text(tokens: NDArray[np.int32], ids: SpecialIds) -> None:
     """Raises when a token could not be told from a sentinel, padding or end."""
+    if not tokens.size:
+        return
+    highest_special = max(ids.pad, ids.eos)
     lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
-    if tokens.size and (tokens.min() <= max(ids.pad, ids.eos) or tokens.max() >= lowest_sentinel):
+    if tokens.min() <= highest_special or tokens.max() >= lowest_sentinel:
         raise DataError(
-            f"The tokens range from {tokens.min()} to {tokens.max()}; expected text only, between the special tokens "
-            f"(up to {max(ids.pad, ids.eos)}) and the sentinels (from {lowest_sentinel}). Tokenize the corpus again "
-            "with this tokenizer."
+            f"The tokens range from {tokens.min()} to {tokens.max()}; expected text only, between "
+            f"the special tokens (up to {highest_special}) and the sentinels (from "
+            f"{lowest_sentinel}). Tokenize the corpus again with this tokenizer."
         )
 
 
@@ -352,19 +383,23 @@ def fingerprint(*parts: bytes) -> str:
 
 
 @lru_cache(maxsize=8)
-def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+def _epoch_order(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     """Returns <int64>[size] the order of an epoch; -1 is the order in which rows are packed."""
     return np.random.default_rng([seed, 0, epoch + 1]).permutation(size)
 
 
-def _round_up(rows: Sequence[Sequence[Tokens]]) -> int:
+def _padded_length(rows: Sequence[Sequence[Tokens]]) -> int:
     """Returns the length of the longest row, rounded up."""
-    longest = max(sum(map(len, row)) for row in rows)
+    longest = 0
+    for row in rows:
+        longest = max(longest, sum(map(len, row)))
     return -(-longest // _ROUND_UP_TO) * _ROUND_UP_TO
 
 
 def _stack(rows: Sequence[Sequence[Tokens]], length: int, padding: int) -> tuple[Tensor, Tensor]:
     """Returns tokens and segment numbers <int64>[B, length] of rows of examples."""
-    filled = [fill_row(row, length, padding) for row in rows]
-    tokens, segments = (torch.from_numpy(np.stack(side)) for side in zip(*filled, strict=True))
-    return tokens, segments
+    tokens = np.empty((len(rows), length), dtype=np.int64)  # [B, length]
+    segments = np.empty_like(tokens)  # [B, length]
+    for index, row in enumerate(rows):
+        tokens[index], segments[index] = fill_row(row, length, padding)
+    return torch.from_numpy(tokens), torch.from_numpy(segments)

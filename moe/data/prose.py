@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 MIN_WORDS = 4
-MAX_SYMBOL_SHARE = (
-    0.12  # by eye: below are sentences that name some code, above is code that names some words
-)
+# Chosen by eye: below are sentences that name some code, above is code that names some words.
+MAX_SYMBOL_SHARE = 0.12
 
 _RULE = re.compile(r"[-=~^*#_+|.\"'`\s]{3,}$")
 _DIRECTIVE = re.compile(r"\.\. ?([\w-]+)::\s*")
 _PROSE_DIRECTIVES = re.compile(
-    "note|warning|tip|hint|important|caution|attention|danger|seealso|admonition|deprecated|versionadded|versionchanged"
+    "note|warning|tip|hint|important|caution|attention|danger|seealso|admonition"
+    "|deprecated|versionadded|versionchanged"
     "|describe|function|class|method|data|attribute|exception"
 )
 _COMMENT = re.compile(r"\.\.(\s|$)")
@@ -38,10 +38,17 @@ def prose_paragraphs(text: str) -> list[str]:
     Args:
         text: A dedented docstring or page.
     """
+    # Lines that a reader would not call prose become blank.
     lines: Iterable[str] = text.expandtabs().splitlines()
     for drop in (_drop_fences, _drop_doctests, _drop_indented_code, _drop_headings):
         lines = drop(lines)
-    return [paragraph for block in _blocks(lines) if is_prose(paragraph := _plain(block))]
+
+    paragraphs = []
+    for block in _blocks(lines):
+        paragraph = _without_markup(block)
+        if is_prose(paragraph):
+            paragraphs.append(paragraph)
+    return paragraphs
 
 
 def is_prose(paragraph: str) -> bool:
@@ -63,9 +70,7 @@ def _drop_fences(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_doctests(lines: Iterable[str]) -> Iterator[str]:
-    """Drops each `>>>` line and what follows it up to a blank line: its continuation and its
-    output.
-    """
+    """Drops each `>>>` line with what follows up to a blank line: continuation and output."""
     inside = False
     for line in lines:
         stripped = line.strip()
@@ -74,17 +79,19 @@ def _drop_doctests(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_indented_code(lines: Iterable[str]) -> Iterator[str]:
-    """Drops blocks that `::`, a directive for code or a comment introduces; keeps the text of notes
-    and warnings.
-    """
+    """Drops what `::`, a directive for code or a comment introduces; keeps notes and warnings."""
     code_below: int | None = None  # lines indented deeper than this belong to the block
     for line in lines:
         stripped = line.strip()
         indent = len(line) - len(line.lstrip())
+
+        # Inside a block, up to the first line that is indented no deeper than what opened it.
         if code_below is not None and (not stripped or indent > code_below):
             yield ""
             continue
         code_below = None
+
+        # Outside: does this line open one?
         directive = _DIRECTIVE.match(stripped)
         if directive and _PROSE_DIRECTIVES.fullmatch(directive[1]):
             yield stripped[directive.end() :]
@@ -99,9 +106,7 @@ def _drop_indented_code(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_headings(lines: Iterable[str]) -> Iterator[str]:
-    """Drops lines made of punctuation, and the line above each: an underlined heading or the head
-    of a table.
-    """
+    """Drops lines of punctuation and the line above each: underlined headings, heads of tables."""
     previous = ""
     for line in lines:
         is_rule = _RULE.match(line) is not None and bool(line.strip())
@@ -123,9 +128,18 @@ def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
         yield block
 
 
-def _plain(block: list[str]) -> str:
+def _without_markup(block: list[str]) -> str:
     """Returns the lines as one, with single spaces and without inline markup."""
     text = " ".join(" ".join(block).split())
-    text = _ROLE.sub(lambda match: f"`{match[1].lstrip('~!')}`", text)
-    text = _LITERAL.sub(lambda match: _LINK_TARGET.sub("", match[1] or match[2]), text)
+    text = _ROLE.sub(_role_text, text)
+    text = _LITERAL.sub(_literal_text, text)
     return _EMPHASIS.sub(r"\1", text)
+
+
+def _role_text(match: re.Match[str]) -> str:
+    """Returns the text of a role as a literal: `:meth:`~Tensor.sum`` -> `Tensor.sum`."""
+    return f"`{match[1].lstrip('~!')}`"
+
+
+def _literal_text(match: re.Match[str]) -> str:
+    return _LINK_TARGET.sub("", match[1] or match[2])

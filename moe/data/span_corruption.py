@@ -1,6 +1,4 @@
-"""T5's span corruption: spans of tokens become sentinels in the inputs, and the targets hold what
-they hid.
-"""
+"""T5's span corruption: sentinels hide spans of tokens in the inputs; the targets hold the spans."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -37,7 +35,7 @@ def check_noise(noise: Noise, *, prefix: str = "") -> None:
     """Raises a ConfigError when nothing can be masked like this.
 
     Args:
-        noise: How much is masked.
+        noise: Settings of the masking.
         prefix: Put before the names in messages, e.g. `data.`.
     """
     reason = "with more, hundreds of tokens are hidden for each one that is seen"
@@ -46,7 +44,7 @@ def check_noise(noise: Noise, *, prefix: str = "") -> None:
 
 
 def count_noise(length: int, noise: Noise) -> tuple[int, int]:
-    """Returns masked tokens and spans among `length` tokens.
+    """Returns the number of masked tokens and of masked spans among `length` tokens.
 
     Both are rounded half to even on exact fractions of the decimal settings.
 
@@ -57,17 +55,22 @@ def count_noise(length: int, noise: Noise) -> tuple[int, int]:
     """
     if length < 2:
         return 0, 0
-    masked = min(max(round(length * Fraction(str(noise.density))), 1), length - 1)
-    spans = max(1, round(masked / Fraction(str(noise.mean_span_length))))
-    return masked, min(spans, masked, length - masked)
+
+    # At least one token is masked, and one is kept.
+    num_masked = round(length * Fraction(str(noise.density)))
+    num_masked = min(max(num_masked, 1), length - 1)
+
+    # Every span has a masked token, and a kept one before it.
+    num_spans = max(1, round(num_masked / Fraction(str(noise.mean_span_length))))
+    return num_masked, min(num_spans, num_masked, length - num_masked)
 
 
 def corrupted_lengths(length: int, noise: Noise) -> tuple[int, int]:
-    """Returns the tokens of inputs and targets, with sentinels and end, that `length` tokens
-    become.
-    """
-    masked, spans = count_noise(length, noise)
-    return length - masked + spans + 1, masked + spans + 1
+    """Returns the lengths of inputs and targets that `length` tokens become, with the end tokens."""
+    num_masked, num_spans = count_noise(length, noise)
+    inputs_length = (length - num_masked) + num_spans + 1
+    targets_length = num_masked + num_spans + 1
+    return inputs_length, targets_length
 
 
 def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
@@ -83,8 +86,7 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
     check_noise(noise)
     check_integer("inputs_length", inputs_length, least=1, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
 
-    # Inputs never get shorter as there are more tokens, so that halving an interval finds the last
-    # that fits.
+    # More tokens never give shorter inputs, so bisection finds the last length that fits.
     length = max(2, inputs_length // 2)
     too_long = 2 * length
     while corrupted_lengths(too_long, noise)[0] <= inputs_length:
@@ -96,51 +98,58 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
         else:
             too_long = middle
 
-    inputs, targets = corrupted_lengths(length, noise)
-    if inputs > inputs_length:
+    # T5's exception: with a density of one half, targets must not be longer than inputs.
+    corrupted_inputs, corrupted_targets = corrupted_lengths(length, noise)
+    if corrupted_inputs > inputs_length:
         raise ConfigError(
-            f"inputs_length is {inputs_length}; expected at least {inputs} tokens for one masked span."
+            f"inputs_length is {inputs_length}; expected at least {corrupted_inputs} tokens for "
+            "one masked span."
         )
-    if noise.density == 0.5 and targets > inputs_length:
+    if noise.density == 0.5 and corrupted_targets > inputs_length:
         length -= 1
-    spans = count_noise(length, noise)[1]
-    if spans > num_sentinels:
+
+    _, num_spans = count_noise(length, noise)
+    if num_spans > num_sentinels:
         raise ConfigError(
-            f"inputs_length {inputs_length} masks {spans} spans, but the vocabulary has {num_sentinels} sentinels. "
-            "Choose shorter inputs, longer spans or less noise."
+            f"inputs_length {inputs_length} masks {num_spans} spans, but the vocabulary has "
+            f"{num_sentinels} sentinels. Choose shorter inputs, longer spans or less noise."
         )
     return length
 
 
 def noise_mask(length: int, noise: Noise, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Returns <bool>[length]: which tokens are masked; it starts with kept tokens and ends with
-    masked ones.
+    """Returns <bool>[length] whether a token is masked.
+
+    A mask starts with kept tokens and ends with masked ones.
     """
-    return spread_noise(length, *count_noise(length, noise), rng)
+    num_masked, num_spans = count_noise(length, noise)
+    return random_spans_mask(length, num_masked, num_spans, rng)
 
 
-def spread_noise(
-    length: int, masked: int, spans: int, rng: np.random.Generator
+def random_spans_mask(
+    length: int, num_masked: int, num_spans: int, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """Returns <bool>[length] with `masked` masked tokens in `spans` spans; all such masks are
-    equally likely.
+    """Returns <bool>[length], drawn evenly from all masks of so many masked tokens and spans.
 
     Source:
         T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: no.
     """
-    if spans == 0:
+    if num_spans == 0:
         return np.zeros(length, dtype=np.bool_)
-    runs = np.stack(
-        [_random_parts(length - masked, spans, rng), _random_parts(masked, spans, rng)], axis=1
-    )
-    return np.repeat(np.tile([False, True], spans), runs.ravel())
+
+    # Kept and masked spans alternate, and each has at least one token.
+    kept_lengths = _random_composition(length - num_masked, num_spans, rng)  # [spans]
+    masked_lengths = _random_composition(num_masked, num_spans, rng)  # [spans]
+    span_lengths = np.stack([kept_lengths, masked_lengths], axis=1).ravel()  # [2 spans]
+    is_masked = np.tile([False, True], num_spans)  # [2 spans]
+    return np.repeat(is_masked, span_lengths)
 
 
 def corrupt(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> tuple[Tokens, Tokens]:
     """Returns inputs and targets, each with the end token.
 
     Each run of masked tokens is one sentinel in the inputs; in the targets the same sentinel stands
-    before what it hid. There is no closing sentinel.
+    before the tokens that it hides. There is no closing sentinel.
 
     Args:
         tokens: <int>[N] text without special tokens.
@@ -152,18 +161,20 @@ def corrupt(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> tuple[T
     return np.append(inputs, ids.eos), np.append(targets, ids.eos)
 
 
-def _random_parts(total: int, parts: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Returns <int64>[parts] positive sizes that add up to `total`, all compositions equally
-    likely.
-    """
-    cuts = np.sort(rng.permutation(total - 1)[: parts - 1]) + 1
-    return np.diff(np.concatenate(([0], cuts, [total])))
+def _random_composition(total: int, num_parts: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Returns <int64>[num_parts] positive numbers that sum to `total`, drawn evenly from all such."""
+    # num_parts - 1 of the total - 1 borders between neighbouring units.
+    borders = np.sort(rng.permutation(total - 1)[: num_parts - 1]) + 1
+    return np.diff(np.concatenate(([0], borders, [total])))
 
 
 def _replace_runs(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> Tokens:
-    """Returns the tokens with every run of `mask` replaced by the next sentinel, descending from
-    the first.
-    """
-    starts = mask & ~np.concatenate(([False], mask[:-1]))
+    """Returns the tokens with the n-th run of `mask` replaced by the n-th sentinel."""
+    # The first token of each masked run.
+    masked_before = np.concatenate(([False], mask[:-1]))
+    starts = mask & ~masked_before
+
+    # The ids of the sentinels descend from the first.
     sentinels = ids.first_sentinel - (np.cumsum(starts) - 1)
-    return np.where(starts, sentinels, tokens)[starts | ~mask]
+    replaced = np.where(starts, sentinels, tokens)
+    return replaced[starts | ~mask]

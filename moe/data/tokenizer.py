@@ -1,6 +1,6 @@
 """The vocabulary: trained by SentencePiece, laid out as T5's, used as a transformers tokenizer.
 
-Comes after `corpus`, before `tokens`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, the learnt pieces,
+Comes after `corpus`, before `pipeline`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, the learnt pieces,
 then the sentinels `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` has the highest id.
 """
 
@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
+import numpy as np
 import sentencepiece
 import tokenizers
+from numpy.typing import NDArray
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -25,15 +28,19 @@ from moe.errors import DataError, MoEError
 from moe.files import check_replaceable, kind_of, whole_folder
 from moe.parsing import read_json
 
-PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
+PAD = "<pad>"
+EOS = "</s>"
+UNK = "<unk>"
 NUM_SENTINELS = 100
 MODEL_MAX_LENGTH = 512
-SENTENCEPIECE_FILE, TOKENIZER_FILE = "spiece.model", "tokenizer.json"
+
+SENTENCEPIECE_FILE = "spiece.model"
+TOKENIZER_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _MOST_PIECES = 1_000_000  # candidates that sentencepiece starts from and takes pieces away
 
-# T5's training settings (its spiece.model carries them). The number of threads is fixed because
-# sums over threads are rounded differently for another number, which gives another model.
+# T5's training settings, which its spiece.model carries. The number of threads is fixed: with
+# another number, sums over threads are rounded differently, which gives another model.
 _TRAINING_SETTINGS = {
     "model_type": "unigram",
     "normalization_rule_name": "nmt_nfkc",
@@ -46,13 +53,15 @@ _TRAINING_SETTINGS = {
     "max_sentence_length": 2**30,  # the default leaves longer lines out without a word
     "minloglevel": 2,
 }
-# sentencepiece adds up the scores of a whole text in float32, tokenizers those of a word in
-# float64. On this grid both are exact up to 2**18 (tens of thousands of tokens), so that nothing is
-# chosen by rounding. Of all docstrings of the standard library, torch and numpy, as trained the two
-# read 4 of 2,376 whole files differently, on the grid none.
+
+# Scores are rounded to this grid, so that two libraries choose the same pieces. sentencepiece adds
+# up the scores of a whole text in float32, tokenizers those of a word in float64; on the grid both
+# are exact up to 2**18 (tens of thousands of tokens). Without it the two read 4 of 2,376 whole
+# files of docstrings (the standard library, torch and numpy) differently, with it none.
 _SCORE_GRID = 2.0**-6
-# Below any segmentation of the same letters: text that happens to say "</s>" is not read as the end
-# of a sequence.
+
+# Below the score of any segmentation of the same letters, so that text which happens to say
+# "</s>" is not read as the end of a sequence.
 _NEVER_CHOSEN = -1000.0
 
 
@@ -62,7 +71,7 @@ class SpecialIds(NamedTuple):
     pad: int
     eos: int
     first_sentinel: int
-    """`<extra_id_0>`: the highest id; those of the next sentinels descend from it."""
+    """Id of `<extra_id_0>`, the highest; those of the next sentinels descend from it."""
     num_sentinels: int
 
     @classmethod
@@ -75,20 +84,26 @@ class SpecialIds(NamedTuple):
         """
         vocabulary = tokenizer.get_vocab()
         first = vocabulary.get(sentinel(0))
-        pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        pad = tokenizer.pad_token_id
+        eos = tokenizer.eos_token_id
         if first is None or not isinstance(pad, int) or not isinstance(eos, int):
             raise DataError(
-                f"The tokenizer lacks one of {PAD}, {EOS}, {sentinel(0)}. Use one made by `train_tokenizer`."
+                f"The tokenizer lacks one of {PAD}, {EOS}, {sentinel(0)}. "
+                "Use one made by `train_tokenizer`."
             )
-        number = 0
-        while vocabulary.get(sentinel(number)) == first - number:
-            number += 1
-        if sentinel(number) in vocabulary:
+
+        # As many as descend from the first without a gap; there must be no others.
+        num_sentinels = 0
+        while vocabulary.get(sentinel(num_sentinels)) == first - num_sentinels:
+            num_sentinels += 1
+        following = sentinel(num_sentinels)
+        if following in vocabulary:
             raise DataError(
-                f"{sentinel(number)} has id {vocabulary[sentinel(number)]}; expected {first - number}, descending from "
-                f"{sentinel(0)} = {first} as in T5. Use a tokenizer made by `train_tokenizer`."
+                f"{following} has id {vocabulary[following]}; expected {first - num_sentinels}, "
+                f"descending from {sentinel(0)} = {first} as in T5. "
+                "Use a tokenizer made by `train_tokenizer`."
             )
-        return cls(pad, eos, first, number)
+        return cls(pad, eos, first, num_sentinels)
 
 
 def sentinel(number: int) -> str:
@@ -115,6 +130,7 @@ def train_tokenizer(
         ConfigError: When `vocab_size` leaves no room for pieces.
         DataError: When the texts are too few for the vocabulary or too varied for it; says which
             size is possible.
+
     Source:
         T5 (arXiv:1910.10683) section 2.2.1. Differs: scores are rounded to 1/64, so that both
         libraries agree.
@@ -145,28 +161,28 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
             f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}"
         )
 
-    settings = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
-    names = {TOKENIZER_FILE, *settings}
-    if kind_of(folder) != "tokenizer":  # a model, to which a user may have saved a tokenizer
-        names &= (read_sums(folder) or {}).keys()
-    refuse_damage(folder, names, advice=advice)
-
-    path = folder / TOKENIZER_FILE
+    # Its files are those that were written. A user may have saved a tokenizer to a model's folder,
+    # whose checksums do not know it.
+    settings_files = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
+    checked_files = {TOKENIZER_FILE, *settings_files}
+    if kind_of(folder) != "tokenizer":
+        checked_files &= (read_sums(folder) or {}).keys()
+    refuse_damage(folder, checked_files, advice=advice)
     check_tokenizer_files(folder, advice=advice)
-    with _failures_of_tokenizers(folder / settings[0] if settings else path, advice):
+
+    # What does not fit together, as an unknown token that is missing, shows when it is used.
+    read_last = settings_files[0] if settings_files else TOKENIZER_FILE
+    with _failures_of_tokenizers(folder / read_last, advice):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        tokenizer(
-            "a \U0010fffe"
-        )  # what does not fit together, as an unknown token that is none, shows only now
+        tokenizer("a \U0010fffe")
     return tokenizer
 
 
 def check_tokenizer_files(folder: Path, *, advice: str) -> None:
-    """Raises when a file of a fast tokenizer cannot be read, and names it; one that is missing is
-    passed over.
+    """Raises when a file of a fast tokenizer cannot be read, and names it; missing ones are skipped.
 
     Args:
-        folder: Of a tokenizer or a model, of this library or not.
+        folder: Folder of a tokenizer or a model, of this library or not.
         advice: What the user can do.
 
     Raises:
@@ -190,47 +206,54 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
 
 @contextmanager
 def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
-    """Turns what the tokenizers library raises for a file into an OSError or a DataError that names
-    it.
+    """Turns errors of the tokenizers library into an OSError or a DataError that names the file.
 
-    It raises plain `Exception`, and a `PanicException`, which is none, where its Rust code gives
-    up.
+    It raises plain `Exception`, and where its Rust code gives up a `PanicException`, which is no
+    Exception.
     """
     try:
         yield
     except BaseException as error:
-        is_usual = isinstance(
-            error, OSError | ValueError | TypeError | KeyError | AttributeError | IndexError
-        )
-        is_theirs = type(error) is Exception or type(error).__name__ == "PanicException"
-        if isinstance(error, MoEError) or not (is_usual or is_theirs):
+        is_of_tokenizers = type(error) is Exception or type(error).__name__ == "PanicException"
+        is_expected = is_of_tokenizers or isinstance(error, _READING_ERRORS)
+        if isinstance(error, MoEError) or not is_expected:
             raise
 
+        # The system's own errors stand in its text.
         refused_by_system = re.search(r"\(os error (\d+)\)", str(error))
         if refused_by_system:
             number = int(refused_by_system[1])
             raise OSError(number, os.strerror(number), str(path)) from error
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise DataError(
-            f"{path} cannot be used: {' '.join(str(error).split())[:300]}. {advice}"
-        ) from error
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"{path} cannot be used: {reason}. {advice}") from error
 
 
-def end_with_sentinel(tokenizer: PreTrainedTokenizerFast, wanted: bool) -> PreTrainedTokenizerFast:
-    """Returns a copy that ends every text with the first sentinel and the end token, or with the
-    end token alone.
+_READING_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError)
+
+
+def end_with_sentinel(
+    tokenizer: PreTrainedTokenizerFast, has_sentinel: bool
+) -> PreTrainedTokenizerFast:
+    """Returns a copy that ends every text with the end token, and before it the first sentinel.
+
+    Args:
+        tokenizer: Tokenizer with sentinels.
+        has_sentinel: Whether the sentinel stands there; False for the end token alone.
     """
-    ids, copied = SpecialIds.of(tokenizer), copy.deepcopy(tokenizer)
-    end = (str(tokenizer.eos_token), ids.eos)
-    copied.backend_tokenizer.post_processor = _endings(
-        *[(sentinel(0), ids.first_sentinel)] * wanted, end
-    )
+    ids = SpecialIds.of(tokenizer)
+    endings = [(str(tokenizer.eos_token), ids.eos)]
+    if has_sentinel:
+        endings.insert(0, (sentinel(0), ids.first_sentinel))
+
+    copied = copy.deepcopy(tokenizer)
+    copied.backend_tokenizer.post_processor = _end_with(*endings)
     return copied
 
 
-def _endings(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
-    """Returns what puts these tokens, with their ids, after every text."""
+def _end_with(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
+    """Returns the processor that puts these tokens, with their ids, after every text."""
     names = [name for name, _ in tokens]
     return processors.TemplateProcessing(
         single=["$A", *names], pair=["$A", *names, "$B", *names], special_tokens=list(tokens)
@@ -239,42 +262,55 @@ def _endings(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
 
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
     """Returns a trained unigram model of `vocab_size` less the sentinels."""
-    check_integer(
-        "vocab_size",
-        vocab_size,
-        least=NUM_SENTINELS + 4,
-        most=_MOST_PIECES,
-        reason=f"{NUM_SENTINELS} sentinels and 3 special tokens are part of it, and SentencePiece chooses its pieces "
-        f"among {_MOST_PIECES:,} candidates",
+    reason = (
+        f"{NUM_SENTINELS} sentinels and 3 special tokens are part of it, and SentencePiece "
+        f"chooses its pieces among {_MOST_PIECES:,} candidates"
     )
-    num_pieces = vocab_size - NUM_SENTINELS
-    lines = (line for text in texts for line in text.splitlines() if line.strip())
-    written = io.BytesIO()
+    check_integer(
+        "vocab_size", vocab_size, least=NUM_SENTINELS + 4, most=_MOST_PIECES, reason=reason
+    )
+
+    model_file = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
-            sentence_iterator=lines,
-            model_writer=written,
-            vocab_size=num_pieces,
+            sentence_iterator=_filled_lines(texts),
+            model_writer=model_file,
+            vocab_size=vocab_size - NUM_SENTINELS,
             **_TRAINING_SETTINGS,
         )
     except RuntimeError as error:
         raise DataError(_explain_training_error(str(error), vocab_size)) from error
-    return ModelProto.FromString(written.getvalue())
+    return ModelProto.FromString(model_file.getvalue())
+
+
+def _filled_lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.splitlines():
+            if line.strip():
+                yield line
 
 
 def _explain_training_error(message: str, vocab_size: int) -> str:
     """Returns what a failure of sentencepiece means for the user."""
-    if match := re.search(r"Vocabulary size too high.*<= (\d+)", message):
+    too_large = re.search(r"Vocabulary size too high.*<= (\d+)", message)
+    if too_large:
+        largest = int(too_large[1]) + NUM_SENTINELS
         return (
-            f"The corpus is too small for a vocabulary of {vocab_size}: at most {int(match[1]) + NUM_SENTINELS} "
+            f"The corpus is too small for a vocabulary of {vocab_size}: at most {largest} "
             f"(with {NUM_SENTINELS} sentinels) is possible. Give more text or a smaller --vocab-size."
         )
-    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+
+    too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
+    if too_small:
+        smallest = int(too_small[1]) + NUM_SENTINELS
         return (
-            f"The corpus has too many different characters for a vocabulary of {vocab_size}: at least "
-            f"{int(match[1]) + NUM_SENTINELS} is needed. Give a larger --vocab-size."
+            f"The corpus has too many different characters for a vocabulary of {vocab_size}: at "
+            f"least {smallest} is needed. Give a larger --vocab-size."
         )
-    return f"No vocabulary of {vocab_size} can be trained on this corpus: {message.strip()}. Is there any text in it?"
+    return (
+        f"No vocabulary of {vocab_size} can be trained on this corpus: {message.strip()}. "
+        "Is there any text in it?"
+    )
 
 
 def _round_scores(model: ModelProto) -> ModelProto:
@@ -291,31 +327,35 @@ def to_transformers(
 ) -> PreTrainedTokenizerFast:
     """Returns the same tokenizer for transformers, with sentinels, and `</s>` after every text.
 
-    It differs from sentencepiece only in its normaliser, which looks up visible characters, not
-    code points: of a ligature or other compatibility character it loses the combining marks that
-    follow.
+    It differs from sentencepiece in its normaliser alone, which looks up visible characters instead
+    of code points: it loses the combining marks that follow a ligature or another compatibility
+    character.
     """
+    # The pieces with their scores; `</s>` in a text is never read as the end of a sequence.
     control = ModelProto.SentencePiece.Type.CONTROL
-    scores = [
-        (piece.piece, _NEVER_CHOSEN if piece.type == control else piece.score)
-        for piece in model.pieces
-    ]
+    scores = []
+    for piece in model.pieces:
+        score = _NEVER_CHOSEN if piece.type == control else piece.score
+        scores.append((piece.piece, score))
     backend = tokenizers.Tokenizer(models.Unigram(scores, unk_id=2, byte_fallback=False))
-    charsmap = model.normalizer_spec.precompiled_charsmap  # empty when letters stay as they are
-    backend.normalizer = normalizers.Sequence(
-        [
-            *([normalizers.Precompiled(charsmap)] if charsmap else []),
-            normalizers.Replace(
-                tokenizers.Regex("^ +| +$"), ""
-            ),  # Strip() would take U+0085 too, unlike sentencepiece
-            normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
-        ]
-    )
+
+    # Letters by sentencepiece's table, which is empty when they stay as they are; then spaces.
+    steps = []
+    character_map = model.normalizer_spec.precompiled_charsmap
+    if character_map:
+        steps.append(normalizers.Precompiled(character_map))
+    # Strip() would take U+0085 too, unlike sentencepiece.
+    steps.append(normalizers.Replace(tokenizers.Regex("^ +| +$"), ""))
+    steps.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
+    backend.normalizer = normalizers.Sequence(steps)
+
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     backend.decoder = decoders.Metaspace(prepend_scheme="always", split=True)
-    backend.post_processor = _endings((EOS, 1))
+    backend.post_processor = _end_with((EOS, 1))
+
+    # Ids grow in this order, so that <extra_id_0> has the highest.
     sentinels = [sentinel(number) for number in range(num_sentinels)]
-    backend.add_special_tokens([PAD, EOS, UNK, *reversed(sentinels)])  # ids grow in this order
+    backend.add_special_tokens([PAD, EOS, UNK, *reversed(sentinels)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
@@ -326,3 +366,25 @@ def to_transformers(
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def tokenize_corpus(
+    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
+) -> NDArray[np.int32]:
+    """Returns <int32>[N]: the tokens of all documents one after the other, without special tokens.
+
+    Raises:
+        DataError: When there is no token at all.
+
+    Source:
+        T5 preprocessors.py `unsupervised` at e081111: documents are concatenated. Differs: each
+        document whole and once per epoch, where T5 takes a random chunk of 65,536 tokens.
+    """
+    texts = list(documents["text"])
+    encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+
+    documents_ids = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+    tokens = np.concatenate([*documents_ids, np.empty(0, dtype=np.int32)])  # [N]
+    if tokens.size == 0:
+        raise DataError("The corpus has no token. Give documents with text.")
+    return tokens

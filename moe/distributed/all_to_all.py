@@ -1,250 +1,357 @@
-"""All-to-all exchanges of rows between ranks: to the experts and back.
+"""All-to-all exchange of token rows between the ranks that share the experts of a layer.
 
-An exchange of rows is two autograd nodes, the first of which issues it and the second awaits it, so
-that whatever stands between the two in the forward pass runs meanwhile; the backward pass does the
-reverse exchange likewise.
+An exchange of rows is two autograd nodes: the first issues the all-to-all, the second waits for it.
+Whatever the forward pass does between the two overlaps with the transfer. The backward pass makes
+the reverse exchange in the same way.
+
+Where the expert axis spans several nodes an exchange has two steps: every row goes to the rank of
+its own node that has the destination's local index, then straight to the destination's node.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
+from einops import rearrange, reduce
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from moe.distributed.mesh import ExpertAxis
 
-T = TypeVar("T")
 
-
-class Hop(NamedTuple):
+class AllToAllStep(NamedTuple):
     """One all-to-all of a route.
 
     Attributes:
-        group: Who takes part.
-        order: <int64>[N] rows in the order in which they leave; None for the order that they have.
-        sent: Rows for each rank of the group; None when all ranks get equally many.
-        received: Rows from each rank; None likewise.
+        group: Ranks that take part.
+        send_order: <int64>[N] row to send as the n-th; None for the order that the rows have.
+        send_splits: Rows for each rank of the group; None when all ranks get equally many.
+        receive_splits: Rows from each rank of the group; None likewise.
     """
 
     group: ProcessGroup
-    order: Tensor | None = None
-    sent: list[int] | None = None
-    received: list[int] | None = None
+    send_order: Tensor | None = None
+    send_splits: list[int] | None = None
+    receive_splits: list[int] | None = None
 
 
 class Route(NamedTuple):
-    """How rows that are sorted by the rank they go to get there; on arrival they are sorted by the
-    rank they are from.
+    """How rows get from rank to rank.
+
+    Rows leave sorted by the rank that they go to, and arrive sorted by the rank that they are from.
 
     Attributes:
-        hops: One all-to-all, or two: inside the node, then across.
+        steps: One all-to-all; two when the axis spans several nodes, inside the node first.
     """
 
-    hops: tuple[Hop, ...]
+    steps: tuple[AllToAllStep, ...]
 
 
-class CountExchange:
-    """Tells every rank how many rows it will get, and makes the ragged route; issued when made.
+class CountsInFlight(NamedTuple):
+    """Numbers of rows on their way to the ranks that will receive those rows.
 
-    Args:
-        counts: <int64>[E] rows for each expert, the first E / ep of which live on the first rank.
+    Attributes:
         axis: The ranks.
+        sent: <int64>[ep, E / ep] rows that this rank sends, by destination and expert there.
+        relayed: <int64>[ep, E / ep] rows that pass through this rank between the two steps, by the
+            rank of this node that they are from, then by the node that they go to. None for an
+            exchange of one step.
+        transfer: The last all-to-all, still running.
     """
 
-    def __init__(self, counts: Tensor, axis: ExpertAxis) -> None:
-        self._axis = axis
-        self._sent = rearrange(counts, "(p e) -> p e", p=axis.size).contiguous()
-        with record_function("moe.counts"):
-            self._hops = equal_route(axis, axis.size, counts.device).hops
-            self._inside = (
-                _all_to_all(self._sent, self._hops[0]).wait() if len(self._hops) == 2 else None
-            )
-            last = self._sent if self._inside is None else self._inside
-            self._running = _all_to_all(last, self._hops[-1])
+    axis: ExpertAxis
+    sent: Tensor
+    relayed: Tensor | None
+    transfer: "_Transfer"
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns the rows <int64>[ep, E / ep] that come from each rank for each expert here, and
-        the route.
+        """Returns how many rows come from each rank, and the route on which they travel.
+
+        Returns:
+            <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
         """
         with record_function("moe.counts.wait"):
-            received = self._running.wait()
-            if self._inside is None:
-                both = torch.stack([self._sent.sum(dim=1), received.sum(dim=1)]).tolist()
-                return received, Route((Hop(self._axis.group, None, *both),))
-            return received, self._two_level(self._inside, received)
+            received = self.transfer.wait()  # [ep, E / ep]
 
-    def _two_level(self, inside: Tensor, received: Tensor) -> Route:
-        """Returns the route in two hops.
+            if self.relayed is not None:
+                return received, self._two_step_route(self.relayed, received)
 
-        Args:
-            inside: <int64>[ep, E / ep] rows that arrive over the first hop, by neighbour, then by
-                the node they go to.
-            received: <int64>[ep, E / ep] rows that arrive in the end, by node, then by place in it.
-        """
-        first, second = self._hops
-        nodes = dist.get_world_size(second.group)
-        places = self._axis.size // nodes
-        rows = torch.stack([x.sum(dim=1) for x in (self._sent, inside, received)])
-        sent, between, arrived = rows.tolist()
-        to_neighbours = [sum(sent[place::places]) for place in range(places)]
-        from_neighbours = [
-            sum(between[place * nodes : (place + 1) * nodes]) for place in range(places)
-        ]
-        to_nodes = [sum(between[node::nodes]) for node in range(nodes)]
-        from_nodes = [sum(arrived[node * places : (node + 1) * places]) for node in range(nodes)]
-        return Route(
-            (
-                Hop(first.group, _blocks_by_column(rows[0], nodes), to_neighbours, from_neighbours),
-                Hop(second.group, _blocks_by_column(rows[1], places), to_nodes, from_nodes),
+            # The splits must be on the host: one copy for both, since each waits for the device.
+            sent_rows = self.sent.sum(dim=1)  # [ep]
+            received_rows = received.sum(dim=1)  # [ep]
+            splits = torch.stack([sent_rows, received_rows]).tolist()
+            step = AllToAllStep(
+                group=self.axis.group,
+                send_splits=splits[0],
+                receive_splits=splits[1],
             )
+            return received, Route((step,))
+
+    def _two_step_route(self, relayed: Tensor, received: Tensor) -> Route:
+        """Returns the route inside the node and then across nodes."""
+        intra_node = self.axis.intra_node
+        inter_node = self.axis.inter_node
+        assert intra_node is not None and inter_node is not None, "counts went the same two steps"
+        num_nodes = dist.get_world_size(inter_node)
+        ranks_per_node = self.axis.size // num_nodes
+
+        # Rows in each block, experts added up. A block has one origin and one destination.
+        sent_rows = self.sent.sum(dim=1)  # [node x local]
+        relayed_rows = relayed.sum(dim=1)  # [local x node]
+        received_rows = received.sum(dim=1)  # [node x local]
+
+        # Inside the node a rank sends to each neighbour what goes to its local index anywhere;
+        # across, to each node all that it holds for that node.
+        to_local = reduce(sent_rows, "(node local) -> local", "sum", node=num_nodes)
+        from_local = reduce(relayed_rows, "(local node) -> local", "sum", node=num_nodes)
+        to_node = reduce(relayed_rows, "(local node) -> node", "sum", node=num_nodes)
+        from_node = reduce(received_rows, "(node local) -> node", "sum", node=num_nodes)
+
+        # One copy to the host for all four, since each waits for the device.
+        splits = torch.cat([to_local, from_local, to_node, from_node]).tolist()
+        intra_splits = splits[: 2 * ranks_per_node]
+        inter_splits = splits[2 * ranks_per_node :]
+
+        inside = AllToAllStep(
+            group=intra_node,
+            send_order=_transpose_blocks(sent_rows, num_nodes),
+            send_splits=intra_splits[:ranks_per_node],
+            receive_splits=intra_splits[ranks_per_node:],
         )
+        across = AllToAllStep(
+            group=inter_node,
+            send_order=_transpose_blocks(relayed_rows, ranks_per_node),
+            send_splits=inter_splits[:num_nodes],
+            receive_splits=inter_splits[num_nodes:],
+        )
+        return Route((inside, across))
+
+
+def send_counts(counts: Tensor, axis: ExpertAxis) -> CountsInFlight:
+    """Tells every rank how many rows it will get; issues the exchange and does not wait for it.
+
+    Args:
+        counts: <int64>[E] rows for each expert; the first E / ep experts live on the first rank.
+        axis: The ranks.
+    """
+    sent = rearrange(counts, "(p e) -> p e", p=axis.size).contiguous()  # [ep, E / ep]
+
+    with record_function("moe.counts"):
+        # Every rank sends one row of counts to every other: splits are known.
+        steps = equal_route(axis, axis.size, counts.device).steps
+        if len(steps) == 1:
+            transfer = _all_to_all(sent, steps[0])
+            return CountsInFlight(axis, sent, None, transfer)
+
+        relayed = _all_to_all(sent, steps[0]).wait()  # [ep, E / ep]
+        transfer = _all_to_all(relayed, steps[1])
+        return CountsInFlight(axis, sent, relayed, transfer)
 
 
 def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
-    """Returns the route of `num_rows` rows, an equal share of which goes to each rank; waits for
-    nothing.
+    """Returns the route of rows of which every rank gets an equal share; waits for nothing.
 
     Args:
         axis: The ranks.
         num_rows: Rows in all; a multiple of the ranks.
-        device: Of the rows.
+        device: Device of the rows.
     """
-    if axis.inside is None or axis.across is None:
-        return Route((Hop(axis.group),))
-    nodes = dist.get_world_size(axis.across)
+    if axis.intra_node is None or axis.inter_node is None:
+        return Route((AllToAllStep(axis.group),))
+
+    num_nodes = dist.get_world_size(axis.inter_node)
+    sizes = {"node": num_nodes, "local": axis.size // num_nodes}
+
+    # First sorted by the destination's index in its node, then by its node.
     rows = torch.arange(num_rows, device=device)
-    first = rearrange(rows, "(o i n) -> (i o n)", o=nodes, i=axis.size // nodes)
-    second = rearrange(rows, "(i o n) -> (o i n)", o=nodes, i=axis.size // nodes)
-    return Route((Hop(axis.inside, first), Hop(axis.across, second)))
+    by_local_index = rearrange(rows, "(node local n) -> (local node n)", **sizes)
+    by_node = rearrange(rows, "(local node n) -> (node local n)", **sizes)
+    inside = AllToAllStep(axis.intra_node, by_local_index)
+    across = AllToAllStep(axis.inter_node, by_node)
+    return Route((inside, across))
 
 
-def _blocks_by_column(lengths: Tensor, num_rows: int) -> Tensor:
-    """Returns the order <int64>[N] that brings blocks, which stand row by row in a matrix, into
-    order by columns.
+def _transpose_blocks(lengths: Tensor, num_rows: int) -> Tensor:
+    """Returns the order <int64>[N] that reads blocks, stored row by row, column by column.
 
     Args:
-        lengths: <int64>[R * C] rows of data in each block.
+        lengths: <int64>[R * C] elements of each block of an R x C matrix of blocks.
         num_rows: R.
     """
-    start = lengths.cumsum(0) - lengths
-    blocks = rearrange(
-        torch.arange(lengths.numel(), device=lengths.device), "(r c) -> (c r)", r=num_rows
-    )
-    sizes = lengths[blocks]
-    before = sizes.cumsum(0) - sizes
-    shift = (start[blocks] - before).repeat_interleave(sizes)
-    return torch.arange(shift.numel(), device=lengths.device) + shift
+    # Blocks in their new order.
+    device = lengths.device
+    blocks = torch.arange(lengths.numel(), device=device)
+    blocks = rearrange(blocks, "(r c) -> (c r)", r=num_rows)  # [C * R]
+
+    # How far each block moves: from where it starts now to where it starts in the new order.
+    old_starts = (lengths.cumsum(0) - lengths)[blocks]
+    new_lengths = lengths[blocks]
+    new_starts = new_lengths.cumsum(0) - new_lengths
+    shift = (old_starts - new_starts).repeat_interleave(new_lengths)  # [N]
+
+    return torch.arange(shift.numel(), device=device) + shift
 
 
-class _Running(NamedTuple):
+class _Transfer(NamedTuple):
     """An all-to-all under way.
 
     Attributes:
         buffer: <any>[N, ...] what arrives; not to be read before `wait`.
-        work: What to wait for.
+        work: torch's handle of the collective.
     """
 
     buffer: Tensor
     work: Any
 
     def wait(self) -> Tensor:
-        """Returns <any>[N, ...]: the buffer when all is there."""
+        """Returns <any>[N, ...] the buffer, when all rows are there."""
         self.work.wait()
         return self.buffer
 
 
-def _all_to_all(x: Tensor, hop: Hop, *, reverse: bool = False) -> _Running:
-    """Returns the running exchange of <any>[N, ...]; in reverse, rows are sent to where they came
-    from.
-    """
-    sent, received = (hop.received, hop.sent) if reverse else (hop.sent, hop.received)
-    if hop.order is not None and not reverse:
-        x = x.index_select(0, hop.order)
-    buffer = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
+def _all_to_all(x: Tensor, step: AllToAllStep, *, reverse: bool = False) -> _Transfer:
+    """Issues the exchange of <any>[N, ...]; in reverse, rows go back to where they came from."""
+    send_splits = step.send_splits
+    receive_splits = step.receive_splits
+    if reverse:
+        send_splits, receive_splits = receive_splits, send_splits
+    elif step.send_order is not None:
+        x = x.index_select(0, step.send_order)
+
+    # Equal splits bring as many rows as leave.
+    num_received = x.shape[0]
+    if receive_splits is not None:
+        num_received = sum(receive_splits)
+    buffer = x.new_empty(num_received, *x.shape[1:])
+
     work = dist.all_to_all_single(
-        buffer, x.contiguous(), received, sent, group=hop.group, async_op=True
+        buffer,
+        x.contiguous(),
+        output_split_sizes=receive_splits,
+        input_split_sizes=send_splits,
+        group=step.group,
+        async_op=True,
     )
-    return _Running(buffer, work)
+    return _Transfer(buffer, work)
 
 
-class _Journey:
-    """One exchange of rows along a route, forward or in reverse, whose last hop runs until it is
-    awaited.
-    """
+class _OneWay:
+    """Rows along a route, or back along it; the last step runs until `wait`."""
 
     def __init__(self, route: Route, *, reverse: bool) -> None:
-        self._hops = tuple(reversed(route.hops)) if reverse else route.hops
+        self._steps = route.steps
+        if reverse:
+            self._steps = route.steps[::-1]
         self._reverse = reverse
-        self._running: _Running | None = None
+        self._transfer: _Transfer | None = None
 
     def issue(self, x: Tensor) -> None:
         """Sends rows <any>[N, ...]."""
-        for hop in self._hops[:-1]:
-            x = self._put_back(_all_to_all(x, hop, reverse=self._reverse).wait(), hop)
-        self._running = _all_to_all(x, self._hops[-1], reverse=self._reverse)
+        # Only the last step can overlap with other work: each needs the rows of the one before.
+        for step in self._steps[:-1]:
+            arrived = _all_to_all(x, step, reverse=self._reverse).wait()
+            x = self._restore_order(arrived, step)
+        self._transfer = _all_to_all(x, self._steps[-1], reverse=self._reverse)
 
-    def arrive(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Returns the rows <any>[M, ...] that were sent here."""
-        assert self._running is not None, "issue comes first"
-        rows, self._running = self._put_back(self._running.wait(), self._hops[-1]), None
-        return rows
+        assert self._transfer is not None, "issue comes first"
+        arrived = self._transfer.wait()
+        self._transfer = None
+        return self._restore_order(arrived, self._steps[-1])
 
-    def _put_back(self, x: Tensor, hop: Hop) -> Tensor:
-        """Returns rows <any>[N, ...] in the order that they had before the hop, when they come back
-        over it.
-        """
-        if not self._reverse or hop.order is None:
+    def _restore_order(self, x: Tensor, step: AllToAllStep) -> Tensor:
+        """Undoes the step's `send_order` of <any>[N, ...] rows that came back over the step."""
+        if not self._reverse or step.send_order is None:
             return x
-        return torch.empty_like(x).index_copy_(0, hop.order, x)
+        return torch.empty_like(x).index_copy_(0, step.send_order, x)
+
+
+class _Exchange(NamedTuple):
+    """Rows one way, and their gradients the other way.
+
+    Attributes:
+        rows: In the forward pass.
+        gradients: In the backward pass.
+        name: Name of the profiler's ranges.
+    """
+
+    rows: _OneWay
+    gradients: _OneWay
+    name: str
 
 
 class _Issue(torch.autograd.Function):
-    """Sends rows and gives a token without content, which ties the graph to `_Await`."""
+    """Sends rows; returns an empty tensor that ties `_Await` to this node in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Journey, back: _Journey, name: str) -> Tensor:
-        ctx.back, ctx.name = back, name
-        with record_function(f"moe.{name}"):
-            there.issue(x)
+    def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        with record_function(f"moe.{exchange.name}"):
+            exchange.rows.issue(x)
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        with record_function(f"moe.{ctx.name}.backward.wait"):
-            return ctx.back.arrive(), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # The last that the backward pass does for this exchange: gradients of the rows are there.
+        with record_function(f"moe.{ctx.exchange.name}.backward.wait"):
+            return ctx.exchange.gradients.wait(), None
 
 
 class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, there: _Journey, back: _Journey, name: str) -> Tensor:
-        ctx.back, ctx.name = back, name
-        with record_function(f"moe.{name}.wait"):
-            return there.arrive()
+    """Waits for the rows; the backward pass starts here and sends their gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        with record_function(f"moe.{ctx.name}.backward"):
-            ctx.back.issue(grad_outputs[0].contiguous())
-        return grad_outputs[0].new_empty(0), None, None, None
+    def forward(ctx: Any, issued: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        with record_function(f"moe.{exchange.name}.wait"):
+            return exchange.rows.wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        gradient = grad_outputs[0].contiguous()
+        with record_function(f"moe.{ctx.exchange.name}.backward"):
+            ctx.exchange.gradients.issue(gradient)
+        return gradient.new_empty(0), None
 
 
-def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> Callable[[], Tensor]:
-    """Issues the exchange of rows <float>[N, D] and returns a function that awaits it and gives
-    them <float>[M, D].
+class RowsInFlight(NamedTuple):
+    """Rows on their way to other ranks.
 
-    The function must be called once: it is the second node of the graph.
+    Attributes:
+        issued: <float>[0] output of the node that sent them.
+        exchange: The exchange that runs.
+    """
+
+    issued: Tensor
+    exchange: _Exchange
+
+    def wait(self) -> Tensor:
+        """Returns the rows <float>[M, D] that arrive here; must be called once, as a graph node."""
+        return _Await.apply(self.issued, self.exchange)
+
+
+def send_rows(
+    x: Tensor,
+    route: Route,
+    name: str,
+    *,
+    reverse: bool = False,
+) -> RowsInFlight:
+    """Issues an exchange of rows; `wait` of the result gives those that arrive.
 
     Args:
-        x: Rows in the order of the route.
+        x: <float>[N, D] rows in the order of the route.
         route: Where they go.
-        name: Of the profiler's ranges: `moe.{name}` issues, `moe.{name}.wait` awaits, `.backward`
-            the same backwards.
+        name: Name of the profiler's ranges: `moe.{name}` issues, `moe.{name}.wait` waits,
+            `.backward` the same backwards.
         reverse: Sends rows back to where the route brought them from.
     """
-    there, back = _Journey(route, reverse=reverse), _Journey(route, reverse=not reverse)
-    token = _Issue.apply(x, there, back, name)
-    return lambda: _Await.apply(token, there, back, name)
+    exchange = _Exchange(
+        rows=_OneWay(route, reverse=reverse),
+        gradients=_OneWay(route, reverse=not reverse),
+        name=name,
+    )
+    issued = _Issue.apply(x, exchange)
+    return RowsInFlight(issued, exchange)

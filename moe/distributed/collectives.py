@@ -1,7 +1,10 @@
-"""Collectives: sums over ranks, and steps that all ranks take or none. With one rank they change nothing."""
+"""Collectives: sums over ranks, and steps that all ranks take or none.
+
+With one rank they change nothing.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,82 +17,106 @@ from moe.errors import MoEError
 T = TypeVar("T")
 
 
-def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
-    """Calls a function on every rank and returns what it returned on each, in order; small things
-    that pickle.
+class _Outcome(NamedTuple):
+    """What a function did on one rank.
 
-    No rank goes on before all have called it. Where it failed its error is raised as it is, and
-    elsewhere a copy of the first rank's error that failed.
+    Attributes:
+        result: What it returned; None when it failed.
+        error: What it raised; None when it did not.
+    """
+
+    result: Any
+    error: Exception | None = None
+
+
+def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+    """Calls a function on every rank and returns all results, in the order of the ranks.
+
+    No rank goes on before all have called it. A rank on which it failed raises its own error; the
+    others raise a copy of the error of the first rank that failed. Results are pickled: keep them
+    small.
 
     Args:
         function: What this rank does; it may differ from rank to rank, but must not wait for other
             ranks itself where it can fail.
         group: Ranks that take part; None for all.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _has_ranks():
         return [function()]
-    own: Exception | None = None
-    answer: T | None = None
+
+    # A failure waits here until the others are told.
+    own_error: Exception | None = None
     try:
-        answer = function()
+        outcome = _Outcome(function())
     except Exception as error:
-        own = error
-    answers = cast(list[tuple[T, Exception | None]], [None] * dist.get_world_size(group))
-    dist.all_gather_object(answers, (answer, own and _picklable(own)), group=group)
-    if own is not None:
-        raise own
-    for _, error in answers:
-        if error is not None:
-            raise error
-    return [answer for answer, _ in answers]
+        own_error = error
+        outcome = _Outcome(None, _picklable(error))
+
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+
+    # The own error first: it has its traceback, and may be of a class that does not travel.
+    if own_error is not None:
+        raise own_error
+    for other in outcomes:
+        if other.error is not None:
+            raise other.error
+    return [other.result for other in outcomes]
 
 
 def _picklable(error: Exception) -> Exception:
-    """Returns an error that other ranks can raise: our own and the disk's as they are, others by
-    their text.
+    """Returns an error that other ranks can raise.
+
+    Our own errors and those of the disk stay what they are; of others only the text travels.
     """
-    return (
-        error
-        if isinstance(error, MoEError | OSError)
-        else RuntimeError(f"{type(error).__name__}: {error}")
-    )
+    if isinstance(error, MoEError | OSError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_rank_zero() -> bool:
     """Returns whether this process speaks for all: the first rank, or the only process."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not _has_ranks() or dist.get_rank() == 0
 
 
-def broadcast_from_rank_zero(make: Callable[[], T]) -> T:
-    """Returns on every rank what `make` returns on the first, and raises everywhere what it raises
-    there.
+def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
+    """Calls a function on rank 0 and returns its result on every rank; its error is raised on all.
 
     Args:
-        make: Runs on the first of all ranks only; its result must be something that pickle takes.
+        function: Runs on rank 0 only; its result is pickled.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return make()
-    answer: list[Any] = [None, None]
+    if not _has_ranks():
+        return function()
+
+    # The other ranks wait in the broadcast below, whatever happens on rank 0.
+    outcome = _Outcome(None)
     if dist.get_rank() == 0:
         try:
-            answer[0] = make()
+            outcome = _Outcome(function())
         except Exception as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+            outcome = _Outcome(None, error)
+
+    objects: list[Any] = [outcome]
+    dist.broadcast_object_list(objects, src=0)
+    outcome = objects[0]
+
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.result
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Returns the sum of <any>[...] over the ranks of a group, the same on each; carries no
-    gradient.
+    """Returns the sum of <any>[...] over the ranks of a group, without gradient.
 
     Args:
-        x: This rank's part; left as it is.
+        x: <any>[...] this rank's part; left as it is.
         group: Ranks that take part; None for all.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _has_ranks():
         return x
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
@@ -99,29 +126,35 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 def sum_each_over_ranks(
     values: Sequence[Tensor], group: ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Returns the sum of each <any>[...] over the ranks of a group; all of one dtype travel in one
-    exchange.
+    """Returns the sum of each tensor over the ranks of a group; one exchange for each dtype.
 
     Args:
-        values: This rank's parts; left as they are.
+        values: <any>[...] this rank's parts; left as they are.
         group: Ranks that take part; None for all.
     """
-    dtypes = dict.fromkeys(value.dtype for value in values)
-    flat = {
-        dtype: torch.cat([value.flatten() for value in values if value.dtype == dtype])
-        for dtype in dtypes
-    }
-    sums = {dtype: sum_over_ranks(numbers, group) for dtype, numbers in flat.items()}
-    parts = {
-        dtype: iter(numbers.split([value.numel() for value in values if value.dtype == dtype]))
-        for dtype, numbers in sums.items()
-    }
-    return [next(parts[value.dtype]).view_as(value) for value in values]
+    indices_by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, value in enumerate(values):
+        indices_by_dtype.setdefault(value.dtype, []).append(index)
+
+    sums = list(values)
+    for indices in indices_by_dtype.values():
+        # All of a dtype travel as one flat tensor.
+        flat = torch.cat([values[index].flatten() for index in indices])
+        flat_sum = sum_over_ranks(flat, group)
+
+        # Each gets its piece of the sum back, in its own shape.
+        start = 0
+        for index in indices:
+            end = start + values[index].numel()
+            sums[index] = flat_sum[start:end].view_as(values[index])
+            start = end
+    return sums
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns <float>[...] as it is; its gradient is the sum over the ranks that work on shards of
-    what follows.
+    """Returns <float>[...] as it is; its gradient is summed over the tensor-parallel ranks.
+
+    Stands before layers of which every rank computes a shard.
 
     Source:
         Megatron-LM (arXiv:1909.08053) §3, the operator f. `reduce_from_tp_region` is its g.
@@ -130,8 +163,9 @@ def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns the sum of <float>[...] over the ranks, each of which gives its shard's part; see
-    `copy_to_tp_region`.
+    """Returns the sum of <float>[...] over the tensor-parallel ranks; its gradient stays as it is.
+
+    Stands after layers of which every rank computed a shard; see `copy_to_tp_region`.
     """
     return x if group is None else _ReduceFromTpRegion.apply(x, group)
 
@@ -144,6 +178,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # Each rank has the gradient that its own shard of the layers gives.
         with record_function("moe.tp.backward"):
             return sum_over_ranks(grad_outputs[0].contiguous(), ctx.group), None
 
@@ -151,6 +186,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        # Each rank has the part of the output that its own shard of the layers gives.
         with record_function("moe.tp.forward"):
             return sum_over_ranks(x.contiguous(), group)
 

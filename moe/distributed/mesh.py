@@ -1,5 +1,7 @@
-"""The mesh: which ranks hold which part of a model and of a batch. Comes first; sharding.py and
-exchange.py use it.
+"""The device mesh: which ranks hold which part of a model and of a batch.
+
+Its sizes are checked before any rank exists. sharding.py places parameters on it, all_to_all.py
+exchanges rows over its `ep` axis.
 """
 
 import itertools
@@ -17,25 +19,25 @@ from moe.errors import ConfigError
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
 
-MOST_RANKS = 1_000_000
+_MAX_RANKS = 1_000_000
 """Most ranks of a mesh."""
 
-WHY_MOST_RANKS = "no cluster has more devices"
+_WHY_MAX_RANKS = "no cluster has more devices"
 
-_SHOWN = 3
+_NUM_SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Sizes of the axes of a mesh; their product is the number of ranks.
 
-    A data rank is a place on the first three axes: it holds its own rows of every batch.
+    A data rank is a coordinate on the first three axes: it holds its own rows of every batch.
 
     Attributes:
         dp_replicate: Replicas of everything; their gradients are all-reduced.
         dp_shard: Data ranks over which parameters are sharded beside `ep`.
-        ep: Ranks that the experts of a layer are spread over, E / ep each. Dense parameters are
-            sharded over dp_shard x ep.
+        ep: Ranks that share the experts of a layer, E / ep each. Dense parameters are sharded over
+            dp_shard x ep.
         tp: Ranks that share one data rank's attention heads and hidden units, also those inside an
             expert.
         ep_nodes: Nodes that an `ep` axis spans; more than 1 exchanges tokens inside nodes first,
@@ -54,17 +56,16 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            check_integer(f"mesh.{name}", value, least=1, most=MOST_RANKS, reason=WHY_MOST_RANKS)
-        check(
-            self.num_ranks <= MOST_RANKS,
-            "mesh",
-            self,
-            f"at most {MOST_RANKS:,} ranks in all ({WHY_MOST_RANKS})",
-        )
+            check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
+
+        # Each axis may be small enough and their product not.
+        at_most = f"at most {_MAX_RANKS:,} ranks in all ({_WHY_MAX_RANKS})"
+        check(self.num_ranks <= _MAX_RANKS, "mesh", self, at_most)
+
         if self.ep % self.ep_nodes:
             raise ConfigError(
-                f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. Every node must hold "
-                "the same number of ranks of the axis."
+                f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. "
+                "Every node must hold the same number of ranks of the axis."
             )
 
     @property
@@ -74,7 +75,7 @@ class MeshConfig:
 
     @property
     def num_data_ranks(self) -> int:
-        """Parts that a batch is cut into."""
+        """Ranks that a batch is split over."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     def __str__(self) -> str:
@@ -105,97 +106,138 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
     """Refuses a mesh that does not fit, before anything is allocated.
 
     Raises:
-        ConfigError: With every number that does not go, and the nearest meshes that would.
+        ConfigError: With every number that does not divide, and the nearest meshes that would fit.
     """
-    if wrong := _misfits(config, limits):
-        near = fitting_meshes(limits, near=config)[:_SHOWN]
-        advice = "; ".join(str(mesh) for mesh in near) or "none with these numbers"
+    problems = _mesh_problems(config, limits)
+    if problems:
+        nearest = valid_meshes(limits, nearest_to=config)[:_NUM_SUGGESTIONS]
+        suggestions = "; ".join(str(mesh) for mesh in nearest) or "none with these numbers"
         raise ConfigError(
-            f"The mesh {config} does not fit: {'; '.join(wrong)}. Meshes that would fit: {advice}."
+            f"The mesh {config} does not fit: {'; '.join(problems)}. "
+            f"Meshes that would fit: {suggestions}."
         )
 
 
-def fitting_meshes(limits: MeshLimits, *, near: MeshConfig | None = None) -> list[MeshConfig]:
-    """Returns every mesh of `limits.num_ranks` ranks that fits, the nearest to `near` first.
+def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) -> list[MeshConfig]:
+    """Returns every mesh of `limits.num_ranks` ranks that fits, the nearest to a given one first.
 
-    Near is a small sum of the factors (as logarithms) by which axes differ.
+    Two meshes are near when the factors by which their axes differ are small: the distance is the
+    sum of the logarithms of these factors.
+
+    Args:
+        limits: What the axes must divide.
+        nearest_to: Mesh to compare with; None for that of one rank.
     """
-    near = near or MeshConfig()
+    target = nearest_to or MeshConfig()
     num_ranks = limits.num_ranks
-    check_integer("The number of ranks", num_ranks, least=1, most=MOST_RANKS, reason=WHY_MOST_RANKS)
+    check_integer("The number of ranks", num_ranks, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
 
-    # What does not fit by itself is left out before it is combined with anything.
-    ep_sizes = [ep for ep in divisors(num_ranks) if _can_spread_experts(limits, ep)]
-    tp_sizes = [
-        tp for tp in divisors(num_ranks) if limits.num_heads % tp == 0 and limits.d_ff % tp == 0
-    ]
-    found = []
+    # An axis that cannot have some size on its own cannot have it beside others either.
+    ep_sizes = [ep for ep in divisors(num_ranks) if _experts_divide(limits, ep)]
+    tp_sizes = [tp for tp in divisors(num_ranks) if _heads_and_units_divide(limits, tp)]
+
+    meshes: list[MeshConfig] = []
     for ep, tp in itertools.product(ep_sizes, tp_sizes):
         if num_ranks % (ep * tp):
             continue
-        for replicate in divisors(num_ranks // (ep * tp)):
-            shard = num_ranks // (ep * tp * replicate)
-            config = MeshConfig(replicate, shard, ep, tp, math.gcd(ep, near.ep_nodes))
-            if not _misfits(config, limits):
-                found.append(config)
-    found.sort(
-        key=lambda config: (config.dp_replicate, config.dp_shard, config.ep)
-    )  # of equally near ones the smaller
 
-    def distance(config: MeshConfig) -> float:
-        return sum(abs(math.log(getattr(config, axis) / getattr(near, axis))) for axis in AXES)
+        # What is left of the ranks is dp_replicate x dp_shard.
+        num_dp_ranks = num_ranks // (ep * tp)
+        for dp_replicate in divisors(num_dp_ranks):
+            mesh = MeshConfig(
+                dp_replicate=dp_replicate,
+                dp_shard=num_dp_ranks // dp_replicate,
+                ep=ep,
+                tp=tp,
+                ep_nodes=math.gcd(ep, target.ep_nodes),
+            )
+            if not _mesh_problems(mesh, limits):
+                meshes.append(mesh)
 
-    return sorted(found, key=distance)
+    def distance(mesh: MeshConfig) -> float:
+        total = 0.0
+        for axis in AXES:
+            factor = getattr(mesh, axis) / getattr(target, axis)
+            total += abs(math.log(factor))
+        return total
+
+    # The second sort is stable: of equally near meshes the smaller one stays first.
+    meshes.sort(key=_size_order)
+    meshes.sort(key=distance)
+    return meshes
+
+
+def _size_order(mesh: MeshConfig) -> tuple[int, ...]:
+    return mesh.dp_replicate, mesh.dp_shard, mesh.ep
 
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a positive integer, smallest first."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    large = [number // size for size in reversed(small) if size * size != number]
-    return small + large
+    small: list[int] = []
+    large: list[int] = []
+    for divisor in range(1, math.isqrt(number) + 1):
+        if number % divisor:
+            continue
+
+        # Divisors come in pairs, but for the root of a square.
+        small.append(divisor)
+        if divisor * divisor != number:
+            large.append(number // divisor)
+    return small + large[::-1]
 
 
-def _can_spread_experts(limits: MeshLimits, ep: int) -> bool:
+def _experts_divide(limits: MeshLimits, ep: int) -> bool:
     """Returns whether each rank of an `ep` axis gets as many experts as the others."""
     return ep == 1 or (limits.num_experts > 0 and limits.num_experts % ep == 0)
 
 
-def _misfits(config: MeshConfig, limits: MeshLimits) -> list[str]:
-    """Returns what does not fit, in words."""
-    ep, tp, data = config.ep, config.tp, config.num_data_ranks
-    wrong = []
+def _heads_and_units_divide(limits: MeshLimits, tp: int) -> bool:
+    """Returns whether each rank of a `tp` axis gets as many heads and hidden units as the others."""
+    return limits.num_heads % tp == 0 and limits.d_ff % tp == 0
+
+
+def _mesh_problems(config: MeshConfig, limits: MeshLimits) -> list[str]:
+    """Returns a clause for an error message for each number that does not fit."""
+    # The number of ranks, and the experts of a layer over `ep`.
+    problems: list[str] = []
     if config.num_ranks != limits.num_ranks:
-        wrong.append(f"it has {config.num_ranks} ranks, but there are {limits.num_ranks}")
-    if not _can_spread_experts(limits, ep):
-        wrong.append(f"{limits.num_experts} experts cannot be spread evenly over ep {ep}")
-    for name, number in (
-        ("attention heads", limits.num_heads),
-        ("hidden units (d_ff)", limits.d_ff),
-    ):
-        if number % tp:
-            wrong.append(f"{number} {name} cannot be spread evenly over tp {tp}")
-    if limits.num_groups is not None and limits.num_groups % data:
-        groups = f"{limits.num_groups} groups of tokens"
-        wrong.append(
-            f"{groups} cannot be spread evenly over {data} data ranks (a smaller group_size makes more)"
+        problems.append(f"it has {config.num_ranks} ranks, but there are {limits.num_ranks}")
+    if not _experts_divide(limits, config.ep):
+        problems.append(f"{limits.num_experts} experts cannot be spread evenly over ep {config.ep}")
+
+    # Heads and hidden units over `tp`.
+    divided_by_tp = {
+        "attention heads": limits.num_heads,
+        "hidden units (d_ff)": limits.d_ff,
+    }
+    for name, number in divided_by_tp.items():
+        if number % config.tp:
+            problems.append(f"{number} {name} cannot be spread evenly over tp {config.tp}")
+
+    # Groups of tokens over the data ranks: a group never crosses a rank.
+    data_ranks = config.num_data_ranks
+    if limits.num_groups is not None and limits.num_groups % data_ranks:
+        problems.append(
+            f"{limits.num_groups} groups of tokens cannot be spread evenly over {data_ranks} data "
+            "ranks (a smaller group_size makes more)"
         )
-    return wrong
+    return problems
 
 
 class ExpertAxis(NamedTuple):
-    """The ranks that the experts of a layer are spread over.
+    """The ranks that share the experts of a layer.
 
     Attributes:
         size: How many.
         group: All of them.
-        inside: Those of this node; None for an exchange of one level.
-        across: Those with this rank's place in the other nodes; None likewise.
+        intra_node: Those of this node; None for an exchange of one step.
+        inter_node: Those with this rank's local index in all nodes; None likewise.
     """
 
     size: int
     group: ProcessGroup
-    inside: ProcessGroup | None = None
-    across: ProcessGroup | None = None
+    intra_node: ProcessGroup | None = None
+    inter_node: ProcessGroup | None = None
 
 
 class Mesh(NamedTuple):
@@ -206,8 +248,8 @@ class Mesh(NamedTuple):
         device_mesh: With the axes `AXES`.
         dense: What dense parameters are sharded over: dp_replicate, and dp_shard x ep in one axis.
         experts: What experts are sharded over beside ep and tp: dp_replicate and dp_shard.
-        ep: The exchange's ranks; None when all experts are here.
-        data: Ranks that hold other rows of a batch and the same place in `tp`.
+        ep: Ranks that exchange rows; None when all experts are here.
+        data: Ranks that hold other rows of a batch, with the same coordinate on `tp`.
         tp: Ranks that hold the same rows; None when that is this rank alone.
         data_rank: Which rows this rank holds.
     """
@@ -227,14 +269,16 @@ class Mesh(NamedTuple):
         Raises:
             ConfigError: When they cannot be spread evenly.
         """
-        parts = self.config.num_data_ranks
-        if num_rows % parts:
+        num_data_ranks = self.config.num_data_ranks
+        if num_rows % num_data_ranks:
             raise ConfigError(
-                f"A batch of {num_rows} rows cannot be spread evenly over {parts} data ranks ({self.config}). Choose "
-                f"training.batch_size as a multiple of {parts}, or another mesh."
+                f"A batch of {num_rows} rows cannot be spread evenly over {num_data_ranks} data "
+                f"ranks ({self.config}). Choose training.batch_size as a multiple of "
+                f"{num_data_ranks}, or another mesh."
             )
-        share = num_rows // parts
-        return slice(self.data_rank * share, (self.data_rank + 1) * share)
+        rows_per_rank = num_rows // num_data_ranks
+        first = self.data_rank * rows_per_rank
+        return slice(first, first + rows_per_rank)
 
 
 def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
@@ -248,38 +292,49 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         ConfigError: When there are more or fewer ranks than the mesh has, or no such devices.
     """
     check_choice("device_type", device_type, ("cpu", "cuda"))
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if config.num_ranks != world:
+    num_running = dist.get_world_size() if dist.is_initialized() else 1
+    if config.num_ranks != num_running:
         raise ConfigError(
-            f"The mesh {config} has {config.num_ranks} ranks, but {world} are running. Start as many, e.g. by "
-            f"torchrun --nproc-per-node {config.num_ranks}, or choose a mesh of {world}."
+            f"The mesh {config} has {config.num_ranks} ranks, but {num_running} are running. "
+            f"Start as many, e.g. by torchrun --nproc-per-node {config.num_ranks}, or choose a "
+            f"mesh of {num_running}."
         )
-    sizes = asdict(config)
-    whole = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
-    data = whole["dp_replicate", "dp_shard", "ep"]._flatten("data")
-    dense_shard = whole["dp_shard", "ep"]._flatten("dense_shard")
+
+    sizes = tuple(getattr(config, axis) for axis in AXES)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+
+    # Rows of a batch are split over the first three axes.
+    data = device_mesh["dp_replicate", "dp_shard", "ep"]._flatten("data")
+
+    # Dense parameters are replicated over the first and sharded over the next two.
+    dense_shard = device_mesh["dp_shard", "ep"]._flatten("dense_shard")
+    dense = DeviceMesh._concatenate([device_mesh["dp_replicate"], dense_shard])
+
     return Mesh(
         config=config,
-        device_mesh=whole,
-        dense=DeviceMesh._concatenate([whole["dp_replicate"], dense_shard]),
-        experts=whole["dp_replicate", "dp_shard"],
-        ep=_expert_axis(config, whole),
+        device_mesh=device_mesh,
+        dense=dense,
+        experts=device_mesh["dp_replicate", "dp_shard"],
+        ep=_expert_axis(config, device_mesh["ep"]),
         data=data.get_group(),
-        tp=whole["tp"].get_group() if config.tp > 1 else None,
+        tp=device_mesh["tp"].get_group() if config.tp > 1 else None,
         data_rank=data.get_local_rank(),
     )
 
 
-def _expert_axis(config: MeshConfig, whole: DeviceMesh) -> ExpertAxis | None:
-    """Returns the ranks of this rank's `ep` axis."""
+def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
+    """Returns the ranks of this rank's `ep` axis; None when it is this rank alone."""
     if config.ep == 1:
         return None
-    ep = whole["ep"]
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())
-    levels = ep._unflatten(
-        0, (config.ep_nodes, config.ep // config.ep_nodes), ("ep_across", "ep_inside")
-    )
+
+    # Neighbouring ranks are of one node: the outer half of the axis crosses nodes.
+    sizes = (config.ep_nodes, config.ep // config.ep_nodes)
+    levels = ep._unflatten(0, sizes, ("ep_inter_node", "ep_intra_node"))
     return ExpertAxis(
-        config.ep, ep.get_group(), levels["ep_inside"].get_group(), levels["ep_across"].get_group()
+        size=config.ep,
+        group=ep.get_group(),
+        intra_node=levels["ep_intra_node"].get_group(),
+        inter_node=levels["ep_inter_node"].get_group(),
     )

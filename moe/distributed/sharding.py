@@ -1,8 +1,7 @@
-"""Which parameter lies where on a mesh: named rules, the layouts that follow, and torch's FSDP2
-applied to them.
+"""Which parameter lies where on a mesh: named rules, the layouts that follow, and torch's FSDP2.
 
-A parameter is cut over `ep` and `tp` first, then by FSDP over the data ranks that share it. A
-layout is plain numbers: the planner counts with the same ones that a run is cut by.
+A parameter is sharded over `ep` and `tp` first, then by FSDP over the data ranks that share it. A
+layout is plain numbers: the planner counts with the same layouts by which a run is sharded.
 """
 
 import math
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -24,12 +24,12 @@ class Rule(NamedTuple):
     """Where parameters of one kind lie.
 
     Attributes:
-        name: Of the kind.
+        name: Name of the kind.
         pattern: Regular expression that the whole name of a parameter matches.
-        tp_dim: Dimension, from the end, that `tp` cuts; None for a copy on each rank of it.
-        expert: Whether dimension 0 counts experts, which `ep` cuts.
+        tp_dim: Dimension, from the end, that `tp` shards; None for a copy on each rank of it.
+        expert: Whether dimension 0 counts experts, which `ep` shards.
         packed: Whether the second-last dimension is gate above up, 2F: on a mesh it is stored as
-            two dimensions, 2 and F, so that F can be cut.
+            two dimensions, 2 and F, so that F can be sharded.
     """
 
     name: str
@@ -39,46 +39,8 @@ class Rule(NamedTuple):
     packed: bool = False
 
 
-class Layout(NamedTuple):
-    """Where one parameter lies.
-
-    Attributes:
-        rule: Name of the rule.
-        shape: Of the whole parameter as it is stored on a mesh, gate and up apart.
-        expert: Whether `ep` cuts dimension 0.
-        tp_dim: Dimension that `tp` cuts; None for none.
-        num_shards: Ranks that FSDP shards it over; 1 when FSDP does not shard it.
-        shard_dim: Dimension that FSDP cuts.
-        num_replicas: Data ranks that hold each shard.
-    """
-
-    rule: str
-    shape: tuple[int, ...]
-    expert: bool
-    tp_dim: int | None
-    num_shards: int
-    shard_dim: int
-    num_replicas: int
-
-    def gathered_shape(self, config: MeshConfig) -> tuple[int, ...]:
-        """Returns the shape with which a rank computes: cut over ep and tp only."""
-        sizes = list(self.shape)
-        if self.expert:
-            sizes[0] //= config.ep
-        if self.tp_dim is not None:
-            sizes[self.tp_dim] //= config.tp
-        return tuple(sizes)
-
-    def local_shape(self, config: MeshConfig, shard: int = 0) -> tuple[int, ...]:
-        """Returns the shape of FSDP's shard number `shard`; the first is the largest."""
-        sizes = list(self.gathered_shape(config))
-        start, end = chunk_range(sizes[self.shard_dim], self.num_shards, shard)
-        sizes[self.shard_dim] = end - start
-        return tuple(sizes)
-
-
 class MeshCoordinate(NamedTuple):
-    """A rank's place on the axes that cut a parameter.
+    """Where a rank stands on the axes that shard a parameter.
 
     Attributes:
         ep: On `ep`.
@@ -94,25 +56,81 @@ class MeshCoordinate(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh) -> "MeshCoordinate":
-        """Returns this rank's place."""
-        whole = mesh.device_mesh
-        ep, tp, shard = (whole.get_local_rank(axis) for axis in ("ep", "tp", "dp_shard"))
-        return cls(ep, tp, shard * mesh.config.ep + ep, shard)
+        """Returns the coordinate of this rank."""
+        ep = mesh.device_mesh.get_local_rank("ep")
+        tp = mesh.device_mesh.get_local_rank("tp")
+        dp_shard = mesh.device_mesh.get_local_rank("dp_shard")
+
+        # Dense parameters are sharded over dp_shard x ep, of which ep is the inner axis.
+        dense_shard = dp_shard * mesh.config.ep + ep
+        return cls(ep, tp, dense_shard, expert_shard=dp_shard)
+
+
+class Layout(NamedTuple):
+    """Where one parameter lies.
+
+    Attributes:
+        rule: Name of the rule.
+        shape: Shape of the whole parameter as it is stored on a mesh, gate and up apart.
+        expert: Whether `ep` shards dimension 0.
+        tp_dim: Dimension that `tp` shards; None for none.
+        num_shards: Ranks that FSDP shards it over; 1 when FSDP does not shard it.
+        shard_dim: Dimension that FSDP shards.
+        num_replicas: Data ranks that hold each shard.
+    """
+
+    rule: str
+    shape: tuple[int, ...]
+    expert: bool
+    tp_dim: int | None
+    num_shards: int
+    shard_dim: int
+    num_replicas: int
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which FSDP shards it."""
+        return ("dp_shard",) if self.expert else ("dp_shard", "ep")
+
+    def gathered_shape(self, config: MeshConfig) -> tuple[int, ...]:
+        """Returns the shape with which a rank computes: sharded over ep and tp only."""
+        sizes = list(self.shape)
+        if self.expert:
+            sizes[0] //= config.ep
+        if self.tp_dim is not None:
+            sizes[self.tp_dim] //= config.tp
+        return tuple(sizes)
+
+    def local_shape(self, config: MeshConfig, shard: int = 0) -> tuple[int, ...]:
+        """Returns the shape of FSDP's shard number `shard`; the first is the largest."""
+        sizes = list(self.gathered_shape(config))
+        start, end = chunk_range(sizes[self.shard_dim], self.num_shards, shard)
+        sizes[self.shard_dim] = end - start
+        return tuple(sizes)
+
+    def shard_index(self, coordinate: MeshCoordinate) -> int:
+        """Returns a rank's number among those that FSDP shards the parameter over."""
+        return coordinate.expert_shard if self.expert else coordinate.dense_shard
 
 
 def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
-    """Returns the rule of the parameter `name` of shape `shape`.
+    """Returns the first rule that covers a parameter.
+
+    Args:
+        name: Name of the parameter.
+        shape: Shape of the parameter, for the message.
+        rules: Rules in the order in which they are tried.
 
     Raises:
         ConfigError: When no rule covers it.
     """
-    rule = next((rule for rule in rules if re.fullmatch(rule.pattern, name)), None)
-    if rule is None:
-        raise ConfigError(
-            f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. Add a Rule for it, or "
-            "leave the module out."
-        )
-    return rule
+    for rule in rules:
+        if re.fullmatch(rule.pattern, name):
+            return rule
+    raise ConfigError(
+        f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. "
+        "Add a Rule for it, or leave the module out."
+    )
 
 
 def find_layout(
@@ -123,34 +141,65 @@ def find_layout(
     Raises:
         ConfigError: When no rule covers it.
     """
-    rule, sizes = find_rule(name, shape, rules), list(shape)
+    rule = find_rule(name, shape, rules)
+
+    # Gate above up, [..., 2F, D], is stored as [..., 2, F, D].
+    sizes = list(shape)
     if rule.packed:
         sizes[-2:] = [2, sizes[-2] // 2, sizes[-1]]
-    tp_dim = None if rule.tp_dim is None or config.tp == 1 else len(sizes) + rule.tp_dim
-    shards = config.dp_shard * (1 if rule.expert else config.ep)
-    replicas = config.dp_replicate
-    layout = Layout(rule.name, tuple(sizes), rule.expert, tp_dim, shards, 0, replicas)
-    return layout._replace(shard_dim=_shard_dim(layout, config))
+
+    # Rules count dimensions from the end, where packing changes nothing.
+    tp_dim = None
+    if rule.tp_dim is not None and config.tp > 1:
+        tp_dim = len(sizes) + rule.tp_dim
+
+    # FSDP shards dense parameters over dp_shard x ep; experts lie on their rank of `ep` already.
+    num_shards = config.dp_shard
+    if not rule.expert:
+        num_shards *= config.ep
+
+    layout = Layout(
+        rule=rule.name,
+        shape=tuple(sizes),
+        expert=rule.expert,
+        tp_dim=tp_dim,
+        num_shards=num_shards,
+        shard_dim=0,
+        num_replicas=config.dp_replicate,
+    )
+    return layout._replace(shard_dim=_choose_shard_dim(layout, config))
 
 
-def _shard_dim(layout: Layout, config: MeshConfig) -> int:
-    """Returns the dimension that FSDP cuts: the first of 0, the last and the others that it cuts
-    evenly, else 0.
+def _choose_shard_dim(layout: Layout, config: MeshConfig) -> int:
+    """Returns the dimension that FSDP shards: the first that it shards evenly, else 0.
 
-    A dimension that `tp` cuts comes last, since cutting it again would take it out of order.
+    Tried are 0, the last and the others; a dimension that `tp` shards comes after all of them,
+    since sharding it again would take it out of order.
     """
-    sizes, last = layout.gathered_shape(config), len(layout.shape) - 1
-    free = [dim for dim in dict.fromkeys((0, last, *range(last))) if dim != layout.tp_dim]
-    candidates = free if layout.tp_dim is None else [*free, layout.tp_dim]
-    return next((dim for dim in candidates if sizes[dim] % layout.num_shards == 0), 0)
+    sizes = layout.gathered_shape(config)
+    last = len(sizes) - 1
+
+    candidates = list(dict.fromkeys((0, last, *range(last))))
+    if layout.tp_dim is not None:
+        candidates.remove(layout.tp_dim)
+        candidates.append(layout.tp_dim)
+
+    # Shards of equal size need no padding.
+    for dim in candidates:
+        if sizes[dim] % layout.num_shards == 0:
+            return dim
+    return 0
 
 
-def chunk_range(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Returns start and end of part number `part` as torch.chunk cuts: full parts first, the rest
-    may be empty.
+def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Returns start and end of chunk number `index` as torch.chunk divides `size`.
+
+    Full chunks come first, the last ones may be empty.
     """
-    share = math.ceil(size / parts)
-    return min(size, part * share), min(size, (part + 1) * share)
+    chunk_size = math.ceil(size / num_chunks)
+    start = min(size, index * chunk_size)
+    end = min(size, (index + 1) * chunk_size)
+    return start, end
 
 
 def pack(x: Tensor, layout: Layout) -> Tensor:
@@ -159,75 +208,103 @@ def pack(x: Tensor, layout: Layout) -> Tensor:
 
 
 def shard_over_ep_tp(
-    whole: Tensor, layout: Layout, config: MeshConfig, place: MeshCoordinate
+    whole: Tensor, layout: Layout, config: MeshConfig, coordinate: MeshCoordinate
 ) -> Tensor:
-    """Returns the part of <any>[...] with which the rank at `place` computes, cut over ep and tp; a
-    view.
+    """Returns the part of a whole parameter with which one rank computes; a view.
+
+    Args:
+        whole: <any>[...] the parameter as it is in one process.
+        layout: Where it lies.
+        config: Sizes of the mesh.
+        coordinate: The rank's.
+
+    Returns:
+        <any>[...] of the layout's gathered shape.
     """
+    # Both axes divide their dimension; `check_mesh` saw to that.
     part = pack(whole, layout)
     if layout.expert:
-        share = layout.shape[0] // config.ep
-        part = part.narrow(0, place.ep * share, share)
+        num_local_experts = layout.shape[0] // config.ep
+        part = part.narrow(0, coordinate.ep * num_local_experts, num_local_experts)
     if layout.tp_dim is not None:
-        share = layout.shape[layout.tp_dim] // config.tp
-        part = part.narrow(layout.tp_dim, place.tp * share, share)
+        local_size = layout.shape[layout.tp_dim] // config.tp
+        part = part.narrow(layout.tp_dim, coordinate.tp * local_size, local_size)
     return part
 
 
-def shard_over_fsdp(part: Tensor, layout: Layout, place: MeshCoordinate) -> Tensor:
+def shard_over_fsdp(part: Tensor, layout: Layout, coordinate: MeshCoordinate) -> Tensor:
     """Returns FSDP's shard of what `shard_over_ep_tp` returned, <any>[...]; a view."""
     if layout.num_shards == 1:
         return part
-    shard = place.expert_shard if layout.expert else place.dense_shard
-    start, end = chunk_range(part.shape[layout.shard_dim], layout.num_shards, shard)
+    size = part.shape[layout.shard_dim]
+    start, end = chunk_range(size, layout.num_shards, layout.shard_index(coordinate))
     return part.narrow(layout.shard_dim, start, end - start)
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Returns this rank's part <any>[...] of a tensor that may be cut over ranks; keeps the
-    gradient.
+    """Returns this rank's shard <any>[...] of a tensor; keeps the gradient.
+
+    A tensor that is on no mesh is its own shard.
     """
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Puts this rank's part over ep and tp in place of each parameter; each whole one is let go of
-    in turn.
+    """Replaces each parameter by this rank's shard over ep and tp, one after the other.
+
+    Each whole parameter is let go of before the next one is sharded.
 
     Args:
         module: With whole parameters, equal on all ranks, or on the meta device.
-        layouts: By name of parameter.
+        layouts: Layouts by name of parameter.
         mesh: The ranks.
     """
-    place, config = MeshCoordinate.of(mesh), mesh.config
+    coordinate = MeshCoordinate.of(mesh)
     for name, parameter in list(module.named_parameters()):
         layout = layouts[name]
-        part = shard_over_ep_tp(parameter.detach(), layout, config, place)
-        axes = ("ep", "tp") if layout.expert else ("tp",)
-        cut_over = {"ep": layout.expert, "tp": layout.tp_dim is not None}
-        if any(mesh.device_mesh[axis].size() > 1 for axis in axes if cut_over[axis]):
-            placements: list[Placement] = [
-                Replicate() if layout.tp_dim is None else Shard(layout.tp_dim)
-            ]
-            if layout.expert:
-                placements.insert(0, Shard(0))
-            part = DTensor.from_local(
-                part.clone(memory_format=torch.contiguous_format),
-                mesh.device_mesh[axes],
-                placements,
-                run_check=False,
-                shape=torch.Size(layout.shape),
-                stride=torch.empty(layout.shape, device="meta").stride(),
-            )
+        part = shard_over_ep_tp(parameter.detach(), layout, mesh.config, coordinate)
+
+        if _is_sharded_over_ep_tp(layout, mesh.config):
+            part = _as_dtensor(part, layout, mesh.device_mesh)
         elif part.shape == parameter.shape:
             continue  # stays the parameter that it is, shared ones too
+
         _set_parameter(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
+def _is_sharded_over_ep_tp(layout: Layout, config: MeshConfig) -> bool:
+    over_ep = layout.expert and config.ep > 1
+    over_tp = layout.tp_dim is not None and config.tp > 1
+    return over_ep or over_tp
+
+
+def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
+    """Returns a copy of a rank's shard <any>[...] as a DTensor on `tp`, an expert's on `ep` too."""
+    on_tp: Placement = Replicate()
+    if layout.tp_dim is not None:
+        on_tp = Shard(layout.tp_dim)
+
+    # Experts lie on both axes, dense parameters are the same on all ranks of `ep`.
+    axes: tuple[str, ...] = ("tp",)
+    placements = [on_tp]
+    if layout.expert:
+        axes = ("ep", "tp")
+        placements = [Shard(0), on_tp]
+
+    # A copy, so that the whole parameter can be let go of.
+    return DTensor.from_local(
+        part.clone(memory_format=torch.contiguous_format),
+        device_mesh[axes],
+        placements,
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=torch.empty(layout.shape, device="meta").stride(),
+    )
+
+
 def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Puts a parameter in the place of that called `name`."""
-    owner, _, last = name.rpartition(".")
-    setattr(module.get_submodule(owner), last, parameter)
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, parameter)
 
 
 def shard_unit(
@@ -238,52 +315,64 @@ def shard_unit(
     experts: bool,
     bfloat16: bool,
 ) -> None:
-    """Makes a module one unit of FSDP: gathered for its forward and backward pass, gradients summed
-    over data ranks.
+    """Makes a module one unit of FSDP.
+
+    Its parameters are gathered for its forward and its backward pass, and its gradients are summed
+    over data ranks; both apart from those of units inside it.
 
     Args:
-        module: Whose parameters, but those of units inside it, become the unit's.
+        module: Becomes the unit.
         mesh: The ranks.
-        shard_dims: Dimension that each parameter is cut in.
+        shard_dims: Dimension in which each parameter is sharded.
         experts: Whether the unit holds experts, which are sharded over dp_shard only.
         bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in their own
             precision all the same.
     """
-    axes = mesh.experts if experts else mesh.dense
-    replicated = mesh.config.dp_replicate > 1
+    # With one replica the mesh of the unit is its sharding axis alone: plain FSDP, not HSDP.
+    unit_mesh = mesh.experts if experts else mesh.dense
+    if mesh.config.dp_replicate == 1:
+        unit_mesh = unit_mesh[cast(Any, unit_mesh.mesh_dim_names)[1]]
+
+    # Inputs keep their dtype: autocast casts where a product needs it.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if bfloat16:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    outside = (
-        set() if experts else {p for p in module.parameters() if _lies_with_experts_only(p, mesh)}
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+
+    # Experts that no other data rank holds have nothing to gather.
+    ignored: set[nn.Parameter] = set()
+    if not experts:
+        ignored = {p for p in module.parameters() if _has_one_data_rank(p, mesh)}
+
+    fully_shard(
+        module,
+        mesh=unit_mesh,
+        shard_placement_fn=lambda parameter: Shard(shard_dims[parameter]),
+        mp_policy=policy,
+        ignored_params=ignored,
     )
-    unit = cast(
-        FSDPModule,
-        fully_shard(
-            module,
-            mesh=axes if replicated else axes[cast(Any, axes.mesh_dim_names)[1]],
-            shard_placement_fn=lambda parameter: Shard(shard_dims[parameter]),
-            mp_policy=policy,
-            ignored_params=outside,
-        ),
-    )
+
+    # Losses are divided by the counts of all ranks already: gradients are summed, not averaged.
+    unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
 
 
-def _lies_with_experts_only(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Returns whether a parameter is an expert's that no other data rank has: FSDP has nothing to
-    do for it.
-    """
-    names = (
-        cast(Any, parameter.device_mesh.mesh_dim_names) if isinstance(parameter, DTensor) else ()
-    )
-    return "ep" in names and mesh.experts.size() == 1
+def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
+    """Returns whether a parameter is an expert's that no other data rank holds."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = cast(Any, parameter.device_mesh.mesh_dim_names)
+    return "ep" in axes and mesh.experts.size() == 1
 
 
 def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
-    """Says whether the next backward pass is the last of an update: only then gradients are summed
-    over ranks.
+    """Tells FSDP whether the next backward pass is the last of an update.
+
+    Only then gradients are summed over ranks.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last)
@@ -292,53 +381,66 @@ def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns the norm of all gradients together <float>[], the same on every rank, whatever meshes
-    they lie on.
+    """Returns the norm of all gradients <float>[], the same on every rank.
 
-    Every shard is counted once: a sum of squares is divided by the number of ranks that hold the
-    same shard.
+    Parameters may lie on different meshes. Every shard is counted once: its sum of squares is
+    divided by the number of ranks that hold it.
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = torch.zeros(
-        (), dtype=torch.float64, device=local_shard(grads[0]).device if grads else None
-    )
-    world = (
-        dist.get_world_size()
-        if any(isinstance(parameter, DTensor) for parameter in parameters)
-        else 1
-    )
+
+    # A rank without any gradient takes part all the same.
+    num_ranks = 1
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        num_ranks = dist.get_world_size()
+
+    device = local_shard(grads[0]).device if grads else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        cut_by = 1
-        if isinstance(grad, DTensor):
-            sizes, placements = grad.device_mesh.shape, grad.placements
-            cut_by = math.prod(
-                size for size, at in zip(sizes, placements, strict=True) if not at.is_replicate()
-            )
-        square = (
-            torch.linalg.vector_norm(local_shard(grad), dtype=_wide(grad.dtype)).double().square()
-        )
-        total += square * (cut_by / world)
-    if world > 1:
+        local = local_shard(grad)
+        norm = torch.linalg.vector_norm(local, dtype=_at_least_float32(grad.dtype))
+
+        # num_ranks / num_shards ranks hold the same shard and add the same square.
+        total += norm.double().square() * (_num_shards(grad) / num_ranks)
+    if num_ranks > 1:
         dist.all_reduce(total)
-    return total.sqrt().to(_wide(grads[0].dtype) if grads else torch.float32)
+
+    dtype = _at_least_float32(grads[0].dtype) if grads else torch.float32
+    return total.sqrt().to(dtype)
+
+
+def _num_shards(x: Tensor) -> int:
+    """Returns into how many different shards a tensor is divided over its mesh."""
+    if not isinstance(x, DTensor):
+        return 1
+    num_shards = 1
+    for axis, placement in enumerate(x.placements):
+        if not placement.is_replicate():
+            num_shards *= x.device_mesh.size(axis)
+    return num_shards
 
 
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Returns the norm of the gradient <float>[] and scales it down to `max_norm`, if given, as
-    torch does.
+    """Returns the norm of the gradient <float>[] before it is scaled down to `max_norm`.
+
+    Args:
+        parameters: Those whose gradients are clipped, as torch does it.
+        max_norm: Largest norm afterwards; None scales nothing.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters)
-    if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local_shard(parameter.grad).mul_(scale)
+    if max_norm is None:
+        return norm
+
+    # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_shard(parameter.grad).mul_(scale)
     return norm
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Returns float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

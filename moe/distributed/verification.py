@@ -1,6 +1,4 @@
-"""Checksums of a folder that all ranks see: each rank reads a share of its files, and all learn of
-all.
-"""
+"""Checksums of a folder that all ranks see: the ranks share the reading, and all learn the result."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,18 +9,29 @@ from moe.checksums import Damage, find_damage, sha256_of
 from moe.distributed.collectives import gather_or_raise
 
 
-def find_damage_together(folder: Path) -> list[Damage]:
-    """Returns on every rank the files of a folder that are not what was written; see `find_damage`.
+def gather_damage(folder: Path) -> list[Damage]:
+    """Returns on every rank the damaged files of a folder; see `find_damage`.
 
     Every rank must call it.
     """
     rank, num_ranks = _rank_and_size()
-    shares = gather_or_raise(lambda: find_damage(folder, part=rank, num_parts=num_ranks))
-    damaged = [damage for share in shares for damage in share]
-    return sorted(set(damaged))
+
+    def find_share() -> list[Damage]:
+        return find_damage(folder, part=rank, num_parts=num_ranks)
+
+    damage_by_rank = gather_or_raise(find_share)
+
+    # A damaged file of checksums is found by every rank.
+    damaged: set[Damage] = set()
+    for damage in damage_by_rank:
+        damaged.update(damage)
+    return sorted(damaged)
 
 
-def sha256_together(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def gather_sha256(
+    folder: Path,
+    names: Iterable[str],
+) -> dict[str, str]:
     """Returns on every rank the SHA-256 of files, by name; every rank must call it.
 
     Args:
@@ -30,13 +39,19 @@ def sha256_together(folder: Path, names: Iterable[str]) -> dict[str, str]:
         names: The same on every rank.
     """
     rank, num_ranks = _rank_and_size()
-    every = sorted(names)
-    own = every[rank::num_ranks]
-    shares = gather_or_raise(lambda: [bytes.fromhex(sha256_of(folder / name)) for name in own])
+    all_names = sorted(names)
+    names_here = all_names[rank::num_ranks]
 
+    def read_digests() -> list[bytes]:
+        return [bytes.fromhex(sha256_of(folder / name)) for name in names_here]
+
+    digests_by_rank = gather_or_raise(read_digests)
+
+    # Files were dealt out in turn, like cards.
     digests: dict[str, str] = {}
-    for number, share in enumerate(shares):
-        for name, digest in zip(every[number::num_ranks], share, strict=True):
+    for other_rank, rank_digests in enumerate(digests_by_rank):
+        rank_names = all_names[other_rank::num_ranks]
+        for name, digest in zip(rank_names, rank_digests, strict=True):
             digests[name] = digest.hex()
     return digests
 

@@ -240,7 +240,7 @@ def _load(config: STMoEConfig, trace: RoutingTrace) -> str:
         "experts: 0 is sure of one expert, ln E prefers none; e to the power of it is among how many equal ones.",
     ]
     sentences = [_explain_layer(layer) for layer in trace]
-    if config.eval_limit is None:
+    if config.eval_capacity_field is None:
         sentences.append("There is no capacity in evaluation, so no token can be dropped.")
     return page.section(
         "Routers",

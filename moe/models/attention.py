@@ -1,5 +1,6 @@
-"""Attention of T5: root-mean-square norm, relative position bias, multi-head attention with a
-cache.
+"""T5's attention: root-mean-square norm, relative position bias, multi-head attention with a cache.
+
+`blocks.py` puts these layers around the residual stream.
 """
 
 import math
@@ -21,24 +22,26 @@ from moe.sparse.experts import truncated_normal_
 
 
 class Projection(nn.Linear):
-    """A linear map without bias that draws its own weights, normal with a given deviation.
+    """A linear map without bias that draws its own weights from a normal of a given deviation.
 
     Its initialisation belongs to the leaf because transformers initialises what a checkpoint lacks
     leaf by leaf.
     """
 
     def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
-        self.std, self.truncated = std, truncated
+        # Before the constructor of nn.Linear, which calls reset_parameters.
+        self.std = std
+        self.truncated = truncated
         super().__init__(d_in, d_out, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns <float>[..., d_out of this rank] of <float>[..., d_in of this rank]."""
-        return linear(
-            input, local_shard(self.weight).flatten(0, -2)
-        )  # packed for a mesh: [2, F, D]
+        # On a mesh the gate and the up projection of a gated layer are packed as [2, F, D].
+        weight = local_shard(self.weight).flatten(0, -2)  # [d_out, d_in]
+        return linear(input, weight)
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew; `truncated` cuts the normal at two deviations."""
+        """Draws the weights anew; `truncated` bounds them at two deviations."""
         if self.truncated:
             truncated_normal_(self.weight, self.std)
         else:
@@ -65,53 +68,55 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns <dtype of x>[B, L, D] of <any float>[B, L, D]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
+        scale = self.weight.to(wide.dtype)
+        return F.rms_norm(wide, scale.shape, scale, self.eps).to(x.dtype)
 
 
 class RelativePositionBias(nn.Module):
-    """A learned number for each head and bucket of distances; one table serves all self-attention
-    of a stack.
+    """A learned number for each head and bucket of distances.
+
+    One table serves the self-attention of all blocks of a stack.
     """
 
     def __init__(self, config: STMoEConfig, *, decoder: bool) -> None:
         super().__init__()
         self.config = config
         self.decoder = decoder
-        self.table = nn.Parameter(
-            torch.empty(config.relative_attention_num_buckets, config.num_heads)
-        )
+        num_buckets = config.relative_attention_num_buckets
+        self.table = nn.Parameter(torch.empty(num_buckets, config.num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the table anew: uniform with variance scale / mean of both sizes (flaxformer,
-        fan_avg).
-        """
-        limit = math.sqrt(3 * self.config.initializer_scale / (sum(self.table.shape) / 2))
+        """Draws the table anew: uniform with variance s / fan_avg, as flaxformer does."""
+        fan_avg = sum(self.table.shape) / 2
+        limit = math.sqrt(3 * self.config.initializer_scale / fan_avg)
         nn.init.uniform_(self.table, -limit, limit)
 
     def forward(self, queries: Tensor, num_keys: int) -> Tensor:
         """Returns the bias <float>[1, H, L, num_keys] of queries at the positions <int64>[L]."""
-        distance = torch.arange(num_keys, device=queries.device)[None, :] - queries[:, None]
+        keys = torch.arange(num_keys, device=queries.device)
+        distance = keys[None, :] - queries[:, None]  # [L, num_keys]
+
         buckets = relative_position_bucket(
             distance,
             bidirectional=not self.decoder,
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        return rearrange(F.embedding(buckets, local_shard(self.table)), "q k h -> 1 h q k")
+        bias = F.embedding(buckets, local_shard(self.table))  # [L, num_keys, H]
+        return rearrange(bias, "query key head -> 1 head query key")
 
 
 def relative_position_bucket(
     distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """Returns the bucket of each distance: exact when near, logarithmic when far, one for all
-    beyond `max_distance`.
+    """Returns the bucket of each distance: exact when near, logarithmic when far.
 
     Args:
         distance: <int64>[...] key position minus query position.
         bidirectional: Whether keys after the query have buckets of their own (half of them).
         num_buckets: Buckets in all.
-        max_distance: Distance in tokens from which the last bucket is used.
+        max_distance: Distance in tokens from which on all share the last bucket.
 
     Returns:
         <int64>[...] in [0, num_buckets).
@@ -119,6 +124,7 @@ def relative_position_bucket(
     Source:
         T5 (arXiv:1910.10683) §2.1; Mesh-TensorFlow transformer_layers.py at 0cb87fe. Differs: no.
     """
+    # An encoder spends half of its buckets on keys after the query. A decoder sees no such key.
     offset = torch.zeros_like(distance)
     if bidirectional:
         num_buckets //= 2
@@ -126,20 +132,25 @@ def relative_position_bucket(
         distance = distance.abs()
     else:
         distance = (-distance).clamp(min=0)
+
+    # The nearest half of the buckets holds one distance each.
     num_exact = num_buckets // 2
-    growth = torch.log(distance.clamp(min=1).float() / num_exact) / math.log(
-        max_distance / num_exact
-    )
-    far = (num_exact + (growth * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
+
+    # The other half grows logarithmically up to max_distance; the last one holds all beyond.
+    log_distance = torch.log(distance.clamp(min=1).float() / num_exact)
+    growth = log_distance / math.log(max_distance / num_exact)  # 0 at num_exact, 1 at max_distance
+    far = num_exact + (growth * (num_buckets - num_exact)).long()
+    far = far.clamp(max=num_buckets - 1)
+
     return offset + torch.where(distance < num_exact, distance, far)
 
 
 class Attention(nn.Module):
-    """Multi-head attention without biases and without 1/√d at run time: the query's initialisation
-    holds it.
+    """Multi-head attention without biases, and without 1/√d_kv at run time.
 
-    Where a position bias is trained on a CPU, torch's `sdpa` runs no fused kernel: `eager` is then
-    as fast in float32 and two to three times as fast in bfloat16.
+    The initialisation of the query holds that factor. Where a position bias is trained on a CPU,
+    torch's `sdpa` runs no fused kernel: `eager` is then as fast in float32 and two to three times
+    as fast in bfloat16.
     """
 
     def __init__(self, config: STMoEConfig, *, layer: int, cross: bool) -> None:
@@ -147,14 +158,19 @@ class Attention(nn.Module):
         self.config = config
         self.layer = layer
         self.cross = cross
-        self.d_kv, self.dropout_rate = config.d_kv, config.dropout_rate
-        width, scale = config.num_heads * config.d_kv, config.initializer_scale
-        std = math.sqrt(scale / config.d_model)
-        self.q_proj = Projection(config.d_model, width, std=std / math.sqrt(config.d_kv))
-        self.k_proj = Projection(config.d_model, width, std=std)
-        self.v_proj = Projection(config.d_model, width, std=std)
-        self.o_proj = Projection(width, config.d_model, std=math.sqrt(scale / width))
-        self.tp: ProcessGroup | None = None  # ranks that hold the other heads
+        self.d_kv = config.d_kv
+        self.dropout_rate = config.dropout_rate
+
+        width = config.num_heads * config.d_kv
+        std_in = math.sqrt(config.initializer_scale / config.d_model)
+        std_out = math.sqrt(config.initializer_scale / width)
+        self.q_proj = Projection(config.d_model, width, std=std_in / math.sqrt(config.d_kv))
+        self.k_proj = Projection(config.d_model, width, std=std_in)
+        self.v_proj = Projection(config.d_model, width, std=std_in)
+        self.o_proj = Projection(width, config.d_model, std=std_out)
+
+        # Ranks that hold the other heads.
+        self.tp: ProcessGroup | None = None
 
     def forward(
         self,
@@ -165,52 +181,65 @@ class Attention(nn.Module):
         *,
         output_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns what each token gathers, and the weights with which it does.
+        """Returns the attended values of each token, and the attention weights.
 
         Args:
-            x: <float>[B, L, D] queries, and keys and values of self-attention.
-            bias: <float>[B or 1, H or 1, L, keys] for the heads of this rank, added to the scores;
-                holds positions and masks. None for nothing.
+            x: <float>[B, L, D] source of the queries, and of keys and values in self-attention.
+            bias: <float>[B or 1, H or 1, L, keys] added to the scores of this rank's heads: relative
+                positions and masks. None for nothing.
             memory: <float>[B, M, D] encoder output; cross-attention only.
             cache: Keys and values of earlier steps, extended by this call.
-            output_weights: Whether weights are wanted; fused attention has none, so that this call
-                is then eager.
+            output_weights: Whether to return the weights. Fused attention has none, so that this
+                call is then eager.
 
         Returns:
             <float>[B, L, D], and <float>[B, H, L, keys] or None.
         """
         x = copy_to_tp_region(x, self.tp)
-        query = self._split_heads(self.q_proj(x))
-        key, value = self._keys_and_values(x if memory is None else memory, cache)
-        kind = "eager" if output_weights else self.config._attn_implementation or "eager"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention)
+
+        query = self._split_heads(self.q_proj(x))  # [B, H, L, d_kv]
+        source = x if memory is None else memory
+        key, value = self._keys_and_values(source, cache)  # [B, H, keys, d_kv]
+
+        implementation = self.config._attn_implementation or "eager"
+        if output_weights:
+            implementation = "eager"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.dropout_rate if self.training else 0.0
-        y, weights = attend(
+        heads, weights = attend(
             self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False
         )
-        y = reduce_from_tp_region(self.o_proj(y.flatten(2)), self.tp)
+
+        y = self.o_proj(heads.flatten(2))  # [B, L, H, d_kv] -> [B, L, D]
+        y = reduce_from_tp_region(y, self.tp)
         return y, weights if output_weights else None
 
     def _keys_and_values(
         self, source: Tensor, cache: EncoderDecoderCache | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns keys and values <float>[B, H, keys, d_kv], through the cache if there is one."""
+        """Returns keys and values <float>[B, H, keys, d_kv] of <float>[B, keys, D]."""
+        # The keys of the encoder's output are computed at the first step and read from then on.
         if cache is not None and self.cross and cache.is_updated.get(self.layer):
-            layer: Any = cache.cross_attention_cache.layers[self.layer]
-            return layer.keys[:, :, : source.shape[1]], layer.values[:, :, : source.shape[1]]
-        key, value = self._split_heads(self.k_proj(source)), self._split_heads(self.v_proj(source))
+            cached: Any = cache.cross_attention_cache.layers[self.layer]
+            num_keys = source.shape[1]
+            return cached.keys[:, :, :num_keys], cached.values[:, :, :num_keys]
+
+        key = self._split_heads(self.k_proj(source))
+        value = self._split_heads(self.v_proj(source))
         if cache is None:
             return key, value
+
+        # Self-attention sees the keys of all steps so far.
         if not self.cross:
             return cache.self_attention_cache.update(key, value, self.layer)
+
         cache.is_updated[self.layer] = True
         cache.cross_attention_cache.update(key, value, self.layer)
         return key, value
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Returns <float>[B, H, L, d_kv] of <float>[B, L, H * d_kv]; a pattern of einops costs a
-        decoding step 10 %.
-        """
+        """Returns <float>[B, H, L, d_kv] of <float>[B, L, H * d_kv]."""
+        # A pattern of einops costs a decoding step 10 %.
         return x.unflatten(-1, (-1, self.d_kv)).transpose(1, 2)
 
 
@@ -225,25 +254,38 @@ def eager_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention output <float>[B, L, H, d_kv] and weights <float>[B, H, L, keys], step by
-    step.
+    """Returns the output of attention <float>[B, L, H, d_kv] and weights <float>[B, H, L, keys].
 
     The signature is that of transformers' attention functions.
+
+    Args:
+        module: Says whether this is training.
+        query: <float>[B, H, L, d_kv].
+        key: <float>[B, H, keys, d_kv].
+        value: <float>[B, H, keys, d_kv].
+        attention_mask: <float>[B or 1, H or 1, L, keys] added to the scores.
+        dropout: Share of the weights that is dropped in training.
+        scaling: Factor of the scores.
     """
-    scores = (query @ key.transpose(-1, -2) * scaling).to(
-        torch.promote_types(query.dtype, torch.float32)
-    )
+    # In float16 the sum with a mask would be -inf, and NaN where all keys are masked.
+    scores = query @ key.transpose(-1, -2) * scaling  # [B, H, L, keys]
+    scores = scores.to(torch.promote_types(query.dtype, torch.float32))
     if attention_mask is not None:
-        scores = (
-            scores + attention_mask
-        )  # in float16 the sum would be -inf, and NaN where all keys are masked
+        scores = scores + attention_mask
+
     weights = scores.softmax(dim=-1).to(value.dtype)
     weights = F.dropout(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2), weights
+    heads = weights @ value  # [B, H, L, d_kv]
+    return heads.transpose(1, 2), weights
 
 
 def mask_bias(bias: Tensor, allowed: Tensor | None) -> Tensor:
-    """Returns the bias <float>[.., L, keys] with the lowest number where <bool>[.., L, keys]
-    forbids attention.
+    """Returns a bias <float>[.., L, keys] with the lowest number where attention is forbidden.
+
+    Args:
+        bias: <float>[.., L, keys] added to the scores.
+        allowed: <bool>[.., L, keys] which key each query may see; None for all.
     """
-    return bias if allowed is None else bias.masked_fill(~allowed, torch.finfo(bias.dtype).min)
+    if allowed is None:
+        return bias
+    return bias.masked_fill(~allowed, torch.finfo(bias.dtype).min)

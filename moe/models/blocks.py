@@ -24,39 +24,42 @@ class FeedForward(nn.Module):
         super().__init__()
         self.dropout_rate = config.dropout_rate
         self.gated = config.feed_forward_proj == "gated-gelu"
-        d_hidden, scale = config.d_ff * (2 if self.gated else 1), config.initializer_scale
+
+        num_inputs = 2 if self.gated else 1
+        std_up = math.sqrt(config.initializer_scale / config.d_model)
+        std_down = math.sqrt(config.initializer_scale / config.d_ff)
         self.up_proj = Projection(
-            config.d_model, d_hidden, std=math.sqrt(scale / config.d_model), truncated=True
+            config.d_model, num_inputs * config.d_ff, std=std_up, truncated=True
         )
-        self.down_proj = Projection(
-            config.d_ff, config.d_model, std=math.sqrt(scale / config.d_ff), truncated=True
-        )
-        self.tp: ProcessGroup | None = None  # ranks that hold the other hidden units
+        self.down_proj = Projection(config.d_ff, config.d_model, std=std_down, truncated=True)
+
+        # Ranks that hold the other hidden units.
+        self.tp: ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns <float>[B, L, D] of <float>[B, L, D]."""
-        hidden = self.up_proj(copy_to_tp_region(x, self.tp))
+        hidden = self.up_proj(copy_to_tp_region(x, self.tp))  # [B, L, F], or [B, L, 2F] with a gate
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
-            hidden = F.gelu(gate, approximate="tanh") * up
+            hidden = F.gelu(gate, approximate="tanh") * up  # [B, L, F]
         else:
             hidden = F.relu(hidden)
-        return reduce_from_tp_region(
-            self.down_proj(F.dropout(hidden, self.dropout_rate, self.training)), self.tp
-        )
+
+        hidden = F.dropout(hidden, self.dropout_rate, self.training)
+        return reduce_from_tp_region(self.down_proj(hidden), self.tp)  # [B, L, D]
 
 
 class Context(NamedTuple):
     """What every block of a stack reads beside the residual stream.
 
     Attributes:
-        self_bias: <float>[B or 1, H, L, keys] positions and masks of self-attention.
+        self_bias: <float>[B, 1 or H, L, keys] positions and masks of self-attention.
         token_mask: <bool>[B, L] tokens that may be routed.
         memory: <float>[B, M, D] encoder output, in a decoder.
         memory_bias: <float>[B, 1, L or 1, M] mask of cross-attention; None when nothing is masked.
         cache: Keys and values of earlier steps.
         drop_tokens: Whether experts have a capacity.
-        report: Whether sparse layers say what their routers did.
+        report: Whether sparse layers return the records of their routers.
         token_ids: <int64>[B, L] vocabulary ids, when the caller has them.
         word_embeddings: <float>[B, L, D] what the stack started from.
         output_attentions: Whether blocks return the weights of their attention.
@@ -75,11 +78,11 @@ class Context(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """What a block returns.
+    """Output of a block.
 
     Attributes:
         hidden: <float>[B, L, D] residual stream after the block.
-        router: What its router did, if it is sparse.
+        router: Record of its router, if it is sparse.
         self_weights: <float>[B, H, L, keys] of self-attention, if asked for.
         cross_weights: <float>[B, H, L, M] of cross-attention, if asked for and there is one.
     """
@@ -91,7 +94,7 @@ class BlockOutput(NamedTuple):
 
 
 class StackOutput(NamedTuple):
-    """What a stack returns.
+    """Output of a stack.
 
     Attributes:
         hidden: <float>[B, L, D] after the last norm.
@@ -110,8 +113,7 @@ class StackOutput(NamedTuple):
 
 
 class Block(GradientCheckpointingLayer):
-    """Self-attention, cross-attention in a decoder, then a dense or sparse feed-forward layer, all
-    pre-norm.
+    """Self-attention, cross-attention in a decoder, then feed-forward layers, all pre-norm.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3.1 and appendix C (a dense layer after each sparse one).
@@ -121,11 +123,14 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: STMoEConfig, layer: int, *, decoder: bool) -> None:
         super().__init__()
         self.dropout = nn.Dropout(config.dropout_rate)
+
         self.self_attention_norm = RMSNorm(config)
         self.self_attention = Attention(config, layer=layer, cross=False)
         if decoder:
             self.cross_attention_norm = RMSNorm(config)
             self.cross_attention = Attention(config, layer=layer, cross=True)
+
+        # A sparse layer takes the place of the dense one, or stands before it.
         self.sparse = config.is_sparse_block(layer, decoder=decoder)
         self.stacked = self.sparse and config.sparse_dense_stacking
         if self.sparse:
@@ -136,23 +141,25 @@ class Block(GradientCheckpointingLayer):
             self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, context: Context) -> BlockOutput:
-        """Returns the residual stream after the block for <float>[B, L, D] before it, and what else
-        it can tell.
-        """
-        router = cross_weights = None
-        shared: dict[str, Any] = {
+        """Returns the residual stream after the block, for <float>[B, L, D] before it."""
+        router = None
+        cross_weights = None
+        attention: dict[str, Any] = {
             "cache": context.cache,
             "output_weights": context.output_attentions,
         }
-        y, self_weights = self.self_attention(
-            self.self_attention_norm(x), context.self_bias, **shared
-        )
+
+        y = self.self_attention_norm(x)
+        y, self_weights = self.self_attention(y, context.self_bias, **attention)
         x = x + self.dropout(y)
+
         if context.memory is not None:
+            y = self.cross_attention_norm(x)
             y, cross_weights = self.cross_attention(
-                self.cross_attention_norm(x), context.memory_bias, context.memory, **shared
+                y, context.memory_bias, context.memory, **attention
             )
             x = x + self.dropout(y)
+
         if self.sparse:
             y, router = self.sparse_feed_forward(
                 self.sparse_norm(x),
@@ -163,8 +170,11 @@ class Block(GradientCheckpointingLayer):
                 report=context.report,
             )
             x = x + self.dropout(y)
+
         if not self.sparse or self.stacked:
-            x = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+            y = self.feed_forward(self.feed_forward_norm(x))
+            x = x + self.dropout(y)
+
         return BlockOutput(x, router, self_weights, cross_weights)
 
 
@@ -174,15 +184,18 @@ class Stack(nn.Module):
     def __init__(self, config: STMoEConfig, *, decoder: bool) -> None:
         super().__init__()
         self.decoder = decoder
-        num_layers = config.num_decoder_layers if decoder else config.num_layers
-        assert num_layers is not None, "the config fills num_decoder_layers"
         self.position_bias = RelativePositionBias(config, decoder=decoder)
+
+        num_layers, _ = config.stack_sizes(decoder)
         self.blocks = nn.ModuleList(
             Block(config, layer, decoder=decoder) for layer in range(num_layers)
         )
+
         self.final_norm = RMSNorm(config)
         self.dropout = nn.Dropout(config.dropout_rate)
-        self.tp: ProcessGroup | None = None  # ranks that see the same tokens
+
+        # Ranks that see the same tokens.
+        self.tp: ProcessGroup | None = None
 
     def forward(
         self,
@@ -201,15 +214,13 @@ class Stack(nn.Module):
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> StackOutput:
-        """Returns the last hidden states, what each sparse layer's router did, and what else is
-        asked for.
+        """Returns the last hidden states, the records of the routers, and what else is asked for.
 
         Args:
             x: <float>[B, L, D] embedded tokens.
-            token_ids: <int64>[B, L] vocabulary ids of them; None when the caller has embeddings
-                only.
-            attention_mask: <int64 or bool>[B or 1, keys] tokens that may be attended to; with a
-                cache, its tokens too, and with a static cache the places that are not filled yet.
+            token_ids: <int64>[B, L] their vocabulary ids; None when the caller has embeddings only.
+            attention_mask: <int64 or bool>[B or 1, keys] tokens that may be attended to. With a
+                cache, its tokens too; with a static cache, also its positions not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
                 own example.
             routing_mask: <bool>[B, L] tokens that may be routed; None for those of
@@ -220,7 +231,7 @@ class Stack(nn.Module):
             memory_segment_ids: <int64>[B, M] segments of the memory.
             cache: Keys and values of earlier steps; extended.
             drop_tokens: Whether experts have a capacity.
-            report: Whether sparse layers say what their routers did.
+            report: Whether sparse layers return the records of their routers.
             output_attentions: Whether to return the weights of all attention.
             output_hidden_states: Whether to return the residual stream before each block.
 
@@ -228,52 +239,53 @@ class Stack(nn.Module):
             DataError: When a mask or segments have another type or shape, or values that nothing
                 stands for.
         """
+        # Where the tokens stand behind those of the cache. The length of a static cache is a tensor.
         batch, length = x.shape[:2]
-        past = (
-            cache.get_seq_length() if cache is not None else 0
-        )  # a number, or a tensor in a static cache
-        num_keys = cache.get_mask_sizes(length, 0)[0] if cache is not None else length
-        positions = torch.arange(length, device=x.device) + past
-        check_segments(
-            "decoder_segment_ids" if self.decoder else "segment_ids", segment_ids, (batch, num_keys)
-        )
+        past = 0
+        num_keys = length
+        if cache is not None:
+            past = cache.get_seq_length()
+            num_keys = cache.get_mask_sizes(length, 0)[0]
+        positions = torch.arange(length, device=x.device) + past  # [L]
+
+        # Which tokens may be attended to.
+        prefix = "decoder_" if self.decoder else ""
+        attention_mask = _token_mask(prefix, attention_mask, segment_ids, (batch, num_keys))
         if memory is not None:
-            check_segments("segment_ids", memory_segment_ids, (memory.shape[0], memory.shape[1]))
-        if attention_mask is None and segment_ids is not None:
-            attention_mask = segment_ids != 0
-        if memory_mask is None and memory_segment_ids is not None:
-            memory_mask = memory_segment_ids != 0
-        mask_name = "decoder_attention_mask" if self.decoder else "attention_mask"
-        attention_mask = real_tokens(mask_name, attention_mask, (batch, num_keys))
-        if memory is not None:
-            memory_mask = real_tokens(
-                "attention_mask", memory_mask, (memory.shape[0], memory.shape[1])
-            )
-        if routing_mask is None and attention_mask is not None:
-            routing_mask = (
-                attention_mask if cache is None else attention_mask.index_select(1, positions)
-            )
+            memory_shape = (memory.shape[0], memory.shape[1])
+            memory_mask = _token_mask("", memory_mask, memory_segment_ids, memory_shape)
+
+        # Which tokens may be routed: the real ones among those of this call.
+        if routing_mask is None:
+            routing_mask = attention_mask
+            if attention_mask is not None and cache is not None:
+                routing_mask = attention_mask.index_select(1, positions)  # [B, keys] -> [B, L]
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
-        sees_all = not self.decoder or (
-            length == 1 and not (cache is not None and cache.is_compileable)
-        )
-        allowed = _combine(
-            _visible(attention_mask),
-            _same_segment(segment_ids, segment_ids),
-            None if sees_all else _causal(positions, num_keys),
-        )
-        memory_allowed = _combine(
+        # Which key each query may see. One new token sees all of a cache that holds no free position.
+        causal = None
+        fixed_size = cache is not None and cache.is_compileable
+        if self.decoder and (length > 1 or fixed_size):
+            causal = _causal(positions, num_keys)
+        allowed = _all_of(_visible(attention_mask), _same_segment(segment_ids, segment_ids), causal)
+        self_bias = self.position_bias(positions, num_keys).to(x.dtype)  # [1, H, L, keys]
+
+        # The same for cross-attention, which has no positions.
+        memory_allowed = _all_of(
             _visible(memory_mask), _same_segment(segment_ids, memory_segment_ids)
         )
+        memory_bias = None
+        if memory_allowed is not None:
+            memory_bias = mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed)
+        if memory is not None:
+            memory = copy_to_tp_region(memory, self.tp)
+
         context = Context(
-            self_bias=mask_bias(self.position_bias(positions, num_keys).to(x.dtype), allowed),
+            self_bias=mask_bias(self_bias, allowed),
             token_mask=routing_mask,
-            memory=None if memory is None else copy_to_tp_region(memory, self.tp),
-            memory_bias=None
-            if memory_allowed is None
-            else mask_bias(x.new_zeros(1, 1, 1, 1), memory_allowed),
+            memory=memory,
+            memory_bias=memory_bias,
             cache=cache,
             drop_tokens=drop_tokens,
             report=report,
@@ -281,28 +293,57 @@ class Stack(nn.Module):
             word_embeddings=x,
             output_attentions=output_attentions,
         )
+        return self._run_blocks(x, context, output_hidden_states=output_hidden_states)
+
+    def _run_blocks(
+        self, x: Tensor, context: Context, *, output_hidden_states: bool
+    ) -> StackOutput:
+        """Returns the output of the stack for <float>[B, L, D] embedded tokens."""
+        hidden_states: list[Tensor] = []
+        routers: list[RouterOutput] = []
+        attentions: list[Tensor] = []
+        cross_attentions: list[Tensor] = []
 
         x = self.dropout(x)
-        hidden_states, routers, attentions, cross_attentions = [], [], [], []
         for block in self.blocks:
             if output_hidden_states:
                 hidden_states.append(x)
+
             x, router, self_weights, cross_weights = block(x, context)
             if router is not None:
                 routers.append(router)
-            if output_attentions:
+            if context.output_attentions:
                 attentions.append(self_weights)
                 cross_attentions.append(cross_weights)
+
         x = self.dropout(self.final_norm(x))
+        has_cross_attention = context.memory is not None
         return StackOutput(
             hidden=x,
             routers=tuple(routers),
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
+            attentions=tuple(attentions) if context.output_attentions else None,
             cross_attentions=tuple(cross_attentions)
-            if output_attentions and memory is not None
+            if context.output_attentions and has_cross_attention
             else None,
         )
+
+
+def _token_mask(
+    prefix: str, mask: Tensor | None, segment_ids: Tensor | None, shape: tuple[int, int]
+) -> Tensor | None:
+    """Returns <bool>[B, keys]: which tokens are real; None when all are.
+
+    Args:
+        prefix: Of the arguments' names, for messages.
+        mask: <int64 or bool>[B or 1, keys] real tokens; None for those with a segment.
+        segment_ids: <int64>[B, keys] example of each token, 0 for padding.
+        shape: B and the number of keys.
+    """
+    check_segments(f"{prefix}segment_ids", segment_ids, shape)
+    if mask is None and segment_ids is not None:
+        mask = segment_ids != 0
+    return real_tokens(f"{prefix}attention_mask", mask, shape)
 
 
 def _visible(mask: Tensor | None) -> Tensor | None:
@@ -311,27 +352,23 @@ def _visible(mask: Tensor | None) -> Tensor | None:
 
 
 def _same_segment(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """Returns <bool>[B, 1, L, keys]: whether query and key are of one example; None without
-    segments.
-    """
+    """Returns <bool>[B, 1, L, keys]: query and key are of one example; None without segments."""
     if queries is None or keys is None:
         return None
     return (queries[:, :, None] == keys[:, None, :])[:, None]
 
 
 def _causal(queries: Tensor, num_keys: int) -> Tensor:
-    """Returns <bool>[1, 1, L, num_keys]: whether a key is not after the query at position
-    <int64>[L].
-    """
-    return (torch.arange(num_keys, device=queries.device)[None, :] <= queries[:, None])[None, None]
+    """Returns <bool>[1, 1, L, num_keys]: the key is not after the query at position <int64>[L]."""
+    keys = torch.arange(num_keys, device=queries.device)
+    return (keys[None, :] <= queries[:, None])[None, None]
 
 
-def _combine(*masks: Tensor | None) -> Tensor | None:
+def _all_of(*masks: Tensor | None) -> Tensor | None:
     """Returns the conjunction of the masks that are there; None when there is none."""
-    present = [mask for mask in masks if mask is not None]
-    if not present:
-        return None
-    combined = present[0]
-    for mask in present[1:]:
-        combined = combined & mask
-    return combined
+    conjunction = None
+    for mask in masks:
+        if mask is None:
+            continue
+        conjunction = mask if conjunction is None else conjunction & mask
+    return conjunction

@@ -169,7 +169,7 @@ def _drop_rate(
         return {
             stack: round(summarize(found)["fraction_dropped"], 6) for stack, found in stats.items()
         }
-    return 0.0 if config.eval_limit is None else "not measured"
+    return 0.0 if config.eval_capacity_field is None else "not measured"
 
 
 def _describe(
@@ -258,7 +258,7 @@ def _limits(config: STMoEConfig) -> str:
     limits = [
         "What it was trained on, and how good it is, this card does not know; whoever publishes it should say so."
     ]
-    if config.eval_limit is not None:
+    if config.eval_capacity_field is not None:
         limits.append(
             "With a capacity in evaluation, what an encoder or a forward with labels makes of a sequence may "
             "depend on padding and on the other sequences of the batch; load it with "

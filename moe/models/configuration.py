@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
-from moe.convert.hf_config import family_of, own_fields
 from moe.errors import CheckpointError
+from moe.models.checkpoint_formats import find_format
 from moe.models.configuration_checks import (
     FeedForward,
     Reduction,
@@ -205,7 +205,10 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When it is of another model, or says what this library cannot represent.
         """
         raw, unused = cls._read(*args, **kwargs)
-        return raw if family_of(raw) is None else own_fields(raw), unused
+        checkpoint_format = find_format(raw)
+        if checkpoint_format is not None:
+            raw = checkpoint_format.convert_config(raw)
+        return raw, unused
 
     @classmethod
     def read_raw(cls, source: Path | str, **download: Any) -> dict[str, Any]:
@@ -388,7 +391,7 @@ class STMoEConfig(PreTrainedConfig):
         )
 
     @property
-    def eval_limit(self) -> str | None:
+    def eval_capacity_field(self) -> str | None:
         """Name of the field that limits the tokens of an expert in evaluation; None when no token
         can be dropped.
         """

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
@@ -17,9 +17,6 @@ from transformers import GenerationConfig, PreTrainedConfig
 from moe.checks import check, check_choice, check_flag, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.sparse.router import check_causal, load_routers, router_options_by_name
-
-if TYPE_CHECKING:
-    from moe.models.configuration import STMoEConfig
 
 FeedForward = Literal["gated-gelu", "relu"]
 Reduction = Literal["sum", "mean"]
@@ -122,7 +119,7 @@ _ONLY_EMPTY = {
 # Keywords
 
 
-def check_keywords(config: "STMoEConfig", kwargs: dict[str, Any]) -> None:
+def check_keywords(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
     """Checks what is given beyond the fields of a config, which are set already.
 
     A config.json, which is told by the version of transformers in it, may have fields of its own,
@@ -156,7 +153,7 @@ def check_keywords(config: "STMoEConfig", kwargs: dict[str, Any]) -> None:
     _check_common(config, kwargs)
 
 
-def check_names(config: "STMoEConfig", settings: Mapping[str, Any]) -> None:
+def check_names(config: PreTrainedConfig, settings: Mapping[str, Any]) -> None:
     """Raises a ConfigError for the name of a setting that neither the config nor transformers has."""
     known = (
         _known_to_transformers()
@@ -177,7 +174,7 @@ def _known_to_transformers() -> set[str]:
     )
 
 
-def _refuse_unknown(config: "STMoEConfig", name: str, value: object) -> None:
+def _refuse_unknown(config: PreTrainedConfig, name: str, value: object) -> None:
     """Raises a ConfigError for a keyword that nobody knows, with the place or the name that was
     meant.
     """
@@ -193,7 +190,7 @@ def _refuse_unknown(config: "STMoEConfig", name: str, value: object) -> None:
     )
 
 
-def _misspelt(config: "STMoEConfig", name: str) -> str:
+def _misspelt(config: PreTrainedConfig, name: str) -> str:
     """Returns a question for the field whose name is one letter or two away, or an empty text."""
     close = difflib.get_close_matches(
         name, [item.name for item in fields(config)], n=1, cutoff=0.85
@@ -201,12 +198,12 @@ def _misspelt(config: "STMoEConfig", name: str) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _nearest(config: "STMoEConfig", name: str) -> str:
+def _nearest(config: PreTrainedConfig, name: str) -> str:
     """Returns a question for the field that was meant, or an empty text."""
     return did_you_mean(name, [item.name for item in fields(config)])
 
 
-def _refuse_hiding(config: "STMoEConfig", name: str) -> None:
+def _refuse_hiding(config: PreTrainedConfig, name: str) -> None:
     """Raises a ConfigError when an attribute would hide a method or property of the config."""
     settable = (
         name.startswith("base_model_") or name in _KEPT_BY_TRANSFORMERS | _READ_BY_TRANSFORMERS
@@ -218,7 +215,7 @@ def _refuse_hiding(config: "STMoEConfig", name: str) -> None:
         )
 
 
-def _check_common(config: "STMoEConfig", kwargs: Mapping[str, Any]) -> None:
+def _check_common(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
     """Checks the settings that transformers defines for every model."""
     for name in _TEXTS:
         value = kwargs.get(name)
@@ -273,7 +270,7 @@ def _check_dtype(name: str, value: object) -> None:
 # Fields
 
 
-def check_config(config: "STMoEConfig") -> None:
+def check_config(config: PreTrainedConfig) -> None:
     """Raises a ConfigError for a value that is out of range or contradicts another."""
     _check_inherited(config)
     for name in _SIZES:
@@ -320,7 +317,7 @@ def check_size(name: str, value: object) -> None:
     check_integer(name, value, least=least, most=most, reason=reason, optional=optional)
 
 
-def check_savable(config: "STMoEConfig") -> None:
+def check_savable(config: PreTrainedConfig) -> None:
     """Checks that what was set on a config can be written, and loads again.
 
     Raises:
@@ -340,7 +337,7 @@ def check_savable(config: "STMoEConfig") -> None:
             ) from failure
 
 
-def _check_inherited(config: "STMoEConfig") -> None:
+def _check_inherited(config: PreTrainedConfig) -> None:
     """Checks the fields that every config of transformers has."""
     _check_dtype("dtype", config.dtype)
     check_integer("chunk_size_feed_forward", config.chunk_size_feed_forward, least=0)
@@ -374,7 +371,7 @@ def _is_number(value: object) -> bool:
     )
 
 
-def _check_numbers(config: "STMoEConfig") -> None:
+def _check_numbers(config: PreTrainedConfig) -> None:
     """Checks rates, weights and scales."""
     for name in ("dropout_rate", "label_smoothing"):
         check_number(name, getattr(config, name), least=0, below=1)
@@ -400,7 +397,7 @@ def _check_numbers(config: "STMoEConfig") -> None:
         check_number(name, getattr(config, name), above=0, most=1e30, reason="weights are float32")
 
 
-def _check_token_ids(config: "STMoEConfig") -> None:
+def _check_token_ids(config: PreTrainedConfig) -> None:
     """Checks the ids of special tokens, of which the end token may have several."""
     ids = {
         "pad_token_id": config.pad_token_id,
@@ -425,12 +422,12 @@ def _check_token_ids(config: "STMoEConfig") -> None:
     check(holds, "eos_token_id", ends, expected)
 
 
-def _is_token_id(value: object, config: "STMoEConfig") -> bool:
+def _is_token_id(value: object, config: PreTrainedConfig) -> bool:
     """Returns whether a value is the id of a token."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < config.vocab_size
 
 
-def _check_positions(config: "STMoEConfig") -> None:
+def _check_positions(config: PreTrainedConfig) -> None:
     """Raises a ConfigError when the relative position buckets cannot be laid out."""
     buckets, distance = (
         config.relative_attention_num_buckets,
@@ -446,7 +443,7 @@ def _check_positions(config: "STMoEConfig") -> None:
     check(distance > buckets // 2, "relative_attention_max_distance", distance, expected)
 
 
-def _check_sparse_layers(config: "STMoEConfig") -> None:
+def _check_sparse_layers(config: PreTrainedConfig) -> None:
     """Raises a ConfigError when the numbers of experts, layers and sparse layers contradict each
     other.
     """
@@ -479,7 +476,7 @@ def _check_sparse_layers(config: "STMoEConfig") -> None:
         _check_unused(config)
 
 
-def _check_routers(config: "STMoEConfig") -> None:
+def _check_routers(config: PreTrainedConfig) -> None:
     """Checks the names of routers and the form of their options."""
     for name in ("router", "decoder_router"):
         router = getattr(config, name)
@@ -493,7 +490,7 @@ def _check_routers(config: "STMoEConfig") -> None:
         check(options is None or holds, name, options, "a mapping of the router's option names")
 
 
-def _check_unused(config: "STMoEConfig") -> None:
+def _check_unused(config: PreTrainedConfig) -> None:
     """Checks the settings of sparse layers in a model that has none: somebody may add experts to
     it.
     """

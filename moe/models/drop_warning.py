@@ -1,4 +1,4 @@
-"""The warning of a model that loses tokens in evaluation."""
+"""The warning of a model that drops tokens in evaluation."""
 
 import weakref
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from moe.models.configuration import STMoEConfig
 from moe.sparse.layer import RouterOutput
 
 _LOGGER = get_logger(__name__)
-_TOLERATED = 0.01
+_TOLERATED_FRACTION = 0.01
 
 
 @dataclass(frozen=True)
-class _Drops:
-    """What the logger is given: equal for one model whatever the text, so that it is said once for
-    each model.
+class _DropMessage:
+    """Message to the logger, equal for all drops of one model.
+
+    transformers logs equal messages once, so that each model is warned of once, whatever the text.
     """
 
     model: weakref.ref[nn.Module]
@@ -30,21 +31,21 @@ class _Drops:
         return self.text
 
 
-def may_drop(model: PreTrainedModel) -> bool:
-    """Returns whether a forward of `model` is evaluation with a capacity, of whose drops only
-    statistics tell.
+def can_drop_tokens(model: PreTrainedModel) -> bool:
+    """Returns whether a forward of `model` is evaluation with a capacity.
+
+    In training the metrics report the drops; in evaluation nothing but a warning does.
     """
-    return not model.training and model.config.eval_limit is not None
+    return not model.training and model.config.eval_capacity_field is not None
 
 
 def warn_of_drops(
     model: nn.Module, config: STMoEConfig, stack: str, routers: Sequence[RouterOutput]
 ) -> None:
-    """Warns once for each `model` when a sparse layer left more than 1 % of the real tokens without
-    an expert.
+    """Warns once for each model when a sparse layer dropped more than 1 % of the real tokens.
 
-    It waits for the device, unless nothing could be dropped, as in decoding with a cache; a
-    compiled graph leaves it out, and of several ranks the first speaks.
+    It waits for the device, unless nothing could be dropped, as in decoding with a cache. A
+    compiled graph leaves it out, and of several ranks the first one warns.
 
     Args:
         model: Tells models apart.
@@ -52,24 +53,30 @@ def warn_of_drops(
         stack: `encoder` or `decoder`.
         routers: Of one forward of that stack.
     """
-    if (
-        torch.compiler.is_compiling()
-        or not any(router.plan.capacity for router in routers)
-        or not is_rank_zero()
-    ):
+    has_capacity = any(router.plan.capacity for router in routers)
+    if torch.compiler.is_compiling() or not has_capacity or not is_rank_zero():
         return
-    counts = torch.stack(
-        [torch.stack([router.stats.dropped_tokens, router.stats.num_tokens]) for router in routers]
+
+    # All layers are read from the device at once.
+    rows = []
+    for router in routers:
+        rows.append(torch.stack([router.stats.dropped_tokens, router.stats.num_tokens]))
+    counts = torch.stack(rows)  # [layers, 2]
+
+    worst_fraction = 0.0
+    for dropped_tokens, num_tokens in counts.tolist():
+        worst_fraction = max(worst_fraction, dropped_tokens / max(1, num_tokens))
+    if worst_fraction <= _TOLERATED_FRACTION:
+        return
+
+    # Which settings drop nothing.
+    name = config.eval_capacity_field or ""
+    remedy = "eval_capacity_factor=None"
+    if name == "expert_capacity":
+        remedy += ", expert_capacity=None"
+    text = (
+        f"A sparse layer of the {stack} dropped {100 * worst_fraction:.1f} % of the tokens in evaluation ({name} "
+        f"{getattr(config, name)}: {routers[0].plan.capacity} slots an expert); "
+        f"from_pretrained(..., {remedy}) drops none."
     )
-    share = max(dropped / max(1, tokens) for dropped, tokens in counts.tolist())
-    if share > _TOLERATED:
-        limit = config.eval_limit or ""
-        without = "eval_capacity_factor=None" + (
-            ", expert_capacity=None" if limit == "expert_capacity" else ""
-        )
-        text = (
-            f"A sparse layer of the {stack} dropped {100 * share:.1f} % of the tokens in evaluation ({limit} "
-            f"{getattr(config, limit)}: {routers[0].plan.capacity} slots an expert); "
-            f"from_pretrained(..., {without}) drops none."
-        )
-        warning_once(_LOGGER, _Drops(weakref.ref(model), text))
+    warning_once(_LOGGER, _DropMessage(weakref.ref(model), text))

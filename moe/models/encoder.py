@@ -1,5 +1,6 @@
 """The encoder, inside the whole model and alone."""
 
+from functools import wraps
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -8,9 +9,9 @@ from transformers.utils.generic import can_return_tuple
 from moe.errors import DataError
 from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.drop_warning import may_drop, warn_of_drops
-from moe.models.inputs import check_token_ids, check_vectors, refuse_further
-from moe.models.outputs import RouterRecords, STMoEEncoderOutput, by_sequence
+from moe.models.drop_warning import can_drop_tokens, warn_of_drops
+from moe.models.inputs import check_token_ids, check_vectors, refuse_unknown_arguments
+from moe.models.outputs import RouterRecords, STMoEEncoderOutput, logits_by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
 
 
@@ -46,12 +47,14 @@ class STMoEEncoder(STMoEPreTrainedModel):
             attention_mask: <int64 or bool>[B, L], 0 for padding.
             inputs_embeds: <float>[B, L, D].
             segment_ids: <int64>[B, L] example of each token, 0 for padding.
-            output_router_logits: Whether to return what the routers did; None for the config's
-                choice.
+            output_router_logits: Whether to return the records of the routers; None for the
+                config's choice.
             output_attentions: Whether to return the weights of attention, which is then eager; None
-                likewise.
-            output_hidden_states: Whether to return the hidden states of every layer; None likewise.
-            return_dict: False for a tuple of what is there; None likewise.
+                for the config's choice.
+            output_hidden_states: Whether to return the hidden states of every layer; None for the
+                config's choice.
+            return_dict: False for a tuple of the fields that are not None; None for the config's
+                choice.
             further: None: an argument of another name is refused, but for those that change nothing
                 here.
 
@@ -60,26 +63,32 @@ class STMoEEncoder(STMoEPreTrainedModel):
                 has another type or shape, or values that nothing stands for.
             ConfigError: When an argument is unknown.
         """
-        refuse_further(further, type(self).forward)
-        wanted = self.chosen("output_router_logits", output_router_logits)
-        watched = may_drop(self)
+        refuse_unknown_arguments(further, type(self).forward)
+        output_routers = self.argument_or_config("output_router_logits", output_router_logits)
+        watch_drops = can_drop_tokens(self)
+
         output = self.stack(
             self.embed(input_ids, inputs_embeds),
             token_ids=input_ids,
             attention_mask=attention_mask,
             segment_ids=segment_ids,
-            report=wanted or watched,
-            output_attentions=self.chosen("output_attentions", output_attentions),
-            output_hidden_states=self.chosen("output_hidden_states", output_hidden_states),
+            report=output_routers or watch_drops,
+            output_attentions=self.argument_or_config("output_attentions", output_attentions),
+            output_hidden_states=self.argument_or_config(
+                "output_hidden_states", output_hidden_states
+            ),
         )
-        if watched:
+        if watch_drops:
             warn_of_drops(self, self.config, "encoder", output.routers)
-        routers = RouterRecords(output.routers) if wanted and output.routers else None
+
+        routers = None
+        if output_routers and output.routers:
+            routers = RouterRecords(output.routers)
         return STMoEEncoderOutput(
             last_hidden_state=output.hidden,
             hidden_states=output.hidden_states,
             attentions=output.attentions,
-            encoder_router_logits=by_sequence(routers, output.hidden.shape[0]),
+            encoder_router_logits=logits_by_sequence(routers, output.hidden.shape[0]),
             encoder_router_outputs=routers,
         )
 
@@ -87,7 +96,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
         """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
 
         Args:
-            ids: Token ids; None for vectors.
+            ids: <int64>[B, L] token ids; None for vectors.
             vectors: <float>[B, L, D] in place of the ids.
             prefix: Of the arguments' names, `decoder_` for the decoder's.
 
@@ -100,6 +109,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
                 f"Exactly one of token ids and embeddings is needed, but {given} were given. Pass input_ids or "
                 "inputs_embeds, and for the decoder labels, decoder_input_ids or decoder_inputs_embeds."
             )
+
         if ids is not None:
             check_token_ids(f"{prefix}input_ids", ids, self.config.vocab_size)
             return self.embed_tokens(ids)
@@ -128,28 +138,7 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
         self.encoder.embed_tokens = cast(nn.Embedding, value)
 
     @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        output_router_logits: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        *,
-        return_dict: bool | None = None,
-        **further: Any,
-    ) -> STMoEEncoderOutput:
+    @wraps(STMoEEncoder.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> STMoEEncoderOutput:
         """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
-        return self.encoder(
-            input_ids,
-            attention_mask,
-            inputs_embeds,
-            segment_ids,
-            output_router_logits=output_router_logits,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            **further,
-        )
+        return self.encoder(*args, **kwargs, return_dict=True)

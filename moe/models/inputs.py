@@ -1,4 +1,4 @@
-"""The doors of the models: what a forward accepts, checked once and before anything is computed.
+"""Checks of the inputs of a forward, once and before anything is computed.
 
 Types and shapes are always checked. Values are checked where that is free: in tensors that lie in
 the memory of the host, outside of compiling and tracing. A GPU is never waited for, with one
@@ -20,13 +20,25 @@ from moe.errors import ConfigError, DataError, did_you_mean
 IGNORED_LABEL = -100
 """Label of a position that has no target, as everywhere in transformers."""
 
-_IDS = (torch.int64, torch.int32)
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ID_DTYPES = (torch.int64, torch.int32)
+_INTEGER_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 
 _PACKING = "packed examples are told apart by segment_ids and decoder_segment_ids"
-_POSITIONS = "positions follow from the order of the tokens, and " + _PACKING
+_POSITIONS = f"positions follow from the order of the tokens, and {_PACKING}"
 _HEADS = "attention heads cannot be masked"
-_WITHOUT_A_PLACE = {
+_CAUSALITY = "the encoder sees all tokens, the decoder those before"
+_TOKEN_TYPES = (
+    "the model has no types of tokens; a tokenizer omits them with return_token_type_ids=False"
+)
+
+_UNSUPPORTED_ARGUMENTS = {
     "position_ids": _POSITIONS,
     "decoder_position_ids": _POSITIONS,
     "cu_seq_lens_q": _PACKING,
@@ -34,23 +46,28 @@ _WITHOUT_A_PLACE = {
     "max_length_q": _PACKING,
     "max_length_k": _PACKING,
     "seq_idx": _PACKING,
-    "is_causal": "the encoder sees all tokens, the decoder those before",
-    "token_type_ids": "the model has no types of tokens; a tokenizer omits them with return_token_type_ids=False",
+    "is_causal": _CAUSALITY,
+    "token_type_ids": _TOKEN_TYPES,
     "head_mask": _HEADS,
     "decoder_head_mask": _HEADS,
     "cross_attn_head_mask": _HEADS,
     "shift_labels": "labels are not shifted; give them as labels",
 }
-"""Keyword arguments that models of transformers take, and why these do not; None may stand for any of them."""
+"""Arguments of other models of transformers, and why these have none; None may stand for any of them."""
 
-_WITHOUT_EFFECT = ("cache_position",)  # it follows from the cache
+_IGNORED_ARGUMENTS = ("cache_position",)
+"""Arguments that change nothing: they follow from others."""
 
 
-def refuse_further(further: dict[str, Any], forward: Callable[..., Any]) -> None:
-    """Refuses keyword arguments of a forward that it does not have.
+# ---------------------------------------------------------------------------
+# Arguments
+
+
+def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any]) -> None:
+    """Refuses keyword arguments that a forward does not have.
 
     Args:
-        further: What was given beside the arguments of the signature.
+        further: Arguments that were given beside those of the signature.
         forward: Whose signature it is.
 
     Raises:
@@ -58,11 +75,12 @@ def refuse_further(further: dict[str, Any], forward: Callable[..., Any]) -> None
             nearest name.
     """
     for name, value in further.items():
-        if name in _WITHOUT_EFFECT or (name in _WITHOUT_A_PLACE and value is None):
+        unsupported = name in _UNSUPPORTED_ARGUMENTS
+        if name in _IGNORED_ARGUMENTS or (unsupported and value is None):
             continue
-        if name in _WITHOUT_A_PLACE:
+        if unsupported:
             raise ConfigError(
-                f"The model was given {name}, but {_WITHOUT_A_PLACE[name]}. Leave it out."
+                f"The model was given {name}, but {_UNSUPPORTED_ARGUMENTS[name]}. Leave it out."
             )
         raise ConfigError(
             f"The model was given an argument {name!r}, which it does not have."
@@ -70,50 +88,51 @@ def refuse_further(further: dict[str, Any], forward: Callable[..., Any]) -> None
         )
 
 
+# ---------------------------------------------------------------------------
+# Tokens and vectors
+
+
 def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Refuses what is not token ids <int64 or int32>[B, L] of the vocabulary.
+    """Refuses anything but token ids <int64 or int32>[B, L] of the vocabulary.
 
     Args:
         name: Of the argument.
-        ids: What was given.
+        ids: Value of the argument.
         vocab_size: V; ids are from 0 to V - 1.
 
     Raises:
         DataError: With the value, and where it stands.
     """
-    _check_integers(name, ids, "token ids")
+    _check_id_tensor(name, ids, "token ids")
     if not _values_are_free(ids):
         return
 
-    least, most = (int(bound) for bound in ids.aminmax())
-    if least < 0 or most >= vocab_size:
-        _refuse_values(name, ids, (ids < 0) | (ids >= vocab_size), _vocabulary(vocab_size))
+    least, most = ids.aminmax()
+    if int(least) < 0 or int(most) >= vocab_size:
+        outside = (ids < 0) | (ids >= vocab_size)
+        _refuse_values(name, ids, outside, _expected_token_id(vocab_size))
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Refuses what is not labels <int64 or int32>[B, T]: token ids, and -100 where there is no
-    target.
+    """Refuses anything but labels <int64 or int32>[B, T]: token ids, and -100 for no target.
 
     Raises:
         DataError: With the value, and where it stands.
     """
-    _check_integers("labels", labels, "token ids, -100 for no target")
+    _check_id_tensor("labels", labels, "token ids, -100 for no target")
     if not _values_are_free(labels):
         return
 
-    least, most = (int(bound) for bound in labels.masked_fill(labels == IGNORED_LABEL, 0).aminmax())
-    if least < 0 or most >= vocab_size:
-        strangers = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= vocab_size))
-        _refuse_values(
-            "labels",
-            labels,
-            strangers,
-            f"{IGNORED_LABEL} for no target, or " + _vocabulary(vocab_size),
-        )
+    least, most = labels.masked_fill(labels == IGNORED_LABEL, 0).aminmax()
+    if int(least) < 0 or int(most) >= vocab_size:
+        outside = (labels < 0) | (labels >= vocab_size)
+        outside = (labels != IGNORED_LABEL) & outside
+        expected = f"{IGNORED_LABEL} for no target, or {_expected_token_id(vocab_size)}"
+        _refuse_values("labels", labels, outside, expected)
 
 
 def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
-    """Refuses what is not embedded or encoded tokens <float>[B, L, D].
+    """Refuses anything but embedded or encoded tokens <float>[B, L, D].
 
     Raises:
         DataError: With the type and shape that were given.
@@ -126,12 +145,16 @@ def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
         _refuse_empty(name, vectors)
 
 
+# ---------------------------------------------------------------------------
+# Masks and segments
+
+
 def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -> None:
-    """Refuses what is not numbers of packed examples <int64>[B, L], one for each token.
+    """Refuses anything but numbers of packed examples <int64>[B, L], one for each token.
 
     Args:
         name: Of the argument.
-        segments: What was given; None for nothing packed.
+        segments: Value of the argument; None for nothing packed.
         shape: B and L.
 
     Raises:
@@ -139,23 +162,16 @@ def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -
     """
     if segments is None:
         return
-    if not isinstance(segments, Tensor) or segments.dtype not in _INTEGERS:
-        _refuse(
-            name,
-            segments,
-            "integers [batch, length], the number of each token's example, 0 for padding",
-        )
+    if not isinstance(segments, Tensor) or segments.dtype not in _INTEGER_DTYPES:
+        expected = "integers [batch, length], the number of each token's example, 0 for padding"
+        _refuse(name, segments, expected)
     if tuple(segments.shape) != shape:
-        _refuse(
-            name,
-            segments,
-            f"one number for each token, {list(shape)}; a cache cannot be used with them",
-        )
+        expected = f"one number for each token, {list(shape)}; a cache cannot be used with them"
+        _refuse(name, segments, expected)
 
 
 def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which stands for
-    all.
+    """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which means all.
 
     Args:
         name: Of the argument.
@@ -169,31 +185,62 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
     """
     if mask is None:
         return None
-    batch, keys = shape
+
+    batch, num_keys = shape
     if not isinstance(mask, Tensor) or mask.is_complex():
-        _refuse(name, mask, f"a mask [{batch}, {keys}], 1 for a token and 0 for padding")
+        _refuse(name, mask, f"a mask [{batch}, {num_keys}], 1 for a token and 0 for padding")
     if mask.dim() != 2:
         _refuse(
             name,
             mask,
-            f"a mask [{batch}, {keys}], one value for each token and not for each pair: it also says which tokens the "
-            f"experts see. The decoder is causal by itself, and {_PACKING}",
+            f"a mask [{batch}, {num_keys}], one value for each token and not for each pair: it also says which tokens "
+            f"the experts see. The decoder is causal by itself, and {_PACKING}",
         )
-    if mask.shape[1] != keys or mask.shape[0] not in (1, batch):
+    if mask.shape[1] != num_keys or mask.shape[0] not in (1, batch):
         _refuse(
             name,
             mask,
-            f"a mask [{batch}, {keys}], one column for each key: all tokens of this call and, with a cache, of earlier "
-            "ones; with a static cache all of its places",
+            f"a mask [{batch}, {num_keys}], one column for each key: all tokens of this call and, with a cache, of "
+            "earlier ones; with a static cache all of its positions",
         )
 
     _check_ones_and_zeros(name, mask)
     return mask.bool().expand(batch, -1)
 
 
-def read_memory(encoder_outputs: Any) -> Tensor:
-    """Returns the encoder's last hidden states <float>[B, M, D] out of a record, or the first of a
-    tuple or list.
+def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
+    """Raises a DataError when a mask <any real>[B, keys] is known to hold another number."""
+    if mask.dtype == torch.bool:
+        return
+
+    # A compiled graph cannot look at values. In a mask of floats 0 is padding in one convention
+    # and a token in the other: that must not go unseen.
+    floating = mask.is_floating_point()
+    if torch.compiler.is_compiling():
+        if floating:
+            expected = (
+                "a mask of integers or bool, 1 for a token and 0 for padding, in a compiled model"
+            )
+            _refuse(name, mask, expected)
+        return
+
+    # For the same reason a mask of floats is looked at on any device that has values.
+    if _values_are_free(mask) or (floating and mask.device.type != "meta"):
+        invalid = (mask != 0) & (mask != 1)
+        if bool(invalid.any()):
+            expected = (
+                "1 for a token and 0 for padding. Of a mask that is added to scores, 0 and -inf, give "
+                "(mask == 0)"
+            )
+            _refuse_values(name, mask, invalid, expected)
+
+
+# ---------------------------------------------------------------------------
+# Encoder outputs and caches
+
+
+def encoder_hidden_states(encoder_outputs: Any) -> Tensor:
+    """Returns the encoder's last hidden states <float>[B, M, D] of a record, tuple or list.
 
     Raises:
         DataError: When there are none.
@@ -202,17 +249,13 @@ def read_memory(encoder_outputs: Any) -> Tensor:
     if isinstance(encoder_outputs, tuple | list) and encoder_outputs:
         memory = encoder_outputs[0]
     if not isinstance(memory, Tensor):
-        _refuse(
-            "encoder_outputs",
-            encoder_outputs,
-            "what the encoder returned, or a tuple that begins with its last_hidden_state",
-        )
+        expected = "what the encoder returned, or a tuple that begins with its last_hidden_state"
+        _refuse("encoder_outputs", encoder_outputs, expected)
     return memory
 
 
-def as_cache(past_key_values: Any) -> EncoderDecoderCache | None:
-    """Returns a cache for a decoder with cross-attention; one for self-attention alone gets a
-    partner.
+def encoder_decoder_cache(past_key_values: Any) -> EncoderDecoderCache | None:
+    """Returns a cache for a decoder with cross-attention; one for self-attention gets a partner.
 
     Raises:
         DataError: When it is no cache of transformers.
@@ -221,20 +264,16 @@ def as_cache(past_key_values: Any) -> EncoderDecoderCache | None:
         return past_key_values
     if isinstance(past_key_values, Cache):
         return EncoderDecoderCache(past_key_values, DynamicCache())
-    return _refuse(
-        "past_key_values",
-        past_key_values,
-        "a cache, e.g. EncoderDecoderCache(DynamicCache(), DynamicCache())",
-    )
+    expected = "a cache, e.g. EncoderDecoderCache(DynamicCache(), DynamicCache())"
+    return _refuse("past_key_values", past_key_values, expected)
 
 
 def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
-    """Refuses a decoder whose sequences are not as many as those of the encoder, or one encoded for
-    all.
+    """Refuses another number of sequences in the decoder than in the encoder.
 
     Args:
         decoder: <float>[B, T, D] embedded tokens.
-        memory: <float>[B or 1, M, D] encoder output.
+        memory: <float>[B or 1, M, D] encoder output; one sequence may serve all of the decoder's.
 
     Raises:
         DataError: With both numbers.
@@ -246,9 +285,12 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
         )
 
 
+# ---------------------------------------------------------------------------
+# Targets and logits
+
+
 def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
-    """Refuses labels <int64>[B, T] that are not one for each of the decoder's inputs [B, T] or [B,
-    T, D].
+    """Refuses labels <int64>[B, T] that are not one for each decoder input [B, T] or [B, T, D].
 
     Raises:
         DataError: With both shapes.
@@ -261,31 +303,31 @@ def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
 
 
 def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
-    """Returns the number of targets of a whole batch as a tensor <any>[] on the device of the
-    labels <int64>[B, T].
+    """Returns the number of targets of a whole batch <any>[] on the device of the labels.
 
     Args:
-        num_items: A number, or a tensor that holds one. None of a batch without a target may be 0.
-        labels: Of the part at hand.
+        num_items: A number, or a tensor that holds one; 0 only where there is no target.
+        labels: <int64>[B, T] of the part at hand.
 
     Raises:
         DataError: When it is no number, or not above 0 although there are targets.
     """
     expected = "the number of targets of the whole batch, an integer above 0"
     if isinstance(num_items, Tensor):
-        holds = (
-            num_items.numel() == 1 and not num_items.is_complex() and num_items.dtype != torch.bool
-        )
-        known = holds and _values_are_free(num_items)
+        is_real = not num_items.is_complex() and num_items.dtype != torch.bool
+        is_number = num_items.numel() == 1 and is_real
+        is_known = is_number and _values_are_free(num_items)
     else:
-        holds = known = is_kind(num_items, int)
-    if not holds:
+        is_number = is_kind(num_items, int)
+        is_known = is_number
+    if not is_number:
         _refuse("num_items_in_batch", num_items, expected)
 
-    if known:
+    if is_known:
         value = float(num_items)
         without_target = _values_are_free(labels) and not (labels != IGNORED_LABEL).any()
-        if not math.isfinite(value) or value < 0 or (value == 0 and not without_target):
+        is_divisor = value > 0 or (value == 0 and without_target)
+        if not math.isfinite(value) or not is_divisor:
             raise DataError(
                 f"num_items_in_batch is {value:g}; expected {expected}: the losses are divided by it."
             )
@@ -293,33 +335,34 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
 
 
 def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
-    """Refuses what does not say of which of the decoder's positions logits are wanted.
+    """Refuses anything but a number of last decoder positions, or their indices.
 
     Raises:
-        DataError: When it is neither a number of last positions nor their indices, or there are
-            labels, each of which needs its logits.
+        DataError: When it is something else, or there are labels, each of which needs its logits.
     """
     if isinstance(logits_to_keep, Tensor):
-        holds = logits_to_keep.dim() == 1 and logits_to_keep.dtype in _IDS
-        all_of_them = False
+        is_selection = logits_to_keep.dim() == 1 and logits_to_keep.dtype in _ID_DTYPES
+        keeps_all = False
     else:
-        holds = is_kind(logits_to_keep, int) and logits_to_keep >= 0
-        all_of_them = logits_to_keep == 0
-    if not holds:
-        _refuse(
-            "logits_to_keep",
-            logits_to_keep,
-            "a number of last positions, 0 for all, or indices <int64>[positions]",
-        )
-    if labels is not None and not all_of_them:
+        is_selection = is_kind(logits_to_keep, int) and logits_to_keep >= 0
+        keeps_all = logits_to_keep == 0
+
+    if not is_selection:
+        expected = "a number of last positions, 0 for all, or indices <int64>[positions]"
+        _refuse("logits_to_keep", logits_to_keep, expected)
+    if labels is not None and not keeps_all:
         raise DataError(
             "logits_to_keep and labels were both given, but the loss needs the logits of every label. Leave one out."
         )
 
 
-def _check_integers(name: str, ids: Tensor, meaning: str) -> None:
+# ---------------------------------------------------------------------------
+# Shared by the checks
+
+
+def _check_id_tensor(name: str, ids: Tensor, meaning: str) -> None:
     """Raises a DataError unless there are integers [B, L], and some."""
-    if not isinstance(ids, Tensor) or ids.dtype not in _IDS:
+    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
         _refuse(name, ids, f"a tensor <int64>[batch, length] of {meaning}")
     if ids.dim() != 2:
         _refuse(name, ids, f"{meaning} of the shape [batch, length]")
@@ -327,70 +370,40 @@ def _check_integers(name: str, ids: Tensor, meaning: str) -> None:
         _refuse_empty(name, ids)
 
 
-def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
-    """Raises a DataError when a mask <any real>[B, keys] holds another number, where that can be
-    known.
-    """
-    if mask.dtype == torch.bool:
-        return
-    floating = mask.is_floating_point()
-    if torch.compiler.is_compiling():
-        if (
-            floating
-        ):  # 0 is padding in one convention and a token in the other: it must not go unseen
-            _refuse(
-                name,
-                mask,
-                "a mask of integers or bool, 1 for a token and 0 for padding, in a compiled model",
-            )
-        return
-
-    if (floating and mask.device.type != "meta") or _values_are_free(mask):
-        strangers = (mask != 0) & (mask != 1)
-        if bool(strangers.any()):
-            _refuse_values(
-                name,
-                mask,
-                strangers,
-                "1 for a token and 0 for padding. Of a mask that is added to scores, 0 and -inf, give (mask == 0)",
-            )
-
-
 def _values_are_free(tensor: Tensor) -> bool:
     """Returns whether looking at the values of a tensor costs and breaks nothing."""
-    return (
-        type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-    )
+    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
+    return is_plain and not torch.compiler.is_compiling()
 
 
-def _vocabulary(vocab_size: int) -> str:
-    """Returns what is expected of a token id, and what to do."""
+def _expected_token_id(vocab_size: int) -> str:
     return (
         f"a token id from 0 to {vocab_size - 1}. Use the model's tokenizer, or enlarge the vocabulary with "
         "resize_token_embeddings"
     )
 
 
-def _refuse_values(name: str, tensor: Tensor, strangers: Tensor, expected: str) -> NoReturn:
-    """Raises a DataError that names the first of the values <bool>[B, L] that do not belong there."""
-    place = strangers.nonzero()[0].tolist()
-    value = tensor[tuple(place)].item()
-    raise DataError(f"{name} holds {value} at {place}; expected {expected}.")
+def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) -> NoReturn:
+    """Raises a DataError that names the first of the invalid values <bool>[B, L]."""
+    position = invalid.nonzero()[0].tolist()
+    value = tensor[tuple(position)].item()
+    raise DataError(f"{name} holds {value} at {position}; expected {expected}.")
 
 
 def _refuse_empty(name: str, tensor: Tensor) -> NoReturn:
-    """Raises a DataError for a tensor without a token."""
     raise DataError(
         f"{name} is empty, {list(tensor.shape)}; expected at least one sequence of at least one token."
     )
 
 
 def _refuse(name: str, value: Any, expected: str) -> NoReturn:
-    """Raises a DataError that says what was given and what was expected."""
+    """Raises a DataError with the value that was given and the one that was expected."""
     if isinstance(value, Tensor):
-        given = f"a tensor <{str(value.dtype).removeprefix('torch.')}>{list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        given = f"a tensor <{dtype}>{list(value.shape)}"
     elif value is None:
         given = "None"
     else:
-        given = f"{' '.join(shown(value).split())} ({type(value).__name__})"
+        text = " ".join(shown(value).split())
+        given = f"{text} ({type(value).__name__})"
     raise DataError(f"{name} is {given}; expected {expected}.")

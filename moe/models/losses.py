@@ -1,5 +1,6 @@
-"""The training loss of a model: cross-entropy, its z-loss and the routers' losses, as sums over
-whole-batch counts.
+"""The training loss of a model: cross-entropy, its z-loss and the routers' losses.
+
+Each is a sum over tokens or groups, divided by a count of the whole batch.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup
 from moe.distributed.collectives import sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.inputs import IGNORED_LABEL
 from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.layer import RouterOutput
 from moe.sparse.losses import BalanceTotals
@@ -23,8 +25,8 @@ class StackCounts(NamedTuple):
 
     Attributes:
         tokens: <int64>[] real tokens.
-        load_balance: <int64>[] what sums of the balance loss are divided by: groups that hold a
-            real token, or tokens when the scope is wider than a group; with `balance_over`
+        load_balance: <int64>[] divisor of the sums of the balance loss: groups that hold a real
+            token, or tokens when the scope is wider than a group; with `balance_over`
             `all_positions` all groups or positions.
         router_z: <int64>[] tokens that the z-loss is the mean over.
     """
@@ -35,15 +37,15 @@ class StackCounts(NamedTuple):
 
 
 class LossCounts(NamedTuple):
-    """What the sums of a loss are divided by, for a whole batch.
+    """Divisors of the sums of a loss, for a whole batch.
 
-    When a batch is cut into micro-batches, each is given the counts of the whole batch; losses and
-    gradients then add up to those of the batch, however it was cut.
+    When a batch is split into micro-batches, each is given the counts of the whole batch; losses
+    and gradients then add up to those of the batch, however it was split.
 
     Attributes:
         target_tokens: <int64>[] labels that are not -100.
-        encoder: Of the encoder.
-        decoder: Of the decoder.
+        encoder: Counts of the encoder.
+        decoder: Counts of the decoder.
         balance_totals: One for each sparse layer, the encoder's first, when the scope of the
             balance loss is wider than one call; None when each call is a scope of its own.
     """
@@ -55,16 +57,15 @@ class LossCounts(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The parts of the training loss, <float32>[] each; `total` holds the weighted sum of the
-    others.
+    """The parts of the training loss, <float32>[] each; `total` is the weighted sum of the others.
 
     Attributes:
-        total: What is minimised.
+        total: The loss that is minimised.
         ce_loss: Cross-entropy in nats for each target token, to smoothed targets where labels are
             smoothed.
         z_loss: Mean square of the logsumexp of the vocabulary logits, unweighted.
         load_balance_loss: Sum or mean over sparse layers, as the configuration says; unweighted.
-        router_z_loss: The same.
+        router_z_loss: Sum or mean over sparse layers likewise; unweighted.
     """
 
     total: Tensor
@@ -74,61 +75,67 @@ class Losses(NamedTuple):
     router_z_loss: Tensor
 
 
+# ---------------------------------------------------------------------------
+# Counts
+
+
 def count_losses(
     config: STMoEConfig, encoder_mask: Tensor, decoder_mask: Tensor, labels: Tensor
 ) -> LossCounts:
     """Returns the counts of a batch.
 
     Args:
-        config: Gives the group size and what the routers' losses are over.
+        config: Gives the group size and the tokens that the routers' losses are over.
         encoder_mask: <bool>[B, L] real tokens.
         decoder_mask: <bool>[B, T] real tokens.
         labels: <int64>[B, T], -100 for no target.
     """
     return LossCounts(
-        target_tokens=(labels != -100).sum(),
+        target_tokens=(labels != IGNORED_LABEL).sum(),
         encoder=_count_stack(config, encoder_mask),
         decoder=_count_stack(config, decoder_mask),
     )
 
 
 def sum_counts(counts: LossCounts, group: ProcessGroup | None) -> LossCounts:
-    """Returns the counts of the parts that all ranks of `group` hold; `balance_totals` stay as they
-    are.
-    """
-    numbers = iter(
-        sum_each_over_ranks([counts.target_tokens, *counts.encoder, *counts.decoder], group)
+    """Returns the counts of the parts of all ranks of `group`; `balance_totals` stay as they are."""
+    local = [counts.target_tokens, *counts.encoder, *counts.decoder]
+    target_tokens, *sums = sum_each_over_ranks(local, group)
+
+    num_fields = len(StackCounts._fields)
+    return counts._replace(
+        target_tokens=target_tokens,
+        encoder=StackCounts(*sums[:num_fields]),
+        decoder=StackCounts(*sums[num_fields:]),
     )
-    target_tokens = next(numbers)
-    encoder, decoder = (
-        StackCounts(*(next(numbers) for _ in StackCounts._fields)) for _ in range(2)
-    )
-    return counts._replace(target_tokens=target_tokens, encoder=encoder, decoder=decoder)
 
 
 def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
     """Returns the counts of a stack with real tokens <bool>[B, L]."""
-    tokens, positions = mask.sum(), torch.full_like(mask.sum(), mask.numel())
-    balance = tokens if config.balance_over == "real_tokens" else positions
+    tokens = mask.sum()
+    positions = torch.full_like(tokens, mask.numel())
+
+    # The balance loss is a mean over groups, or over tokens where its scope is wider.
+    counts_padding = config.balance_over == "all_positions"
     if config.balance_scope == "group":
-        counted = (
-            mask
-            if config.balance_over == "real_tokens"
-            else torch.ones_like(mask, dtype=torch.bool)
-        )
-        balance = _count_groups(counted, tokens_per_group(config))
-    return StackCounts(
-        tokens, balance, tokens if config.router_z_loss_over == "real_tokens" else positions
-    )
+        counted = torch.ones_like(mask, dtype=torch.bool) if counts_padding else mask
+        load_balance = _count_groups(counted, tokens_per_group(config))
+    else:
+        load_balance = positions if counts_padding else tokens
+
+    router_z = positions if config.router_z_loss_over == "all_positions" else tokens
+    return StackCounts(tokens, load_balance, router_z)
 
 
 def _count_groups(mask: Tensor, group_size: int) -> Tensor:
     """Returns <int64>[]: groups of <bool>[B, L] that hold a real token."""
-    return (
-        to_groups(mask, sequences_per_group(mask.shape[0], mask.shape[1], group_size))
-        .any(dim=1)
-        .sum()
-    )
+    num_sequences = sequences_per_group(mask.shape[0], mask.shape[1], group_size)
+    groups = to_groups(mask, num_sequences)  # [G, S]
+    return groups.any(dim=1).sum()
+
+
+# ---------------------------------------------------------------------------
+# Losses
 
 
 def model_losses(
@@ -142,11 +149,11 @@ def model_losses(
 ) -> Losses:
     """Returns the training loss and its parts.
 
-    Who knows no more of a whole batch than how many targets it has, as transformers' Trainer does,
-    gives that number alone. The routers' losses of a group of tokens then weigh as much as its
-    sequences' share of those targets, so that they too add up over the parts of a batch; with
-    equally long groups and targets that is the plain mean. A balance loss of a scope wider than a
-    group is that of the part at hand, and weighs as its share.
+    transformers' Trainer knows of a whole batch only its number of targets. Given that number
+    alone, a group's router losses weigh as much as its sequences' share of those targets, so that
+    they add up over the parts of a batch too; with equally long groups and targets that is the
+    plain mean. A balance loss of a scope wider than a group is then that of the part at hand, and
+    weighs as its share.
 
     Args:
         config: Gives the weights, and whether the routers' losses are summed over layers.
@@ -164,56 +171,104 @@ def model_losses(
         summed over layers as in Mesh-TensorFlow; z-loss 1e-4 on the vocabulary logits as in
         Mesh-TensorFlow and T5X. Differs: no.
     """
-    target_tokens = (counts if isinstance(counts, Tensor) else counts.target_tokens).clamp(min=1)
-    cross_entropy, z = _cross_entropy_sums(logits, labels, label_smoothing)
-    ce_loss, z_loss = cross_entropy / target_tokens, z / target_tokens
-    balance = router_z = torch.zeros_like(ce_loss)
+    target_tokens = counts if isinstance(counts, Tensor) else counts.target_tokens
+    target_tokens = target_tokens.clamp(min=1)
+
+    # L_CE, and the z-loss on the vocabulary logits.
+    ce_sum, z_sum = _cross_entropy_sums(logits, labels, label_smoothing)
+    ce_loss = ce_sum / target_tokens
+    z_loss = z_sum / target_tokens
+
+    # L_B and L_z of the routers, summed over layers.
+    load_balance = torch.zeros_like(ce_loss)
+    router_z = torch.zeros_like(ce_loss)
     if isinstance(counts, Tensor):
         for router in (*encoder_routers, *decoder_routers):
-            targets = reduce(
-                (labels != -100).long(),
-                "(g b) t -> g",
-                "sum",
-                g=router.losses.group_router_z.shape[0],
-            )
-            balance = balance + (router.losses.group_load_balance * targets).sum() / target_tokens
-            router_z = router_z + (router.losses.group_router_z * targets).sum() / target_tokens
+            layer_balance, layer_z = _share_of_targets(router, labels, target_tokens)
+            load_balance = load_balance + layer_balance
+            router_z = router_z + layer_z
     else:
-        for stack, routers in (
-            (counts.encoder, encoder_routers),
-            (counts.decoder, decoder_routers),
-        ):
+        stacks = ((counts.encoder, encoder_routers), (counts.decoder, decoder_routers))
+        for divisors, routers in stacks:
+            num_balanced = divisors.load_balance.clamp(min=1)
+            num_z = divisors.router_z.clamp(min=1)
             for router in routers:
-                balance = balance + router.losses.load_balance_sum / stack.load_balance.clamp(min=1)
-                router_z = router_z + router.losses.router_z_sum / stack.router_z.clamp(min=1)
+                load_balance = load_balance + router.losses.load_balance_sum / num_balanced
+                router_z = router_z + router.losses.router_z_sum / num_z
+
     if config.router_loss_reduction == "mean":
         num_layers = max(1, len(encoder_routers) + len(decoder_routers))
-        balance, router_z = balance / num_layers, router_z / num_layers
+        load_balance = load_balance / num_layers
+        router_z = router_z / num_layers
+
+    # Eq. 6.
     total = (
         ce_loss
         + config.z_loss_weight * z_loss
-        + config.load_balance_loss_weight * balance
+        + config.load_balance_loss_weight * load_balance
         + config.router_z_loss_weight * router_z
     )
-    return Losses(total, ce_loss, z_loss, balance, router_z)
+    return Losses(
+        total=total,
+        ce_loss=ce_loss,
+        z_loss=z_loss,
+        load_balance_loss=load_balance,
+        router_z_loss=router_z,
+    )
+
+
+def _share_of_targets(
+    router: RouterOutput, labels: Tensor, target_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns a layer's balance loss and z-loss <float32>[], each group by its share of targets."""
+    losses = router.losses
+    targets = (labels != IGNORED_LABEL).long()
+    num_groups = losses.group_router_z.shape[0]
+    targets_per_group = reduce(targets, "(g b) t -> g", "sum", g=num_groups)  # [G]
+
+    load_balance = (losses.group_load_balance * targets_per_group).sum() / target_tokens
+    router_z = (losses.group_router_z * targets_per_group).sum() / target_tokens
+    return load_balance, router_z
+
+
+def _cross_entropy_sums(
+    logits: Tensor, labels: Tensor, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
+    is_target = labels != IGNORED_LABEL  # [B, T]
+    index = labels.masked_fill(~is_target, 0)[..., None].long()  # [B, T, 1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    # log p(label) = logit(label) - logsumexp(logits), which gives the second from the first.
+    log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)  # [B, T]
+    log_normalizer = logits.gather(-1, index).squeeze(-1) - log_prob
+
+    if label_smoothing:
+        mean_log_prob = logits.mean(dim=-1) - log_normalizer  # over all V tokens
+        log_prob = (1 - label_smoothing) * log_prob + label_smoothing * mean_log_prob
+
+    cross_entropy = -(log_prob * is_target).sum()
+    z = (log_normalizer.square() * is_target).sum()
+    return cross_entropy, z
 
 
 def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
     """Refuses a training step from which transformers' Trainer took the labels away.
 
-    It does so for its own label smoothing and for a `compute_loss_func`, and sees nothing but
-    logits then.
+    It does so for its own label smoothing and for a `compute_loss_func`, and then computes the loss
+    from nothing but logits.
 
     Args:
         config: Of the model.
-        decoder_masked: Whether the decoder's padding is known all the same.
+        decoder_masked: Whether a mask gives the decoder's padding all the same.
 
     Raises:
         ConfigError: When losses that have a weight would be left out in silence, or padding would
             be routed.
     """
-    names = ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight")
-    names = names if config.num_experts else names[-1:]
+    names = ["z_loss_weight"]
+    if config.num_experts:
+        names = ["load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"]
     lost = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name)]
     if lost:
         raise ConfigError(
@@ -221,24 +276,9 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
             "left out. In place of label_smoothing_factor of the training arguments, set label_smoothing of the "
             "model's config; with a compute_loss_func of your own, set these weights to 0."
         )
+
     if config.num_sparse_decoder_layers and not decoder_masked:
         raise ConfigError(
             "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask tells the decoder's "
             "tokens from padding, which would be routed and take capacity. Let the data collator add one."
         )
-
-
-def _cross_entropy_sums(
-    logits: Tensor, labels: Tensor, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
-    targets = labels != -100
-    index = labels.masked_fill(~targets, 0)[..., None].long()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)
-    normalizer = logits.gather(-1, index).squeeze(-1) - log_prob
-    if label_smoothing:
-        log_prob = (1 - label_smoothing) * log_prob + label_smoothing * (
-            logits.mean(dim=-1) - normalizer
-        )
-    return -(log_prob * targets).sum(), (normalizer.square() * targets).sum()

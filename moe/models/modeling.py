@@ -13,11 +13,10 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.drop_warning import may_drop, warn_of_drops
+from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
     IGNORED_LABEL,
-    as_cache,
     check_labels,
     check_logits_to_keep,
     check_num_items,
@@ -25,8 +24,9 @@ from moe.models.inputs import (
     check_segments,
     check_targets,
     check_vectors,
-    read_memory,
-    refuse_further,
+    encoder_decoder_cache,
+    encoder_hidden_states,
+    refuse_unknown_arguments,
 )
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
 from moe.models.outputs import (
@@ -34,23 +34,14 @@ from moe.models.outputs import (
     STMoEEncoderOutput,
     STMoEModelOutput,
     STMoEOutput,
-    by_sequence,
+    logits_by_sequence,
 )
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.sparse.layer import SparseFeedForward
+from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.sparse.losses import BalanceTotals
 
-_LOSSES = (
-    "loss",
-    "ce_loss",
-    "z_loss",
-    "load_balance_loss",
-    "router_z_loss",
-)  # names of `Losses` in the output
-
-_OF_GENERATION = (
-    "tokenizer",
-    "assistant_tokenizer",
-)  # arguments of `generate` that no step of it needs
+_ARGUMENTS_OF_GENERATE = ("tokenizer", "assistant_tokenizer")
+"""Arguments of `generate` that no step of it needs."""
 
 
 class STMoEModel(STMoEPreTrainedModel):
@@ -99,8 +90,7 @@ class STMoEModel(STMoEPreTrainedModel):
         return_dict: bool | None = None,
         **further: Any,
     ) -> STMoEModelOutput:
-        """Returns the decoder's hidden states; see `STMoEForConditionalGeneration.forward` for the
-        arguments.
+        """Returns the decoder's hidden states; see `STMoEForConditionalGeneration.forward`.
 
         Args as there, and:
             decoder_routing_mask: <bool>[B, T] decoder tokens that may be routed; None for the
@@ -111,17 +101,14 @@ class STMoEModel(STMoEPreTrainedModel):
                 argument is unknown.
             DataError: When an input has another type or shape, or values that nothing stands for.
         """
-        refuse_further(further, type(self).forward)
-        past_key_values = as_cache(past_key_values)
-        checkpointed = self.training and cast(Block, self.decoder.blocks[0]).gradient_checkpointing
-        if checkpointed and (use_cache or past_key_values is not None):
-            raise ConfigError(
-                "A cache cannot be used with activation checkpointing in training: the second forward pass of a block "
-                "would extend it again. Call model.eval(), pass use_cache=False, or switch checkpointing off."
-            )
-        output_router_logits = self.chosen("output_router_logits", output_router_logits)
-        output_attentions = self.chosen("output_attentions", output_attentions)
-        output_hidden_states = self.chosen("output_hidden_states", output_hidden_states)
+        refuse_unknown_arguments(further, type(self).forward)
+        past_key_values = encoder_decoder_cache(past_key_values)
+        self._refuse_cache_of_checkpointing(use_cache or past_key_values is not None)
+        output_routers = self.argument_or_config("output_router_logits", output_router_logits)
+        output_attentions = self.argument_or_config("output_attentions", output_attentions)
+        output_hidden_states = self.argument_or_config("output_hidden_states", output_hidden_states)
+
+        # The encoder, unless its output was given.
         embedded = self.encoder.embed(decoder_input_ids, decoder_inputs_embeds, prefix="decoder_")
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
@@ -129,26 +116,26 @@ class STMoEModel(STMoEPreTrainedModel):
                 attention_mask,
                 inputs_embeds,
                 segment_ids,
-                output_router_logits=output_router_logits,
+                output_router_logits=output_routers,
                 output_attentions=output_attentions,
                 output_hidden_states=output_hidden_states,
                 return_dict=True,
             )
-        memory = read_memory(encoder_outputs)
+        memory = encoder_hidden_states(encoder_outputs)  # [B, L, D]
         check_vectors("encoder_outputs", memory, self.config.d_model)
         check_same_batch(embedded, memory)
 
-        # A cache that was asked for is one to decode with, and drops no token; the config's own
+        # A cache that was asked for is one to decode with, and drops no token. The config's own
         # wish for one lets the same call route as it would without.
         drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
         if use_cache is None:
-            use_cache = (
-                self.config.use_cache and not self.training and not torch.compiler.is_exporting()
-            )
+            outside_training = not self.training and not torch.compiler.is_exporting()
+            use_cache = self.config.use_cache and outside_training
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
-        watched = drop_tokens and may_drop(self)
+        # The decoder. Its routers also report for the warning of drops.
+        watch_drops = drop_tokens and can_drop_tokens(self)
         decoder = self.decoder(
             embedded,
             token_ids=decoder_input_ids,
@@ -160,15 +147,16 @@ class STMoEModel(STMoEPreTrainedModel):
             memory_segment_ids=segment_ids,
             cache=past_key_values,
             drop_tokens=drop_tokens,
-            report=output_router_logits or watched,
+            report=output_routers or watch_drops,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        if watched:
+        if watch_drops:
             warn_of_drops(self.encoder, self.config, "decoder", decoder.routers)
-        decoder_routers = (
-            RouterRecords(decoder.routers) if output_router_logits and decoder.routers else None
-        )
+
+        decoder_routers = None
+        if output_routers and decoder.routers:
+            decoder_routers = RouterRecords(decoder.routers)
         return STMoEModelOutput(
             last_hidden_state=decoder.hidden,
             past_key_values=past_key_values,
@@ -179,10 +167,19 @@ class STMoEModel(STMoEPreTrainedModel):
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
             encoder_attentions=getattr(encoder_outputs, "attentions", None),
             encoder_router_logits=getattr(encoder_outputs, "encoder_router_logits", None),
-            decoder_router_logits=by_sequence(decoder_routers, embedded.shape[0]),
+            decoder_router_logits=logits_by_sequence(decoder_routers, embedded.shape[0]),
             encoder_router_outputs=getattr(encoder_outputs, "encoder_router_outputs", None),
             decoder_router_outputs=decoder_routers,
         )
+
+    def _refuse_cache_of_checkpointing(self, cache_is_wanted: bool | None) -> None:
+        """Raises a ConfigError when a cache would be extended twice."""
+        checkpointed = cast(Block, self.decoder.blocks[0]).gradient_checkpointing
+        if cache_is_wanted and self.training and checkpointed:
+            raise ConfigError(
+                "A cache cannot be used with activation checkpointing in training: the second forward pass of a block "
+                "would extend it again. Call model.eval(), pass use_cache=False, or switch checkpointing off."
+            )
 
 
 class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
@@ -195,9 +192,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
-    accepts_loss_kwargs = (
-        True  # transformers' Trainer then gives num_items_in_batch and divides no loss itself
-    )
+
+    # transformers' Trainer then gives num_items_in_batch and divides no loss itself.
+    accepts_loss_kwargs = True
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
@@ -211,36 +208,36 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return self.model.encoder
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replaces the head; one that transformers resized stays a Projection, which a mesh can
-        cut.
-        """
+        """Replaces the head."""
+        # One that transformers resized stays a Projection, which a mesh can shard.
         if type(new_embeddings) is nn.Linear:
-            self.lm_head.weight, self.lm_head.out_features = (
-                new_embeddings.weight,
-                new_embeddings.out_features,
-            )
+            self.lm_head.weight = new_embeddings.weight
+            self.lm_head.out_features = new_embeddings.out_features
         else:
             self.lm_head = cast(Projection, new_embeddings)
 
     def prepare_decoder_input_ids_from_labels(
         self, labels: Tensor, decoder_segment_ids: Tensor | None = None
     ) -> Tensor:
-        """Returns labels <int64>[B, T] shifted right by one, each segment starting with
-        decoder_start_token_id.
+        """Returns labels <int64>[B, T] shifted right by one, as inputs of the decoder.
+
+        Each segment starts with decoder_start_token_id.
 
         Raises:
             DataError: When these are no labels.
         """
         check_labels(labels, self.config.vocab_size)
-        return self._shifted_right(labels, decoder_segment_ids)
+        return self._shift_right(labels, decoder_segment_ids)
 
-    def _shifted_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
-        """Returns the decoder's inputs of labels that are known to be labels; see the method above."""
-        check_segments(
-            "decoder_segment_ids", decoder_segment_ids, (labels.shape[0], labels.shape[1])
-        )
+    def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
+        """Returns the decoder's inputs <int64>[B, T] of labels <int64>[B, T] that were checked."""
+        shape = (labels.shape[0], labels.shape[1])
+        check_segments("decoder_segment_ids", decoder_segment_ids, shape)
+
         shifted = labels.roll(1, dims=-1)
         shifted = shifted.masked_fill(shifted == IGNORED_LABEL, self.config.pad_token_id)
+
+        # The first token of each segment has none before it.
         starts = torch.zeros_like(labels, dtype=torch.bool)
         starts[:, 0] = True
         if decoder_segment_ids is not None:
@@ -249,26 +246,31 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
     def sparse_layers(self) -> tuple[SparseFeedForward, ...]:
         """Returns the sparse layers in the order of the router outputs, the encoder's first."""
-        stacks = (self.model.encoder.stack, self.model.decoder)
-        blocks = (cast(Block, block) for stack in stacks for block in stack.blocks)
-        return tuple(block.sparse_feed_forward for block in blocks if block.sparse)
+        layers = []
+        for stack in (self.model.encoder.stack, self.model.decoder):
+            for module in stack.blocks:
+                block = cast(Block, module)
+                if block.sparse:
+                    layers.append(block.sparse_feed_forward)
+        return tuple(layers)
 
     def loss_counts(self, batch: dict[str, Tensor]) -> LossCounts:
-        """Returns the divisors of the losses of a whole batch, for `forward(..., loss_counts=)` on
-        its parts.
+        """Returns the divisors of the losses of a whole batch, for `forward` on its parts.
 
         Args:
             batch: Keyword arguments of `forward`: `input_ids` and `labels`, and masks or segment
                 ids.
         """
-        labels = batch["labels"]
         inputs = batch["input_ids"]
+        labels = batch["labels"]
+
         encoder_mask = batch.get("attention_mask", batch.get("segment_ids"))
         if encoder_mask is None:
             encoder_mask = torch.ones(inputs.shape[:2], device=labels.device)
-        encoder_mask = (encoder_mask != 0).expand(inputs.shape[:2])
+        encoder_mask = (encoder_mask != 0).expand(inputs.shape[:2])  # [B, L]
+
         decoder_mask = batch.get("decoder_attention_mask", labels != IGNORED_LABEL)
-        decoder_mask = (decoder_mask != 0).expand(labels.shape)
+        decoder_mask = (decoder_mask != 0).expand(labels.shape)  # [B, T]
         return count_losses(self.config, encoder_mask, decoder_mask, labels)
 
     @can_return_tuple
@@ -312,14 +314,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             decoder_segment_ids: <int64>[B, T] the same for the decoder.
             inputs_embeds: <float>[B, L, D] in place of `input_ids`.
             decoder_inputs_embeds: <float>[B, T, D] in place of `decoder_input_ids`.
-            encoder_outputs: Output of the encoder, whose run is then spared; of a tuple only the
+            encoder_outputs: Output of the encoder, which then does not run; of a tuple only the
                 first is read.
             past_key_values: Cache of earlier steps; the decoder then drops no token.
             use_cache: Whether to return a cache, with which the decoder drops no token. None for
                 the config's choice in evaluation mode, and none in training mode or in
                 torch.export; that cache changes no routing of this call.
-            output_router_logits: Whether to return what the routers did; None for the config's
-                choice. The losses of the routers count either way.
+            output_router_logits: Whether to return the records of the routers; None for the
+                config's choice. The losses of the routers count either way.
             output_attentions: Whether to return the weights of attention, which is then eager; None
                 likewise.
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
@@ -342,12 +344,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 the labels of a training step away (see `refuse_missing_labels`), or an argument is
                 unknown.
         """
-        refuse_further(further, type(self).forward)
-        if getattr(self, "_is_replica", False):
-            raise ConfigError(
-                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start one process for each "
-                "device with torchrun or accelerate, or show the process one device with CUDA_VISIBLE_DEVICES."
-            )
+        refuse_unknown_arguments(further, type(self).forward)
+        self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
             refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
         if loss_counts is not None and num_items_in_batch is not None:
@@ -356,23 +354,21 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 "Leave one of them out."
             )
         check_logits_to_keep(logits_to_keep, labels)
-        reported = self.chosen("output_router_logits", output_router_logits)
+        output_routers = self.argument_or_config("output_router_logits", output_router_logits)
 
-        # Labels make the decoder's inputs and say which of them are padding, unless something else
-        # does.
+        # Labels make the decoder's inputs, and tell its tokens from padding, where nothing else does.
         divisors: LossCounts | Tensor | None = loss_counts
         routing_mask = None
         if labels is not None:
             check_labels(labels, self.config.vocab_size)
             if num_items_in_batch is not None:
                 divisors = check_num_items(num_items_in_batch, labels)
-            decoder_inputs = (
-                decoder_input_ids if decoder_inputs_embeds is None else decoder_inputs_embeds
-            )
-            if decoder_inputs is None:
-                decoder_input_ids = self._shifted_right(labels, decoder_segment_ids)
+            if decoder_inputs_embeds is not None:
+                check_targets(labels, decoder_inputs_embeds)
+            elif decoder_input_ids is not None:
+                check_targets(labels, decoder_input_ids)
             else:
-                check_targets(labels, decoder_inputs)
+                decoder_input_ids = self._shift_right(labels, decoder_segment_ids)
             if decoder_attention_mask is None:
                 routing_mask = labels != IGNORED_LABEL
 
@@ -389,48 +385,50 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_outputs=encoder_outputs,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            output_router_logits=reported or labels is not None,
+            output_router_logits=output_routers or labels is not None,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             decoder_drop_tokens=decoder_drop_tokens,
             return_dict=True,
         )
+        logits = self._vocabulary_logits(outputs.last_hidden_state, logits_to_keep)
 
-        hidden = outputs.last_hidden_state
-        if isinstance(logits_to_keep, Tensor):
-            hidden = hidden[:, logits_to_keep]
-        elif logits_to_keep:
-            hidden = hidden[:, -logits_to_keep:]
-        if self.config.tie_word_embeddings:
-            hidden = hidden * self.config.d_model**-0.5
-        logits = self.lm_head(hidden)
-
+        # What the routers did; over a scope wider than this call, their losses follow from totals.
         encoder_routers = tuple(outputs.encoder_router_outputs or ())
         decoder_routers = tuple(outputs.decoder_router_outputs or ())
         if loss_counts is not None and loss_counts.balance_totals is not None:
-            totals = iter(loss_counts.balance_totals)
-            encoder_routers = tuple(router.within(next(totals)) for router in encoder_routers)
-            decoder_routers = tuple(router.within(next(totals)) for router in decoder_routers)
+            totals = loss_counts.balance_totals
+            num_encoder_layers = len(encoder_routers)
+            encoder_routers = _within(encoder_routers, totals[:num_encoder_layers])
+            decoder_routers = _within(decoder_routers, totals[num_encoder_layers:])
 
-        losses = dict.fromkeys(_LOSSES)
+        # Divided by the counts of this batch, unless those of a larger one were given.
+        losses: dict[str, Tensor] = {}
         if labels is not None:
             if divisors is None:
-                batch = {
-                    "input_ids": outputs.encoder_last_hidden_state,
-                    "labels": labels,
-                    "attention_mask": attention_mask,
-                    "segment_ids": segment_ids,
-                    "decoder_attention_mask": decoder_attention_mask,
-                }
-                divisors = self.loss_counts(
-                    {name: value for name, value in batch.items() if value is not None}
-                )
+                batch = {"input_ids": outputs.encoder_last_hidden_state, "labels": labels}
+                if attention_mask is not None:
+                    batch["attention_mask"] = attention_mask
+                if segment_ids is not None:
+                    batch["segment_ids"] = segment_ids
+                if decoder_attention_mask is not None:
+                    batch["decoder_attention_mask"] = decoder_attention_mask
+                divisors = self.loss_counts(batch)
             smoothing = self.config.label_smoothing if self.training else 0.0
             parts = model_losses(
                 self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing
             )
-            losses = dict(zip(_LOSSES, parts, strict=True))
+            losses = parts._asdict()
+            losses["loss"] = losses.pop("total")
 
+        router_fields: dict[str, Any] = {}
+        if output_routers:
+            router_fields = {
+                "encoder_router_logits": outputs.encoder_router_logits,
+                "decoder_router_logits": outputs.decoder_router_logits,
+                "encoder_router_outputs": RouterRecords(encoder_routers) or None,
+                "decoder_router_outputs": RouterRecords(decoder_routers) or None,
+            }
         return STMoEOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -440,16 +438,29 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_last_hidden_state=outputs.encoder_last_hidden_state,
             encoder_hidden_states=outputs.encoder_hidden_states,
             encoder_attentions=outputs.encoder_attentions,
-            encoder_router_logits=outputs.encoder_router_logits if reported else None,
-            decoder_router_logits=outputs.decoder_router_logits if reported else None,
-            encoder_router_outputs=RouterRecords(encoder_routers)
-            if reported and encoder_routers
-            else None,
-            decoder_router_outputs=RouterRecords(decoder_routers)
-            if reported and decoder_routers
-            else None,
+            **router_fields,
             **losses,
         )
+
+    def _refuse_replica(self) -> None:
+        """Raises a ConfigError for a replica of torch.nn.DataParallel."""
+        if getattr(self, "_is_replica", False):
+            raise ConfigError(
+                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start one process for each "
+                "device with torchrun or accelerate, or show the process one device with CUDA_VISIBLE_DEVICES."
+            )
+
+    def _vocabulary_logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+        """Returns logits <float>[B, positions, V] of the decoder's output <float>[B, T, D]."""
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+
+        # T5 scales the input of a head that is the embedding.
+        if self.config.tie_word_embeddings:
+            hidden = hidden * self.config.d_model**-0.5
+        return self.lm_head(hidden)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Returns generated tokens, or transformers' record of them; arguments and results are its
@@ -459,8 +470,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             ConfigError: When the routers' logits are asked for, which that record has no place for,
                 or token healing, which is for decoders alone.
         """
-        settings = kwargs.get("generation_config") or self.generation_config
-        if kwargs.get("token_healing", getattr(settings, "token_healing", False)):
+        generation_config = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("token_healing", getattr(generation_config, "token_healing", False)):
             raise ConfigError(
                 "token_healing is True, but transformers heals the prompts of decoders alone: it needs a "
                 "tokenizer with a token for the beginning of a text, which encoder-decoders lack. Leave it out."
@@ -473,13 +484,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return cast(Any, super()).generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the arguments of a decoding step; generation drops no token of the decoder,
-        cached or not.
+        """Returns the arguments of a decoding step, which drops no token of the decoder.
 
         transformers hands all that `generate` was given on to the model, tokenizers for stop
         strings among it.
         """
-        for name in _OF_GENERATION:
+        for name in _ARGUMENTS_OF_GENERATE:
             kwargs.pop(name, None)
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
         return {**inputs, "decoder_drop_tokens": False}
@@ -488,8 +498,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         *, attention_mask: Tensor | None, past_key_values: EncoderDecoderCache, **_: Any
     ) -> Tensor | None:
-        """Returns the decoder's mask <int64 or bool>[B, keys] for all places of a static cache; the
-        model does more.
+        """Returns the decoder's mask <int64 or bool>[B, keys] for all positions of a static cache.
+
+        The model adds causality and segments itself.
 
         Args:
             attention_mask: <int64 or bool>[B, past + T], if there is one.
@@ -497,6 +508,15 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """
         if attention_mask is None:
             return None
-        return F.pad(
-            attention_mask, (0, past_key_values.get_max_length() - attention_mask.shape[1])
-        )
+        num_free = past_key_values.get_max_length() - attention_mask.shape[1]
+        return F.pad(attention_mask, (0, num_free))
+
+
+def _within(
+    routers: tuple[RouterOutput, ...], totals: tuple[BalanceTotals, ...]
+) -> tuple[RouterOutput, ...]:
+    """Returns the records with the balance loss of a scope that has these totals."""
+    records = []
+    for router, layer_totals in zip(routers, totals, strict=True):
+        records.append(router.within(layer_totals))
+    return tuple(records)

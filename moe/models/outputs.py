@@ -1,4 +1,4 @@
-"""What the models return: transformers' names in transformers' order, then what is ours."""
+"""Outputs of the models: transformers' names in transformers' order, then our own fields."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,19 +16,21 @@ from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.stats import RouterStats
 
-_OF_A_LAYER = (RouterOutput, DispatchPlan, RouterLosses, RouterStats)
-_OF_A_MODEL = (BlockOutput, StackOutput, LossCounts, StackCounts, Losses)
-for record in (*_OF_A_LAYER, *_OF_A_MODEL):  # so that torch.export can save them
+_RECORDS_OF_A_LAYER = (RouterOutput, DispatchPlan, RouterLosses, RouterStats)
+_RECORDS_OF_A_MODEL = (BlockOutput, StackOutput, LossCounts, StackCounts, Losses)
+
+# torch.export saves only those records whose names it knows.
+for record in (*_RECORDS_OF_A_LAYER, *_RECORDS_OF_A_MODEL):
     pytree._register_namedtuple(
         record, serialized_type_name=f"{record.__module__}.{record.__qualname__}"
     )
 
 
 class RouterRecords(Sequence[RouterOutput]):
-    """What the routers of a stack did, one record for each sparse layer.
+    """Records of the routers of a stack, one for each sparse layer.
 
-    Not a tuple on purpose: what transformers finds in tuples, it compares, gathers and cuts by the
-    sequences of the batch, and a record is of groups of sequences.
+    Not a tuple on purpose: transformers compares, gathers and truncates what it finds in tuples by
+    the sequences of the batch, and a record is of groups of sequences.
     """
 
     def __init__(self, records: Iterable[RouterOutput]) -> None:
@@ -42,11 +44,9 @@ class RouterRecords(Sequence[RouterOutput]):
 
     def __getitem__(self, index: int | slice) -> "RouterOutput | RouterRecords":
         """Returns the record of a layer, or the records of some."""
-        return (
-            RouterRecords(self._records[index])
-            if isinstance(index, slice)
-            else self._records[index]
-        )
+        if isinstance(index, slice):
+            return RouterRecords(self._records[index])
+        return self._records[index]
 
     def __len__(self) -> int:
         """Returns the number of sparse layers."""
@@ -61,17 +61,15 @@ class RouterRecords(Sequence[RouterOutput]):
         return RouterRecords((*self._records, *others))
 
     def __repr__(self) -> str:
-        """Returns the records as they are written in a list."""
+        """Returns the records as a list shows them."""
         return f"RouterRecords({list(self._records)!r})"
 
 
 def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
-    """Returns the records as torch's trees want them."""
     return list(records), None
 
 
 def _unflatten_records(records: Iterable[Any], _: None) -> RouterRecords:
-    """Returns the records out of a tree."""
     return RouterRecords(records)
 
 
@@ -83,20 +81,24 @@ pytree.register_pytree_node(
 )
 
 
-def by_sequence(routers: Sequence[RouterOutput] | None, batch: int) -> tuple[Tensor, ...] | None:
-    """Returns the routers' logits as transformers gives them, <float32>[B, L, E] for each sparse
-    layer.
+def logits_by_sequence(
+    routers: Sequence[RouterOutput] | None, batch: int
+) -> tuple[Tensor, ...] | None:
+    """Returns the routers' logits as transformers has them, <float32>[B, L, E] for each layer.
 
     Args:
-        routers: Whose logits are <float32>[G, S, E]; a group is a whole number of sequences.
+        routers: With logits <float32>[G, S, E]; a group is a whole number of sequences.
         batch: Sequences, B.
     """
     if routers is None:
         return None
-    return tuple(
-        router.router_logits.reshape(batch, -1, router.router_logits.shape[-1])
-        for router in routers
-    )
+
+    logits = []
+    for router in routers:
+        num_experts = router.router_logits.shape[-1]
+        by_sequence = router.router_logits.reshape(batch, -1, num_experts)  # [G, S, E] -> [B, L, E]
+        logits.append(by_sequence)
+    return tuple(logits)
 
 
 @dataclass
@@ -155,11 +157,10 @@ class STMoEModelOutput(ModelOutput):
 
 @dataclass
 class STMoEOutput(ModelOutput):
-    """Output of the model with a head; the losses are there when labels are given. See `Losses` for
-    each of them.
+    """Output of the model with a head, with the losses when labels are given; see `Losses`.
 
     Attributes:
-        loss: <float32>[] what is minimised: cross-entropy and all weighted auxiliary losses.
+        loss: <float32>[] total that is minimised: cross-entropy and weighted auxiliary losses.
         logits: <float>[B, T, V].
         past_key_values: See `STMoEModelOutput` for this and all that is not named here.
         ce_loss: <float32>[] cross-entropy alone, in nats for each target token.
@@ -189,7 +190,8 @@ class STMoEOutput(ModelOutput):
     @property
     def router_logits(self) -> tuple[Tensor, ...] | None:
         """The routers' logits of all sparse layers, the encoder's first; see the two fields."""
-        both = self.encoder_router_logits, self.decoder_router_logits
-        if both == (None, None):
+        encoder_logits = self.encoder_router_logits
+        decoder_logits = self.decoder_router_logits
+        if encoder_logits is None and decoder_logits is None:
             return None
-        return tuple(logits for stack in both for logits in stack or ())
+        return (*(encoder_logits or ()), *(decoder_logits or ()))

@@ -16,8 +16,6 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from moe.checks import check, check_flag, check_integer, check_number, is_kind
-from moe.convert.hf_config import family_of
-from moe.convert.hf_weights import open_transformers
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
@@ -30,6 +28,7 @@ from moe.models.card import (
     origin,
     write_card,
 )
+from moe.models.checkpoint_formats import CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config, check_savable, check_source
 from moe.models.quantized import warn_of_plain_experts
@@ -153,8 +152,11 @@ class STMoEPreTrainedModel(PreTrainedModel):
             check_source(source)
         _refuse_adapter_of_foreign(source, download)
         with _checking_local_weights(source, download):
-            if _is_foreign(source, download):
-                result = cls._from_foreign(source, *args, download=download, **kwargs)
+            checkpoint_format = _find_format(source, download)
+            if checkpoint_format is not None:
+                result = cls._from_foreign(
+                    source, checkpoint_format, *args, download=download, **kwargs
+                )
             else:
                 cls._check_files(source, download, kwargs)
                 result = super().from_pretrained(source, *args, **kwargs)
@@ -228,7 +230,14 @@ class STMoEPreTrainedModel(PreTrainedModel):
             raise CheckpointError(incomplete(source, cls.__name__, misfits))
 
     @classmethod
-    def _from_foreign(cls, source: Any, *args: Any, download: dict[str, Any], **kwargs: Any) -> Any:
+    def _from_foreign(
+        cls,
+        source: Any,
+        checkpoint_format: CheckpointFormat,
+        *args: Any,
+        download: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
         """Returns the model of a T5 or Switch of transformers; see `from_pretrained`."""
         for name in ("variant", "key_mapping", "state_dict"):
             if kwargs.get(name) is not None:
@@ -247,19 +256,18 @@ class STMoEPreTrainedModel(PreTrainedModel):
             source, download
         )
         use_safetensors = kwargs.pop("use_safetensors", None)
-        foreign = open_transformers(
+        weights = checkpoint_format.open_weights(
             source,
             config,
             leave_out=cls._keys_to_ignore_on_load_unexpected or (),
             use_safetensors=use_safetensors,
             **download,
         )
-        foreign.report.refuse_unexplained()
         result = super().from_pretrained(
             None,
             *args,
             config=config,
-            state_dict=foreign.weights,
+            state_dict=weights,
             generation_config=generation,
             **dtypes,
             **kwargs,
@@ -268,7 +276,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
         model.config.name_or_path = model.name_or_path = str(source)
         return result
 
-    def chosen(self, name: str, argument: bool | None) -> bool:
+    def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
         return bool(getattr(self.config, name) if argument is None else argument)
 
@@ -406,14 +414,14 @@ def refuse_not_finite(model: nn.Module, source: Any) -> None:
             check_finite(name, weight, source)
 
 
-def _is_foreign(source: Any, download: dict[str, Any]) -> bool:
-    """Returns whether a folder or hub name holds a T5 or Switch of transformers."""
+def _find_format(source: Any, download: dict[str, Any]) -> CheckpointFormat | None:
+    """Returns the format of a folder or hub name of another library; None for ours and for none."""
     if source is None:
-        return False
+        return None
     try:
-        return family_of(STMoEConfig.read_raw(source, **download)) is not None
+        return find_format(STMoEConfig.read_raw(source, **download))
     except OSError:
-        return False  # no config.json: an adapter, or nothing; transformers says so
+        return None  # no config.json: an adapter, or nothing; transformers says so
 
 
 def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
@@ -437,7 +445,7 @@ def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
         base,
         "a folder or hub name",
     )
-    if base and _is_foreign(base, download):
+    if base and _find_format(base, download) is not None:
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "
             f"from_pretrained({base!r}) and then the adapters by PeftModel.from_pretrained(model, {str(source)!r})."

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, write_sums
-from moe.distributed.verification import find_damage_together
+from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 
 _PATTERNS = ("model*.safetensors", "model*.safetensors.index*.json")
@@ -87,7 +87,7 @@ def checking_weights(folder: Path) -> Iterator[None]:
 
 def check_weights_together(folder: Path) -> None:
     """Does what `check_weights` does, dealt out over the ranks; every rank must call it."""
-    _refuse(folder, find_damage_together(folder))
+    _refuse(folder, gather_damage(folder))
 
 
 def _other_sums(folder: Path) -> dict[str, str]:

@@ -1,5 +1,7 @@
-"""Adafactor as T5X runs it: factored second moments, update clipping, steps relative to the
-parameter's size.
+"""Adafactor as T5X runs it: factored second moments, clipped updates, steps relative to a parameter.
+
+Letters of the paper: X_t parameter, G_t gradient, R_t and C_t moments of rows and columns, V_t
+second moments, U_t update; n rows and m columns in a matrix.
 """
 
 import math
@@ -11,22 +13,36 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe.distributed.mesh import MeshConfig
+from moe.distributed.sharding import Layout, local_shard
 from moe.errors import ConfigError
-from moe.optim.sharded_parameters import Cut, Part, cut_of, local_part, sum_parts, zeros_along
+from moe.optim.sharded_parameters import (
+    MatrixSharding,
+    PartialSum,
+    matrix_sharding,
+    sum_in_place,
+    zeros_with_dims,
+)
 
 MAX_BUCKET_ELEMENTS = 2**24
 """Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
 
-Sums = Generator[list[Part], None, Any]
-"""A computation that stops where it needs sums over ranks: it yields the parts and goes on when they are sums."""
+MIN_DIM_SIZE_TO_FACTOR = 128
+"""Rows and columns from which a matrix is factored."""
+
+SumsOverRanks = Generator[list[PartialSum], None, Any]
+"""A computation that needs sums over ranks: it yields its parts and goes on when they are sums.
+
+So all parameters of a bucket are computed side by side and their sums travel together.
+"""
 
 
-class _Pending(NamedTuple):
-    """A parameter with a gradient, its group of settings, and how it is cut."""
+class _PendingUpdate(NamedTuple):
+    """A parameter with a gradient, its group of settings, and how it is sharded."""
 
     parameter: Tensor
     group: dict[str, Any]
-    cut: Cut
+    sharding: MatrixSharding
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -35,28 +51,26 @@ class Adafactor(torch.optim.Optimizer):
     A parameter group may hold `batch_dims: n`: the first n dimensions then count separate
     parameters that are stored together (stacked experts). Moments, clipping and scale are taken
     within each of them, so that one expert's gradient never changes another's step. Of the other
-    dimensions the last one is the columns of a matrix
-    and all the rest are its rows: [2, F, D] takes the same steps as [2F, D]. So a stack that is not
-    marked by `batch_dims` counts as one tall matrix. Set `group["lr"]` before each step; the
-    schedule is the caller's.
+    dimensions the last one is the columns of a matrix and all the rest are its rows: [2, F, D]
+    takes the same steps as [2F, D]. So a stack that is not marked by `batch_dims` counts as one
+    tall matrix. Set `group["lr"]` before each step; the schedule is the caller's.
 
     Moments are kept in float32 (float64 for float64 parameters), whatever the dtype of the
     parameters.
 
     DTensor parameters take the same steps as whole ones, each rank on its shard, wherever they are
-    cut and on whatever mesh. Their gradients must be placed as they are, and all ranks must bring
-    gradients of the same parameters. Sums
-    run over exactly the axes that cut what is summed, and travel together: at most three
-    all-reduces for each axis in `MAX_BUCKET_ELEMENTS`. Replicas stay equal when their gradients are
-    and their ranks add in the same order.
+    sharded and on whatever mesh. Their gradients must be placed as they are, and all ranks must
+    bring gradients of the same parameters. Sums run over exactly the axes that shard what is
+    summed, and travel together: at most three all-reduces for each axis in `MAX_BUCKET_ELEMENTS`.
+    Replicas stay equal when their gradients are and their ranks add in the same order.
 
     Args:
         params: Parameters or groups of them, see `parameter_groups`.
         lr: Step relative to RMS(parameter): 0.01 changes a parameter by up to 1 % a step.
         decay_exponent: Second-moment decay at step t = 0, 1, ... is 1 - (t + 1)^-decay_exponent;
             larger remembers longer.
-        clipping_threshold: Largest RMS of an update before `lr` and scale; smaller damps spikes and
-            learning.
+        clipping_threshold: Largest RMS of an update before `lr` and scale, d of the paper; smaller
+            damps spikes and learning.
         min_dim_size_to_factor: A matrix is factored when its rows and its columns reach this.
             Stacked matrices (`batch_dims` of 1 or more) are always factored: there the rule is
             explicit.
@@ -68,10 +82,10 @@ class Adafactor(torch.optim.Optimizer):
             ones.
 
     Source:
-        Adafactor (arXiv:1804.04235); google-research/t5x t5x/adafactor.py at 0eb60a642d. Differs:
-        columns are the last dimension and rows the others, whichever is larger (the factors are
-        symmetric, so for a matrix this changes nothing); each parameter counts its own steps, so
-        that one that joins late starts fresh.
+        Adafactor (arXiv:1804.04235) algorithms 4 and 5; google-research/t5x t5x/adafactor.py at
+        0eb60a642d. Differs: columns are the last dimension and rows the others, whichever is larger
+        (the factors are symmetric, so for a matrix this changes nothing); each parameter counts its
+        own steps, so that one that joins late starts fresh.
     """
 
     def __init__(
@@ -81,7 +95,7 @@ class Adafactor(torch.optim.Optimizer):
         lr: float = 0.01,
         decay_exponent: float = 0.8,
         clipping_threshold: float = 1.0,
-        min_dim_size_to_factor: int = 128,
+        min_dim_size_to_factor: int = MIN_DIM_SIZE_TO_FACTOR,
         epsilon1: float = 1e-30,
         epsilon2: float = 1e-3,
     ) -> None:
@@ -94,51 +108,44 @@ class Adafactor(torch.optim.Optimizer):
             "epsilon2": epsilon2,
         }
         for name, value in settings.items():
-            if not 0 <= value < math.inf or (
-                value == 0 and name in ("decay_exponent", "clipping_threshold", "epsilon1")
-            ):
-                bound = (
-                    "0 or more"
-                    if name in ("lr", "epsilon2", "min_dim_size_to_factor")
-                    else "above 0"
-                )
-                raise ConfigError(
-                    f"Adafactor's {name} is {value!r}; expected a finite number {bound}."
-                )
+            _check_setting(name, value)
         super().__init__(params, {**settings, "batch_dims": 0})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group after checking that its parameters are scalars, vectors or matrices, or
-        stacks of the last two.
+        """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
 
         Raises:
             ConfigError: When `batch_dims` is below 0, or a stack has no dimension beside its batch
                 ones.
         """
         super().add_param_group(param_group)
-        batch_dims = self.param_groups[-1]["batch_dims"]
-        for parameter in self.param_groups[-1]["params"]:
-            own_dims = parameter.ndim - batch_dims
-            if batch_dims < 0 or own_dims < min(1, batch_dims):
+        group = self.param_groups[-1]
+        batch_dims = group["batch_dims"]
+        for parameter in group["params"]:
+            # A whole scalar is fine, a stack of scalars is a vector without `batch_dims`.
+            matrix_dims = parameter.ndim - batch_dims
+            if batch_dims < 0 or matrix_dims < min(1, batch_dims):
                 raise ConfigError(
-                    f"Adafactor got a parameter of shape {tuple(parameter.shape)} in a group with batch_dims "
-                    f"{batch_dims}: {own_dims} dimensions are left, expected a vector or a matrix. Put it into a "
-                    "group whose batch_dims, 0 or more, counts the dimensions that only stack separate parameters."
+                    f"Adafactor got a parameter of shape {tuple(parameter.shape)} in a group with "
+                    f"batch_dims {batch_dims}: {matrix_dims} dimensions are left, expected a "
+                    "vector or a matrix. Put it into a group whose batch_dims, 0 or more, counts "
+                    "the dimensions that only stack separate parameters."
                 )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; the others, and their moments, stay as they
-        are.
-        """
+        """Updates every parameter that has a gradient; the others and their moments stay."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for bucket in _buckets(self._pending()):
-            rounds = zip_longest(*(self._update(*pending) for pending in bucket), fillvalue=())
-            for parts in rounds:
-                sum_parts(chain.from_iterable(parts))
+
+        for bucket in _buckets(self._pending_updates()):
+            updates = [self._update(*pending) for pending in bucket]
+
+            # Each round takes all updates to their next sum over ranks.
+            for partial_sums in zip_longest(*updates, fillvalue=()):
+                sum_in_place(chain.from_iterable(partial_sums))
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,61 +155,100 @@ class Adafactor(torch.optim.Optimizer):
         bfloat16: here they keep the dtype that they were saved in.
         """
         super().load_state_dict(state_dict)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+
+        # Saved states are numbered in the order of the groups.
+        parameters: list[Tensor] = []
+        for group in self.param_groups:
+            parameters += group["params"]
+
+        # Once more, as they were saved.
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
-            self.state[parameter] = {
-                name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
-                for name, value in saved.items()
-            }
+            state = dict(saved)
+            for name, value in saved.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(parameter.device, copy=True)
+            self.state[parameter] = state
 
-    def _pending(self) -> Iterator[_Pending]:
-        """Yields what has a gradient, in the order of the groups."""
+    def _pending_updates(self) -> Iterator[_PendingUpdate]:
+        """Yields the parameters that have a gradient, in the order of the groups."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield _Pending(parameter, group, cut_of(parameter, group["batch_dims"]))
+                    sharding = matrix_sharding(parameter, group["batch_dims"])
+                    yield _PendingUpdate(parameter, group, sharding)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], cut: Cut) -> Sums:
+    def _update(
+        self, parameter: Tensor, group: dict[str, Any], sharding: MatrixSharding
+    ) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""
-        state, batch_dims = self.state[parameter], group["batch_dims"]
+        batch_dims = group["batch_dims"]
+        state = self.state[parameter]
         if not state:
-            state.update(_initial_state(parameter, group, cut))
-        precise, weight = _moment_dtype(parameter), local_part(parameter)
-        value = _as_matrix(weight, batch_dims).to(precise)
-        grad = _as_matrix(_local_gradient(parameter), batch_dims).to(precise)
+            state.update(_initial_state(parameter, group, sharding))
 
-        mixing_rate = (state["step"] + 1.0) ** -group["decay_exponent"]
+        # All of the step is at least float32, whatever the dtype of the parameter.
+        dtype = _moment_dtype(parameter)
+        shard = local_shard(parameter)
+        X = _as_matrix(shard, batch_dims).to(dtype)  # [..., n, m]
+        G = _as_matrix(_local_gradient(parameter), batch_dims).to(dtype)  # [..., n, m]
+
+        # 1 - beta2_t: the weight with which G_t^2 enters the moments.
+        new_weight = (state["step"] + 1.0) ** -group["decay_exponent"]
+
+        # U_t = G_t / sqrt(V_t)
+        epsilon1 = group["epsilon1"]
         if "v_row" in state:
-            update = yield from _normalise_factored(
-                grad, state, cut, mixing_rate, group["epsilon1"]
-            )
+            U = yield from _normalise_factored(G, state, sharding, new_weight, epsilon1)
         else:
-            update = _normalise(grad, state, mixing_rate, group["epsilon1"])
+            U = _normalise(G, state, new_weight, epsilon1)
         state["step"] += 1
 
-        scale, clipping = yield from _rms((value, update), batch_dims, cut)
-        scale.clamp_(min=group["epsilon2"])
-        clipping.div_(group["clipping_threshold"]).clamp_(min=1.0)
-        value.addcmul_(update, scale.div_(clipping), value=-group["lr"])
-        if value.data_ptr() != weight.data_ptr():
-            weight.copy_(value.view_as(weight))
+        # alpha_t = max(epsilon2, RMS(X_{t-1})) * lr, and the clipping max(1, RMS(U_t) / d).
+        rms_X, rms_U = yield from _rms((X, U), batch_dims, sharding)  # [..., 1, 1] each
+        scale = rms_X.clamp_(min=group["epsilon2"])
+        clipping = rms_U.div_(group["clipping_threshold"]).clamp_(min=1.0)
+
+        # X_t = X_{t-1} - alpha_t * U_t / max(1, RMS(U_t) / d)
+        X.addcmul_(U, scale.div_(clipping), value=-group["lr"])
+
+        # X was a copy where dtype or memory layout did not allow a view.
+        if X.data_ptr() != shard.data_ptr():
+            shard.copy_(X.view_as(shard))
 
 
-def _buckets(pending: Iterable[_Pending]) -> Iterator[list[_Pending]]:
-    """Yields what is updated together: one that needs no sums over ranks alone, the others as many
-    as are allowed.
+def _check_setting(name: str, value: float) -> None:
+    """Raises a ConfigError unless a setting is finite and large enough."""
+    bound = "above 0"
+    holds = 0 < value < math.inf
+    if name in ("lr", "epsilon2", "min_dim_size_to_factor"):
+        bound = "0 or more"
+        holds = 0 <= value < math.inf
+    if not holds:
+        raise ConfigError(f"Adafactor's {name} is {value!r}; expected a finite number {bound}.")
+
+
+def _buckets(pending: Iterable[_PendingUpdate]) -> Iterator[list[_PendingUpdate]]:
+    """Yields what is updated together.
+
+    A parameter that needs no sums over ranks comes alone, the others in buckets of at most
+    `MAX_BUCKET_ELEMENTS`.
     """
-    bucket, elements = [], 0
-    for item in pending:
-        if not item.cut.groups:
-            yield [item]
+    bucket: list[_PendingUpdate] = []
+    num_elements = 0
+    for update in pending:
+        if not update.sharding.groups:
+            yield [update]
             continue
-        if bucket and elements + item.cut.shard_elements > MAX_BUCKET_ELEMENTS:
+
+        # A bucket that would grow too large is closed first.
+        shard_elements = update.sharding.shard_elements
+        if bucket and num_elements + shard_elements > MAX_BUCKET_ELEMENTS:
             yield bucket
-            bucket, elements = [], 0
-        bucket.append(item)
-        elements += item.cut.shard_elements
+            bucket = []
+            num_elements = 0
+        bucket.append(update)
+        num_elements += shard_elements
     if bucket:
         yield bucket
 
@@ -213,9 +259,7 @@ def _moment_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _as_matrix(x: Tensor, batch_dims: int) -> Tensor:
-    """Returns <any>[..., R, C] with all rows in one dimension, in the same memory if it allows
-    that.
-    """
+    """Returns <any>[..., n, m] with all rows in one dimension, a view where memory allows it."""
     return x.flatten(batch_dims, -2) if x.ndim - batch_dims > 2 else x
 
 
@@ -226,75 +270,170 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         placements = grad.placements if isinstance(grad, DTensor) else "on no mesh"
         assert placements == parameter.placements, (
-            f"a parameter placed as {parameter.placements} has a gradient that is placed as {placements}"
+            f"a parameter placed as {parameter.placements} has a gradient that is placed as "
+            f"{placements}"
         )
-    return local_part(grad)
+    return local_shard(grad)
 
 
-def _initial_state(parameter: Tensor, group: dict[str, Any], cut: Cut) -> dict[str, Any]:
-    """Returns step 0 and zero moments: `v_row` and `v_col` when the parameter is factored, else
-    `v`.
+def is_factored(shape: tuple[int, ...], batch_dims: int, min_dim_size: int) -> bool:
+    """Returns whether moments of rows and columns are kept in the place of all second moments.
+
+    Args:
+        shape: Shape of the whole parameter.
+        batch_dims: How many of its first dimensions count separate matrices.
+        min_dim_size: Rows and columns from which a matrix is factored; a stacked one always is.
     """
-    dims, batch_dims, dtype = (
-        tuple(range(parameter.ndim)),
-        group["batch_dims"],
-        _moment_dtype(parameter),
-    )
-    is_matrix = len(dims) - batch_dims >= 2
-    if is_matrix and (
-        batch_dims > 0 or min(cut.num_rows, cut.num_columns) >= group["min_dim_size_to_factor"]
-    ):
-        v_row = zeros_along(parameter, dims[:-1], dtype)
-        v_col = zeros_along(parameter, (*dims[:batch_dims], dims[-1]), dtype)
-        return {"step": 0, "v_row": v_row, "v_col": v_col}
-    return {"step": 0, "v": zeros_along(parameter, dims, dtype)}
+    matrix_shape = shape[batch_dims:]
+    if len(matrix_shape) < 2:
+        return False
+    num_rows = math.prod(matrix_shape[:-1])
+    num_columns = matrix_shape[-1]
+    return batch_dims > 0 or min(num_rows, num_columns) >= min_dim_size
 
 
-def _normalise(grad: Tensor, state: dict[str, Any], mixing_rate: float, epsilon: float) -> Tensor:
-    """Mixes <float>[...] grad^2 into `v` and returns grad / sqrt(v)."""
-    v = local_part(state["v"]).view_as(grad)
-    v.lerp_(grad.square().add_(epsilon), mixing_rate)
-    return v.rsqrt().mul_(grad)
+def _initial_state(
+    parameter: Tensor, group: dict[str, Any], sharding: MatrixSharding
+) -> dict[str, Any]:
+    """Returns step 0 and zero moments: R and C when the parameter is factored, else V."""
+    dims = tuple(range(parameter.ndim))
+    batch_dims = group["batch_dims"]
+    dtype = _moment_dtype(parameter)
+    if not is_factored(tuple(parameter.shape), batch_dims, group["min_dim_size_to_factor"]):
+        return {"step": 0, "v": zeros_with_dims(parameter, dims, dtype)}
+
+    # R has all dimensions but the columns, C all but the rows.
+    row_dims = dims[:-1]
+    column_dims = (*dims[:batch_dims], dims[-1])
+    return {
+        "step": 0,
+        "v_row": zeros_with_dims(parameter, row_dims, dtype),
+        "v_col": zeros_with_dims(parameter, column_dims, dtype),
+    }
+
+
+def _normalise(
+    G: Tensor,
+    state: dict[str, Any],
+    new_weight: float,
+    epsilon: float,
+) -> Tensor:
+    """Mixes G^2 <float>[...] into V and returns U = G / sqrt(V)."""
+    # V_t = beta2_t V_{t-1} + (1 - beta2_t) (G_t^2 + epsilon1)
+    V = local_shard(state["v"]).view_as(G)
+    V.lerp_(G.square().add_(epsilon), new_weight)
+    return V.rsqrt().mul_(G)
 
 
 def _normalise_factored(
-    grad: Tensor, state: dict[str, Any], cut: Cut, mixing_rate: float, epsilon: float
-) -> Sums:
-    """Mixes <float>[..., R, C] grad^2 into `v_row` and `v_col` and returns grad / sqrt(v_row v_col
-    / mean(v_row)).
-    """
-    squared = grad.square()
-    row_mean = _part_of_mean(squared, -1, cut.num_columns)
-    col_mean = _part_of_mean(squared, -2, cut.num_rows)
-    yield [(row_mean, cut.column_groups), (col_mean, cut.row_groups)]
-    v_row = local_part(state["v_row"]).view_as(row_mean).lerp_(row_mean.add_(epsilon), mixing_rate)
-    v_col = local_part(state["v_col"]).lerp_(col_mean.add_(epsilon), mixing_rate)
-    mean = _part_of_mean(v_row, -1, cut.num_rows).unsqueeze(-1)
-    yield [(mean, cut.row_groups)]
-    row_factor = v_row.div(mean).rsqrt_()
-    return torch.mul(grad, row_factor.unsqueeze(-1), out=squared).mul_(v_col.rsqrt().unsqueeze(-2))
+    G: Tensor,
+    state: dict[str, Any],
+    sharding: MatrixSharding,
+    new_weight: float,
+    epsilon: float,
+) -> SumsOverRanks:
+    """Mixes G^2 <float>[..., n, m] into R and C and returns U = G / sqrt(R C / mean(R))."""
+    # Means of G_t^2 over the columns of each row and over the rows of each column.
+    squared = G.square()
+    row_mean = _part_of_mean(squared, -1, sharding.num_columns)  # [..., n]
+    column_mean = _part_of_mean(squared, -2, sharding.num_rows)  # [..., m]
+    yield [
+        PartialSum(row_mean, sharding.column_groups),
+        PartialSum(column_mean, sharding.row_groups),
+    ]
+
+    # R_t = beta2_t R_{t-1} + (1 - beta2_t) mean(G_t^2 + epsilon1), and C_t likewise.
+    R = local_shard(state["v_row"]).view_as(row_mean)
+    R.lerp_(row_mean.add_(epsilon), new_weight)
+    C = local_shard(state["v_col"])
+    C.lerp_(column_mean.add_(epsilon), new_weight)
+
+    # V_t = R_t C_t / mean(R_t): the rank-one matrix with these means of rows and columns.
+    mean_R = _part_of_mean(R, -1, sharding.num_rows).unsqueeze(-1)  # [..., 1]
+    yield [PartialSum(mean_R, sharding.row_groups)]
+
+    # U_t = G_t / sqrt(V_t), written over the squares to spare memory.
+    row_factor = R.div(mean_R).rsqrt_().unsqueeze(-1)  # [..., n, 1]
+    column_factor = C.rsqrt().unsqueeze(-2)  # [..., 1, m]
+    return torch.mul(G, row_factor, out=squared).mul_(column_factor)
 
 
 def _part_of_mean(x: Tensor, dim: int, count: int) -> Tensor:
-    """Returns the mean of x over `dim`, which has `count` entries; of a shard, its share of that
-    mean.
-    """
+    """Returns the mean over `dim`, which has `count` entries in all; of a shard its share of it."""
     return x.mean(dim) if x.shape[dim] == count else x.sum(dim).div_(count)
 
 
-def _rms(tensors: tuple[Tensor, ...], batch_dims: int, cut: Cut) -> Sums:
-    """Returns the root mean square of each of <float>[..., R, C] over its matrices, as <float>[...,
-    1, 1].
-    """
+def _rms(
+    tensors: tuple[Tensor, ...],
+    batch_dims: int,
+    sharding: MatrixSharding,
+) -> SumsOverRanks:
+    """Returns the root mean square of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
     norms = [_norm(x, tuple(range(batch_dims, x.ndim))) for x in tensors]
-    if cut.groups:
-        yield [(norm.square_(), cut.groups) for norm in norms]
-        norms = [norm.sqrt_() for norm in norms]
-    return [norm.mul_((cut.num_rows * cut.num_columns) ** -0.5) for norm in norms]
+
+    # Sums of squares are added over ranks, roots are not.
+    if sharding.groups:
+        yield [PartialSum(norm.square_(), sharding.groups) for norm in norms]
+        for norm in norms:
+            norm.sqrt_()
+
+    # The norm over sqrt(n m).
+    size = sharding.num_rows * sharding.num_columns
+    for norm in norms:
+        norm.mul_(size**-0.5)
+    return norms
 
 
 def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Returns the root of the sum of squares over `dims`, which stay with size 1; over no
-    dimension, the magnitude.
-    """
+    """Returns the root of the sum of squares over `dims`, kept with size 1; of no dims, |x|."""
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
+
+
+# ---- what a step costs, before any rank exists ----
+
+
+def state_elements(layout: Layout, mesh: MeshConfig) -> int:
+    """Returns the numbers that a rank keeps for one parameter: R and C, or V."""
+    shape = layout.local_shape(mesh)
+    batch_dims = int(layout.expert)
+    if not is_factored(layout.shape, batch_dims, MIN_DIM_SIZE_TO_FACTOR):
+        return math.prod(shape)
+
+    # R has a number for each row, C one for each column, of every matrix.
+    row_moments = math.prod(shape[:-1])
+    column_moments = math.prod(shape[:batch_dims]) * shape[-1]
+    return row_moments + column_moments
+
+
+def summed_elements(
+    layout: Layout,
+    mesh: MeshConfig,
+) -> dict[tuple[str, ...], int]:
+    """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes."""
+    batch_dims = int(layout.expert)
+    last_dim = len(layout.shape) - 1
+    shape = layout.local_shape(mesh)
+    num_matrices = math.prod(shape[:batch_dims])
+
+    # The dimension that each group of axes shards.
+    sharded_dims: dict[tuple[str, ...], int] = {}
+    if layout.num_shards > 1:
+        sharded_dims[layout.fsdp_axes] = layout.shard_dim
+    if layout.tp_dim is not None:
+        sharded_dims[("tp",)] = layout.tp_dim
+
+    elements: dict[tuple[str, ...], int] = {}
+    for axes, dim in sharded_dims.items():
+        if dim < batch_dims:
+            continue  # every matrix is whole
+
+        # The squares of RMS(X) and RMS(U), of each matrix.
+        elements[axes] = 2 * num_matrices
+
+        # Sharded columns: means of rows. Sharded rows: means of columns, and the mean of R.
+        if is_factored(layout.shape, batch_dims, MIN_DIM_SIZE_TO_FACTOR):
+            if dim == last_dim:
+                elements[axes] += math.prod(shape[:-1])
+            else:
+                elements[axes] += num_matrices * (shape[-1] + 1)
+    return elements

@@ -4,7 +4,12 @@ from typing import Any
 
 from torch import nn
 
-EXPERT_STACKS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj", "experts.bias")
+EXPERT_STACKS = (
+    "experts.gate_up_proj",
+    "experts.up_proj",
+    "experts.down_proj",
+    "experts.bias",
+)
 """Endings of the names of parameters whose first dimension counts experts."""
 
 
@@ -17,8 +22,16 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     Returns:
         Groups with `params` and `batch_dims`: 1 for stacked experts, else 0.
     """
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    stacked = [p for name, p in trainable if name.endswith(EXPERT_STACKS)]
-    others = [p for name, p in trainable if not name.endswith(EXPERT_STACKS)]
-    groups = [{"params": others, "batch_dims": 0}, {"params": stacked, "batch_dims": 1}]
-    return [group for group in groups if group["params"]]
+    dense: list[nn.Parameter] = []
+    stacked: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = stacked if name.endswith(EXPERT_STACKS) else dense
+            group.append(parameter)
+
+    groups: list[dict[str, Any]] = []
+    if dense:
+        groups.append({"params": dense, "batch_dims": 0})
+    if stacked:
+        groups.append({"params": stacked, "batch_dims": 1})
+    return groups

@@ -25,7 +25,11 @@ def rsqrt(*, lr: float, warmup_steps: int) -> Schedule:
         ST-MoE (arXiv:2202.08906) §6.2; `truncated_rsqrt` of Mesh-TensorFlow, T5X pretrain.gin.
         Differs: no.
     """
-    return lambda step: lr / math.sqrt(max(step, warmup_steps, 1))
+
+    def rate(step: int) -> float:
+        return lr / math.sqrt(max(step, warmup_steps, 1))
+
+    return rate
 
 
 @SCHEDULES.register("constant")
@@ -40,7 +44,13 @@ def constant(*, lr: float, warmup_steps: int) -> Schedule:
         T5X fine-tuning default: 1e-3 after 1,000 warm-up steps. Differs: the first step has a rate
         above 0.
     """
-    return lambda step: lr * min(1.0, (step + 1) / max(1, warmup_steps))
+
+    # Step 0 is the first of the warm-up and learns already.
+    def rate(step: int) -> float:
+        warmed_up = (step + 1) / max(1, warmup_steps)
+        return lr * min(1.0, warmed_up)
+
+    return rate
 
 
 def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) -> Schedule:
@@ -58,4 +68,10 @@ def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) 
         )
     if cooldown_steps == 0:
         return schedule
-    return lambda step: schedule(step) * min(1.0, max(0.0, (total_steps - step) / cooldown_steps))
+
+    # The last step, total_steps - 1, still has one share of the rate.
+    def rate(step: int) -> float:
+        remaining = (total_steps - step) / cooldown_steps
+        return schedule(step) * min(1.0, max(0.0, remaining))
+
+    return rate

@@ -1,9 +1,8 @@
-"""Parameters that are cut over ranks: how, what a state beside them looks like, and sums over what
-is cut.
+"""Parameters that are sharded over ranks: state tensors beside them, and sums over the shards.
 
-A parameter is read as `<float>[..., R, C]`: batch dimensions, then one matrix. Columns are its last
-dimension, rows all the others. A DTensor holds a shard of that on each rank; everything else is
-whole.
+A parameter is read as `<float>[..., n, m]`: batch dimensions, then one matrix. Its last dimension
+counts the m columns, all the others together the n rows. A DTensor holds a shard of that on each
+rank; everything else is whole.
 """
 
 import math
@@ -17,21 +16,32 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from moe.distributed.sharding import local_shard
+
 Groups = tuple[ProcessGroup, ...]
 """One process group for each mesh axis that a sum runs over."""
 
-Part = tuple[Tensor, Groups]
-"""What this rank has of a sum, and the groups over which parts are added. Parts of no group are sums already."""
 
-
-class Cut(NamedTuple):
-    """The size of a parameter's matrices, and the ranks among which they are cut.
-
-    An axis that cuts a batch dimension is in no group: nothing is ever summed over it.
+class PartialSum(NamedTuple):
+    """What this rank has of a sum.
 
     Attributes:
-        num_rows: R of the whole matrix; 1 for a vector or a scalar.
-        num_columns: C of the whole matrix; 1 for a scalar.
+        part: <float>[...] replaced by the sum; see `sum_in_place`.
+        groups: Groups over which parts are added; without any the part is the sum already.
+    """
+
+    part: Tensor
+    groups: Groups
+
+
+class MatrixSharding(NamedTuple):
+    """The size of a parameter's matrices, and the ranks over which they are sharded.
+
+    An axis that shards a batch dimension is in no group: nothing is ever summed over it.
+
+    Attributes:
+        num_rows: n of the whole matrix; 1 for a vector or a scalar.
+        num_columns: m of the whole matrix; 1 for a scalar.
         row_groups: Ranks with other rows of the same matrix.
         column_groups: Ranks with other columns of the same matrix.
         shard_elements: Elements of a shard, rounded up, batch dimensions included; the same number
@@ -46,59 +56,78 @@ class Cut(NamedTuple):
 
     @property
     def groups(self) -> Groups:
-        """Ranks with another part of the same matrix."""
+        """Ranks with another shard of the same matrix."""
         return self.row_groups + self.column_groups
 
 
-def cut_of(parameter: Tensor, batch_dims: int) -> Cut:
-    """Returns how <float>[..., R, C] is cut, from its mesh and placements; no rank is asked.
+def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
+    """Returns how a parameter is sharded, by its mesh and placements; no rank is asked.
 
     Args:
-        parameter: DTensor on any mesh, each axis with `Replicate`, `Shard` or the strided shard of
-            FSDP; or a tensor.
+        parameter: <float>[..., n, m] DTensor on any mesh, each axis with `Replicate`, `Shard` or
+            the strided shard of FSDP; or a tensor.
         batch_dims: How many of its first dimensions count separate matrices.
     """
-    num_rows, num_columns = (
-        math.prod(parameter.shape[batch_dims:-1]),
-        math.prod(parameter.shape[batch_dims:][-1:]),
-    )
+    # A vector is one row, a scalar one row of one column.
+    matrix_shape = parameter.shape[batch_dims:]
+    num_rows = math.prod(matrix_shape[:-1])
+    num_columns = math.prod(matrix_shape[-1:])
     if not isinstance(parameter, DTensor):
-        return Cut(num_rows, num_columns)
-    mesh, row_groups, column_groups, num_shards = parameter.device_mesh, [], [], 1
+        return MatrixSharding(num_rows, num_columns)
+
+    mesh = parameter.device_mesh
+    row_groups: list[ProcessGroup] = []
+    column_groups: list[ProcessGroup] = []
+    num_shards = 1
     for axis, placement in enumerate(parameter.placements):
-        dim = _cut_dim(placement)
+        dim = _sharded_dim(placement)
         if dim is None or mesh.size(axis) == 1:
             continue
         num_shards *= mesh.size(axis)
-        if dim >= batch_dims:
-            groups = column_groups if dim == parameter.ndim - 1 else row_groups
-            groups.append(mesh.get_group(axis))
-    shard_elements = math.ceil(parameter.numel() / num_shards)
-    return Cut(num_rows, num_columns, tuple(row_groups), tuple(column_groups), shard_elements)
+
+        # A sharded batch dimension leaves every matrix whole.
+        if dim == parameter.ndim - 1 and dim >= batch_dims:
+            column_groups.append(mesh.get_group(axis))
+        elif dim >= batch_dims:
+            row_groups.append(mesh.get_group(axis))
+
+    return MatrixSharding(
+        num_rows=num_rows,
+        num_columns=num_columns,
+        row_groups=tuple(row_groups),
+        column_groups=tuple(column_groups),
+        shard_elements=math.ceil(parameter.numel() / num_shards),
+    )
 
 
-def local_part(x: Tensor) -> Tensor:
-    """Returns what this rank holds of <any>[...], in the same memory; call it without gradients."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def zeros_along(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def zeros_with_dims(
+    parameter: Tensor,
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns zeros <dtype>[...] with some dimensions of a parameter, placed as these are.
 
-    Beside a DTensor stands a DTensor, replicated over the axes that cut one of the other
+    Beside a DTensor stands a DTensor, replicated over the axes that shard one of the other
     dimensions, so that `torch.distributed.checkpoint` can save it and bring it to another mesh.
 
     Args:
-        parameter: Any tensor.
+        parameter: <any>[...] any tensor.
         dims: Its dimensions to keep, in order.
-        dtype: Of the zeros.
+        dtype: Dtype of the zeros.
     """
-    local = local_part(parameter)
-    zeros = torch.zeros([local.shape[dim] for dim in dims], dtype=dtype, device=local.device)
+    local = local_shard(parameter)
+    local_shape = [local.shape[dim] for dim in dims]
+    zeros = torch.zeros(local_shape, dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    whole = torch.empty([parameter.shape[dim] for dim in dims], device="meta")
-    placements = [_along(placement, dims) for placement in parameter.placements]
+
+    # An empty meta tensor knows the strides of the whole.
+    whole_shape = [parameter.shape[dim] for dim in dims]
+    whole = torch.empty(whole_shape, device="meta")
+
+    placements: list[Placement] = []
+    for placement in parameter.placements:
+        placements.append(_placement_with_dims(placement, dims))
     return DTensor.from_local(
         zeros,
         parameter.device_mesh,
@@ -109,39 +138,50 @@ def zeros_along(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) ->
     )
 
 
-def sum_parts(parts: Iterable[Part]) -> None:
+def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
     """Replaces each part by the sum over its groups, in one exchange for each group and dtype.
 
     Every rank of a group must come with parts of the same sizes in the same order.
     """
-    by_group: dict[tuple[str, torch.dtype], tuple[ProcessGroup, list[Tensor]]] = {}
-    for part, groups in parts:
-        for group in groups:
-            by_group.setdefault((group.group_name, part.dtype), (group, []))[1].append(part)
-    for group, tensors in by_group.values():
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat, group=group)
-        for tensor, total in zip(
-            tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-        ):
-            tensor.copy_(total.view_as(tensor))
+    # Parts of one group and dtype share an exchange, in the order in which they come.
+    groups: dict[str, ProcessGroup] = {}
+    parts_by_exchange: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    for part, part_groups in partial_sums:
+        for group in part_groups:
+            groups[group.group_name] = group
+            exchange = (group.group_name, part.dtype)
+            parts_by_exchange.setdefault(exchange, []).append(part)
+
+    for (group_name, _), parts in parts_by_exchange.items():
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=groups[group_name])
+
+        # Each part gets its piece of the sum back.
+        start = 0
+        for part in parts:
+            end = start + part.numel()
+            part.copy_(flat[start:end].view_as(part))
+            start = end
 
 
-def _cut_dim(placement: Placement) -> int | None:
-    """Returns the dimension that an axis cuts, None for none."""
+def _sharded_dim(placement: Placement) -> int | None:
+    """Returns the dimension that an axis shards; None for none."""
     if isinstance(placement, Shard | _StridedShard):
         return placement.dim
     assert isinstance(placement, Replicate), (
-        f"a parameter is cut or replicated, but its placement is {placement}"
+        f"a parameter is sharded or replicated, but its placement is {placement}"
     )
     return None
 
 
-def _along(placement: Placement, dims: tuple[int, ...]) -> Placement:
+def _placement_with_dims(placement: Placement, dims: tuple[int, ...]) -> Placement:
     """Returns the placement of a tensor that has only `dims` of another one."""
-    dim = _cut_dim(placement)
+    dim = _sharded_dim(placement)
     if dim not in dims:
         return Replicate()
+
+    # The dimension has another number among those that are kept.
+    new_dim = dims.index(dim)
     if isinstance(placement, _StridedShard):
-        return _StridedShard(dims.index(dim), split_factor=placement.split_factor)
-    return Shard(dims.index(dim))
+        return _StridedShard(new_dim, split_factor=placement.split_factor)
+    return Shard(new_dim)

@@ -1,8 +1,5 @@
-"""Bytes that a rank holds beside activations: parameters, gradients, optimizer state, and what FSDP
-gathers.
-"""
+"""Bytes that a rank holds beside activations: parameters, gradients, optimizer state, gathered units."""
 
-import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -10,11 +7,10 @@ from typing import NamedTuple
 
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
-from moe.optim.adafactor import Adafactor
+from moe.optim.optimizers import OPTIMIZERS
+from moe.planning.workload import FLOAT32_BYTES
 
-_WIDE = 4
-"""Bytes of a number in parameters, gradients and states: float32."""
-
+_BFLOAT16_BYTES = 2
 _BLOCK = re.compile(r"(.*\.blocks\.\d+)\.")
 
 
@@ -22,21 +18,25 @@ class Unit(NamedTuple):
     """Parameters that FSDP gathers and reduces together.
 
     Attributes:
-        name: Of the module.
-        root: Whether it is the root, which stays gathered from its forward to its backward pass.
-        layouts: Of its parameters.
-        gathered_bytes: Of a number as it is gathered; gradients are reduced in float32 all the
-            same.
+        block: Name of the block that it lies in; empty for the root, which stays gathered from its
+            forward to its backward pass.
+        layouts: Layouts of its parameters.
+        gathered_bytes: Bytes of a number as it is gathered; gradients are reduced in float32 all
+            the same.
     """
 
-    name: str
-    root: bool
+    block: str
     layouts: tuple[Layout, ...]
     gathered_bytes: int
 
     @property
+    def is_root(self) -> bool:
+        """Whether it is the root."""
+        return not self.block
+
+    @property
     def num_shards(self) -> int:
-        """Ranks among which it is cut."""
+        """Ranks over which it is sharded."""
         return self.layouts[0].num_shards
 
     def shard_numel(self, mesh: MeshConfig) -> int:
@@ -49,35 +49,38 @@ class Unit(NamedTuple):
 
 
 def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool) -> list[Unit]:
-    """Returns the units of FSDP as `moe.models.parallelize` makes them; none when there is one data
-    rank.
+    """Returns the units of FSDP as `moe.models.parallelize` makes them; none for one data rank.
 
     Args:
-        layouts: By name of parameter.
+        layouts: Layouts by name of parameter.
         mesh: Sizes.
         bfloat16: Whether blocks and experts are gathered in bfloat16; their routers are units of
             their own then.
     """
     if mesh.num_data_ranks == 1:
         return []
+
     members: dict[tuple[str, str], list[Layout]] = {}
     for name, layout in layouts.items():
-        block = _BLOCK.match(name)
         if layout.expert and mesh.dp_replicate * mesh.dp_shard == 1:
             continue  # its rank is the only one that holds it
-        kind = (
-            "experts" if layout.expert else "router" if bfloat16 and layout.rule == "router" else ""
-        )
-        members.setdefault((block[1] if block else "", kind), []).append(layout)
-    return [
-        Unit(
-            f"{block}.{kind}".strip("."),
-            not block,
-            tuple(own),
-            2 if bfloat16 and block and kind != "router" else 4,
-        )
-        for (block, kind), own in members.items()
-    ]
+
+        # The experts of a block are a unit inside the block's; a float32 router another.
+        unit_name = ""
+        if layout.expert:
+            unit_name = "experts"
+        elif bfloat16 and layout.rule == "router":
+            unit_name = "router"
+        block = _BLOCK.match(name)
+        block_name = block[1] if block else ""
+        members.setdefault((block_name, unit_name), []).append(layout)
+
+    units: list[Unit] = []
+    for (block_name, unit_name), unit_layouts in members.items():
+        in_bfloat16 = bfloat16 and block_name != "" and unit_name != "router"
+        gathered_bytes = _BFLOAT16_BYTES if in_bfloat16 else FLOAT32_BYTES
+        units.append(Unit(block_name, tuple(unit_layouts), gathered_bytes))
+    return units
 
 
 def parameter_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig) -> int:
@@ -85,33 +88,21 @@ def parameter_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig) -> int:
 
     It is the rank with the first shards, which are the largest where a size does not divide.
     """
-    return _WIDE * sum(math.prod(layout.local_shape(mesh)) for layout in layouts.values())
+    numel = sum(math.prod(layout.local_shape(mesh)) for layout in layouts.values())
+    return FLOAT32_BYTES * numel
 
 
 def optimizer_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig, optimizer: str) -> int:
-    """Returns the bytes of a rank's optimizer state."""
-    if optimizer != "adafactor":
-        return 2 * parameter_bytes(layouts, mesh)
-    total = 0
-    for layout in layouts.values():
-        local, batch = layout.local_shape(mesh), int(layout.expert)
-        if is_factored(layout):
-            total += math.prod(local[:-1]) + math.prod((*local[:batch], local[-1]))
-        else:
-            total += math.prod(local)
-    return _WIDE * total
+    """Returns the bytes of a rank's optimizer state.
 
-
-def is_factored(layout: Layout) -> bool:
-    """Returns whether Adafactor keeps the moments of rows and columns instead of all of a
-    parameter's.
+    Args:
+        layouts: Layouts by name of parameter.
+        mesh: Sizes.
+        optimizer: A name in OPTIMIZERS.
     """
-    batch = int(layout.expert)
-    own, least = (
-        layout.shape[batch:],
-        inspect.signature(Adafactor).parameters["min_dim_size_to_factor"].default,
-    )
-    return len(own) >= 2 and (batch > 0 or min(math.prod(own[:-1]), own[-1]) >= least)
+    spec = OPTIMIZERS.get(optimizer)
+    numel = sum(spec.state_elements(layout, mesh) for layout in layouts.values())
+    return FLOAT32_BYTES * numel
 
 
 def gathered_bytes(
@@ -119,38 +110,52 @@ def gathered_bytes(
 ) -> int:
     """Returns the bytes of whole parameters and gradients that a rank holds for a while.
 
-    Under FSDP: the root and its gradient; of the largest block its parameters, those of the block
-    that is gathered ahead, its gradient, and the copy of that which is reduced; with accumulation
-    the gradients of all units, whole and in float32, since they are reduced once, in the last
-    backward pass. Without FSDP, or where it does not reach, bfloat16 costs a copy of the weights of
-    all products, as autocast keeps it.
-
     Args:
-        layouts: By name of parameter.
+        layouts: Layouts by name of parameter.
         mesh: Sizes.
-        bfloat16: Whether products are in bfloat16.
+        bfloat16: Whether matrix products are in bfloat16.
         accumulates: Whether an update has several backward passes.
     """
     units = fsdp_units(layouts, mesh, bfloat16=bfloat16)
-    reached = {id(layout) for unit in units if not unit.root for layout in unit.layouts}
-    alone = (
-        layout
-        for layout in layouts.values()
-        if id(layout) not in reached and _is_multiplied(layout)
-    )
-    total = 2 * sum(math.prod(layout.gathered_shape(mesh)) for layout in alone) if bfloat16 else 0
-    blocks: dict[str, int] = {}
+    total = _autocast_copies(layouts, units, mesh) if bfloat16 else 0
+
+    bytes_by_block: dict[str, int] = {}
     for unit in units:
         numel = unit.numel(mesh)
+
+        # Gradients are reduced once, in the last backward pass: until then they are kept whole.
         if accumulates:
-            total += _WIDE * numel
-        if unit.root:
-            total += _WIDE * numel * (1 if accumulates else 2)
-        else:
-            block = _BLOCK.match(f"{unit.name}.")
-            assert block is not None, "every unit but the root lies in a block"
-            blocks[block[1]] = blocks.get(block[1], 0) + numel * (3 * unit.gathered_bytes + _WIDE)
-    return total + max(blocks.values(), default=0)
+            total += FLOAT32_BYTES * numel
+
+        # The root and its gradient.
+        if unit.is_root:
+            total += FLOAT32_BYTES * numel * (1 if accumulates else 2)
+            continue
+
+        # Parameters of the block and of the one that is gathered ahead, its gradient, and the copy
+        # of that which is reduced.
+        block_bytes = numel * (3 * unit.gathered_bytes + FLOAT32_BYTES)
+        bytes_by_block[unit.block] = bytes_by_block.get(unit.block, 0) + block_bytes
+
+    # One block is at work at a time.
+    return total + max(bytes_by_block.values(), default=0)
+
+
+def _autocast_copies(layouts: Mapping[str, Layout], units: list[Unit], mesh: MeshConfig) -> int:
+    """Returns the bytes of bfloat16 copies of weights that no block's unit gathers in bfloat16.
+
+    Autocast keeps a copy of the weights of all products.
+    """
+    gathered_in_bfloat16: set[int] = set()
+    for unit in units:
+        if not unit.is_root:
+            gathered_in_bfloat16.update(id(layout) for layout in unit.layouts)
+
+    numel = 0
+    for layout in layouts.values():
+        if _is_multiplied(layout) and id(layout) not in gathered_in_bfloat16:
+            numel += math.prod(layout.gathered_shape(mesh))
+    return _BFLOAT16_BYTES * numel
 
 
 def _is_multiplied(layout: Layout) -> bool:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from moe.checks import check
 from moe.planning.plan import Plan, seconds_of
-from moe.planning.traffic import group_size
+from moe.planning.traffic import Transfer, group_size
 
-_UNITS = {
+_BYTES_BY_UNIT = {
     "B": 1,
     "KIB": 2**10,
     "MIB": 2**20,
@@ -17,7 +17,7 @@ _UNITS = {
     "MB": 10**6,
     "GB": 10**9,
 }
-_MOST_BYTES = 10**6 * 2**40
+_MAX_BYTES = 10**6 * 2**40
 
 
 def parse_bytes(text: str) -> int:
@@ -26,86 +26,130 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: When it means none.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, flags=re.IGNORECASE)
-    known = match is not None and match[2].upper() in _UNITS
-    num_bytes = float(match[1]) * _UNITS[match[2].upper()] if match is not None and known else 0.0
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*"
+    match = re.fullmatch(pattern, text, flags=re.IGNORECASE)
+
+    # A unit that nobody uses, e.g. TB, counts no bytes and is refused below.
+    num_bytes = 0.0
+    if match is not None:
+        num_bytes = float(match[1]) * _BYTES_BY_UNIT.get(match[2].upper(), 0)
+
     expected = (
         "a number above 0 and a unit, e.g. 80GiB, of at most 1,000,000 TiB (no device has more)"
     )
-    check(0 < num_bytes <= _MOST_BYTES, "A size of memory", text, expected)
+    check(0 < num_bytes <= _MAX_BYTES, "A size of memory", text, expected)
     return int(num_bytes)
 
 
 def show_bytes(number: float) -> str:
     """Returns bytes in the largest binary unit in which there is one at least, e.g. `1.50 GiB`."""
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if number >= _UNITS[unit.upper()]), "B")
-    return f"{number / _UNITS[unit.upper()]:,.{0 if unit == 'B' else 2}f} {unit}"
+    for unit in ("GiB", "MiB", "KiB"):
+        size = _BYTES_BY_UNIT[unit.upper()]
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,.0f} B"
 
 
 def show_plan(plan: Plan, title: str, memory: int | None) -> str:
-    """Returns a plan as a table; `memory` are the bytes of a device, None for no verdict."""
-    return "\n".join((*_head(plan, title), "", *_memory(plan, memory), "", *_transfers(plan)))
+    """Returns a plan as a table.
+
+    Args:
+        plan: What to show.
+        title: Name of what is planned.
+        memory: Bytes of a device; None for no verdict.
+    """
+    lines = list(_summary_lines(plan, title))
+    lines.append("")
+    lines += _memory_lines(plan, memory)
+    lines.append("")
+    lines += _transfer_lines(plan)
+    return "\n".join(lines)
 
 
-def _head(plan: Plan, title: str) -> Iterator[str]:
+def _summary_lines(plan: Plan, title: str) -> Iterator[str]:
     """Yields what is planned."""
-    work, rows = plan.workload, plan.workload.rows_of_rank(plan.mesh)
+    work = plan.workload
+    rows = work.rows_of_rank(plan.mesh)
+    rows_of_pass = work.rows_of_pass(plan.mesh)
+    lengths = f"{work.inputs_length} + {work.targets_length}"
     checkpointing = ", activation checkpointing" if work.activation_checkpointing else ""
+
     yield f"{title} on {plan.mesh}: {plan.mesh.num_ranks:,} ranks"
-    yield f"parameters            {plan.num_parameters:,}; a token uses {plan.num_active_parameters:,}"
-    yield f"update                {work.batch_size:,} sequences of {work.inputs_length} + {work.targets_length} tokens"
-    yield f"each data rank        {rows:,} sequences, {work.rows_of_pass(plan.mesh):,} in a pass"
+    yield (
+        f"parameters            {plan.num_parameters:,}; "
+        f"a token uses {plan.num_active_parameters:,}"
+    )
+    yield f"update                {work.batch_size:,} sequences of {lengths} tokens"
+    yield f"each data rank        {rows:,} sequences, {rows_of_pass:,} in a pass"
     yield f"precision             {work.precision}, {work.optimizer}{checkpointing}"
     yield f"training FLOPs/token  {plan.flops_per_token:.4g}"
     yield f"forward FLOPs/seq.    {plan.flops_per_sequence:.4g}"
 
 
-def _memory(plan: Plan, memory: int | None) -> Iterator[str]:
+def _memory_lines(plan: Plan, memory: int | None) -> Iterator[str]:
     """Yields the bytes of a rank, and whether they fit."""
     kept = plan.activations
-    yield "memory of a rank"
-    for name, number in {
+    bytes_by_part = {
         "parameters": plan.parameters,
         "gradients": plan.gradients,
         "optimizer": plan.optimizer,
         "gathered for a while": plan.gathered,
         "activations": kept.saved + kept.held,
         "one block again": kept.recomputed,
-    }.items():
-        if number:
-            yield f"  {name:<22}{show_bytes(number):>12}"
+    }
+    yield "memory of a rank"
+    for name, num_bytes in bytes_by_part.items():
+        if num_bytes:
+            yield f"  {name:<22}{show_bytes(num_bytes):>12}"
+
+    # The sum, and the verdict when the device is known.
     verdict = ""
     if memory is not None:
-        fits = plan.memory <= memory
-        verdict = f"  {'fits into' if fits else 'does NOT fit into'} {show_bytes(memory)}"
+        fits = "fits into" if plan.memory <= memory else "does NOT fit into"
+        verdict = f"  {fits} {show_bytes(memory)}"
     yield f"  {'in all':<22}{show_bytes(plan.memory):>12}{verdict}"
 
 
-def _transfers(plan: Plan) -> Iterator[str]:
+def _transfer_lines(plan: Plan) -> Iterator[str]:
     """Yields what a rank sends in an update, by axis, and how long at assumed speeds."""
     yield f"{'a rank sends in an update':<28}{'over':<18}{'ranks':>7}{'bytes':>14}{'seconds':>10}"
-    for transfer in sorted(plan.transfers, key=lambda item: -item.num_bytes):
-        size, seconds = group_size(transfer.axis, plan.mesh), seconds_of(transfer, plan.mesh)
+
+    # The most bytes first.
+    total = 0.0
+    for transfer in sorted(plan.transfers, key=_fewest_bytes_last):
+        total += transfer.num_bytes
+        size = group_size(transfer.axis, plan.mesh)
         amount = show_bytes(transfer.num_bytes)
-        yield f"  {transfer.what:<26}{transfer.axis:<18}{size:>7,}{amount:>14}{seconds:>10.3g}"
-    total = sum(transfer.num_bytes for transfer in plan.transfers)
+        seconds = seconds_of(transfer, plan.mesh)
+        kind = f"  {transfer.what:<26}{transfer.axis:<18}"
+        yield f"{kind}{size:>7,}{amount:>14}{seconds:>10.3g}"
+
     yield f"  {'in all':<51}{show_bytes(total):>14}{plan.seconds:>10.3g}"
 
 
+def _fewest_bytes_last(transfer: Transfer) -> float:
+    return -transfer.num_bytes
+
+
 def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
-    """Returns plans, the best first, as a table of at most so many lines, for devices of so many
-    bytes.
+    """Returns plans, the best first, as a table.
+
+    Args:
+        plans: In the order in which they are shown.
+        memory: Bytes of a device.
+        most: Most plans to show.
     """
-    lines = [
-        f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}{'rows/pass':>11}{'memory':>13}{'fits':>6}{'seconds':>10}"
-    ]
+    names = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}"
+    lines = [f"{names}{'rows/pass':>11}{'memory':>13}{'fits':>6}{'seconds':>10}"]
     for plan in plans[:most]:
-        mesh, rows = plan.mesh, plan.workload.rows_of_pass(plan.mesh)
+        mesh = plan.mesh
+        rows = plan.workload.rows_of_pass(mesh)
+        needed = show_bytes(plan.memory)
         fits = "yes" if plan.memory <= memory else "no"
         sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
-        lines.append(
-            f"{sizes}{rows:>11}{show_bytes(plan.memory):>13}{fits:>6}{plan.seconds:>10.3g}"
-        )
-    fitting = sum(plan.memory <= memory for plan in plans)
-    lines.append(f"{len(plans):,} meshes, of which {fitting:,} fit into {show_bytes(memory)}.")
+        lines.append(f"{sizes}{rows:>11}{needed:>13}{fits:>6}{plan.seconds:>10.3g}")
+
+    # Also of those that are not shown.
+    num_fitting = sum(plan.memory <= memory for plan in plans)
+    lines.append(f"{len(plans):,} meshes, of which {num_fitting:,} fit into {show_bytes(memory)}.")
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Bytes that one rank sends in one update, by what they are for and by the axis of the mesh that
-they cross.
+"""Bytes that one rank sends in one update, by what they are for and the mesh axis that they cross.
 
 What is sent to n ranks is counted as it leaves this one, whatever route the backend takes: a gather
 sends the own shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
@@ -9,17 +8,20 @@ itself. Rows are taken to be spread evenly over experts.
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
-from moe.models.configuration import STMoEConfig
-from moe.planning.memory import Unit, fsdp_units, is_factored
-from moe.planning.workload import StackPass, Workload, stack_passes
-from moe.sparse.router import load_routers
+from moe.models.attention import Attention
+from moe.models.blocks import FeedForward
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.optim.optimizers import OPTIMIZERS, OptimizerSpec
+from moe.planning.memory import Unit, fsdp_units
+from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, stack_passes
 
-_WIDE, _LONG = 4, 8
-"""Bytes of float32, and of int64 and float64."""
+_LONG_BYTES = 8
+"""Bytes of int64 and float64."""
 
 AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -33,6 +35,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "all ranks": ("dp_replicate", "dp_shard", "ep", "tp"),
 }
 """Groups of ranks that something crosses, by the axes of the mesh that they span."""
+
+_NAMES = {axes: name for name, axes in AXES.items()}
 
 
 class Transfer(NamedTuple):
@@ -49,16 +53,31 @@ class Transfer(NamedTuple):
     num_bytes: float
 
 
+class PassCounts(NamedTuple):
+    """How often passes run in an update.
+
+    Attributes:
+        backward: Backward passes.
+        forward: Forward passes; twice as many when the balance loss needs the shares of all before
+            it starts.
+        recomputed: Forward passes that activation checkpointing repeats.
+    """
+
+    backward: int
+    forward: int
+    recomputed: int
+
+
 def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
     """Returns the size of every simple axis, `ep` also by its two levels."""
-    inside = mesh.ep // mesh.ep_nodes
-    simple = {
+    return {
         "dp_replicate": mesh.dp_replicate,
         "dp_shard": mesh.dp_shard,
         "ep": mesh.ep,
         "tp": mesh.tp,
+        "ep inside": mesh.ep // mesh.ep_nodes,
+        "ep across": mesh.ep_nodes,
     }
-    return {**simple, "ep inside": inside, "ep across": mesh.ep_nodes}
 
 
 def group_size(axis: str, mesh: MeshConfig) -> int:
@@ -68,164 +87,191 @@ def group_size(axis: str, mesh: MeshConfig) -> int:
 
 
 def traffic(
-    config: STMoEConfig, layouts: Mapping[str, Layout], workload: Workload, mesh: MeshConfig
+    model: STMoEForConditionalGeneration,
+    layouts: Mapping[str, Layout],
+    workload: Workload,
+    mesh: MeshConfig,
 ) -> tuple[Transfer, ...]:
-    """Returns everything that one rank sends in one update, equal kinds added up; what sends
-    nothing is left out.
+    """Returns everything that one rank sends in one update, equal kinds added up.
+
+    What sends nothing is left out.
 
     Args:
-        config: Of the model.
-        layouts: By name of parameter.
+        model: Whole or on a mesh, on any device.
+        layouts: Layouts by name of parameter.
         workload: Rows, lengths, precision, checkpointing.
         mesh: Sizes.
     """
-    stacks = stack_passes(config, workload, mesh)
-    passes = workload.num_passes(mesh)
-    counts_first = config.balance_scope in ("ranks", "global") and passes * mesh.num_data_ranks > 1
-    times = _Times(
-        passes,
-        passes * (2 if counts_first else 1),
-        passes if workload.activation_checkpointing else 0,
+    stacks = stack_passes(model, workload, mesh)
+    num_passes = workload.num_passes(mesh)
+
+    # A balance loss over more than one pass needs all counts first: a forward pass of its own.
+    is_wide = model.config.balance_scope in ("ranks", "global")
+    counts_first = is_wide and num_passes * mesh.num_data_ranks > 1
+    num_balance_totals = num_passes if counts_first else 0
+    passes = PassCounts(
+        backward=num_passes,
+        forward=num_passes + num_balance_totals,
+        recomputed=num_passes if workload.activation_checkpointing else 0,
     )
-    found: dict[tuple[str, str], float] = {}
-    for part in (
-        _units(fsdp_units(layouts, mesh, bfloat16=workload.precision == "bfloat16"), mesh, times),
-        *(_exchange(config, stack, workload.product_bytes, mesh, times) for stack in stacks),
-        *(
-            _tensor_parallel(config, stack, stacks[0], workload.product_bytes, mesh, times)
-            for stack in stacks
-        ),
-        _optimizer(layouts, mesh) if workload.optimizer == "adafactor" else (),
-        _statistics(config, stacks, mesh, passes if counts_first else 0),
-    ):
-        for what, axis, num_bytes in part:
-            found[what, axis] = found.get((what, axis), 0.0) + num_bytes
-    return tuple(Transfer(*key, num_bytes) for key, num_bytes in found.items() if num_bytes)
+
+    # Each part in the order in which an update comes to it first.
+    units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
+    parts = [_fsdp_transfers(units, mesh, passes)]
+    for stack in stacks:
+        parts.append(_expert_transfers(stack, mesh, passes))
+    for stack in stacks:
+        parts.append(_tensor_parallel_transfers(stack, mesh, passes))
+    optimizer = OPTIMIZERS.get(workload.optimizer)
+    parts.append(_optimizer_transfers(optimizer, layouts, mesh))
+    parts.append(_statistics_transfers(stacks, mesh, num_balance_totals))
+
+    # Equal kinds added up.
+    totals: dict[tuple[str, str], float] = {}
+    for transfer in chain.from_iterable(parts):
+        kind = (transfer.what, transfer.axis)
+        totals[kind] = totals.get(kind, 0.0) + transfer.num_bytes
+    return tuple(Transfer(*kind, total) for kind, total in totals.items() if total)
 
 
-class _Times(NamedTuple):
-    """How often things run in an update.
-
-    Attributes:
-        backward: Backward passes.
-        forward: Forward passes; twice as many when the balance loss needs the shares of all before
-            it starts.
-        again: Forward passes that activation checkpointing repeats.
-    """
-
-    backward: int
-    forward: int
-    again: int
-
-
-def _all_reduce(num_bytes: float, axis: str, mesh: MeshConfig) -> float:
+def _all_reduce(what: str, axis: str, num_bytes: float, mesh: MeshConfig) -> Transfer:
     """Returns what a rank sends in an all-reduce of so many bytes."""
     size = group_size(axis, mesh)
-    return 2 * num_bytes * (size - 1) / size
+    return Transfer(what, axis, 2 * num_bytes * (size - 1) / size)
 
 
-def _units(units: list[Unit], mesh: MeshConfig, times: _Times) -> Iterator[Transfer]:
+def _fsdp_transfers(
+    units: list[Unit],
+    mesh: MeshConfig,
+    passes: PassCounts,
+) -> Iterator[Transfer]:
     """Yields gathers of parameters and reductions of gradients.
 
-    A unit is gathered for each forward and each backward pass, which includes what activation
-    checkpointing runs again; the root stays from one to the other. Gradients are reduced in
-    float32, once, in the last backward pass.
+    Gradients are reduced in float32, once, in the last backward pass.
     """
     for unit in units:
-        axis = "dp_shard" if unit.layouts[0].expert else "dp_shard x ep"
-        shard, others = unit.shard_numel(mesh), unit.num_shards - 1
-        gathers = times.backward if unit.root else times.forward + times.backward
-        yield Transfer("parameter gathers", axis, gathers * shard * others * unit.gathered_bytes)
-        yield Transfer("gradient reduce-scatter", axis, shard * others * _WIDE)
-        yield Transfer(
-            "gradient all-reduce", "dp_replicate", _all_reduce(shard * _WIDE, "dp_replicate", mesh)
-        )
+        axis = _NAMES[unit.layouts[0].fsdp_axes]
+        shard_numel = unit.shard_numel(mesh)
+        num_others = unit.num_shards - 1
+
+        # A unit is gathered for each forward and each backward pass, which includes what activation
+        # checkpointing runs again; the root stays from one to the other.
+        num_gathers = passes.backward
+        if not unit.is_root:
+            num_gathers += passes.forward
+        shard_bytes = shard_numel * unit.gathered_bytes
+        yield Transfer("parameter gathers", axis, num_gathers * shard_bytes * num_others)
+
+        # Over the shards first; then each shard over its replicas.
+        gradient_bytes = shard_numel * FLOAT32_BYTES
+        yield Transfer("gradient reduce-scatter", axis, gradient_bytes * num_others)
+        yield _all_reduce("gradient all-reduce", "dp_replicate", gradient_bytes, mesh)
 
 
-def _exchange(
-    config: STMoEConfig, stack: StackPass, width: int, mesh: MeshConfig, times: _Times
-) -> Iterator[Transfer]:
-    """Yields exchanges of rows and of their counts: to the experts and back, forwards and
-    backwards.
-    """
-    journeys = 2 * (times.forward + times.again + times.backward)
-    tellings = times.forward + times.again if config.dispatch == "ragged" else 0
-    levels = ("ep inside a node", "ep across nodes") if mesh.ep_nodes > 1 else ("ep",)
-    for axis in levels:
-        size = group_size(axis, mesh)
-        leaving = stack.num_sparse * (size - 1) / size
-        yield Transfer(
-            "rows to experts and back",
-            axis,
-            leaving * journeys * stack.expert_rows * config.d_model * width,
-        )
-        yield Transfer("counts of rows", axis, leaving * tellings * config.num_experts * _LONG)
-
-
-def _tensor_parallel(
-    config: STMoEConfig,
+def _expert_transfers(
     stack: StackPass,
-    encoder: StackPass,
-    width: int,
     mesh: MeshConfig,
-    times: _Times,
+    passes: PassCounts,
 ) -> Iterator[Transfer]:
-    """Yields all-reduces over `tp`: of every layer's output, forwards, and of its input's gradient,
-    backwards.
+    """Yields exchanges of rows and of their counts: to the experts and back, both ways."""
+    if not stack.sparse_layers:
+        return
+    config = stack.sparse_layers[0].config
+    num_layers = len(stack.sparse_layers)
+
+    # Rows go to the experts and back in every pass; their counts, if ragged, only forwards.
+    num_forward = passes.forward + passes.recomputed
+    num_row_exchanges = 2 * (num_forward + passes.backward)
+    num_count_exchanges = num_forward if config.dispatch == "ragged" else 0
+    row_bytes = stack.expert_rows * stack.d_model * stack.product_bytes
+    count_bytes = config.num_experts * _LONG_BYTES
+
+    # On several nodes every row crosses both levels.
+    levels = ("ep",)
+    if mesh.ep_nodes > 1:
+        levels = ("ep inside a node", "ep across nodes")
+    for axis in levels:
+        # What stays on this rank is not sent.
+        size = group_size(axis, mesh)
+        sent = num_layers * (size - 1) / size
+        rows = sent * num_row_exchanges * row_bytes
+        counts = sent * num_count_exchanges * count_bytes
+        yield Transfer("rows to experts and back", axis, rows)
+        yield Transfer("counts of rows", axis, counts)
+
+
+def _tensor_parallel_transfers(
+    stack: StackPass,
+    mesh: MeshConfig,
+    passes: PassCounts,
+) -> Iterator[Transfer]:
+    """Yields all-reduces over `tp`: of layers' outputs forwards, of their inputs' gradients back.
 
     Outputs travel in the dtype of products, gradients of inputs in that of the residual stream,
-    which is float32; the rows of a sparse layer are cast before. Activation checkpointing ends
-    where it has all that it needs: before the last output of a block, unless dropout needs that.
+    which is float32; the rows of a sparse layer are cast before.
     """
-    dense = stack.num_blocks - (0 if config.sparse_dense_stacking else stack.num_sparse)
-    attentions = stack.num_blocks * (2 if stack.decoder else 1)
-    outputs = attentions + dense + stack.num_sparse
-    again = outputs if config.dropout_rate else outputs - stack.num_blocks
-    tensor = stack.num_tokens * config.d_model
-    total = tensor * width * (outputs * times.forward + again * times.again)
-    inputs = tensor * ((attentions + dense) * _WIDE + stack.num_sparse * width)
-    if stack.num_sparse:
-        layer = config.sparse_config(decoder=stack.decoder)
-        learns = load_routers().get(layer.router).num_parameters(layer) > 0
-        inputs += (
-            stack.num_sparse * stack.num_tokens * stack.places * _WIDE * learns
-        )  # weights of combine
-    if stack.decoder:
-        inputs += encoder.num_tokens * config.d_model * _WIDE  # the memory, once for all layers
-    yield Transfer(
-        "tensor-parallel sums", "tp", _all_reduce(total + inputs * times.backward, "tp", mesh)
-    )
+    num_dense = 0
+    for module in stack.module.modules():
+        num_dense += isinstance(module, Attention | FeedForward)
+    num_sparse = len(stack.sparse_layers)
+    num_outputs = num_dense + num_sparse
+
+    # Activation checkpointing ends where it has all that it needs: before the last output of a
+    # block, unless dropout needs that.
+    num_recomputed = num_outputs
+    if not stack.module.dropout.p:
+        num_recomputed -= len(stack.blocks)
+
+    # Forwards: outputs of layers.
+    residual = stack.num_tokens * stack.d_model
+    num_sums = num_outputs * passes.forward + num_recomputed * passes.recomputed
+    output_bytes = residual * stack.product_bytes * num_sums
+
+    # Backwards: inputs of layers, and the combine weights of a router that learns.
+    input_bytes = residual * num_dense * FLOAT32_BYTES
+    input_bytes += residual * num_sparse * stack.product_bytes
+    for layer in stack.sparse_layers:
+        if layer.router.num_parameters(layer.config):
+            input_bytes += stack.num_tokens * stack.num_choices * FLOAT32_BYTES
+
+    # The memory, once for all layers.
+    if stack.memory is not None:
+        input_bytes += stack.memory.num_tokens * stack.d_model * FLOAT32_BYTES
+
+    num_bytes = output_bytes + input_bytes * passes.backward
+    yield _all_reduce("tensor-parallel sums", "tp", num_bytes, mesh)
 
 
-def _optimizer(layouts: Mapping[str, Layout], mesh: MeshConfig) -> Iterator[Transfer]:
-    """Yields the sums of Adafactor over the axes that cut a matrix: of rows, columns, their mean,
-    and two norms.
-    """
+def _optimizer_transfers(
+    optimizer: OptimizerSpec,
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
+) -> Iterator[Transfer]:
+    """Yields the sums of the optimizer over the axes that shard a parameter."""
     for layout in layouts.values():
-        batch, last = int(layout.expert), len(layout.shape) - 1
-        local = layout.local_shape(mesh)
-        cuts = [
-            (layout.shard_dim, "dp_shard" if layout.expert else "dp_shard x ep", layout.num_shards)
-        ]
-        cuts.append((-1 if layout.tp_dim is None else layout.tp_dim, "tp", mesh.tp))
-        for dim, axis, size in cuts:
-            if dim < batch or size == 1:
-                continue
-            matrices = math.prod(local[:batch])
-            numbers = 2 * matrices
-            if is_factored(layout):
-                of_columns = math.prod(local[:-1])
-                numbers += of_columns if dim == last else matrices * (local[-1] + 1)
-            yield Transfer("optimizer sums", axis, _all_reduce(numbers * _WIDE, axis, mesh))
+        summed = optimizer.summed_elements(layout, mesh)
+        for axes, numel in summed.items():
+            yield _all_reduce("optimizer sums", _NAMES[axes], numel * FLOAT32_BYTES, mesh)
 
 
-def _statistics(
-    config: STMoEConfig, stacks: tuple[StackPass, StackPass], mesh: MeshConfig, balance_totals: int
+def _statistics_transfers(
+    stacks: tuple[StackPass, StackPass],
+    mesh: MeshConfig,
+    num_balance_totals: int,
 ) -> Iterator[Transfer]:
     """Yields counts of losses, statistics of routers, and the norm of the gradient."""
-    numbers = 7 * _LONG + 2 * _WIDE
+    # Counts of the losses, then the two losses.
+    num_bytes = 7 * _LONG_BYTES + 2 * FLOAT32_BYTES
     for stack in stacks:
-        numbers += stack.num_sparse * (2 * config.num_experts + stack.places + 5 + 6) * _LONG
-        numbers += stack.num_sparse * balance_totals * (config.num_experts + 1) * _WIDE
-    yield Transfer("statistics", "data ranks", _all_reduce(numbers, "data ranks", mesh))
-    yield Transfer("statistics", "all ranks", _all_reduce(_LONG, "all ranks", mesh))
+        for layer in stack.sparse_layers:
+            # Sums by expert and by choice, and those over all tokens.
+            num_experts = layer.config.num_experts
+            num_sums = 2 * num_experts + stack.num_choices + 5 + 6
+            num_bytes += num_sums * _LONG_BYTES
+
+            # Choices of each expert and their number, when the balance loss needs them first.
+            num_bytes += num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+    yield _all_reduce("statistics", "data ranks", num_bytes, mesh)
+
+    # The norm of the gradient, a number.
+    yield _all_reduce("statistics", "all ranks", _LONG_BYTES, mesh)

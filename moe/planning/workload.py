@@ -1,18 +1,24 @@
 """What a rank does in one update: rows, lengths, passes, and how many rows its experts work on.
-Comes first.
+
+Comes first: all else in this folder counts with these records.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 from moe.checks import check_field_types, check_integer
 from moe.distributed.mesh import MeshConfig
-from moe.models.configuration import STMoEConfig
+from moe.models.blocks import Block, Stack
+from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.groups import sequences_per_group, tokens_per_group
+from moe.sparse.layer import SparseFeedForward
 
-_LARGEST = 2**31 - 1
-_WHY_LARGEST = "an update of more fits on no cluster"
+FLOAT32_BYTES = 4
+"""Bytes of a number in parameters, gradients, optimizer state and the residual stream."""
+
+_MAX_INTEGER = 2**31 - 1
+_WHY_MAX_INTEGER = "an update of more fits on no cluster"
 
 
 @dataclass(frozen=True)
@@ -24,10 +30,10 @@ class Workload:
         inputs_length: Encoder tokens of a sequence with padding.
         targets_length: Decoder tokens of a sequence with padding.
         micro_batch_size: Sequences in a forward pass of one rank; None for all that it has.
-        precision: Of products, and of the parameters of blocks as they are gathered; parameters,
-            gradients and the optimizer's state are float32 in either.
+        precision: Precision of matrix products, and of the parameters of blocks as they are
+            gathered; parameters, gradients and the optimizer's state are float32 in either.
         activation_checkpointing: Whether a block keeps its input only.
-        optimizer: `adafactor` or `adamw`.
+        optimizer: A name in `moe.optim.optimizers.OPTIMIZERS`.
         masked: Whether batches come with segments, as pairs of texts do; then every sequence has a
             bias of its own in attention. Those of span corruption fill their rows and need none.
 
@@ -46,8 +52,11 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+
+        # Sizes are multiplied: a mistyped one is refused before it fills a table.
         for name in ("batch_size", "inputs_length", "targets_length"):
-            check_integer(name, getattr(self, name), least=1, most=_LARGEST, reason=_WHY_LARGEST)
+            value = getattr(self, name)
+            check_integer(name, value, least=1, most=_MAX_INTEGER, reason=_WHY_MAX_INTEGER)
         check_integer("micro_batch_size", self.micro_batch_size, least=1, optional="None for all")
 
     @property
@@ -56,9 +65,14 @@ class Workload:
         return self.inputs_length, self.targets_length
 
     @property
+    def bfloat16(self) -> bool:
+        """Whether matrix products are in bfloat16."""
+        return self.precision == "bfloat16"
+
+    @property
     def product_bytes(self) -> int:
-        """Bytes of a number in a product."""
-        return 2 if self.precision == "bfloat16" else 4
+        """Bytes of a number in a matrix product."""
+        return 2 if self.bfloat16 else FLOAT32_BYTES
 
     def rows_of_rank(self, mesh: MeshConfig) -> int:
         """Returns the sequences of a rank in an update."""
@@ -73,71 +87,135 @@ class Workload:
         return self.rows_of_rank(mesh) // self.rows_of_pass(mesh)
 
 
-class StackPass(NamedTuple):
+@dataclass(frozen=True)
+class StackPass:
     """One forward pass of a stack on one rank.
 
     Attributes:
-        decoder: Whether it is the decoder.
+        module: Encoder or decoder.
+        memory: The encoder's pass, to which a decoder attends; None for the encoder.
         num_rows: Sequences.
         length: Tokens of a sequence.
-        num_blocks: Blocks.
-        num_sparse: Blocks with a sparse layer.
         expert_rows: Rows of D that a sparse layer gives its experts: all slots when dispatch is
-            `static`; when it is `ragged`, at most so many are accepted, namely all places of all
-            tokens, or all slots if those are fewer.
-        places: Places of a token in a plan, K.
+            `static`; when it is `ragged` at most so many are accepted, namely all choices of all
+            tokens, or all slots if those are fewer. 0 without sparse layers.
+        num_choices: Choices of a token in a plan, K. 0 without sparse layers.
+        tp: Ranks that share heads and hidden units.
+        expert_parallel: Whether experts are on other ranks too.
+        product_bytes: Bytes of a number in a matrix product.
+        masked: Whether every sequence has masks of its own.
+        cpu: Whether the kernels are those of a CPU instead of an accelerator's.
     """
 
-    decoder: bool
+    module: Stack
+    memory: "StackPass | None"
     num_rows: int
     length: int
-    num_blocks: int
-    num_sparse: int
     expert_rows: int
-    places: int
+    num_choices: int
+    tp: int
+    expert_parallel: bool
+    product_bytes: int
+    masked: bool
+    cpu: bool
 
     @property
     def num_tokens(self) -> int:
         """Tokens with their padding."""
         return self.num_rows * self.length
 
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream, D."""
+        return self.module.final_norm.weight.shape[0]
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether every matrix product makes a copy of its float32 input."""
+        return self.product_bytes < FLOAT32_BYTES
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Blocks of the stack."""
+        return [cast(Block, block) for block in self.module.blocks]
+
+    @property
+    def sparse_layers(self) -> list[SparseFeedForward]:
+        """Sparse layers of the stack; all have the same settings."""
+        return [block.sparse_feed_forward for block in self.blocks if block.sparse]
+
 
 def stack_passes(
-    config: STMoEConfig, workload: Workload, mesh: MeshConfig
+    model: STMoEForConditionalGeneration,
+    workload: Workload,
+    mesh: MeshConfig,
+    *,
+    cpu: bool = False,
 ) -> tuple[StackPass, StackPass]:
-    """Returns a forward pass of the encoder and one of the decoder."""
-    rows = workload.rows_of_pass(mesh)
-    return (
-        _stack_pass(config, rows, workload.inputs_length, decoder=False),
-        _stack_pass(config, rows, workload.targets_length, decoder=True),
+    """Returns a forward pass of the encoder and one of the decoder.
+
+    Args:
+        model: Whole or on a mesh, on any device.
+        workload: The update.
+        mesh: Sizes.
+        cpu: Whether the kernels are those of a CPU instead of an accelerator's.
+    """
+    encoder = _stack_pass(model.model.encoder.stack, None, workload, mesh, cpu)
+    decoder = _stack_pass(model.model.decoder, encoder, workload, mesh, cpu)
+    return encoder, decoder
+
+
+def _stack_pass(
+    module: Stack,
+    memory: StackPass | None,
+    workload: Workload,
+    mesh: MeshConfig,
+    cpu: bool,
+) -> StackPass:
+    """Returns the forward pass of one stack."""
+    length = workload.targets_length if module.decoder else workload.inputs_length
+    stack = StackPass(
+        module=module,
+        memory=memory,
+        num_rows=workload.rows_of_pass(mesh),
+        length=length,
+        expert_rows=0,
+        num_choices=0,
+        tp=mesh.tp,
+        expert_parallel=mesh.ep > 1,
+        product_bytes=workload.product_bytes,
+        masked=workload.masked,
+        cpu=cpu,
+    )
+    if not stack.sparse_layers:
+        return stack
+
+    # All sparse layers of a stack have the same settings.
+    layer = stack.sparse_layers[0]
+    return replace(
+        stack,
+        expert_rows=_expert_rows(layer, stack),
+        num_choices=layer.router.num_choices(layer.config),
     )
 
 
-def _stack_pass(config: STMoEConfig, rows: int, length: int, *, decoder: bool) -> StackPass:
-    """Returns the forward pass of one stack over `rows` sequences of `length` tokens."""
-    blocks = config.num_decoder_layers if decoder else config.num_layers
-    assert blocks is not None, "the config fills num_decoder_layers"
-    sparse = config.num_sparse_decoder_layers if decoder else config.num_sparse_encoder_layers
-    if not sparse:
-        return StackPass(decoder, rows, length, blocks, 0, 0, 0)
-    layer = config.sparse_config(decoder=decoder)
-    places = layer.num_experts if layer.router == "expert_choice" else layer.num_selected_experts
-    sequences = sequences_per_group(rows, length, tokens_per_group(layer))
-    size = sequences * length
-    capacity = slots_of_expert(layer, size, training=True)
-    capacity = size if capacity is None else capacity
-    slots = rows // sequences * capacity * layer.num_experts
-    used = slots if layer.dispatch == "static" else min(slots, rows * length * places)
-    return StackPass(decoder, rows, length, blocks, sparse, used, places)
+def _expert_rows(layer: SparseFeedForward, stack: StackPass) -> int:
+    """Returns the rows that a sparse layer gives its experts, all of them together."""
+    config = layer.config
 
+    # Groups of whole sequences, S tokens each.
+    sequences = sequences_per_group(stack.num_rows, stack.length, tokens_per_group(config))
+    group_size = sequences * stack.length
+    num_groups = stack.num_rows // sequences
 
-def groups_alike(config: STMoEConfig, workload: Workload, mesh: MeshConfig) -> bool:
-    """Returns whether a rank's passes route tokens in the same groups as the whole batch would be."""
-    if not (config.num_sparse_encoder_layers or config.num_sparse_decoder_layers):
-        return True
-    rows, size = workload.rows_of_pass(mesh), tokens_per_group(config)
-    return all(
-        sequences_per_group(workload.batch_size, length, size)
-        == sequences_per_group(rows, length, size)
-        for length in workload.lengths
-    )
+    # C slots of each expert in each group; without a capacity there is room for every token.
+    capacity = slots_of_expert(config, group_size, training=True)
+    if capacity is None:
+        capacity = group_size
+    num_slots = num_groups * capacity * config.num_experts
+
+    # Fixed slots are computed whether they are filled or not.
+    if config.dispatch == "static":
+        return num_slots
+    num_requests = stack.num_tokens * layer.router.num_choices(config)
+    return min(num_slots, num_requests)

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.distributed.all_to_all import CountExchange, equal_route, send_rows
+from moe.distributed.all_to_all import equal_route, send_counts, send_rows
 from moe.distributed.mesh import ExpertAxis
 from moe.kernels.cpu_experts import sum_by_token
 from moe.sparse.dispatch import ExpertRows, combine_slots, dispatch_slots, fill_slots, sort_rows
@@ -42,15 +42,15 @@ def start_ragged(
         A function that returns every token's weighted sum <float>[T, D].
     """
     rows = sort_rows(plan, num_experts)
-    counts = CountExchange(rows.counts, axis)
+    counts = send_counts(rows.counts, axis)
     leaving = _GatherRows.apply(tokens, rows)
     received, route = counts.wait()
     arrive = send_rows(leaving, route, "dispatch")
 
     def finish() -> Tensor:
-        outputs = experts(arrive(), sort_received(received))
+        outputs = experts(arrive.wait(), sort_received(received))
         return _CombineRows.apply(
-            send_rows(outputs, route, "combine", reverse=True)(), rows.weight, rows
+            send_rows(outputs, route, "combine", reverse=True).wait(), rows.weight, rows
         )
 
     return finish
@@ -67,9 +67,9 @@ def start_static(
     sizes = {"p": axis.size, "e": num_experts // axis.size}
 
     def finish() -> Tensor:
-        inputs = rearrange(arrive(), "(p e n) d -> e (p n) d", **sizes)
+        inputs = rearrange(arrive.wait(), "(p e n) d -> e (p n) d", **sizes)
         outputs = rearrange(experts(inputs), "e (p n) d -> (p e n) d", **sizes)
-        back = send_rows(outputs, route, "combine", reverse=True)()
+        back = send_rows(outputs, route, "combine", reverse=True).wait()
         return combine_slots(
             rearrange(back, "(e n) d -> e n d", e=num_experts), slots, tokens.shape[0]
         )

@@ -1,5 +1,7 @@
 """Tokens to groups and back. After this, router.py gives every group its logits."""
 
+import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from einops import rearrange
@@ -50,6 +52,36 @@ def sequences_per_group(batch: int, length: int, group_size: int) -> int:
     """
     most = max(1, group_size // max(1, length))
     return next(count for count in range(min(most, max(1, batch)), 0, -1) if batch % count == 0)
+
+
+def groups_alike(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> bool:
+    """Returns whether a forward pass routes tokens in the same groups as the whole batch would.
+
+    Args:
+        lengths: Tokens of a sequence in the encoder and the decoder.
+        batch_size: Sequences of the whole batch.
+        rows: Sequences of a forward pass on one rank.
+        group_size: Most tokens in a group; see `tokens_per_group`.
+    """
+    for length in lengths:
+        whole = sequences_per_group(batch_size, length, group_size)
+        if sequences_per_group(rows, length, group_size) != whole:
+            return False
+    return True
+
+
+def common_num_groups(lengths: Sequence[int], batch_size: int, group_size: int) -> int:
+    """Returns the most ranks that can share the groups of a batch evenly, in every stack.
+
+    Args:
+        lengths: Tokens of a sequence in the encoder and the decoder.
+        batch_size: Sequences of the whole batch.
+        group_size: Most tokens in a group; see `tokens_per_group`.
+    """
+    num_groups = [
+        batch_size // sequences_per_group(batch_size, length, group_size) for length in lengths
+    ]
+    return math.gcd(*num_groups)
 
 
 def to_groups(x: Tensor, sequences: int) -> Tensor:

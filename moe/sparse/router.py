@@ -89,6 +89,11 @@ class Router(nn.Module):
         """Returns the router's number of parameters, before anything is built."""
         return config.num_experts * cls.gate_width(config)
 
+    @classmethod
+    def num_choices(cls, config: SparseConfig) -> int:
+        """Returns the choices of a token in a plan, K."""
+        return config.num_selected_experts
+
     def reset_parameters(self) -> None:
         """Draws the gate anew: normal, or truncated normal with variance scale / fan_in; see
         SparseConfig.

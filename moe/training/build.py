@@ -3,7 +3,6 @@
 `scripts.pretrain` builds a new model, `scripts.finetune` loads a pretrained one; loop.py trains it.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.initial_weights import draw_weights
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import mesh_limits, model_layouts, shard_model
-from moe.sparse.groups import sequences_per_group, tokens_per_group
+from moe.sparse.groups import common_num_groups, tokens_per_group
 from moe.training.recipe import Recipe
 from moe.training.step import check_groups
 
@@ -55,13 +54,11 @@ def check_run_fits(
         check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups=None))
         return
 
-    # Groups of the whole batch, in a number that the data ranks must divide in both stacks.
+    # The data ranks share the groups of the whole batch evenly, in both stacks.
     batch_size = recipe.training.batch_size
     group_size = tokens_per_group(config)
-    groups_by_stack = []
-    for length in lengths:
-        groups_by_stack.append(batch_size // sequences_per_group(batch_size, length, group_size))
-    check_mesh(recipe.mesh, mesh_limits(config, num_ranks, math.gcd(*groups_by_stack)))
+    num_groups = common_num_groups(lengths, batch_size, group_size)
+    check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups))
 
     # A forward pass of one rank routes in the same groups as the whole batch.
     rows_of_rank = batch_size // recipe.mesh.num_data_ranks

@@ -178,8 +178,7 @@ def _is_due(step: int, every: int, last_step: int) -> bool:
 
 def _build_optimizer(run: Run) -> torch.optim.Optimizer:
     optim = run.recipe.optim
-    build = OPTIMIZERS.get(optim.optimizer)
-    return build(
+    return OPTIMIZERS.get(optim.optimizer).build(
         parameter_groups(run.built.model),
         clipping_threshold=optim.clipping_threshold,
         weight_decay=optim.weight_decay,

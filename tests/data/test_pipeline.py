@@ -9,8 +9,7 @@ import torch
 
 from moe.data.pipeline import PairSource, SpanCorruptionSource
 from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokens import tokenize_corpus
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.errors import ConfigError, DataError
 from tests.data.test_span_corruption import splice
 
@@ -228,7 +227,7 @@ def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokeniz
     lengths = batch["segment_ids"].sum(dim=1)
     assert sorted(lengths.tolist()) == [2, 13]
     assert (batch["input_ids"][torch.arange(2), lengths - 1] == 1).all()
-    assert "1 of 2 inputs are longer than 13 tokens and are cut" in caplog.text
+    assert "1 of 2 inputs are longer than 13 tokens and are truncated" in caplog.text
     assert "targets" not in caplog.text
 
 

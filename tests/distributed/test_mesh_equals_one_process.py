@@ -142,7 +142,7 @@ def run(
     if spoil is not None:
         spoil(model, mesh)
     groups = parameter_groups(model)
-    optim = OPTIMIZERS.get(optimizer)(groups, clipping_threshold=1.0, weight_decay=0.0)
+    optim = OPTIMIZERS.get(optimizer).build(groups, clipping_threshold=1.0, weight_decay=0.0)
     numbers = {}
 
     def keep_gradients(*_):
@@ -269,7 +269,7 @@ def in_bfloat16(rank, num_ranks):
         mesh = build_mesh(MeshConfig(dp_shard=2, ep=2), "cpu")
         shard_model(ours, mesh, bfloat16=True)
         optimizers = [
-            OPTIMIZERS.get("adafactor")(
+            OPTIMIZERS.get("adafactor").build(
                 parameter_groups(m), clipping_threshold=1.0, weight_decay=0.0
             )
             for m in (ours, theirs)

@@ -1,6 +1,4 @@
-"""What a rank holds of a tensor, and where that stands in a file, against cutting up a tensor of
-running numbers.
-"""
+"""What a rank holds of a tensor, and where a file has it, against shards of running numbers."""
 
 import itertools
 
@@ -21,8 +19,8 @@ MESHES = {
 }
 
 
-def places(config):
-    """Returns the place of every rank of one replica."""
+def coordinates(config):
+    """Returns the coordinate of every rank of one replica."""
     axes = (range(config.ep), range(config.tp), range(config.dp_shard))
     return [
         MeshCoordinate(ep, tp, shard * config.ep + ep, shard)
@@ -32,35 +30,35 @@ def places(config):
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("gather", [True, False])
-def test_a_box_is_what_is_cut_out_for_a_rank(sizes, gather):
+def test_slices_are_what_is_sharded_for_a_rank(sizes, gather):
     config, model = MeshConfig(*sizes), tiny_model(**FIELDS)
     for name, layout in model_layouts(model, model.config, config).items():
         numbers = torch.arange(model.get_parameter(name).numel()).view(layout.shape)
         layout = layout if gather else layout._replace(num_shards=1)
-        for place in places(config):
-            expected = shard_over_ep_tp(numbers, layout, config, place)
+        for coordinate in coordinates(config):
+            expected = shard_over_ep_tp(numbers, layout, config, coordinate)
             if gather:
-                expected = shard_over_fsdp(expected, layout, place)
-            box = shard_slices(layout, config, place)
-            assert torch.equal(numbers[tuple(slice(*ends) for ends in box)], expected), (
+                expected = shard_over_fsdp(expected, layout, coordinate)
+            slices = shard_slices(layout, config, coordinate)
+            assert torch.equal(numbers[tuple(slice(*ends) for ends in slices)], expected), (
                 name,
-                place,
+                coordinate,
             )
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (3, 2, 5, 7)])
-def test_runs_are_the_elements_of_a_box_in_their_order(shape):
+def test_runs_are_the_elements_of_a_shard_in_their_order(shape):
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     generator = torch.Generator().manual_seed(len(shape))
     for _ in range(200):
         ends = [
             sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in shape
         ]
-        box = tuple((start, end) for start, end in ends)
-        expected = numbers[tuple(slice(*ends) for ends in box)].flatten().tolist()
-        runs = list(contiguous_runs(box, shape))
+        slices = tuple((start, end) for start, end in ends)
+        expected = numbers[tuple(slice(*ends) for ends in slices)].flatten().tolist()
+        runs = list(contiguous_runs(slices, shape))
         assert [
-            place for start, length in runs for place in range(start, start + length)
+            index for start, length in runs for index in range(start, start + length)
         ] == expected
 
 

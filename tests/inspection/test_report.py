@@ -16,8 +16,7 @@ from eval.answers.predict import fingerprint
 from moe import CheckpointError, ConfigError, DataError
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
-from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokens import tokenize_corpus
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.inspection.plots import plot_load
 from scripts import inspect_router
 from tests.models.tiny import DENSE, tiny_model

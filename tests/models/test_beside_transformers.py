@@ -1,4 +1,4 @@
-"""The README's table says what transformers' two sparse encoder-decoders do: here they do it."""
+"""docs/comparison.md says what transformers' two sparse encoder-decoders do: here they do it."""
 
 import inspect
 

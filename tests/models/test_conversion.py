@@ -449,7 +449,7 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         ({"model_type": ["t5"]}, r"of a model of type \['t5'\]; expected st_moe"),
         (
             {"model_type": "bert"},
-            "of a model of type 'bert'; expected st_moe, or t5 or switch_transformers",
+            "of a model of type 'bert'; expected st_moe, or switch_transformers or t5",
         ),
     ],
 )

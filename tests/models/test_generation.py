@@ -94,7 +94,7 @@ def test_a_static_cache_wants_a_mask_over_all_its_places():
     }
     with pytest.raises(
         DataError,
-        match=r"mask is a tensor <float32>\[4, 3\]; expected a mask \[4, 7\], .* all of its places",
+        match=r"mask is a tensor <float32>\[4, 3\]; expected a mask \[4, 7\], .* all of its positions",
     ):
         model(**prompt(), **decoder, past_key_values=static_cache(model.config, 7, 13))
 

@@ -93,9 +93,11 @@ def _caller():
     for _ in range(5):
         if frame.f_code.co_filename.endswith("_fsdp_collectives.py"):
             return "gradient all-reduce"
-        if frame.f_code.co_filename.endswith("optim/shards.py"):
+        if frame.f_code.co_filename.endswith("optim/sharded_parameters.py"):
             return "optimizer sums"
-        if frame.f_code.co_filename.endswith("exchange.py") and frame.f_code.co_name in (
+        if frame.f_code.co_filename.endswith(
+            "distributed/collectives.py"
+        ) and frame.f_code.co_name in (
             "forward",
             "backward",
         ):
@@ -117,14 +119,17 @@ def ranks_on(axis, mesh):
     """Returns the ranks of this rank's group on an axis of a plan."""
     if axis in ("ep inside a node", "ep across nodes"):
         return tuple(
-            dist.get_process_group_ranks(mesh.ep.inside if "inside" in axis else mesh.ep.across)
+            dist.get_process_group_ranks(
+                mesh.ep.intra_node if "inside" in axis else mesh.ep.inter_node
+            )
         )
     names = ("dp_replicate", "dp_shard", "ep", "tp")
     sizes = [getattr(mesh.config, name) for name in names]
     own, all_ranks = dist.get_rank(), torch.arange(math.prod(sizes)).reshape(sizes)
-    place = [int(index) for index in (all_ranks == own).nonzero()[0]]
+    coordinate = [int(index) for index in (all_ranks == own).nonzero()[0]]
     index = tuple(
-        slice(None) if name in AXES[axis] else at for name, at in zip(names, place, strict=True)
+        slice(None) if name in AXES[axis] else at
+        for name, at in zip(names, coordinate, strict=True)
     )
     return tuple(sorted(all_ranks[index].flatten().tolist()))
 

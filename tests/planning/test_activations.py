@@ -81,7 +81,7 @@ def test_a_forward_pass_keeps_what_is_planned(form, precision, masked, checkpoin
         masked=masked,
     )
     saved, model = saved_bytes(workload, **FORMS[form])
-    planned = activations(model.config, workload, MeshConfig(), cpu=True)
+    planned = activations(model, workload, MeshConfig(), cpu=True)
     assert planned.saved == pytest.approx(saved.activations, rel=0.1)
 
 
@@ -97,7 +97,7 @@ def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
     model = build_model(tiny_model(**FIELDS).config)
     whole, again = (
         activations(
-            model.config,
+            model,
             Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=again),
             MeshConfig(),
         )
@@ -109,15 +109,15 @@ def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
 
 
 def test_activations_grow_with_the_micro_batch_and_shrink_over_tp():
-    config = tiny_model(**FIELDS).config
+    model = tiny_model(**FIELDS)
     small, large = (
         activations(
-            config, Workload(16, LENGTH, TARGETS, micro_batch_size=micro), MeshConfig()
+            model, Workload(16, LENGTH, TARGETS, micro_batch_size=micro), MeshConfig()
         ).total
         for micro in (2, 8)
     )
     assert large == pytest.approx(4 * small, rel=0.05)
-    cut = activations(
-        config, Workload(16, LENGTH, TARGETS, micro_batch_size=8), MeshConfig(tp=3)
+    sharded = activations(
+        model, Workload(16, LENGTH, TARGETS, micro_batch_size=8), MeshConfig(tp=3)
     ).total
-    assert large / 3 < cut < large
+    assert large / 3 < sharded < large

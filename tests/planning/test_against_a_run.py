@@ -151,11 +151,11 @@ def prepare(case):
 def count_run(case):
     """Returns what is planned and what is counted on this rank: sent bytes, and bytes held."""
     model, recipe, workload = prepare(case)
-    plan = make_plan(model, model.config, workload, MeshConfig(*case.mesh))
+    plan = make_plan(model, workload, MeshConfig(*case.mesh))
     whole = sum(parameter.numel() for parameter in model.parameters())
     mesh = build_mesh(MeshConfig(*case.mesh), "cpu")
     shard_model(model, mesh, bfloat16=case.bfloat16)
-    optimizer = OPTIMIZERS.get(case.optimizer)(
+    optimizer = OPTIMIZERS.get(case.optimizer).build(
         parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0
     )
     here = {name: value[mesh.rows(ROWS)] for name, value in batch().items()}
@@ -180,7 +180,7 @@ def count_run(case):
     with SavedBytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=case.bfloat16):
         model(**{name: value[: workload.rows_of_pass(mesh.config)] for name, value in here.items()})
     held["activations"] = (
-        activations(model.config, workload, mesh.config, cpu=True).saved,
+        activations(model, workload, mesh.config, cpu=True).saved,
         saved.activations,
     )
     return planned_bytes(plan.transfers, mesh), sent.found, held

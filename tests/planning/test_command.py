@@ -1,4 +1,4 @@
-"""scripts.plan: its table, its ranking of meshes, its errors, and the table that MODEL_CARD.md
+"""scripts.plan: its table, its ranking of meshes, its errors, and the table that docs/results.md
 quotes.
 """
 
@@ -42,10 +42,10 @@ def printed(capsys, *argv):
 
 
 @pytest.mark.slow
-def test_the_model_card_quotes_what_the_command_prints(capsys):
-    card = (ROOT / "MODEL_CARD.md").read_text(encoding="utf-8")
+def test_the_page_of_results_quotes_what_the_command_prints(capsys):
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     command, table = re.search(
-        r"```sh\n(python -m scripts\.plan .*?)```\n+```\n(.*?)```", card, re.DOTALL
+        r"```bash\n(python -m scripts\.plan .*?)```\n+```text\n(.*?)```", page, re.DOTALL
     ).groups()
     argv = shlex.split(command.replace("\\\n", " "))[3:]
     assert printed(capsys, *argv) == table
@@ -140,12 +140,12 @@ def test_meshes_that_fit_come_first_and_then_those_that_send_least():
     assert any(fits)
 
 
-def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
+def test_a_suggestion_splits_a_batch_that_is_too_large_for_memory():
     config = STMoEConfig(**{**SIZES, "group_size": 16})
     whole = suggest(config, WORK, 4, memory=2**50)
     assert all(plan.workload.num_passes(plan.mesh) == 1 for plan in whole)
-    cut = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
-    assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in cut)
+    split = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
+    assert any(plan.workload.num_passes(plan.mesh) > 1 for plan in split)
     with pytest.raises(
         ConfigError, match="micro_batch_size is 0; expected an integer of at least 1"
     ):
@@ -155,7 +155,7 @@ def test_a_suggestion_cuts_a_batch_that_is_too_large_for_memory():
 def test_every_rank_of_a_larger_mesh_holds_less():
     config = STMoEConfig(**SIZES)
     model = build_model(config)
-    plans = [make_plan(model, config, WORK, MeshConfig(ep=ep)) for ep in (1, 2, 4, 8)]
+    plans = [make_plan(model, WORK, MeshConfig(ep=ep)) for ep in (1, 2, 4, 8)]
     for small, large in itertools.pairwise(plans):
         assert large.parameters < 0.6 * small.parameters
         assert large.activations.total < 0.6 * small.activations.total
@@ -189,6 +189,6 @@ def test_bytes_are_shown_in_the_largest_unit():
 def test_a_plan_says_what_runs_again():
     config = STMoEConfig(**SIZES)
     work = Workload(32, 64, 16, activation_checkpointing=True)
-    text = show_plan(make_plan(build_model(config), config, work, MeshConfig()), "tiny", None)
+    text = show_plan(make_plan(build_model(config), work, MeshConfig()), "tiny", None)
     assert "one block again" in text
     assert "fit" not in text

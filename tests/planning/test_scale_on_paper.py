@@ -1,4 +1,4 @@
-"""ST-MoE-32B, 269B parameters, cut over 64 data x 16 model ranks as it was trained, with nothing
+"""ST-MoE-32B, 269B parameters, sharded over 64 data x 16 model ranks as it was trained, with nothing
 allocated.
 
 Each process below is one of 1,024 ranks, of a fake process group, and its model is on the meta
@@ -62,15 +62,15 @@ def check_rank(index):
     model = build_model(STMoEConfig.from_preset("st-moe-32b"))
     mesh = build_mesh(MESH, "cpu")
     layouts = shard_model(model, mesh, bfloat16=True)
-    place = MeshCoordinate.of(mesh)
-    assert (place.ep, place.tp) == (rank // 16, rank % 16)
+    coordinate = MeshCoordinate.of(mesh)
+    assert (coordinate.ep, coordinate.tp) == (rank // 16, rank % 16)
 
     named = dict(model.named_parameters())
     assert named.keys() == layouts.keys()
     assert sum(math.prod(layout.shape) for layout in layouts.values()) == 269_104_613_376
     for name, parameter in named.items():
         layout = layouts[name]
-        shard = place.expert_shard if layout.expert else place.dense_shard
+        shard = layout.shard_index(coordinate)
         assert parameter.device.type == "meta"
         assert parameter.shape == layout.shape, name
         assert local_shard(parameter).shape == layout.local_shape(MESH, shard), name
@@ -93,7 +93,7 @@ def check_rank(index):
 
 
 @pytest.mark.slow
-def test_st_moe_32b_is_cut_over_1024_ranks_as_planned():
+def test_st_moe_32b_is_sharded_over_1024_ranks_as_planned():
     torch.multiprocessing.spawn(check_rank, nprocs=len(RANKS))
 
 

@@ -2,7 +2,7 @@
 
 Oracles: a slot with one expert is T5's own dense feed-forward with the same weights; real tokens
 are counted by hand; checkpointed layers must do what layers that keep their activations do. The two
-places marked `README` hold the lines that the README shows.
+parts marked `guide` hold the lines that docs/guides/layer.md shows.
 """
 
 import copy
@@ -33,7 +33,7 @@ def dense_t5(seed=0, dropout_rate=0.0, feed_forward="gated-gelu"):
 
 def sparse_t5(seed=0, dropout_rate=0.0):
     model = dense_t5(seed, dropout_rate)
-    # README
+    # guide
     for stack in (model.encoder, model.decoder):
         config = SparseConfig(
             d_model=model.config.d_model,
@@ -44,7 +44,7 @@ def sparse_t5(seed=0, dropout_rate=0.0):
         )
         for block in stack.block:
             block.layer[-1].DenseReluDense = FeedForwardSlot(config)
-    # end of README
+    # end of guide
     return model
 
 
@@ -125,14 +125,14 @@ def test_a_t5_with_sparse_slots_trains_and_generates():
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        # README
+        # guide
         with (
             collect_routers(model.encoder, token_mask=mask) as encoder,
             collect_routers(model.decoder) as decoder,
         ):
             output = model(input_ids=ids, attention_mask=mask, labels=labels)
             (output.loss + router_loss(encoder + decoder)).backward()
-        # end of README
+        # end of guide
         optimizer.step()
         losses.append(float(output.loss.detach()))
     assert losses[-1] < losses[0] / 2, losses

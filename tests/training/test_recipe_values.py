@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.distributed.launch import DEFAULT_TIMEOUT
-from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh, divisors, fitting_meshes
+from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh, divisors, valid_meshes
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
@@ -287,7 +287,7 @@ def test_fitting_meshes_are_all_that_fit(num_ranks, num_experts, num_heads, d_ff
     for sizes in itertools.product(range(1, num_ranks + 1), repeat=4):
         if math.prod(sizes) == num_ranks and fits(MeshConfig(*sizes), limits):
             fitting.append(MeshConfig(*sizes))
-    found = fitting_meshes(limits)
+    found = valid_meshes(limits)
     assert len(found) == len(fitting) and set(found) == set(fitting)
 
 

@@ -350,11 +350,11 @@ def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_group
     assert trainer.state.global_step == 2
 
 
-def test_the_example_of_the_readme_runs_as_written(tmp_path, monkeypatch, capsys):
-    readme = Path("README.md").read_text(encoding="utf-8")
+def test_the_example_of_the_guide_runs_as_written(tmp_path, monkeypatch, capsys):
+    guide = Path("docs/guides/finetune.md").read_text(encoding="utf-8")
     (block,) = [
         code
-        for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+        for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
         if "Seq2SeqTrainer" in code
     ]
     monkeypatch.chdir(tmp_path)

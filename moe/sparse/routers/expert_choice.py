@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from moe.sparse.config import SparseConfig
 from moe.sparse.losses import RouterLosses, router_losses
 from moe.sparse.plan import DispatchPlan
 from moe.sparse.router import ROUTERS, Router
@@ -50,6 +51,11 @@ class ExpertChoiceRouter(Router):
 
     Options: ClassVar[type[ExpertChoiceOptions]] = ExpertChoiceOptions
     causal: ClassVar[bool] = False
+
+    @classmethod
+    def num_choices(cls, config: SparseConfig) -> int:
+        """Returns the choices of a token in a plan: one for each expert that may take it."""
+        return config.num_experts
 
     def assign(
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True

@@ -1,0 +1,110 @@
+"""stmoe convert: a checkpoint once and for all, T5, Switch and T5X to ours, ours to T5 and Switch.
+
+stmoe convert --from google/switch-base-8 --to runs/switch-base-8
+stmoe convert --from runs/switch-base-8 --to runs/theirs --format switch
+stmoe convert --from checkpoint_500100/ --to runs/t5x --set eval_capacity_factor=null
+"""
+
+import torch
+
+from moe.checks import shown
+from moe.checksums import write_sums
+from moe.cli import Parser, file_size, word
+from moe.convert.formats import conversion_report, convert_checkpoint
+from moe.errors import ConfigError, DataError
+from moe.files import output_path, whole_folder
+from moe.parsing import parse_json
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OTHER_OPTIONS = ("self", "source", "folder", "form", "format", "dtype", "max_shard_size")
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe convert", description="Converts a checkpoint.")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=word,
+        required=True,
+        help="a folder of T5, Switch, T5X or ours, or hub name",
+    )
+    parser.add_argument("--to", help="the folder to make; without it, only the report is printed")
+    parser.add_argument(
+        "--format", choices=("ours", "switch", "t5"), default="ours", help="what to write (ours)"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (as they are)")
+    parser.add_argument("--max-shard-size", type=file_size, default="5GB", help="of a file (5GB)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=JSON",
+        help="fields of STMoEConfig that differ",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Converts a checkpoint and says what became of every tensor."""
+    options = build_parser().parse_args(argv)
+    fields = read_fields(options.set)
+
+    # Without a target, the report is all that is asked for.
+    if options.to is None:
+        print(conversion_report(options.source, **fields))
+        return
+
+    target = output_path(options.to, option="--to", inputs=[options.source])
+    if target.exists() or target.is_symlink():
+        raise ConfigError(
+            f"--to {target} exists already. Give the name of a new folder, or remove it."
+        )
+
+    # The folder appears when it is whole: weights, tokenizer, config and checksums.
+    with whole_folder(target, kind="model") as folder:
+        report = convert_checkpoint(
+            options.source,
+            folder,
+            form=options.format,
+            dtype=DTYPES.get(options.dtype),
+            max_shard_size=options.max_shard_size,
+            **fields,
+        )
+        write_sums(folder)
+
+    print(report)
+    print(f"The model is in {target}.")
+
+
+def read_fields(texts: list[str]) -> dict[str, object]:
+    """Returns values by field name of texts FIELD=JSON; a value that is not JSON is a string.
+
+    Raises:
+        ConfigError: When one has no value, is given twice, or is an option of its own.
+    """
+    fields: dict[str, object] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        _check_field(text, name, has_value=bool(sign))
+        if name in fields:
+            raise ConfigError(f"--set gives {name} twice. Leave one away.")
+
+        try:
+            fields[name] = parse_json(value, where=f"--set {name}")
+        except DataError:
+            fields[name] = value
+    return fields
+
+
+def _check_field(text: str, name: str, *, has_value: bool) -> None:
+    example = "Write FIELD=VALUE, e.g. expert_capacity=64."
+    if not has_value:
+        raise ConfigError(f"--set {shown(text)} has no value. {example}")
+    if not name.isidentifier():
+        raise ConfigError(f"--set {shown(text)} names no field. {example}")
+    if name in OTHER_OPTIONS:
+        raise ConfigError(
+            f"--set {shown(text)}: {name} is no field of STMoEConfig. "
+            "Give it as an option of its own."
+        )

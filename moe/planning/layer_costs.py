@@ -1,0 +1,217 @@
+"""What each kind of layer costs in a forward pass: operations, and bytes kept for the backward pass.
+
+One function for each class of module: the planner walks the model and asks for the cost of every
+layer. Sizes and structure are the module's own; what stands here is which tensors its kernels keep.
+The kernels are those of an accelerator, or, to be held against a count by saved-tensor hooks, those
+of a CPU. They differ in three places: the norm of a CPU keeps the normalised input too, its
+attention with a learned bias keeps the probabilities, and its experts keep other rows. What a kernel
+holds only while it runs is not counted.
+
+Tracing the model under fake tensors instead was tried and cannot serve. A router's check of its
+logits and the counts of rows depend on data, which a trace does not have (torch 2.13 raises
+DataDependentOutputException). A build of torch without CUDA has no fake CUDA tensors, so that a
+trace would see the kernels of a CPU. And a ranking of meshes makes hundreds of plans, each of which
+would be a trace of its own.
+"""
+
+import functools
+from typing import NamedTuple
+
+from torch import nn
+
+from moe.models.attention import Attention, Projection, RMSNorm
+from moe.models.blocks import Block, FeedForward
+from moe.planning.workload import FLOAT32_BYTES, StackPass
+from moe.sparse.layer import SparseFeedForward
+
+_INT64_BYTES = 8
+
+
+class LayerCost(NamedTuple):
+    """What a layer costs in one forward pass on one rank.
+
+    Attributes:
+        flops: Operations of matrix products and attention, two for each multiply and add.
+        saved_bytes: What the graph keeps for the backward pass.
+    """
+
+    flops: int
+    saved_bytes: int
+
+
+def block_cost(block: Block, stack: StackPass) -> LayerCost:
+    """Returns the cost of a block: of its layers, and of the dropout after each but the norms."""
+    flops = 0
+    saved_bytes = 0
+    for layer in block.children():
+        if layer is block.dropout:
+            continue
+        cost = layer_cost(layer, stack)
+        flops += cost.flops
+        saved_bytes += cost.saved_bytes
+        if not isinstance(layer, RMSNorm):
+            residual = stack.num_tokens * stack.d_model
+            saved_bytes += dropout_mask_bytes(residual, block.dropout.p, stack)
+    return LayerCost(flops, saved_bytes)
+
+
+@functools.singledispatch
+def layer_cost(layer: nn.Module, stack: StackPass) -> LayerCost:
+    """Returns the cost of one layer of a block; a new kind of layer registers a function.
+
+    Args:
+        layer: Child of a block.
+        stack: The pass that it is part of.
+    """
+    raise AssertionError(f"no cost is registered for {type(layer).__name__}")
+
+
+@layer_cost.register
+def norm_cost(layer: RMSNorm, stack: StackPass) -> LayerCost:
+    """Returns the cost of a norm; it keeps its input, which the residual stream does not."""
+    inputs = stack.num_tokens * stack.d_model * FLOAT32_BYTES
+    inverse_rms = stack.num_tokens * FLOAT32_BYTES
+    normalised = inputs if stack.cpu else 0
+    return LayerCost(0, inputs + inverse_rms + normalised)
+
+
+@layer_cost.register
+def attention_cost(layer: Attention, stack: StackPass) -> LayerCost:
+    """Returns the cost of self-attention, or of attention to the memory."""
+    source = stack.memory if layer.cross else stack
+    assert source is not None, "only a decoder has cross-attention"
+    D = stack.d_model
+    A = layer.q_proj.out_features // stack.tp  # heads x d_kv of this rank
+    H = A // layer.d_kv
+    queries = stack.num_tokens
+    keys = source.num_tokens
+
+    # Products: query and output, key and value; then scores and weighted sums.
+    flops = 4 * (queries + keys) * D * A + 4 * queries * source.length * A
+
+    # Inputs: one for all three products, and the memory once for all blocks; with casts a copy for
+    # each product.
+    saved_bytes = queries * D * FLOAT32_BYTES
+    if stack.casts_inputs:
+        saved_bytes = (queries + 2 * keys) * D * stack.product_bytes
+
+    # Query and output, key and value.
+    saved_bytes += 2 * (queries + keys) * A * stack.product_bytes
+
+    # A CPU has a fused kernel only without learned bias and dropout; else it keeps probabilities,
+    # those before dropout and its mask, and works in float32.
+    has_dropout = layer.dropout_rate > 0
+    if stack.cpu and (has_dropout or not layer.cross):
+        scores = H * queries * source.length * (3 if has_dropout else 1)
+        casts = (queries + 2 * keys) * A * (FLOAT32_BYTES - stack.product_bytes)
+        return LayerCost(flops, saved_bytes + scores * FLOAT32_BYTES + casts)
+
+    # A fused kernel keeps the logsumexp of the scores, and a cast copy of the bias.
+    saved_bytes += H * queries * FLOAT32_BYTES
+    if stack.casts_inputs and layer.cross:
+        saved_bytes += queries * source.length * stack.masked * stack.product_bytes
+    elif stack.casts_inputs:
+        saved_bytes += position_bias_elements(H, stack) * stack.product_bytes
+    return LayerCost(flops, saved_bytes)
+
+
+def position_bias_elements(num_heads: int, stack: StackPass) -> int:
+    """Returns the numbers in the bias of self-attention, masks added."""
+    num_biases = stack.num_rows if stack.masked else 1
+    return num_biases * num_heads * stack.length * stack.length
+
+
+@layer_cost.register
+def feed_forward_cost(layer: FeedForward, stack: StackPass) -> LayerCost:
+    """Returns the cost of a dense feed-forward layer."""
+    tokens = stack.num_tokens
+    D = stack.d_model
+    F = layer.down_proj.in_features // stack.tp
+    num_products = 3 if layer.gated else 2
+    flops = 2 * num_products * tokens * D * F
+
+    # Gated: gate, up, GELU of the gate, and their product; else ReLU's result.
+    num_hidden = 4 if layer.gated else 1
+    saved_bytes = tokens * (D + num_hidden * F) * stack.product_bytes
+    saved_bytes += dropout_mask_bytes(tokens * F, layer.dropout_rate, stack)
+    return LayerCost(flops, saved_bytes)
+
+
+@layer_cost.register
+def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
+    """Returns the cost of a sparse layer: its router, its dispatch and its experts."""
+    config = layer.config
+    tokens = stack.num_tokens
+    rows = stack.expert_rows
+    D = stack.d_model
+    F = config.d_ff // stack.tp
+    num_products = 3 if config.gated else 2
+    gate_products = tokens * layer.router.num_parameters(config)
+    flops = 2 * (gate_products + num_products * rows * D * F)
+
+    # Router: its input with padding masked; logits and probabilities; three numbers of a token;
+    # expert, gate value, combine weight and acceptance of a choice.
+    choice_bytes = _INT64_BYTES + 2 * FLOAT32_BYTES + 1
+    saved_bytes = tokens * D * FLOAT32_BYTES
+    saved_bytes += tokens * (2 * config.num_experts + 3) * FLOAT32_BYTES
+    saved_bytes += tokens * stack.num_choices * choice_bytes
+
+    # Dispatch: token and weight of each row; with fixed slots the slot of each choice too.
+    saved_bytes += rows * (_INT64_BYTES + FLOAT32_BYTES)
+    if config.dispatch == "static":
+        saved_bytes += tokens * stack.num_choices * _INT64_BYTES
+
+    saved_bytes += _expert_elements(layer, stack) * stack.product_bytes
+    saved_bytes += dropout_mask_bytes(rows * F, config.expert_dropout_rate, stack)
+    return LayerCost(flops, saved_bytes)
+
+
+def _expert_elements(layer: SparseFeedForward, stack: StackPass) -> int:
+    """Returns the numbers in the dtype of products that dispatch, experts and combine keep."""
+    config = layer.config
+    D = stack.d_model
+    F = config.d_ff // stack.tp
+
+    # Gated: gate, up, GELU of the gate, and their product; else ReLU's result.
+    num_hidden = 4 if config.gated else 1
+    hidden = stack.expert_rows * num_hidden * F
+    if config.dispatch == "static":
+        return stack.expert_rows * 3 * D + hidden
+
+    # Experts on a CPU compute the product again, and read tokens where they are.
+    if stack.cpu and config.gated:
+        hidden = stack.expert_rows * 3 * F
+    reads_in_place = stack.cpu and not stack.expert_parallel
+    inputs = stack.num_tokens if reads_in_place else stack.expert_rows
+    return (inputs + stack.expert_rows) * D + hidden
+
+
+def head_cost(head: Projection, stack: StackPass) -> LayerCost:
+    """Returns the cost of the head and the loss on a decoder's last states."""
+    tokens = stack.num_tokens
+    vocab_size = head.out_features
+    flops = 2 * tokens * stack.d_model * vocab_size
+
+    # Last states, logits and log-probabilities; label, mask and loss of each token.
+    saved_bytes = tokens * stack.d_model * stack.product_bytes
+    saved_bytes += tokens * 2 * vocab_size * FLOAT32_BYTES
+    saved_bytes += tokens * (_INT64_BYTES + 1 + FLOAT32_BYTES)
+    return LayerCost(flops, saved_bytes)
+
+
+def dropout_mask_bytes(
+    num_elements: int, rate: float, stack: StackPass, *, in_float32: bool = False
+) -> int:
+    """Returns the bytes of dropout's mask over so many numbers.
+
+    Args:
+        num_elements: Numbers that dropout sees.
+        rate: 0 keeps no mask.
+        stack: The pass; the mask of a CPU has the dtype of the numbers, that of an accelerator a byte.
+        in_float32: Whether the numbers are float32 whatever the precision.
+    """
+    if not rate:
+        return 0
+    if not stack.cpu:
+        return num_elements
+    return num_elements * (FLOAT32_BYTES if in_float32 else stack.product_bytes)

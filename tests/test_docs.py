@@ -1,0 +1,240 @@
+"""What the README and the site print is true: examples run, commands parse, files exist."""
+
+import importlib
+import re
+import shlex
+import socket
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+import yaml
+
+import moe
+from eval.task import TASKS
+from moe.cli import Parser
+from moe.commands.stmoe import VERBS
+from moe.data.tokenizer import train_tokenizer
+from moe.optim.optimizers import OPTIMIZERS
+from moe.sparse.router import load_routers
+from moe.training.command import RecipeCommand
+from tests.models.hf_models import their_model
+from tests.models.tiny import tiny_model
+from tests.training.tiny_run import write_texts
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "MODEL_CARD.md",
+    *sorted(DOCS.rglob("*.md")),
+]
+MODULES = [path for path in sorted((ROOT / "moe").rglob("*.py")) if path.name != "__init__.py"]
+
+
+# ---------------------------------------------------------------------------
+# Blocks of a page
+
+
+def blocks(page, language):
+    """Returns the code blocks of one language, indented ones too."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(page):
+    """Returns the commands of the bash blocks, each as a list of words."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def with_blocks(language):
+    pages = [page for page in PAGES if blocks(page, language)]
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+# ---------------------------------------------------------------------------
+# Python: every page runs from top to bottom in one namespace
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Returns a folder with the models that the pages load: small and random, under their names."""
+    folder = tmp_path_factory.mktemp("docs")
+    texts = [file.read_text() for file in sorted(write_texts(folder / "texts").iterdir())]
+    train_tokenizer(texts, 230, folder / "runs/demo/model")
+    tiny_model(vocab_size=230).save_pretrained(folder / "runs/demo/model")
+    their_model("Switch").save_pretrained(folder / "google/switch-base-8")
+    return folder
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    """Lets a page register what it explains, for its own time only."""
+    TASKS.names()
+    for registry in (load_routers(), OPTIMIZERS, TASKS):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+
+@pytest.fixture
+def rank_of_one(monkeypatch):
+    """Sets what torchrun sets for a single rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": port}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@with_blocks("python")
+def test_the_examples_of_a_page_run_as_written(page, workspace, registries, monkeypatch, request):
+    monkeypatch.chdir(workspace)
+    if "launch()" in page.read_text(encoding="utf-8"):
+        request.getfixturevalue("rank_of_one")
+    namespace = {"__name__": "page"}
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+# ---------------------------------------------------------------------------
+# Commands: every line is read by the parser of its command
+
+
+class Parsed(BaseException):
+    """A command was understood; nothing of it is run."""
+
+
+@pytest.fixture
+def only_parse(monkeypatch):
+    """Lets commands end where they have read their arguments."""
+
+    def end_after(read):
+        def parse(self, *arguments, **options):
+            read(self, *arguments, **options)
+            raise Parsed
+
+        return parse
+
+    monkeypatch.setattr(Parser, "parse_args", end_after(Parser.parse_args))
+    monkeypatch.setattr(RecipeCommand, "parse", end_after(RecipeCommand.parse))
+    monkeypatch.chdir(ROOT)
+
+
+def check_module(name, arguments):
+    """Raises when `python -m NAME` does not understand its arguments."""
+    main = importlib.import_module("eval.__main__" if name == "eval" else name).main
+    with pytest.raises(Parsed):
+        main(arguments)
+
+
+def check_make(words):
+    """Raises when there is no such target, or ARGS are none of its command's."""
+    targets = [word for word in words if "=" not in word]
+    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets and set(targets) <= set(known), targets
+
+    for word in words:
+        if word.startswith("ARGS=") and targets == ["demo"]:
+            check_module("scripts.demo", shlex.split(word.removeprefix("ARGS=")))
+
+
+def check_command(words):
+    """Raises when a command is not understood."""
+    match words:
+        case ["python", "-m", ("eval" | "pytest") as name, *arguments]:
+            if name == "eval":
+                check_module(name, arguments)
+        case ["python", "-m", name, *arguments] if name.startswith("scripts."):
+            check_module(name, arguments)
+        case ["torchrun", *arguments]:
+            options = torch.distributed.run.parse_args(arguments)
+            assert options.module, words
+            check_module(options.training_script, options.training_script_args)
+        case ["make", *targets]:
+            check_make(targets)
+        case ["stmoe", "--version"]:
+            assert importlib.import_module("moe.commands.stmoe").main(words[1:]) is None
+        case ["stmoe", *arguments]:
+            check_module("moe.commands.stmoe", arguments)
+        case ["pip", "install", *_] | ["git", "clone", *_] | ["cd", _]:
+            pass
+        case _:
+            pytest.fail(f"no parser reads {shlex.join(words)}; use ```sh for what is not ours")
+
+
+@with_blocks("bash")
+def test_the_commands_of_a_page_are_understood(page, only_parse):
+    for words in commands(page):
+        check_command(words)
+
+
+def test_a_command_that_is_wrong_is_noticed(only_parse):
+    with pytest.raises(moe.ConfigError):
+        check_command(["python", "-m", "eval", "run", "--modle", "x"])
+    with pytest.raises(moe.ConfigError):
+        check_command(["python", "-m", "scripts.plan", "--mesh.epp", "4"])
+    with pytest.raises(AssertionError):
+        check_command(["make", "nothing"])
+
+
+# ---------------------------------------------------------------------------
+# Names
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
+    assert citation["references"][0]["url"].endswith("2202.08906")
+
+
+def test_every_verb_of_stmoe_is_explained():
+    page = (DOCS / "start.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `stmoe (\w+)` \|", page, re.MULTILINE) == list(VERBS)
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_recipes_and_files_that_are_named_exist():
+    pattern = r"\b((?:moe|eval|scripts|benchmarks|recipes|notebooks|tests|docs)/[\w./-]*\w\.\w+)"
+    for page in PAGES:
+        for name in re.findall(pattern, page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists() or "NAME" in name, f"{page.name}: {name}"
+
+
+def test_the_picture_names_files_of_the_sparse_layer():
+    picture = (DOCS / "journey.svg").read_text(encoding="utf-8")
+    names = re.findall(r"([a-z_]+\.py|[a-z_]+/)(?=[,<)\s])", picture)
+    assert {"dispatch.py", "routers/"} <= set(names)
+    for name in names:
+        assert (ROOT / "moe/sparse" / name).exists(), name
+
+
+def test_every_public_name_stands_in_the_reference():
+    page = (DOCS / "api/index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +~(moe\.[\w.]+)$", page, re.MULTILINE)
+    assert sorted(name.rpartition(".")[2] for name in listed) == sorted(moe.__all__)
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(moe, attribute)
+
+
+def test_every_module_stands_in_the_reference():
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md")]
+    listed = re.findall(r"^ +((?:moe|eval)[\w.]*)$", "\n".join(pages), re.MULTILINE)
+    for path in MODULES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        assert listed.count(name) == 1, f"docs/api names {name} {listed.count(name)} times"
