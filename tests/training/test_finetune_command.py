@@ -192,7 +192,9 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
         with pytest.raises(error, match=message):
             tune(inputs, tmp_path / "run", *keep, *more, pretrained=pretrained / "model")
     frozen = tune(inputs, tmp_path / "frozen", "--parameters", "attention")
-    with pytest.raises(CheckpointError, match="has no optimizer state of any parameter that trains now"):
+    with pytest.raises(
+        CheckpointError, match="has no optimizer state of any parameter that trains now"
+    ):
         tune(inputs, tmp_path / "run", *keep, "--parameters", "ffn", pretrained=frozen / "model")
     tune(inputs, tmp_path / "run", pretrained=alone / "model")  # the default needs the model alone
 
