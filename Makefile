@@ -4,13 +4,18 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check docs format clean
+.PHONY: demo test test-fast check docs format clean
 
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+# For the work in between, in two minutes: all tests that stay in their process and need less than a
+# second (a test that starts a process, compiles a graph or works for longer is marked `slow`).
+test-fast: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.answers.data_ranks import Ranks
-from eval.answers.predict import load_seq2seq, predict
+from eval.answers.data_ranks import DataRanks
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.reports.describe import task_score
 from eval.run import requests_of, score, thin_out
 from eval.task import TASKS, Example
@@ -36,7 +37,7 @@ class TaskData(NamedTuple):
             for example in examples
         ]
 
-    def scores(self, limit: int | None, ranks: Ranks) -> DevEvaluation | None:
+    def scores(self, limit: int | None, ranks: DataRanks) -> DevEvaluation | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
         Answers are generated as each task says, by beams for summaries. `mean` is the mean of

@@ -27,8 +27,8 @@ from scripts import (
     train_tokenizer,
     transfer,
 )
-from tests.training.test_resume import ENVIRONMENT
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 JUNK = ["", " ", "lots", "nan", "-inf", "1e999", "9" * 5_000, "a\0b", "-1", "0x1"]
 
 
@@ -209,6 +209,7 @@ def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["scripts.train_tokenizer", "scripts.pretrain", "eval"])
 def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
     starting = [sys.executable, "-m", command, "--help"]
@@ -223,6 +224,7 @@ def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_and_letters_that_a_terminal_lacks_are_no_failure():
     lines = "def main(argv):\n    print('漢\\udcff')\n    for _ in range(100_000): print('line')\n"
     code = f"from moe.cli import run_main\n{lines}\nrun_main(main)"

@@ -1,23 +1,18 @@
 """The main job from end to end, at a small size, as a user starts it."""
 
 import json
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
 from transformers import AutoTokenizer
 
 from moe import STMoEForConditionalGeneration
-from tests.training.test_resume import ENVIRONMENT
+from tests.processes import run_command
 from tests.training.tiny_run import MODEL, write_inputs
 
 
 def call(*arguments):
-    command = [sys.executable, "-m", "scripts.demo", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT
-    )
+    return run_command("scripts.demo", *arguments)
 
 
 class Page(HTMLParser):

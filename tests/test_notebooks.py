@@ -1,9 +1,6 @@
 """Every notebook runs from top to bottom on a small model."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from eval.task import TASKS
 from moe.data.tokenizer import train_tokenizer
 from tests.models.tiny import tiny_model
+from tests.processes import run_command
 from tests.training.tiny_run import write_texts
 
 ROOT = Path(__file__).parents[1]
@@ -37,21 +35,13 @@ def environment(tmp_path_factory):
             vocab_size=230, num_experts=num_experts, num_selected_experts=places
         ).save_pretrained(model)
         tokenizer.save_pretrained(str(model))
-        paths = {
-            "MOE_MODEL": str(model),
-            "MOE_OUT": str(folder / f"{num_experts} out"),
-            "PYTHONPATH": str(ROOT),
-        }
-        return {**os.environ, **paths}
+        return {"MOE_MODEL": str(model), "MOE_OUT": str(folder / f"{num_experts} out")}
 
     return for_experts
 
 
 def run(path, environment):
-    command = [sys.executable, str(path)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
+    return run_command(str(path), environment=environment)
 
 
 @pytest.mark.slow
@@ -77,9 +67,10 @@ def test_the_notebook_runs(path, num_experts, environment):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_without_a_model_the_notebook_says_how_to_get_one(path, tmp_path, environment):
-    done = run(path, {**os.environ, "MOE_MODEL": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    done = run(path, {"MOE_MODEL": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         ("There is no model in", "moe.errors.CheckpointError: ")

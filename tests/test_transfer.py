@@ -3,22 +3,17 @@ it.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from scripts.transfer import TASKS
-from tests.training.test_resume import ENVIRONMENT
+from tests.processes import run_command
 from tests.training.tiny_run import MODEL, write_inputs
 
 
 def call(*arguments):
-    command = [sys.executable, "-m", "scripts.transfer", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT
-    )
+    return run_command("scripts.transfer", *arguments)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from moe.errors import ConfigError
 from moe.models.losses import LossCounts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
-from moe.sparse.groups import groups_alike, sequences_per_group, tokens_per_group
+from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals
 from moe.sparse.router import Router
@@ -179,7 +179,7 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     Raises:
         ConfigError: Names a `group_size` that goes with the split.
     """
-    if groups_alike(lengths, batch_size, rows, group_size):
+    if has_same_groups(lengths, batch_size, rows, group_size):
         return
 
     # Groups change where one more sequence fits: just below such a size lies the largest with the
@@ -191,7 +191,7 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
             candidates.add(count * length - 1)
     fitting = 1
     for size in candidates:
-        if fitting < size <= most and groups_alike(lengths, batch_size, rows, size):
+        if fitting < size <= most and has_same_groups(lengths, batch_size, rows, size):
             fitting = size
 
     whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]

@@ -2,11 +2,7 @@
 that kills itself.
 """
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -17,6 +13,7 @@ from moe.data.documents import Document
 from moe.errors import ConfigError, DataError
 from moe.files import whole_file, whole_folder
 from scripts import build_corpus as build_corpus_command
+from tests.processes import run_program
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -195,20 +192,16 @@ with whole_folder(Path(sys.argv[1]), kind="corpus") as partial:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_half_done_and_the_next_one_clears_up(tmp_path):
     target = tmp_path / "folder"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(target)], cwd=Path.cwd(), env=_environment(), check=False
-    )
+    killed = run_program(tmp_path, KILLED, target)
     assert killed.returncode == -signal.SIGKILL
+    (tmp_path / "program.py").unlink()
     assert not target.exists()
     with whole_folder(target, kind="corpus") as partial:
         (partial / "corpus.json").write_text("second", encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path.cwd())}
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -1,11 +1,12 @@
 """Starts a function in several processes that exchange over gloo, and brings their answers back."""
 
-import multiprocessing
 import time
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.processes import fork_context
 
 TIMEOUT = 200  # seconds; most of them are the imports of a fresh process on a busy machine
 
@@ -17,9 +18,7 @@ def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
     The processes come of a server that has imported the library and done nothing else, so that
     `function` must stand in a module. They meet in a file: no port is needed.
     """
-    multiprocessing.set_forkserver_preload(
-        ["moe", "moe.planning.plan", "moe.training.loop", "eval.run"]
-    )
+    fork_context()
     context = mp.start_processes(
         _rank,
         (function, num_ranks, str(folder), arguments),

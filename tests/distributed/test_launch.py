@@ -6,7 +6,6 @@ every start as its agent keeps one.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from torch.distributed import distributed_c10d
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError, DataError, DistributedError
+from tests.processes import fork_context
 
 RANKS, SECONDS = 4, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,7 +204,7 @@ def run_cases(folder):
     """Returns how each rank ended each case, and the exit codes; every rank goes through all cases."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in CASES]
     ports = [store.port for store in stores]
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     barrier = context.Barrier(RANKS)
     processes = [
         context.Process(target=on_a_rank, args=(rank, ports, str(folder), barrier))

@@ -60,9 +60,12 @@ LONG = {
     "static, accumulated, checkpointed": {"dispatch": "static", "micro": 2, "checkpointed": True},
 }
 SHORT = {
-    "static": {"dispatch": "static"},
-    "dropless": {"capacity_factor": None},
-    "accumulated, checkpointed": {"micro": 2, "checkpointed": True},
+    "dropless, relu, tied head": {
+        "capacity_factor": None,
+        "feed_forward_proj": "relu",
+        "tie_word_embeddings": True,
+    },
+    "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
@@ -71,9 +74,11 @@ SHORT = {
         "router_options": None,
         "expert_bias": "multiplicative",
     },
-    "relu, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
-    "adamw": {"optimizer": "adamw"},
 }
+MANY, FEW = 20, 4
+"""Updates of a case. A wrong sum shows in the first gradient, a wrong state in the second update; that
+rounding stays small over many updates does not depend on the mesh.
+"""
 
 
 def build(dtype, checkpointed=False, crowded=False, **fields):
@@ -215,11 +220,12 @@ def assert_near(answers, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", MESHES)
-def test_20_updates_on_a_mesh_equal_those_of_one_process(num_ranks, tmp_path):
+def test_updates_on_a_mesh_equal_those_of_one_process(num_ranks, tmp_path):
     cases = {}
     for mesh, sizes in MESHES[num_ranks].items():
         for name, fields in LONG.items():
-            cases[mesh, name] = (sizes, torch.float64, 20, fields)
+            steps = FEW if cases else MANY  # of the first mesh, ragged
+            cases[mesh, name] = (sizes, torch.float64, steps, fields)
     assert_near(run_ranks(on_a_rank, num_ranks, tmp_path, cases, timeout=300), 1e-10)
 
 
@@ -239,12 +245,9 @@ def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
 
 @pytest.mark.slow
 def test_20_updates_in_float32_on_a_mesh_equal_those_of_one_process(tmp_path):
-    meshes = ("dp_shard 2, ep 2", "ep 2, tp 2")
-    cases = {
-        (mesh, name): (MESHES[4][mesh], torch.float32, 20, LONG[name])
-        for mesh in meshes
-        for name in LONG
-    }
+    cases = {}
+    for mesh, name in zip(("dp_shard 2, ep 2", "ep 2, tp 2"), LONG, strict=True):
+        cases[mesh, name] = (MESHES[4][mesh], torch.float32, MANY, LONG[name])
     assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-5)
 
 

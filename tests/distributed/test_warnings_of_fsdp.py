@@ -8,6 +8,7 @@ writes there.
 
 import warnings
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -47,6 +48,7 @@ def update(rank, num_ranks):
     )
 
 
+@pytest.mark.slow
 def test_an_update_on_a_mesh_returns_views_that_nothing_writes_into_and_warns_of_nothing(tmp_path):
     for messages, views, changed in run_ranks(update, 2, tmp_path):
         assert messages == []

@@ -3,8 +3,6 @@ is whole.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from moe import STMoEForConditionalGeneration, load_complete
 from moe.data.corpus import load_corpus
 from moe.data.tokenizer import load_tokenizer
 from tests.doors.racer import ROUNDS
+from tests.processes import Command
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +21,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def race(workspace, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("race")
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.doors.racer", workspace, folder, str(number)]
-        )
-        for number in range(2)
-    ]
+    racers = [Command("tests.doors.racer", [workspace, folder, number]) for number in range(2)]
     for racer in racers:
-        assert racer.wait(timeout=250) == 0
+        ended = racer.finish(timeout=250)
+        assert ended.returncode == 0, ended.stderr
     return folder, [
         json.loads((folder / f"results-{number}.json").read_text()) for number in range(2)
     ]

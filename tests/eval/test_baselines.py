@@ -106,6 +106,7 @@ def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(
     assert baseline_outputs(summaries, bodies, bodies) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unicode_category", "docstring_summary"])
 def test_the_offline_tasks_have_baselines_that_score_above_the_majority(name):
     task = TASKS.get(name)

@@ -5,21 +5,22 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from eval.__main__ import how_to_go_on, main
+from eval.__main__ import advice_after_interrupt, main
 from moe import run_main
 from tests.models.tiny import tiny_model
+from tests.processes import Command, run_command, start_torchrun
 
 CASES = Path(__file__).with_name("conformance_cases.json")
 
 
 def call(*arguments):
-    command = [sys.executable, "-m", "eval", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_command("eval", *arguments)
 
 
 @pytest.mark.slow
@@ -211,35 +212,40 @@ def test_results_are_not_mixed_with_something_else(command, kind, tmp_path, monk
 
 def test_only_a_run_goes_on_after_it_was_stopped():
     assert (
-        how_to_go_on(["run", "--model", "m"])
+        advice_after_interrupt(["run", "--model", "m"])
         == "The same command goes on: answers that it wrote are kept."
     )
     for command in ("compare", "harness", "conformance", "list"):
-        assert "goes on" not in how_to_go_on([command])
-        assert "--resume" not in how_to_go_on([command])
+        assert "goes on" not in advice_after_interrupt([command])
+        assert "--resume" not in advice_after_interrupt([command])
 
 
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_at_any_moment_of_a_command(tmp_path):
-    """While Python imports, while it reads, and at its end: the exit code says which."""
-    command = [sys.executable, "-m", "eval", "conformance", *[str(CASES)] * 40]
-    for seconds in (0.5, 2.0, 6.0, 12.0):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            _, said = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
-        assert "Traceback" not in said
-        assert "--resume" not in said
-        if process.returncode:
-            assert process.returncode == 130
-            assert said.strip().startswith("Interrupted")
+    """While it starts, while it reads, and at its end: the exit code says which."""
+    codes = []
+    for seconds in (0.1, 0.4, 1.0, 60.0):
+        command = Command("eval", ["conformance", *[str(CASES)] * 40])
+        end = time.monotonic() + seconds
+        command.wait_for(lambda end=end: time.monotonic() > end)
+        command.send_signal(signal.SIGINT)
+        ended = command.finish()
+        assert "Traceback" not in ended.stderr
+        assert "--resume" not in ended.stderr
+        if ended.returncode:
+            assert ended.returncode == 130
+            assert ended.stderr.strip().startswith("Interrupted")
+        codes.append(ended.returncode)
+    assert codes[0] == 130
+    assert codes[-1] == 0
 
 
 def torchrun(num_ranks, *arguments):
+    return start_torchrun(num_ranks, "eval", *arguments).finish()
+
+
+def real_torchrun(num_ranks, *arguments):
+    """Starts torchrun and each rank in an interpreter of its own, as a user does."""
     launcher = [
         "-m",
         "torch.distributed.run",
@@ -294,7 +300,7 @@ def test_four_ranks_report_what_one_process_reports(folders, tokenizer, tmp_path
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_is_one_message_for_all_ranks(folders, tmp_path):
     model = ["--model", str(folders["moe"]), "--tasks", "unicode_category", "--out", str(tmp_path)]
-    done = torchrun(2, "run", *model, "--ep", "2")
+    done = real_torchrun(2, "run", *model, "--ep", "2")
     assert done.returncode != 0
     assert done.stderr.count("7 experts cannot be spread evenly over ep 2") == 1
     codes = re.findall(r"exitcode *: (-?\d+)", done.stderr)

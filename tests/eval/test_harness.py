@@ -18,8 +18,10 @@ from transformers import AutoTokenizer
 
 import moe
 from eval.__main__ import main
+from eval.answers.batches import Request
 from eval.answers.likelihood import Scoring
-from eval.answers.predict import Request, load_seq2seq, predict
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.commands.harness import evaluate_on_harness
 from eval.harness_model import HarnessModel
 from eval.scores.metrics import ACCURACY
@@ -138,6 +140,7 @@ def assert_same_scores(ours: list, others: list) -> None:
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe"])
 def test_log_likelihoods_are_those_of_lm_eval_in_this_process(ours, lm_eval, kind):
     found, expected = ours(kind, CHOICE), lm_eval(kind, CHOICE)
@@ -251,6 +254,7 @@ def test_greedy_answers_are_known_as_such(folders, kind):
     assert not any(flags[2::4])
 
 
+@pytest.mark.slow
 def test_of_a_long_context_the_end_is_read_as_lm_eval_does(ours, folders, tasks, tmp_path):
     folder = shutil.copytree(folders["moe"], tmp_path / "short")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -261,6 +265,7 @@ def test_of_a_long_context_the_end_is_read_as_lm_eval_does(ours, folders, tasks,
     assert found != answers_of(ours("moe", CHOICE), CHOICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe"])
 def test_texts_are_as_long_as_the_task_asks_for_where_lm_eval_goes_on(ours, lm_eval, folders, kind):
     found = answers_of(ours(kind, TEXT), TEXT)

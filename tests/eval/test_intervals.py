@@ -115,6 +115,7 @@ def test_groups_are_drawn_whole_though_their_rows_are_apart():
     assert all(answers.count("a") % 2 == 0 and answers.count("b") % 2 == 0 for answers in seen)
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_truth_about_95_times_in_100():
     rng, covered = np.random.default_rng(0), 0
     for repetition in range(200):

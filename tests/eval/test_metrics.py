@@ -382,6 +382,7 @@ def test_rows_with_different_numbers_of_choices_give_accuracy_alone():
     )
 
 
+@pytest.mark.slow
 @given(st.permutations(range(6)))
 def test_choices_may_come_in_any_order(order):
     targets, given_scores = choices([1, 0], [0, 1], [1, 0]), [-1, -2, -2, -1, -3, -1]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import eval.answers.predict
-from eval.answers.predict import MODES, Request, load_seq2seq, predict
+from eval.answers.batches import Request
+from eval.answers.predict import MODES, predict
+from eval.answers.seq2seq import load_seq2seq
 from moe import CheckpointError, ConfigError
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from tests.models.tiny import tiny_model
@@ -27,7 +29,7 @@ def interrupt(*_):
 @pytest.fixture
 def dropping(tokenizer, tmp_path, monkeypatch):
     """A sparse model whose experts have room for few tokens, asked in batches of ROWS."""
-    for name in ("_ROWS", "_FEW"):
+    for name in ("_MAX_ROWS", "_MIN_ROWS"):
         monkeypatch.setattr(eval.answers.predict, name, dict.fromkeys(MODES, ROWS))
     tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -75,6 +77,7 @@ def test_generation_does_not_depend_on_batch_mates(folders, task, tmp_path, name
         assert alone[0].output == prediction.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(
     dropping, task, tmp_path, mode, asked
@@ -121,6 +124,7 @@ def test_ctrl_c_between_batches_changes_no_byte(dropping, task, tmp_path, mode, 
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tmp_path):
     """What the tests above and below stand on: for this model, other batches are other predictions."""
     requests = requests_of(task)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from eval.answers.beam import beam_search
-from eval.answers.predict import load_seq2seq, predict
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.task import Decoding
 from tests.eval.test_predict import requests_of
 from tests.eval.test_predict_rank import make_folder
@@ -183,6 +184,7 @@ def test_an_answer_does_not_depend_on_the_inputs_beside_it():
         )[0] == [gather_or_raise[row]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe", "bart"])
 def test_a_model_with_a_cache_finds_what_the_loop_finds_without(tokenizer, task, tmp_path, kind):
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
@@ -203,6 +205,7 @@ def test_a_model_with_a_cache_finds_what_the_loop_finds_without(tokenizer, task,
         assert prediction.output == system.tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe", "switch", "bart"])
 def test_greedy_answers_are_those_of_transformers(tokenizer, task, tmp_path, kind):
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))

@@ -114,6 +114,7 @@ def test_the_number_of_targets_is_taken_and_ignored(kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler about their code
 @every_kind
 def test_there_is_one_kind_of_attention_no_plan_for_ranks_and_no_single_graph_but_a_static_cache(

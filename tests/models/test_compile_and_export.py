@@ -12,10 +12,10 @@ from transformers import EncoderDecoderCache, StaticCache
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
 SMALL = {"num_layers": 1, "num_decoder_layers": 1, "dispatch": "static"}
-COMPILERS = [
-    pytest.param("aot_eager", id="aot_eager"),
-    pytest.param("inductor", id="inductor", marks=pytest.mark.slow),
-]
+COMPILERS = {
+    "aot_eager": {"backend": "aot_eager"},
+    "inductor": {"options": {"cpp.simdlen": 1}},  # plain loops take half as long to compile
+}
 
 pytestmark = [  # of torch's own tracing
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
@@ -45,11 +45,12 @@ def loss_and_gradients(model, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", COMPILERS)
-def test_a_training_step_compiles_into_one_graph(backend):
-    model = tiny_model(**SMALL).train()
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_training_step_compiles_into_one_graph(compiler):
+    sparse = {"num_sparse_decoder_layers": 0} if compiler == "inductor" else {}  # one, for speed
+    model = tiny_model(**SMALL, **sparse).train()
     assert model._can_compile_fullgraph
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, **COMPILERS[compiler])
     close(loss_and_gradients(model, compiled), loss_and_gradients(model, model))
 
 
@@ -79,12 +80,13 @@ def test_a_compiled_model_returns_all_that_is_asked_for():
         close(a[name], b[name])
 
 
-@pytest.mark.parametrize("backend", COMPILERS)
-def test_decoding_through_a_static_cache_compiles_once(backend):
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_decoding_through_a_static_cache_compiles_once(compiler):
     model, batch = tiny_model(**SMALL), tiny_batch()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     graphs = torch._dynamo.utils.counters["stats"]
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, **COMPILERS[compiler])
 
     @torch.no_grad()
     def decode(step):
@@ -133,6 +135,7 @@ def example(batch=4, length=13, targets=11):
     return inputs | {"decoder_input_ids": decoder_ids}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_exported_model_gives_the_same_after_saving(tmp_path):
     model, inputs = tiny_model(**SMALL), example()
@@ -145,6 +148,7 @@ def test_the_exported_model_gives_the_same_after_saving(tmp_path):
     )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [DENSE, {"group_size": 1}], ids=["dense", "sparse"])
 def test_batch_and_lengths_of_an_exported_model_may_vary(kind):

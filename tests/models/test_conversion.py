@@ -26,6 +26,7 @@ from moe import (
     lora_config,
 )
 from tests.models.hf_models import KINDS, assert_equal_to_rounding, their_inputs, their_model
+from tests.processes import run_program
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -132,6 +133,7 @@ def test_generation_equals_transformers(tmp_path, kind):
 # ---- files ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["T5 1.0", "T5 1.1", "Switch"])
 @pytest.mark.parametrize("form", [".bin", ".bin of old torch", "safetensors shards", ".bin shards"])
 def test_every_form_of_files_gives_the_same_weights_bit_for_bit(folders, tmp_path, kind, form):
@@ -552,11 +554,9 @@ def test_loading_takes_the_model_and_one_shard(folders, tmp_path, form):
         }
         (tmp_path / "model.safetensors.index.json").unlink()
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    arguments = [sys.executable, "-c", PEAK + MEMORY, str(folders("Switch")), str(tmp_path)]
-    answer = subprocess.run(
-        arguments, check=True, capture_output=True, text=True, timeout=120
-    ).stdout
-    taken, model = map(int, answer.split()[-2:])
+    ended = run_program(tmp_path, PEAK + MEMORY, folders("Switch"), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    taken, model = map(int, ended.stdout.split()[-2:])
     assert model > 300e6
     assert taken < model + 32e6 + 40e6, f"{taken / 1e6:.0f} MB for a model of {model / 1e6:.0f} MB"
 

@@ -3,8 +3,6 @@ with every reason.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from tests.models.hf_models import (
     their_model,
 )
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.processes import run_command
 
 SWITCH = {  # what a model of ours must be to be a Switch
     "feed_forward_proj": "relu",
@@ -49,6 +48,7 @@ def assert_same(a, b):
     assert all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["T5 1.0", "T5 1.1", "Switch", "Switch, untied", "Switch, sparse decoder only"]
 )
@@ -191,17 +191,13 @@ def test_the_folder_is_new_and_whole_or_absent(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "theirs"]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_became_of_every_tensor(tmp_path):
     config = T5Config(**SIZES)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "theirs")
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.convert_checkpoint",
-        "--from",
-        str(tmp_path / "theirs"),
-    ]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    ended = run_command("scripts.convert_checkpoint", "--from", tmp_path / "theirs")
+    assert ended.returncode == 0, ended.stderr
+    shown = ended.stdout
     assert shown.strip() == str(conversion_report(tmp_path / "theirs"))
     assert "115 tensors mapped to 115" in shown
     assert "ignored, is of a classifier's head: classifier_dropout of config.json" in shown

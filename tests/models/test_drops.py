@@ -47,6 +47,7 @@ def test_it_names_stack_share_factor_and_way_out_once_for_each_model(said):
     assert len(said()) == 2
 
 
+@pytest.mark.slow
 def test_a_model_at_the_address_of_one_that_is_gone_is_heard(said):
     for number in range(1, 6):
         model = tiny_model(**SHORT)
@@ -152,6 +153,7 @@ def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypa
     assert reads.count(2) == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_not_broken_by_it(said):
     model, batch = tiny_model(**SHORT, dispatch="static"), tiny_batch()
     counts = torch._dynamo.explain(model.get_encoder())(batch["input_ids"], batch["attention_mask"])

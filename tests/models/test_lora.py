@@ -235,6 +235,7 @@ def test_a_wrapped_layer_stands_alone_too():
     torch.testing.assert_close(model.base_model.model["ffn"](x)[0], expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_peft_the_error_says_what_to_install():
     program = (
         "import sys; sys.modules['peft'] = None\n"

@@ -2,9 +2,6 @@
 T5 as an oracle.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForSeq2SeqLM
@@ -12,6 +9,7 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM
 from moe import ConfigError, DataError, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
 from tests.models.t5 import as_t5
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
+from tests.processes import run_program
 
 
 def close(a, b, atol=1e-5):
@@ -199,6 +197,7 @@ def test_reentrant_checkpointing_is_refused_since_it_loses_the_gradient_of_the_r
     checkpointed(model, {"use_reentrant": False, "preserve_rng_state": True})
 
 
+@pytest.mark.slow
 def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
     model, batch = tiny_model(), tiny_batch()
     model.save_pretrained(tmp_path / "model")
@@ -212,7 +211,8 @@ def test_a_new_process_gives_the_same_logits_bit_for_bit(tmp_path):
         "assert torch.equal(model(**expected['batch']).logits, expected['logits'])\n"
     )
     arguments = [str(tmp_path), str(torch.get_num_threads())]
-    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
+    ended = run_program(tmp_path, program, *arguments)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_auto_classes_load_each_part(tmp_path):

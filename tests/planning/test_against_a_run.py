@@ -54,7 +54,6 @@ STATIC = {"dispatch": "static"}
 EXACT = {
     "dp_shard x ep, static": Case((1, 2, 2, 1), STATIC),
     "dp_shard x ep, ragged": Case((1, 2, 2, 1), BY_HASH),
-    "dp_shard x ep, static, checkpointed": Case((1, 2, 2, 1), STATIC, checkpointed=True),
     "dp_shard x ep, ragged, checkpointed, accumulated": Case(
         (1, 2, 2, 1), BY_HASH, micro=2, checkpointed=True
     ),
@@ -66,7 +65,6 @@ EXACT = {
     "dp_replicate x ep, ragged": Case((2, 1, 2, 1), BY_HASH),
     "dp_replicate x dp_shard": Case((2, 2, 1, 1), STATIC),
     "ep x tp, static": Case((1, 1, 2, 2), STATIC),
-    "ep x tp, static, checkpointed": Case((1, 1, 2, 2), STATIC, checkpointed=True),
     "ep x tp, ragged, checkpointed, accumulated": Case(
         (1, 1, 2, 2), BY_HASH, micro=4, checkpointed=True
     ),
@@ -79,7 +77,6 @@ EXACT = {
         (1, 1, 2, 2), {**STATIC, "sparse_dense_stacking": False}
     ),
     "ep, static, accumulated": Case((1, 1, 4, 1), STATIC, micro=2),
-    "ep, ragged": Case((1, 1, 4, 1), BY_HASH),
     "ep, ragged, checkpointed": Case((1, 1, 4, 1), BY_HASH, checkpointed=True),
     "ep in two nodes, static": Case((1, 1, 4, 1, 2), STATIC),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),

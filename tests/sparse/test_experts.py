@@ -7,8 +7,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from moe.kernels import cpu_experts as parallel
+from tests.processes import run_program
 from tests.sparse.expert_loop import KINDS, expert_rows, problem, run_loop, tiny
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients
 
@@ -218,6 +217,7 @@ def _in_a_child(layer, x, answers):
     answers.put((y.detach().numpy(), gate.numpy(), len(ran)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="the platform cannot fork"
 )
@@ -469,10 +469,11 @@ def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
     raise AssertionError(f"{len(workers)} workers are alive")
 
 
-def test_a_process_that_gets_no_threads_ends_with_the_error():
+@pytest.mark.slow
+def test_a_process_that_gets_no_threads_ends_with_the_error(tmp_path):
     program = (
         "import threading, torch\n"
-        "from moe.sparse import parallel\n"
+        "from moe.kernels import cpu_experts as parallel\n"
         "torch.set_num_threads(3)\n"
         "start, started = threading.Thread.start, []\n"
         "def refuse(self):\n"
@@ -482,8 +483,6 @@ def test_a_process_that_gets_no_threads_ends_with_the_error():
         "threading.Thread.start = refuse\n"
         "parallel.run_pieces(print, parallel.cut_rows([3], most=1))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_program(tmp_path, program)
     assert done.returncode == 1
     assert "can't start new thread" in done.stderr

@@ -317,6 +317,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name, fresh_compiler):
     layer = build_layer(
@@ -329,6 +330,7 @@ def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name,
         compare_compiled(layer, compiled, seed=1, ids=ids.flip(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["token_choice", "switch"])
 def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_each_mode(
     name, fresh_compiler

@@ -182,6 +182,7 @@ def check_stats(stats, counted):
     assert summarize(stats) == pytest.approx(summary(counted) | means, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", OPTIONS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

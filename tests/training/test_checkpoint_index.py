@@ -227,6 +227,7 @@ def test_an_index_that_is_torn_is_one_message(path):
         assert "step_00000001" in refused(lambda: read_index(path)), content[:40]
 
 
+@pytest.mark.slow
 def test_an_index_with_flipped_bits_is_read_or_refused_and_never_more(path):
     whole = (path / ".metadata").read_bytes()
     generator = torch.Generator().manual_seed(0)

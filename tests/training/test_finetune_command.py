@@ -85,6 +85,7 @@ def state_of(run, subset="all"):
     return optimizer_tensors(model, optimizer, layouts)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_model_trains_is_counted_and_resumes_bit_for_bit(inputs, tmp_path, capsys):
     straight = tune(inputs, tmp_path / "straight", "--parameters", "ffn")
     assert f"ffn: {4 * 3 * 16 * 24:,} of 27,936 parameters train" in capsys.readouterr().out
@@ -140,6 +141,7 @@ def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
     )
 
 
+@pytest.mark.slow
 def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, tmp_path):
     runs = {
         slots: tune(inputs, tmp_path / slots, "--optimizer_state", slots)
@@ -158,6 +160,7 @@ def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, t
     assert losses(stopped) == kept
 
 
+@pytest.mark.slow
 def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path):
     alone, unfinished = tmp_path / "alone", tmp_path / "unfinished"
     shutil.copytree(inputs["run"] / "model", alone / "model")
@@ -225,6 +228,7 @@ def test_a_model_tuned_with_a_sentinel_reads_and_writes_it_by_itself(inputs, wit
     )
 
 
+@pytest.mark.slow
 def test_a_sentinel_changes_what_is_learnt_and_can_be_left_off_again(
     inputs, with_sentinel, tmp_path
 ):

@@ -210,6 +210,7 @@ def save_at(folder, *steps, keep, damaged=()):
             writer.save(model, optimizer, layouts(model), state(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [1, 2])
 def test_damaged_checkpoints_do_not_count_among_those_that_stay(tmp_path, keep):
     save_at(tmp_path, 7, 14, 21, keep=3)

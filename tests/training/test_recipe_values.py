@@ -14,6 +14,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moe.commands.plan import read_workload
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.distributed.launch import DEFAULT_TIMEOUT
@@ -26,7 +27,6 @@ from moe.training.command import RecipeCommand, recipe_settings
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from moe.training.step import check_groups
 from scripts import finetune, pretrain
-from scripts.plan import read_workload
 
 TINY = {
     "vocab_size": NUM_SENTINELS + 30,
@@ -165,6 +165,7 @@ def names_and_kinds():
     )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -8,12 +8,12 @@ import yaml
 
 from eval.task import TASKS
 from moe import ConfigError, STMoEConfig
+from moe.commands.finetune import finetune_command
+from moe.commands.plan import read_workload
 from moe.planning.plan import build_model, make_plan
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, save_recipe
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
-from scripts.finetune import finetune_command
-from scripts.plan import read_workload
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 FAMILIES = [

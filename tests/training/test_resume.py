@@ -8,9 +8,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -20,10 +19,12 @@ from moe.checkpoint.integrity import checkpoint_folders, first_damage
 from moe.checksums import write_sums
 from moe.training.stages import claim_job
 from scripts import demo, pretrain, transfer
+from tests.processes import Command, run_command
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import write_inputs
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+pytestmark = pytest.mark.slow  # all read a run that a process made
+
 COMPARED = (
     "train/loss",
     "train/ce_loss",
@@ -39,46 +40,26 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def command(inputs, out, *more):
+def arguments(inputs, out, *more):
     paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
-    arguments = ["--config", inputs["pretrain.yaml"], *paths, *more]
-    return [sys.executable, "-m", "scripts.pretrain", *map(str, arguments)]
+    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
 
 
 def here(inputs, out, *more):
     """Runs the command in this process."""
-    pretrain.main(command(inputs, out, *more)[3:])
+    pretrain.main(arguments(inputs, out, *more))
 
 
-def call(inputs, out, *more):
-    return subprocess.run(
-        command(inputs, out, *more),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=ENVIRONMENT,
-    )
+def call(inputs, out, *more, **options):
+    return run_command("scripts.pretrain", *arguments(inputs, out, *more), **options)
 
 
-def stop_at(inputs, out, step, how):
-    """Starts a run, stops it by a signal once its metrics have reached `step`, and returns the
-    process.
-    """
-    return stop_when(command(inputs, out), lambda: last_step(out) >= step, how)
-
-
-def stop_when(arguments, is_reached, how):
-    """Starts a process, stops it by a signal once something is reached, and returns what it said
-    and its code.
-    """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(arguments, env=ENVIRONMENT, **pipes)
-    deadline = time.monotonic() + 120
-    while not is_reached() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(how)
-    return process.communicate(timeout=60), process.returncode
+def stop_when(is_reached, how, inputs, out, *more):
+    """Starts a run, stops it by a signal once something is reached, and returns how it ended."""
+    run = Command("scripts.pretrain", arguments(inputs, out, *more))
+    run.wait_for(is_reached)
+    run.send_signal(how)
+    return run.finish()
 
 
 def last_step(out):
@@ -107,12 +88,11 @@ def unstopped(inputs, tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 17])
 def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
     out = tmp_path / "run"
-    _, code = stop_at(inputs, out, step, signal.SIGKILL)
-    assert code == -signal.SIGKILL, "the run ended before it could be killed"
+    ended = stop_when(lambda: last_step(out) >= step, signal.SIGKILL, inputs, out)
+    assert ended.returncode == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (out / "model").exists()
     done = call(inputs, out, "--resume")
     assert done.returncode == 0, done.stderr
@@ -121,20 +101,18 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
         assert (out / "model" / file).read_bytes() == (unstopped / "model" / file).read_bytes()
 
 
-@pytest.mark.slow
 def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
     inputs, unstopped, tmp_path, capsys
 ):
     out = tmp_path / "run"
-    resume = command(inputs, out, "--resume")
-    end_of_wait = time.monotonic() + 0.5
+    end_of_wait = time.monotonic() + 0.02
     for is_reached in (
-        lambda: time.monotonic() > end_of_wait,  # while it imports
+        lambda: time.monotonic() > end_of_wait,  # while it starts
         lambda: (out / ".stmoe-folder").exists(),
         lambda: last_step(out) >= 2,
     ):
-        _, code = stop_when(resume, is_reached, signal.SIGKILL)
-        assert code == -signal.SIGKILL, "the run ended before it could be killed"
+        ended = stop_when(is_reached, signal.SIGKILL, inputs, out, "--resume")
+        assert ended.returncode == -signal.SIGKILL, "the run ended before it could be killed"
         assert not list(out.glob("checkpoints/step_*"))
 
     here(inputs, out, "--resume")
@@ -144,33 +122,24 @@ def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
     assert losses(out) == losses(unstopped)
 
 
-KILLED_WHILE_REMOVING = """
-import os, shutil, signal
-from moe.cli import run_main
-from scripts import pretrain
+def die_while_removing():
+    """Makes this process kill itself once it has removed a file of the first checkpoint."""
+    remove = shutil.rmtree
 
-remove = shutil.rmtree
+    def rmtree(path, *arguments, **options):
+        if os.path.exists(path) and "step_00000007" in str(path):  # noqa: PTH110
+            os.unlink(os.path.join(path, "state.json"))  # noqa: PTH108, PTH118
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove(path, *arguments, **options)
 
-def rmtree(path, *arguments, **options):
-    if os.path.exists(path) and "step_00000007" in str(path):
-        os.unlink(os.path.join(path, "state.json"))
-        os.kill(os.getpid(), signal.SIGKILL)
-    remove(path, *arguments, **options)
-
-shutil.rmtree = rmtree
-run_main(pretrain.main)
-"""
+    shutil.rmtree = rmtree
 
 
-@pytest.mark.slow
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
     inputs, unstopped, tmp_path
 ):
     out = tmp_path / "run"
-    arguments = [sys.executable, "-c", KILLED_WHILE_REMOVING, *command(inputs, out)[3:]]
-    killed = subprocess.run(
-        arguments, capture_output=True, timeout=120, check=False, env=ENVIRONMENT
-    )
+    killed = call(inputs, out, prepare=die_while_removing)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = out / "checkpoints"
     assert (folder / ".step_00000007.removed").is_dir()
@@ -182,13 +151,12 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000035", "step_00000040"]
 
 
-@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(inputs, unstopped, tmp_path):
     out = tmp_path / "run"
-    (_, errors), code = stop_at(inputs, out, 10, signal.SIGINT)
-    assert code == 130
-    assert "--resume" in errors
-    assert "Traceback" not in errors
+    ended = stop_when(lambda: last_step(out) >= 10, signal.SIGINT, inputs, out)
+    assert ended.returncode == 130
+    assert "--resume" in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert call(inputs, out, "--resume").returncode == 0
     assert losses(out) == losses(unstopped)
 
@@ -348,7 +316,6 @@ def test_a_complete_run_is_kept(inputs, unstopped, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_without_a_traceback(inputs, unstopped):
     refused = call(inputs, unstopped)
     assert refused.returncode == 2
@@ -402,22 +369,14 @@ def test_what_does_not_go_together_is_one_message(inputs, tmp_path, arguments, m
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_disk_that_takes_no_more_ends_in_one_message_and_keeps_what_was_there(inputs, tmp_path):
     out, limit = tmp_path / "run", 40_000
-    process = subprocess.run(
-        command(inputs, out),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=ENVIRONMENT,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert process.returncode == 2, process.stderr
-    assert "a file reached the largest size allowed while writing" in process.stderr
-    assert "step_00000007" in process.stderr
-    assert "Traceback" not in process.stderr
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    ended = call(inputs, out, prepare=full)
+    assert ended.returncode == 2, ended.stderr
+    assert "a file reached the largest size allowed while writing" in ended.stderr
+    assert "step_00000007" in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert list((out / "checkpoints").iterdir()) == []
     assert last_step(out) == 14  # it is written while training goes on; the next one hears of it
     assert call(inputs, out, "--resume").returncode == 0

@@ -5,8 +5,7 @@ Oracles: the run that was never stopped; the rows of the fixtures, counted.
 """
 
 import json
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ import pytest
 from eval.dev_scores import read_tasks
 from eval.scores.metrics import MULTIRC_F1A
 from scripts import finetune
+from tests.processes import Command
 from tests.training.test_finetune_command import losses
 from tests.training.test_finetune_mixture import eval_lines, files_of, inputs  # noqa: F401  a fixture
-from tests.training.test_torchrun import finish, wait_for
+from tests.training.test_torchrun import wait_for
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "eval" / "fixtures"
@@ -70,16 +70,10 @@ def test_training_has_an_example_for_each_answer_of_record_and_the_right_referen
 def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_path):  # noqa: F811
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     finetune.main(command(inputs["model"], straight))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.finetune", *command(inputs["model"], killed)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = Command("scripts.finetune", command(inputs["model"], killed))
     wait_for(killed / "seed-0" / "dev" / "step_00000002" / "scores.json", process)
-    process.kill()
-    finish(process)
+    process.send_signal(signal.SIGKILL)
+    assert process.finish().returncode == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
     finetune.main(command(inputs["model"], killed, "--resume"))
 

@@ -7,9 +7,6 @@ The oracle of a disturbed run is the same run left alone: its losses to the last
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,9 @@ import torch
 
 from moe import STMoEForConditionalGeneration
 from scripts import pretrain
+from tests.processes import start_torchrun
 from tests.training.tiny_run import write_inputs
 
-TIMEOUT = 240
 MESH = ["--mesh.ep", "2", "--model.group_size", "16", "--training.micro_batch_size", "2"]
 
 
@@ -40,31 +37,14 @@ def paths(inputs, out):
 
 def start(inputs, out, *arguments, ranks=2, options=()):
     """Starts a pre-training run of several ranks and returns the process of torchrun."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *options,
-    ]
-    command += ["-m", "scripts.pretrain", *paths(inputs, out), *arguments]
-    return subprocess.Popen(
-        [str(part) for part in command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = [*paths(inputs, out), *arguments]
+    return start_torchrun(ranks, "scripts.pretrain", *words, options=options)
 
 
 def finish(process):
     """Returns what a run printed, and its exit code; kills it when it hangs."""
-    try:
-        return process.communicate(timeout=TIMEOUT)[0], process.returncode
-    finally:
-        process.kill()
+    ended = process.finish()
+    return ended.stdout + ended.stderr, ended.returncode
 
 
 def losses(out):
@@ -76,12 +56,7 @@ def kill_a_rank(torchrun, checkpoint):
     """Kills one rank when a checkpoint is there; torchrun itself lives on."""
     wait_for(checkpoint, torchrun)
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    ranks = [
-        int(pid)
-        for pid in children
-        if b"scripts.pretrain" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(ranks[-1], signal.SIGKILL)
+    os.kill(int(children[-1]), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -101,10 +76,8 @@ def test_a_run_whose_rank_is_killed_starts_again_by_itself_and_ends_like_one_lef
 
 
 def wait_for(path, process):
-    end = time.monotonic() + TIMEOUT
-    while not path.exists():
-        assert time.monotonic() < end and process.poll() is None, f"no {path}"
-        time.sleep(0.02)
+    process.wait_for(path.exists)
+    assert process.poll() is None, f"no {path}: {process.finish()}"
 
 
 @pytest.mark.slow
@@ -131,7 +104,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(inputs, tmp_path):
     for ranks, mesh, step in ((4, ["--mesh.ep", "4"], 14), (2, ["--mesh.tp", "2"], 28)):
         process = start(inputs, moved, *settings, *mesh, "--resume", ranks=ranks)
         wait_for(moved / "checkpoints" / f"step_{step:08d}", process)
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         finish(process)
         assert 0 < len(losses(moved)) < 40
     pretrain.main([*map(str, paths(inputs, moved)), *settings, "--resume"])

@@ -78,6 +78,7 @@ def whole(tmp_path_factory):
     return train(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_batch_cut_into_micro_batches_gives_the_same_losses_and_weights(whole, tmp_path, cut):
     before = tiny_model(**HEAVY).double().state_dict()
@@ -85,6 +86,7 @@ def test_a_batch_cut_into_micro_batches_gives_the_same_losses_and_weights(whole,
     assert_same_run(train(tmp_path, **CUTS[cut]), whole, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["one by one", "checkpointed"])
 def test_so_it_does_in_float32_with_dropped_tokens_smoothed_labels_and_adamw(tmp_path, cut):
     changes = {**HEAVY, "group_size": 1, "label_smoothing": 0.1, "min_expert_capacity": 1}
@@ -217,6 +219,7 @@ def test_the_callback_refuses_a_model_of_another_library():
         RouterStatsCallback().on_train_begin(None, None, None, model=torch.nn.Linear(2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["one by one", "checkpointed"])
 def test_a_router_that_learns_of_its_load_learns_once_an_update(tmp_path, cut):
     def model():
@@ -246,6 +249,7 @@ def test_bfloat16_trains_close_to_float32(tmp_path):
     assert all(value.isfinite().all() for value in runs[1][0].values())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_bit_for_bit_like_one_left_alone_and_its_checkpoint_is_a_model(tmp_path):
     settings = {
         "max_steps": 4,

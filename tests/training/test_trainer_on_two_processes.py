@@ -1,17 +1,14 @@
 """Seq2SeqTrainer by accelerate on two processes; the oracle is one process with the whole batch."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.models.tiny import tiny_model
+from tests.processes import start_torchrun
 from tests.training.tiny_trainer import HEAVY, LEARNS, train
 
-TIMEOUT = 200
 HALF = {"per_device_train_batch_size": 4}
 CUT = {
     "per_device_train_batch_size": 2,
@@ -36,23 +33,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     cases = [(name, *case) for name, case in CASES.items()]
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += ["-m", "tests.training.tiny_trainer", str(folder)]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    ended = start_torchrun(2, "tests.training.tiny_trainer", folder).finish()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in CASES}
 
 
