@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.cli import run_main
 from moe.convert.formats import conversion_report
-from moe.convert.hf_weights import ConversionReport
+from moe.convert.report import ConversionReport
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
