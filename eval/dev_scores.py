@@ -2,21 +2,20 @@
 it is tuned.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.answers.data_ranks import Ranks
-from eval.answers.predict import load_seq2seq, predict
+from eval.answers.data_ranks import DataRanks
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.reports.describe import task_score
 from eval.run import requests_of, score, thin_out
 from eval.task import TASKS, Example
 from moe import ConfigError, DataError
+from moe.checkpoint.best_model import DevEvaluation
 
 Pair = tuple[str, str]
-
-DevScores = Callable[[Path, Path], dict[str, float]]
-"""(folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`."""
 
 
 class TaskData(NamedTuple):
@@ -38,7 +37,7 @@ class TaskData(NamedTuple):
             for example in examples
         ]
 
-    def scores(self, limit: int | None, ranks: Ranks) -> DevScores | None:
+    def scores(self, limit: int | None, ranks: DataRanks) -> DevEvaluation | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
         Answers are generated as each task says, by beams for summaries. `mean` is the mean of

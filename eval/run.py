@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.answers.data_ranks import ALONE, arrange
+from eval.answers.batches import Request
+from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.likelihood import Scoring
-from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
+from eval.answers.predict import MODES, Predicted, modes_of, predict
+from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.baselines import baseline_outputs, has_baselines
 from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
 from eval.reports.published import SUPERGLUE
@@ -28,7 +30,7 @@ from eval.run_folder import (
 from eval.scores.intervals import with_interval
 from eval.source import BuiltIn
 from eval.task import SPLITS, TASKS, Example, Task
-from eval.text.preprocess import HIDDEN
+from eval.text.preprocess import HIDDEN_TARGET
 from moe import (
     ConfigError,
     DataError,
@@ -57,7 +59,7 @@ def evaluate(
     scoring: Scoring | None = None,
     out: Path,
     command: str,
-    world: World = ALONE.world,
+    world: World = SINGLE_PROCESS.world,
     ep: int = 1,
     tp: int = 1,
 ) -> dict[str, Any] | None:
@@ -98,7 +100,7 @@ def evaluate(
     _check_files(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
     scoring = scoring or Scoring()
-    ranks = arrange(world, ep, tp, models.values())
+    ranks = arrange_ranks(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
     report: dict[str, Any] = {
         "command": command,
@@ -187,7 +189,7 @@ def read_task(
         )
     # The target of wsc is the candidate, hidden label or not.
     if num_hidden := sum(
-        example.targets == HIDDEN or example.fields.get("label") == -1 for example in every
+        example.targets == HIDDEN_TARGET or example.fields.get("label") == -1 for example in every
     ):
         raise DataError(
             f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
@@ -281,7 +283,7 @@ def _scored(
     rows, judged = [], []
     for (name, mode), made in answers.items():
         outputs = [prediction.output for prediction in made.predictions]
-        row, drawn, each = score_row(task, examples, outputs, name, mode, made.router)
+        row, drawn, each = score_row(task, examples, outputs, name, mode, _router_fields(made))
         rows.append(row)
         judged.append((outputs, each))
         draws[name, mode, task.name] = task_score(task.name, list(drawn.values()))
@@ -302,6 +304,13 @@ def _scored(
     entry["worst"] = worst(examples, outputs, each)
     entry["notes"] = notes_of(entry, models)
     return entry
+
+
+def _router_fields(made: Predicted) -> dict[str, Any] | None:
+    """Returns what the routers did as JSON holds it; None for a dense model."""
+    if made.router is None:
+        return None
+    return {stack: summary._asdict() for stack, summary in made.router.items()}
 
 
 def _averages(tasks: Sequence[dict[str, Any]], draws: Draws) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from eval.answers.predictions_file import Header, ScoringFields, read_journal
+from eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
 from eval.sealed_json import is_whole
 from eval.task import Decoding, Example, Task
 from moe import DataError, whole_file
@@ -227,14 +227,14 @@ def read_answers(report: Report, task: str, name: str, mode: str) -> Answers:
     def check_header(header: Header) -> None:
         _check_header(path, header, report, report.tasks[task], name, mode)
 
-    written = read_journal(_existing(path), check_header)
-    if not written.sealed:
+    written = read_predictions_file(_existing(path), check_header)
+    if not written.has_checksums:
         raise DataError(
             f"{path} has no checksums: an earlier version of this library wrote it. {_AGAIN}"
         )
 
     known = {example.id for example in examples}
-    for id, number in written.numbers.items():
+    for id, number in written.line_numbers.items():
         if id not in known:
             raise DataError(
                 f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_AGAIN}"

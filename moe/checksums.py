@@ -122,6 +122,7 @@ def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
     if digests is None:
         return False
 
+    # Damaged, or not known to the checksums.
     read_names = set(names)
     damaged = find_damage(folder, read_names)
     for name in sorted(read_names - digests.keys()):

@@ -96,6 +96,8 @@ def check_kind(folder: Path, kind: str) -> None:
             f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. "
             "Choose another --out."
         )
+
+    # A link without an end, and a folder with another content.
     if folder.is_symlink() and not folder.exists():
         raise DataError(f"{folder} is a link to nothing. Remove the link, or choose another --out.")
 
@@ -212,6 +214,7 @@ def check_replaceable(target: Path, *, kind: str) -> None:
             "Choose another --out, or change to another folder."
         )
 
+    # A file that was not written with the folder is the user's.
     unknown_files = _unknown_files(target, kind)
     if unknown_files:
         raise DataError(
@@ -279,6 +282,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     _refuse_nul(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
+
+    # The lock is on the file that is written, so that a second writer waits.
     lock = _lock_file(partial)
     try:
         yield partial

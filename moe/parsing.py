@@ -49,6 +49,7 @@ def read_text(
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
+        # The first byte that is wrong, and where it stands.
         line = content.count(b"\n", 0, failure.start) + 1
         raise error(
             f"{path} is not UTF-8: byte 0x{content[failure.start]:02x} at offset {failure.start} (line {line}). "
@@ -123,6 +124,7 @@ def read_json_lines(
         if not line.strip():
             continue
 
+        # A run that is killed may leave half a line at the end.
         where = f"{path}, line {number}"
         try:
             value = parse_json(line, where=where, advice=advice, nan=nan)
@@ -244,9 +246,10 @@ def check_yaml(path: Path) -> None:
             )
 
         # What would run code in a careless reader.
-        if (getattr(event, "tag", None) or "").startswith(_PYTHON_TAG):
+        tag = getattr(event, "tag", None) or ""
+        if tag.startswith(_PYTHON_TAG):
             raise ConfigError(
-                f"{path} has the tag {shown(event.tag)}, which makes an object of Python. {advice}"
+                f"{path} has the tag {shown(tag)}, which makes an object of Python. {advice}"
             )
 
     if not is_mapping:

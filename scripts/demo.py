@@ -23,6 +23,8 @@ from transformers.utils import logging
 
 import eval.__main__ as evaluation
 from moe.cli import RESUME, Parser, integer, path, run_main, word
+from moe.commands.finetune import finetune_command
+from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path, whole_folder
 from moe.training.metrics import METRICS_FILE
@@ -80,8 +82,8 @@ def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
         DataError: When a file of text is missing.
     """
     stages = ["--tokenizer", "tokenizer", "--corpus", "corpus", "--out", "run"]
-    recipe, _ = pretrain.pretrain_command().parse(["--config", options.pretrain_config, *stages])
-    finetune.finetune_command().parse(
+    recipe, _ = pretrain_command().parse(["--config", options.pretrain_config, *stages])
+    finetune_command().parse(
         ["--config", options.finetune_config, "--pretrained", "model", "--out", "run"]
     )
 

@@ -1,11 +1,7 @@
-"""Pre-trains a model by span corruption.
+r"""Pre-trains a model by span corruption: `stmoe pretrain`. See moe/commands/pretrain.py.
 
 python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
-        --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr
-        0.5]
-
-On several devices: torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard
-2
+        --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -13,91 +9,8 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     answer_interrupts()
 
-from pathlib import Path
-
 from moe.cli import RESUME, run_main
-from moe.data.corpus import load_corpus
-from moe.data.pipeline import SpanCorruptionSource
-from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
-from moe.distributed.launch import World, launch
-from moe.errors import ConfigError
-from moe.files import check_kind, output_path
-from moe.training.build import check_placement, new_model
-from moe.training.command import RecipeCommand
-from moe.training.heldout_loss import HeldOut
-from moe.training.loop import Run, train
-from moe.training.recipe import PretrainRecipe
-
-
-def build_run(
-    recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path, world: World
-) -> Run:
-    """Returns the run that the recipe describes, with fresh weights, on the ranks that are running."""
-    config = recipe.build_config()
-    corpus, tokenizer = load_corpus(corpus_folder), load_tokenizer(tokenizer_folder)
-    if len(tokenizer) > config.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {config.vocab_size}, but the tokenizer in {tokenizer_folder} has {len(tokenizer)} "
-            f"tokens. Set model.vocab_size to at least {len(tokenizer)}."
-        )
-    ids = SpecialIds.of(tokenizer)
-    settings = {
-        "inputs_length": recipe.data.inputs_length,
-        "batch_size": recipe.training.batch_size,
-        "noise": Noise(recipe.data.noise_density, recipe.data.mean_noise_span_length),
-    }
-    source = SpanCorruptionSource(
-        tokenize_corpus(corpus.train, tokenizer), ids, seed=recipe.seed, **settings
-    )
-    held_out = SpanCorruptionSource(
-        tokenize_corpus(corpus.held_out, tokenizer), ids, seed=recipe.seed, **settings
-    )
-    check_placement(recipe, config, world.size, source.lengths)
-    placed = new_model(recipe, config, world.device_type)
-    return Run(
-        out,
-        recipe,
-        placed,
-        tokenizer,
-        source,
-        HeldOut(held_out, recipe.training.held_out_batches, ids),
-    )
-
-
-def pretrain_command() -> RecipeCommand[PretrainRecipe]:
-    """Returns the command with its settings, all of which a recipe may hold."""
-    command = RecipeCommand(
-        PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption."
-    )
-    command.add_argument(
-        "--corpus", type=Path, required=True, help="folder made by scripts.build_corpus"
-    )
-    command.add_argument(
-        "--tokenizer", type=Path, required=True, help="folder made by scripts.train_tokenizer"
-    )
-    command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    command.add_timeout()
-    return command
-
-
-def main(argv: list[str]) -> None:
-    """Reads the recipe, trains, and says where the model is."""
-    command = pretrain_command()
-    with launch(command.timeout(argv)) as world:
-        recipe, arguments = command.parse(argv)
-        out = output_path(arguments.out, inputs=[arguments.corpus, arguments.tokenizer])
-        check_kind(out, "training run")  # before any data are read
-        run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
-        config = run.placed.model.config
-        world.print_on_rank_zero(
-            f"{config.num_parameters():,} parameters, {config.num_active_parameters():,} used by a token."
-        )
-        world.print_on_rank_zero(
-            f"The model is in {train(run, resume=arguments.resume, description='pre-train')}."
-        )
-
+from moe.commands.pretrain import main
 
 if __name__ == "__main__":
     run_main(main, interrupted=RESUME)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.answers.predict import MODES
-from eval.names import split_names
+from eval.commands.command import Subparsers, name_list
 from eval.reports.markdown import cell, number, shorten, table
 from eval.run_folder import Answers, Entry, Report, read_answers, read_report, write_whole
 from eval.scores.intervals import judge, seed_of
@@ -42,9 +42,9 @@ class Side(NamedTuple):
         return self.report.tasks
 
 
-def add_compare_command(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Adds `compare` to the sub-commands."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         "compare",
         help="compares two runs on the same examples",
         description="Paired permutation test of each task and metric, and the examples where two runs differ.",
@@ -52,19 +52,20 @@ def add_compare_command(commands: Any) -> None:
     side = "folder of a run; NAME=FOLDER for another than its first model"
     parser.add_argument("a", metavar="A", help=side)
     parser.add_argument("b", metavar="B", help=side)
-    parser.add_argument("--tasks", help="names, separated by commas (default: all that both have)")
+    parser.add_argument(
+        "--tasks", type=name_list, help="names, separated by commas (default: all that both have)"
+    )
     parser.add_argument("--mode", choices=MODES, help="default: all that both have")
     parser.add_argument(
         "--out", default="runs/compare", help="folder of the reports (default: runs/compare)"
     )
 
 
-def run_compare(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Compares, writes compare.json and compare.md, and prints the latter."""
     out = output_path(arguments.out)
     check_kind(out, "comparison")
-    tasks = None if arguments.tasks is None else split_names("--tasks", arguments.tasks)
-    result = compare_runs(arguments.a, arguments.b, tasks=tasks, mode=arguments.mode)
+    result = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
     text = markdown(result)
     with claim_folder(
         out,

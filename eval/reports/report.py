@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eval.answers.predict import Seq2Seq
+from eval.answers.seq2seq import Seq2Seq
 from eval.reports.card import card
 from eval.reports.html_report import page
 from eval.reports.markdown import cell, interval, number, table

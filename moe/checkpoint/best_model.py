@@ -1,5 +1,4 @@
-"""The peak of a run: dev scores at every evaluation, and the model with the best of them beside the
-last.
+"""The best model of a run: dev scores at every evaluation, and the model with the best mean.
 
 What is scored is the saved model: it is written to a folder, read back by the evaluation, on
 whatever ranks, and either kept as the best or removed. Scores are kept by step: a run that was
@@ -8,7 +7,8 @@ killed and takes the same steps again reads them.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,34 @@ from moe.errors import DataError
 from moe.files import remove_folder, whole_folder, write_text
 from moe.parsing import read_json, to_record
 
-DEV_FOLDER, BEST_FOLDER, SCORES_FILE = "dev", "best", "scores.json"
+DEV_FOLDER = "dev"
+BEST_FOLDER = "best"
+SCORES_FILE = "scores.json"
 
 DevEvaluation = Callable[[Path, Path], dict[str, float]]
 """(folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`; on every rank."""
+
+
+@dataclass(frozen=True)
+class DevScores:
+    """The dev scores of one model of a run; a file scores.json holds them.
+
+    Attributes:
+        step: Updates behind the model.
+        scores: Scores in 0..100 by `TASK/METRIC`, and their `mean`.
+    """
+
+    step: int
+    scores: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        """The score by which the best model is chosen."""
+        return self.scores["mean"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the content of the file."""
+        return {"step": self.step, **self.scores}
 
 
 def score_model(
@@ -32,83 +56,86 @@ def score_model(
     The first model of the highest mean so far stays in best/model, its scores in best/scores.json.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         step: Updates behind the model.
         export: Writes the model to a folder; called by every rank, or none.
         evaluate: Scores it; not called again for a step whose scores are there.
     """
     candidate = folder / DEV_FOLDER / "model"
-    scores_file = _scores_file(folder, step)
+    scores_file = folder / DEV_FOLDER / f"step_{step:08d}" / SCORES_FILE
 
     # What a killed run has left of a model would be mixed with the next.
-    broadcast_from_rank_zero(lambda: _remove(candidate))
-    known = broadcast_from_rank_zero(lambda: _read(scores_file, step))
-    if known is None:
+    broadcast_from_rank_zero(lambda: _remove_model(candidate))
+
+    earlier = broadcast_from_rank_zero(lambda: _read_scores(scores_file, step))
+    if earlier is None:
         export(candidate)
-    scores = known or {"step": step, **evaluate(candidate, scores_file.parent)}
-    broadcast_from_rank_zero(lambda: _write(scores_file, scores))
+        scores = DevScores(step, evaluate(candidate, scores_file.parent))
+    else:
+        scores = earlier
+    broadcast_from_rank_zero(lambda: _write_scores(scores_file, scores))
 
     if broadcast_from_rank_zero(lambda: _is_best(folder, scores)):
-        if known is not None:  # the run was killed before this model became the best
+        # A run that was killed before its scored model became the best has it no longer.
+        if earlier is not None:
             export(candidate)
         broadcast_from_rank_zero(lambda: _promote(folder, scores))
-    broadcast_from_rank_zero(lambda: _remove(candidate))
-    return {name: value for name, value in scores.items() if name != "step"}
+
+    broadcast_from_rank_zero(lambda: _remove_model(candidate))
+    return dict(scores.scores)
 
 
-def forget_scores(folder: Path) -> None:
-    """Removes the scores of a run that begins at its first step: they are of other settings, or
-    will be found again.
+def remove_scores(folder: Path) -> None:
+    """Removes scores and best model of a run that begins at its first step.
 
-    Answers stay: each file of them says which model gave them.
+    They are of other settings, or will be found again. Answers stay: each file of them says which
+    model gave them.
     """
     for path in (folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}"):
         path.unlink()
-    _remove(folder / BEST_FOLDER)
+    _remove_model(folder / BEST_FOLDER)
 
 
-def best_and_last(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the scores of the best model of a run and of its last, each with its `step`.
+def best_and_last(folder: Path) -> tuple[DevScores, DevScores]:
+    """Returns the scores of the best model of a run and of its last.
 
     Raises:
         DataError: When there are none, or a file of them is damaged.
     """
-    scores = []
+    scores_by_step = []
     for path in sorted((folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}")):
-        if (scores_of_step := _read(path)) is not None:
-            scores.append(scores_of_step)
-    if not scores:
+        scores = _read_scores(path)
+        if scores is not None:
+            scores_by_step.append(scores)
+
+    if not scores_by_step:
         raise DataError(
             f"{folder / DEV_FOLDER} holds no {SCORES_FILE}, so there is no summary of this run. Restore the folder, or "
             "train again with another --out."
         )
-    return max(scores, key=lambda scores_of_step: scores_of_step["mean"]), scores[-1]
+    best = max(scores_by_step, key=lambda scores: scores.mean)
+    return best, scores_by_step[-1]
 
 
-def _is_best(folder: Path, scores: dict[str, Any]) -> bool:
-    """Returns whether no model before has so high a mean."""
-    best = _read(folder / BEST_FOLDER / SCORES_FILE)
-    return best is None or scores["mean"] > best["mean"] or math.isnan(best["mean"])
+def _is_best(folder: Path, scores: DevScores) -> bool:
+    """Returns whether no earlier model has so high a mean."""
+    best = _read_scores(folder / BEST_FOLDER / SCORES_FILE)
+    return best is None or scores.mean > best.mean or math.isnan(best.mean)
 
 
-def _promote(folder: Path, scores: dict[str, Any]) -> None:
+def _promote(folder: Path, scores: DevScores) -> None:
     """Makes the candidate the best model."""
     with whole_folder(folder / BEST_FOLDER, kind="best model") as partial:
         (folder / DEV_FOLDER / "model").rename(partial / "model")
-        _write(partial / SCORES_FILE, scores)
+        _write_scores(partial / SCORES_FILE, scores)
 
 
-def _scores_file(folder: Path, step: int) -> Path:
-    """Returns where the scores after `step` updates are."""
-    return folder / DEV_FOLDER / f"step_{step:08d}" / SCORES_FILE
-
-
-def _read(path: Path, step: int | None = None) -> dict[str, Any] | None:
-    """Returns what a file of scores says; None when there is none.
+def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
+    """Returns the content of a file of scores; None when there is none.
 
     Args:
         path: The file.
-        step: Updates behind the model that it must be of; None for any.
+        step: Step that it must be of; None for any.
 
     Raises:
         DataError: When it is damaged, or of another step.
@@ -119,24 +146,23 @@ def _read(path: Path, step: int | None = None) -> dict[str, Any] | None:
     if step is None:
         advice = "Restore the file from a copy."
     content = read_json(path, advice=advice, nan=True)
-    scores = to_record(dict[str, float], content, where=str(path), advice=advice)
+    numbers = to_record(dict[str, float], content, where=str(path), advice=advice)
 
     for name in ("step", "mean"):
-        if name not in scores:
+        if name not in numbers:
             raise DataError(f"{path}: {name} is missing. {advice}")
-    scores_step = content["step"]
-    if not is_kind(scores_step, int) or scores_step < 0 or step not in (None, scores_step):
+    saved_step = content.pop("step")
+    if not is_kind(saved_step, int) or saved_step < 0 or step not in (None, saved_step):
         expected = "a number of updates" if step is None else f"{step}, as its folder"
-        raise DataError(f"{path}: step is {shown(scores_step)}; expected {expected}. {advice}")
-    return content
+        raise DataError(f"{path}: step is {shown(saved_step)}; expected {expected}. {advice}")
+    return DevScores(saved_step, content)
 
 
-def _remove(folder: Path) -> None:
+def _write_scores(path: Path, scores: DevScores) -> None:
+    write_text(path, json.dumps(scores.to_json(), indent=1) + "\n")
+
+
+def _remove_model(folder: Path) -> None:
     """Removes a folder of a model, if there is one."""
     if folder.is_dir():
         remove_folder(folder)
-
-
-def _write(path: Path, scores: dict[str, Any]) -> None:
-    """Writes a file of scores, whole."""
-    write_text(path, json.dumps(scores, indent=1) + "\n")

@@ -38,7 +38,7 @@ class _Settings(TypedDict):
     optim: _Optimizer
 
 
-def load_slots(
+def load_optimizer_state(
     folder: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

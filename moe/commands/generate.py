@@ -43,6 +43,8 @@ def main(argv: list[str]) -> None:
         DataError: When a text is empty, or the tokenizer is missing.
     """
     options = build_parser().parse_args(argv)
+
+    # Texts of the command line, or the lines of the standard input.
     texts = options.texts or sys.stdin.read().splitlines()
     if not texts:
         raise DataError("There is no text to answer. Give texts, or lines on the standard input.")
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.model)
 
+    # Answers come in the order of the texts, a batch at a time.
     for batch in _batches(texts, options.batch_size):
         encoded = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
         answers = model.generate(

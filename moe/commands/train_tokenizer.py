@@ -9,24 +9,24 @@ from moe.data.tokenizer import train_tokenizer
 from moe.files import output_path
 
 
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe tokenizer", description="Trains a vocabulary.")
+    explanation = "folder made by stmoe corpus"
+    parser.add_argument("--corpus", type=path, required=True, help=explanation)
+    parser.add_argument("--out", required=True, help="folder for the tokenizer")
+    explanation = "pieces, with 100 sentinels (default 2048)"
+    parser.add_argument("--vocab-size", type=integer(), default=2048, help=explanation)
+    return parser
+
+
 def main(argv: list[str]) -> None:
     """Trains and saves a tokenizer."""
-    parser = Parser(prog="stmoe tokenizer", description="Trains a vocabulary.")
-    parser.add_argument(
-        "--corpus", type=path, required=True, help="folder made by scripts.build_corpus"
-    )
-    parser.add_argument("--out", required=True, help="folder for the tokenizer")
-    parser.add_argument(
-        "--vocab-size",
-        type=integer(),
-        default=2048,
-        help="pieces, with 100 sentinels (default 2048)",
-    )
-    arguments = parser.parse_args(argv)
-    out = output_path(arguments.out, inputs=[arguments.corpus])
+    options = build_parser().parse_args(argv)
+    out = output_path(options.out, inputs=[options.corpus])
 
-    corpus = load_corpus(arguments.corpus)
-    tokenizer = train_tokenizer(corpus.train["text"], arguments.vocab_size, out)
-    print(
-        f"A vocabulary of {len(tokenizer):,} is in {out}; AutoTokenizer.from_pretrained loads it."
-    )
+    # The vocabulary is learnt from training text alone.
+    corpus = load_corpus(options.corpus)
+    tokenizer = train_tokenizer(corpus.train["text"], options.vocab_size, out)
+    size = len(tokenizer)
+    print(f"A vocabulary of {size:,} is in {out}; AutoTokenizer.from_pretrained loads it.")

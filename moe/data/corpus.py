@@ -136,6 +136,8 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
     num_repeated = 0
     for document in documents:
         paragraphs = []
+
+        # Letters and digits alone, or the paragraph itself where it has none.
         for paragraph in filter(None, document.text.split("\n\n")):
             key = "".join(filter(str.isalnum, paragraph.casefold())) or paragraph
             if key in seen:
@@ -241,6 +243,7 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.
         except _DAMAGE as error:
             raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
 
+        # An Arrow file of something else.
         if dict(part.features) != columns:
             raise DataError(
                 f"{path} has the columns {shown(dict(part.features))}; expected those of "

@@ -63,6 +63,7 @@ def docstrings(path: Path) -> list[str]:
     if b'"""' not in source and b"'''" not in source:
         return []
 
+    # Packages ship files for other versions of Python.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's code
         try:

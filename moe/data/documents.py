@@ -121,6 +121,7 @@ def _read_path(path: Path) -> Iterator[Document]:
             yield from _read_file(file, source=source, package=name)
         return
 
+    # A file must be there, and of a kind that is text.
     endings = ", ".join(SUFFIXES)
     if not path.exists():
         raise DataError(
@@ -150,6 +151,7 @@ def _files_below(folder: Path) -> list[Path]:
                 other_suffixes.add(file.suffix)
         links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
 
+    # What was asked for and is not read is said.
     if num_others:
         logger.warning(
             "%s: %d files ending in %s are left out.",

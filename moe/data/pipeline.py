@@ -306,6 +306,8 @@ def _encode(
     """Returns the tokens of each text between `start` and `end`, at most `length` in all."""
     num_truncated = 0
     encoded: list[NDArray[np.int32]] = []
+
+    # A few thousand texts at once: the tokenizer's lists are large.
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         chunk = texts[first : first + _TEXTS_AT_ONCE]
         chunk_ids: list[list[int]] = tokenizer(chunk, add_special_tokens=False, verbose=False)[

@@ -194,6 +194,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
         with _failures_of_tokenizers(path, advice):
             tokenizers.Tokenizer.from_file(str(path))
 
+    # The settings beside it are objects.
     for name in _SETTINGS_FILES:
         if not (folder / name).is_file():
             continue
@@ -262,6 +263,7 @@ def _end_with(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
 
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
     """Returns a trained unigram model of `vocab_size` less the sentinels."""
+    # The smallest vocabulary has one piece, the largest all candidates.
     reason = (
         f"{NUM_SENTINELS} sentinels and 3 special tokens are part of it, and SentencePiece "
         f"chooses its pieces among {_MOST_PIECES:,} candidates"

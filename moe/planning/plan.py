@@ -15,7 +15,7 @@ from moe.planning.flops import forward_flops, training_flops_per_token
 from moe.planning.memory import gathered_bytes, optimizer_bytes, parameter_bytes
 from moe.planning.traffic import AXES, Transfer, axis_sizes, group_size, traffic
 from moe.planning.workload import Workload
-from moe.sparse.groups import common_num_groups, groups_alike, tokens_per_group
+from moe.sparse.groups import common_num_groups, has_same_groups, tokens_per_group
 
 RANKS_PER_NODE = 8
 BYTES_PER_SECOND = {"inside": 450e9, "across": 50e9}
@@ -207,7 +207,9 @@ def _with_micro_batches(
     for size in sizes:
         if rows % size:
             continue
-        if has_groups and not groups_alike(workload.lengths, workload.batch_size, size, group_size):
+        if has_groups and not has_same_groups(
+            workload.lengths, workload.batch_size, size, group_size
+        ):
             continue
         workloads.append(replace(workload, micro_batch_size=size))
     return workloads

@@ -54,7 +54,7 @@ def sequences_per_group(batch: int, length: int, group_size: int) -> int:
     return next(count for count in range(min(most, max(1, batch)), 0, -1) if batch % count == 0)
 
 
-def groups_alike(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> bool:
+def has_same_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> bool:
     """Returns whether a forward pass routes tokens in the same groups as the whole batch would.
 
     Args:

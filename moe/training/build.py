@@ -1,5 +1,6 @@
-"""From a recipe and the running ranks to a model in its place: the mesh checked, built, the weights
-drawn or read.
+"""From a recipe and the running ranks to a model: the mesh checked and built, weights drawn or read.
+
+`scripts.pretrain` builds a new model, `scripts.finetune` loads a pretrained one; loop.py trains it.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from moe.training.recipe import Recipe
 from moe.training.step import check_groups
 
 
-class PlacedModel(NamedTuple):
+class BuiltModel(NamedTuple):
     """A model on its device or mesh.
 
     Attributes:
-        model: On a mesh this rank's part.
+        model: The model; on a mesh this rank's shards of it.
         layouts: Where each parameter lies, by name.
         mesh: None for one process.
     """
@@ -34,88 +35,95 @@ class PlacedModel(NamedTuple):
     mesh: Mesh | None
 
 
-def check_placement(
+def check_run_fits(
     recipe: Recipe, config: STMoEConfig, num_ranks: int, lengths: Sequence[int] | None
 ) -> None:
     """Refuses a mesh on which the run would not fit, before anything is allocated.
 
     Args:
         recipe: Gives the mesh and the sizes of batches.
-        config: Of the model.
+        config: Configuration of the model.
         num_ranks: Ranks that are running.
         lengths: Tokens of a row in the encoder and the decoder; None when batches differ.
 
     Raises:
         ConfigError: With the numbers and what would fit.
     """
-    rows, micro = recipe.training.batch_size, recipe.training.micro_batch_size
-    sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
-    num_groups = None
-    if lengths is not None and sparse:
-        num_groups = common_num_groups(lengths, rows, tokens_per_group(config))
+    is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
+    if lengths is None or not is_sparse:
+        check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups=None))
+        return
+
+    # Groups of the whole batch, in a number that the data ranks must divide in both stacks.
+    batch_size = recipe.training.batch_size
+    group_size = tokens_per_group(config)
+    num_groups = common_num_groups(lengths, batch_size, group_size)
     check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups))
-    if lengths is not None and sparse:
-        check_groups(
-            lengths, rows, micro or rows // recipe.mesh.num_data_ranks, tokens_per_group(config)
-        )
+
+    # A forward pass of one rank routes in the same groups as the whole batch.
+    rows_of_rank = batch_size // recipe.mesh.num_data_ranks
+    rows_of_pass = recipe.training.micro_batch_size or rows_of_rank
+    check_groups(lengths, batch_size, rows_of_pass, group_size)
 
 
-def new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> PlacedModel:
-    """Returns a model with initial weights; they depend on the seed alone, not on the mesh."""
+def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> BuiltModel:
+    """Returns a model with initial weights, which depend on the seed alone and not on the mesh."""
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(config)
+
     if recipe.mesh.num_ranks == 1:
-        mesh, layouts = None, model_layouts(model, config, recipe.mesh)
+        mesh = None
+        mesh_config = MeshConfig()
+        coordinate = MeshCoordinate(0, 0, 0, 0)
+        layouts = model_layouts(model, config, recipe.mesh)
     else:
         mesh = build_mesh(recipe.mesh, device_type)
+        mesh_config = mesh.config
+        coordinate = MeshCoordinate.of(mesh)
         layouts = shard_model(model, mesh, bfloat16=_in_bfloat16(recipe))
+
+    # Only now is memory taken, and only for this rank's shards.
     model.to_empty(device=_device(device_type))
     model.tie_weights()
-    sizes, place = (
-        (mesh.config, MeshCoordinate.of(mesh))
-        if mesh
-        else (MeshConfig(), MeshCoordinate(0, 0, 0, 0))
-    )
-    draw_weights(model, recipe.seed, layouts, sizes, place)
-    return PlacedModel(_prepare(model, recipe), layouts, mesh)
+    draw_weights(model, recipe.seed, layouts, mesh_config, coordinate)
+    _set_activation_checkpointing(model, recipe)
+    return BuiltModel(model, layouts, mesh)
 
 
-def pretrained_model(
+def load_pretrained_model(
     recipe: Recipe, config: STMoEConfig, folder: Path, device_type: str
-) -> PlacedModel:
+) -> BuiltModel:
     """Returns the model of a folder with the settings of `config`.
 
     Raises:
         CheckpointError: When the folder's weights are not complete.
     """
     if recipe.mesh.num_ranks == 1:
-        model, mesh = load_complete(STMoEForConditionalGeneration, folder, config=config), None
+        mesh = None
+        model = load_complete(STMoEForConditionalGeneration, folder, config=config)
         layouts = model_layouts(model, config, recipe.mesh)
         torch.nn.Module.to(model, _device(device_type))
     else:
         mesh = build_mesh(recipe.mesh, device_type)
-        model, layouts = load_model_on_mesh(
-            folder, mesh, config=config, bfloat16=_in_bfloat16(recipe)
-        )
-    return PlacedModel(_prepare(model, recipe), layouts, mesh)
+        bfloat16 = _in_bfloat16(recipe)
+        model, layouts = load_model_on_mesh(folder, mesh, config=config, bfloat16=bfloat16)
+
+    _set_activation_checkpointing(model, recipe)
+    return BuiltModel(model, layouts, mesh)
 
 
 def _in_bfloat16(recipe: Recipe) -> bool:
-    """Returns whether parameters travel in bfloat16."""
+    """Returns whether FSDP gathers parameters in bfloat16."""
     return recipe.training.precision == "bfloat16"
 
 
-def _prepare(model: STMoEForConditionalGeneration, recipe: Recipe) -> STMoEForConditionalGeneration:
-    """Returns the model with the settings of training that are no weights."""
+def _set_activation_checkpointing(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    return model
 
 
 def _device(device_type: str) -> torch.device:
     """Returns this rank's device."""
-    return (
-        torch.device(device_type, torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
+    if device_type == "cuda":
+        return torch.device(device_type, torch.cuda.current_device())
+    return torch.device("cpu")

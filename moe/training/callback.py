@@ -1,5 +1,6 @@
-"""A callback of transformers' Trainer: logs the parts of the loss and what the routers did, and
-lets routers learn.
+"""A callback of transformers' Trainer: logs the parts of the loss and what the routers did.
+
+Routers that balance themselves learn from their load through it, as `train_step` has it.
 """
 
 import warnings
@@ -16,21 +17,20 @@ from moe.distributed.collectives import sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
-from moe.training.step import router_learns
+from moe.training.step import add_layer_stats, learns_from_load, router_outputs
 
 
 class RouterStatsCallback(TrainerCallback):
-    """Adds the parts of the training loss and the routers' statistics to what transformers' Trainer
-    logs.
+    """Adds the parts of the loss and the routers' statistics to the log of transformers' Trainer.
 
     The log, its history and all that is written of it then hold, beside `loss`, the cross-entropy
     `ce_loss` and the vocabulary's `z_loss`, both as means over the updates since the last log, and
     `router/{encoder,decoder}/...`, exactly added up over the same updates, micro-batches, layers
     and processes. Reporters put `train/` before names.
 
-    A router that learns of its load, such as `bias_balanced`, does so only with this callback, and
-    not when frozen. With a `compute_loss_func` of the Trainer, the model sees no labels, and the
-    log has the routers' part alone.
+    A router that learns from its load, such as `bias_balanced`, does so only with this callback,
+    and not when frozen. With a `compute_loss_func` of the Trainer, the model sees no labels, and
+    the log has the routers' part alone.
 
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
@@ -38,6 +38,7 @@ class RouterStatsCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
+        # Sums of ce_loss and z_loss since the last log, <float64>[2]; None before the first.
         self._losses: Tensor | None = None
         self._num_updates = 0
         self._since_update: list[RouterStats] = []
@@ -68,9 +69,10 @@ class RouterStatsCallback(TrainerCallback):
                 "callbacks=[RouterStatsCallback(), TensorBoardCallback()] with that of transformers.integrations.",
                 stacklevel=2,
             )
+
         self._stop_watching()
         self._hooks = [
-            model.register_forward_pre_hook(_ask_for_routers, with_kwargs=True),
+            model.register_forward_pre_hook(_request_router_outputs, with_kwargs=True),
             model.register_forward_hook(self._add_output),
         ]
 
@@ -82,11 +84,12 @@ class RouterStatsCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Lets the routers learn, once for each update."""
+        """Lets the routers learn from the load of the update, once for each update."""
         for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
-            if router_learns(layer):
+            if learns_from_load(layer):
                 layer.router.update(sum_stats(stats))
-        self._since_log = _add_layers(self._since_log, self._since_update)
+
+        self._since_log = add_layer_stats(self._since_log, self._since_update)
         self._since_update = []
         self._num_updates += 1
 
@@ -99,29 +102,36 @@ class RouterStatsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds the numbers to a log of the training loss, on all processes, and begins to count
-        anew.
+        """Adds the numbers to a log of the training loss, and begins to count anew.
+
+        Every process must log, since they add their numbers up.
         """
         if logs is None or "loss" not in logs or not self._num_updates:
             return
+
+        # All processes together, in one exchange.
         losses = [] if self._losses is None else [self._losses]
         sums = iter(sum_each_over_ranks([*losses, *chain.from_iterable(self._since_log)]))
-        shares = (
-            1 if args.average_tokens_across_devices else args.world_size
-        )  # each process had divisors of its own
-        parts = (next(sums) / self._num_updates / shares).tolist() if losses else []
+
+        values: dict[str, float] = {}
+        if losses:
+            # Without averaging over devices each process divided by its own number of tokens, so
+            # that the sum over processes is `world_size` times the mean.
+            shares = 1 if args.average_tokens_across_devices else args.world_size
+            means = (next(sums) / self._num_updates / shares).tolist()
+            values = dict(zip(("ce_loss", "z_loss"), means, strict=True))
+
         layers = [RouterStats(*islice(sums, len(stats))) for stats in self._since_log]
         num_encoder_layers = model.config.num_sparse_encoder_layers
-        values: dict[str, float] = dict(zip(("ce_loss", "z_loss"), parts, strict=False))
-        for stack, part in (
-            ("encoder", layers[:num_encoder_layers]),
-            ("decoder", layers[num_encoder_layers:]),
-        ):
-            if part:
-                values.update(router_values(stack, reduce(add_stats, part)))
+        encoder = layers[:num_encoder_layers]
+        decoder = layers[num_encoder_layers:]
+        for stack, stack_layers in (("encoder", encoder), ("decoder", decoder)):
+            if stack_layers:
+                values.update(router_values(stack, reduce(add_stats, stack_layers)))
+
         logs.update(values)
         state.log_history[-1].update(values)
-        self._forget()
+        self._reset_sums()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,35 +141,34 @@ class RouterStatsCallback(TrainerCallback):
 
     @torch.no_grad()
     def _add_output(self, model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
-        """Adds what a micro-batch of training brought; a hook of the model."""
+        """Adds losses and statistics of a training micro-batch; a forward hook of the model."""
         if not model.training:
             return
+
         if output.ce_loss is not None and output.z_loss is not None:
             losses = torch.stack([output.ce_loss, output.z_loss]).double()
             self._losses = losses if self._losses is None else self._losses + losses
-        routers = (*(output.encoder_router_outputs or ()), *(output.decoder_router_outputs or ()))
-        self._since_update = _add_layers(self._since_update, [router.stats for router in routers])
+
+        stats = [router.stats for router in router_outputs(output)]
+        self._since_update = add_layer_stats(self._since_update, stats)
 
     def _stop_watching(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._since_update = []
-        self._forget()
+        self._reset_sums()
 
-    def _forget(self) -> None:
-        self._losses, self._num_updates, self._since_log = None, 0, []
+    def _reset_sums(self) -> None:
+        self._losses = None
+        self._num_updates = 0
+        self._since_log = []
 
 
-def _ask_for_routers(
+def _request_router_outputs(
     model: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a training step with the routers' outputs asked for; a hook of the
-    model.
-    """
-    return inputs, {**arguments, "output_router_logits": True} if model.training else arguments
-
-
-def _add_layers(a: list[RouterStats], b: list[RouterStats]) -> list[RouterStats]:
-    """Returns the statistics of each layer added up; nothing is there before the first."""
-    return [add_stats(x, y) for x, y in zip(a, b, strict=True)] if a and b else a or b
+    """Asks for the routers' outputs in a training step; a forward pre-hook of the model."""
+    if model.training:
+        arguments = {**arguments, "output_router_logits": True}
+    return inputs, arguments

@@ -1,5 +1,6 @@
-"""From a command line and YAML files to a recipe; every mistake is one ConfigError that names the
-key.
+"""From a command line and recipe files to a recipe.
+
+Every mistake is one ConfigError that names the setting, and the file in which it stands.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import itertools
 import re
 import types
 import typing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,16 +21,22 @@ from moe.checks import check, check_flag, shown
 from moe.distributed.launch import DEFAULT_TIMEOUT
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.models.configuration import STMoEConfig
-from moe.parsing import read_yaml
 from moe.sparse.router import router_options_by_name
 from moe.training.recipe import Recipe
+from moe.training.recipe_files import (
+    EXTENDS,
+    RENAMED_SETTINGS,
+    RecipeFile,
+    merged_text,
+    read_recipe_files,
+)
 
 R = TypeVar("R", bound=Recipe)
 
 _LONGEST_INTEGER = 1000  # bits
 _LONGEST_VALUE = 80  # characters
 _LONGEST_TEXT = 400
-_WORDS = {
+_TYPE_PHRASES = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -39,8 +47,13 @@ _WORDS = {
 
 
 class Setting(NamedTuple):
-    """One key of a recipe: its dotted name, type, default (`argparse.SUPPRESS` for none) and
-    explanation.
+    """One key of a recipe.
+
+    Attributes:
+        name: Dotted name, e.g. `optim.lr`.
+        type: Type of its value.
+        default: Default value; `argparse.SUPPRESS` for none.
+        help: What `--help` says of it.
     """
 
     name: str
@@ -49,11 +62,23 @@ class Setting(NamedTuple):
     help: str
 
 
+class _Arguments(NamedTuple):
+    """A command line whose recipe files have been read.
+
+    Attributes:
+        argv: The arguments, each file replaced by its settings with those of its parents.
+        sources: File that gave a setting, by dotted name, for those that no later argument gives.
+    """
+
+    argv: list[str]
+    sources: dict[str, Path]
+
+
 class RecipeCommand(Generic[R]):
-    """A command whose arguments are a recipe and a few of its own.
+    """A command whose arguments are the settings of a recipe and a few of its own.
 
     `--config FILE` may be given several times, later files and later arguments win;
-    `--print_config` shows the result and ends.
+    `--print_config` shows the result, with what files inherit by `extends:`, and ends.
 
     Example:
         command = RecipeCommand(PretrainRecipe, "Pre-trains a model.")
@@ -67,15 +92,16 @@ class RecipeCommand(Generic[R]):
         self._mappings = {
             name for name, setting in self._settings.items() if _is_mapping(setting.type)
         }
-        self._own_arguments: dict[str, dict[str, Any]] = {}
-        options = {
-            f"{name}.{option}" for name in self._mappings for option in router_options_by_name()
-        }
-        self._suggested = options | self._settings.keys()
+        self._command_arguments: dict[str, dict[str, Any]] = {}
+
+        # Names that a wrong one may have meant: settings, and options of routers.
+        self._suggestions = set(self._settings)
+        for name in self._mappings:
+            self._suggestions.update(f"{name}.{option}" for option in router_options_by_name())
+
         self._parser = ArgumentParser(description=description, exit_on_error=False)
-        self._parser.add_argument(
-            "--config", action="config", help="YAML file with settings; later ones win"
-        )
+        explanation = "YAML file with settings; later ones win"
+        self._parser.add_argument("--config", action="config", help=explanation)
         for setting in self._settings.values():
             self._parser.add_argument(
                 f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
@@ -83,7 +109,7 @@ class RecipeCommand(Generic[R]):
 
     def add_argument(self, name: str, **options: Any) -> None:
         """Adds an argument that is no setting of the recipe, as `argparse` has it."""
-        self._own_arguments[name.removeprefix("--")] = options
+        self._command_arguments[name.removeprefix("--")] = options
         self._parser.add_argument(name, **options)
 
     def add_timeout(self) -> None:
@@ -109,133 +135,201 @@ class RecipeCommand(Generic[R]):
             ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
                 file is unreadable.
         """
+        argv = self._rename_options(argv)
         self._refuse_unknown_options(argv)
-        for file in _config_files(argv):
-            self._check_file(Path(file))
+        arguments = self._read_files(argv)
         _refuse_long_numbers(argv)
-        _refuse_empty_paths(
-            argv, {name for name, own in self._own_arguments.items() if own.get("type") is Path}
-        )
+        paths = {
+            name for name, options in self._command_arguments.items() if options.get("type") is Path
+        }
+        _refuse_empty_paths(argv, paths)
 
         try:
-            parsed = self._parser.parse_args(argv)
+            parsed = self._parser.parse_args(arguments.argv)
         except argparse.ArgumentError as error:
-            raise ConfigError(self._in_our_words(error)) from error
-        self._refuse_nulls(parsed)
+            text = self._explain(error)
+            raise ConfigError(_name_source(text, arguments.sources)) from error
 
-        values = parsed.as_dict()
-        own = {name: values[name] for name in self._own_arguments}
-        return build_recipe(self.kind, values), argparse.Namespace(**own)
+        try:
+            self._refuse_nulls(parsed)
+            values = parsed.as_dict()
+            recipe = build_recipe(self.kind, values)
+        except ConfigError as error:
+            raise ConfigError(_name_source(str(error), arguments.sources)) from error
+        own = {name: values[name] for name in self._command_arguments}
+        return recipe, argparse.Namespace(**own)
+
+    def _rename_options(self, argv: list[str]) -> list[str]:
+        """Returns the arguments with the present names of settings that were renamed."""
+        renamed = []
+        for argument in argv:
+            option, separator, value = argument.partition("=")
+            name = RENAMED_SETTINGS.get(option.removeprefix("--"))
+            if option.startswith("--") and name in self._settings:
+                text = (
+                    f"{option} is now called --{name}; the old name will go with the next release."
+                )
+                warnings.warn(text, FutureWarning, stacklevel=3)
+                argument = f"--{name}{separator}{value}"
+            renamed.append(argument)
+        return renamed
 
     def _refuse_unknown_options(self, argv: list[str]) -> None:
         """Raises a ConfigError for the first `--name` that the command does not have."""
-        known = (
-            self._settings.keys() | self._own_arguments.keys() | {"config", "print_config", "help"}
-        )
+        known = {"config", "print_config", "help", *self._settings, *self._command_arguments}
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
-            if (
-                argument.startswith("--")
-                and name not in known
-                and name.rpartition(".")[0] not in self._mappings
-            ):
-                closest = did_you_mean(name, known | self._suggested)
+            is_option = argument.startswith("--")
+            in_mapping = name.rpartition(".")[0] in self._mappings
+            if is_option and name not in known and not in_mapping:
+                closest = did_you_mean(name, known | self._suggestions)
                 raise ConfigError(
                     f"There is no option --{name}.{closest} --help lists all of them."
                 )
 
+    def _read_files(self, argv: list[str]) -> _Arguments:
+        """Reads and checks the recipe files that the arguments name, and their parents.
+
+        Raises:
+            ConfigError: When a file cannot be read, or a key of it is no setting.
+        """
+        arguments = _Arguments([], {})
+        previous = ""
+        for argument in argv:
+            option, separator, value = argument.partition("=")
+            if previous == "--config" or (option == "--config" and separator):
+                path = Path(argument if previous == "--config" else value)
+                files = read_recipe_files(path)
+                for file in reversed(files):
+                    arguments.sources.update(self._check_file(file))
+                if previous == "--config":
+                    arguments.argv.pop()
+                arguments.argv.append(f"--config={merged_text(files)}")
+                previous = ""
+                continue
+
+            # What is typed after a file is no longer the file's.
+            if option.startswith("--"):
+                typed = option.removeprefix("--")
+                for name in list(arguments.sources):
+                    if typed == name or typed.startswith(f"{name}."):
+                        del arguments.sources[name]
+            arguments.argv.append(argument)
+            previous = argument
+        return arguments
+
+    def _check_file(self, file: RecipeFile) -> dict[str, Path]:
+        """Returns the file by the name of each setting in it.
+
+        Raises:
+            ConfigError: For the first key that is no setting, or whose value cannot be one.
+        """
+        sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
+        known = {*self._settings, *self._command_arguments, *sections}
+        sources = {}
+        for key, value in _leaves(file.settings, self._mappings):
+            if key not in known:
+                raise ConfigError(
+                    f"{file.path}: there is no setting {shown(key)} in a {self.kind.__name__}."
+                    f"{did_you_mean(key, self._suggestions | {EXTENDS})} Remove it or correct its name."
+                )
+            if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
+                raise ConfigError(
+                    f"{file.path}: {key} is {shown(value)}; expected a number of at most 300 digits."
+                )
+            if key in self._command_arguments:
+                _check_argument(f"{file.path}: {key}", value, self._command_arguments[key])
+            sources[key] = file.path
+        return sources
+
     def _refuse_nulls(self, parsed: Any) -> None:
-        """Raises a ConfigError for the first setting that is null and may not be; jsonargparse lets
-        all be null.
+        """Raises a ConfigError for the first setting that is null and may not be.
+
+        jsonargparse lets all be null.
         """
         for setting in self._settings.values():
-            nullable = type(None) in typing.get_args(setting.type)
-            if setting.name in parsed and parsed[setting.name] is None and not nullable:
+            is_nullable = type(None) in typing.get_args(setting.type)
+            if setting.name in parsed and parsed[setting.name] is None and not is_nullable:
                 kind = getattr(setting.type, "__name__", setting.type)
                 raise ConfigError(
                     f"{setting.name} is null; expected {kind}. Give a value, or leave the key out."
                 )
 
-    def _check_file(self, file: Path) -> None:
-        """Raises a ConfigError for the first key of a YAML file that is no setting, or whose value
-        cannot be one.
-        """
-        if file.is_fifo():
-            raise ConfigError(
-                f"{file} is a pipe, which can be read only once. Save the settings in a file."
-            )
+    def _explain(self, error: argparse.ArgumentError) -> str:
+        """Returns jsonargparse's message on a value of the wrong type in our own form.
 
-        sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
-        known = self._settings.keys() | self._own_arguments.keys() | sections
-        for key, value in _leaves(read_yaml(file), self._mappings):
-            if key not in known:
-                raise ConfigError(
-                    f"{file}: there is no setting {shown(key)} in a {self.kind.__name__}."
-                    f"{did_you_mean(key, self._suggested)} Remove it or correct its name."
-                )
-            if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
-                raise ConfigError(
-                    f"{file}: {key} is {shown(value)}; expected a number of at most 300 digits."
-                )
-            if key in self._own_arguments:
-                _check_own(f"{file}: {key}", value, self._own_arguments[key])
-
-    def _in_our_words(self, error: argparse.ArgumentError) -> str:
-        """Returns jsonargparse's message about a value of the wrong type: the setting, the value,
-        what is expected.
+        It says the setting, the value, and what is expected.
         """
         text = " ".join(str(error).split())
         key = re.search(r'[Pp]arser key "([^"]+)"', text)
         value = re.search(r"(?:Got|Given) value: (.*)$", text)
         if key is None or value is None or key[1] not in self._settings:
-            return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
-        given = value[1] if len(value[1]) <= _LONGEST_VALUE else f"{value[1][:_LONGEST_VALUE]}..."
-        return f"{key[1]} is {given}; expected {_in_words(self._settings[key[1]].type)}."
+            return _shorten(text, _LONGEST_TEXT)
+        given = _shorten(value[1], _LONGEST_VALUE)
+        return f"{key[1]} is {given}; expected {_type_phrase(self._settings[key[1]].type)}."
+
+
+# ---------------------------------------------------------------------------
+# Recipes and their settings
 
 
 def typed_settings(argv: list[str]) -> set[str]:
-    """Returns the names of the settings that a command line gives itself, beside those of its
-    files.
-    """
-    return {
-        argument.removeprefix("--").split("=")[0] for argument in argv if argument.startswith("--")
-    }
+    """Returns the names of the settings that stand on the command line itself, not in its files."""
+    names = set()
+    for argument in argv:
+        if argument.startswith("--"):
+            names.add(argument.removeprefix("--").split("=")[0])
+    return names
 
 
 def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
-    """Yields every key that a recipe of this kind has, with the types and words of its dataclasses."""
-    explain_config = _attribute_help(STMoEConfig)
-    config_types = {item.name: item.type for item in dataclasses.fields(STMoEConfig)}
+    """Yields every key of a recipe of this kind, with the types and texts of its dataclasses."""
+    types_of_kind = typing.get_type_hints(kind)
+    help_of_kind = _attribute_help(kind) | _attribute_help(Recipe)
     for item in dataclasses.fields(kind):
         default = _default(item)
         if item.name == "model":
-            for name in sorted(kind.model_fields, key=list(config_types).index):
-                value = kind.model_defaults.get(name, argparse.SUPPRESS)
-                yield Setting(f"model.{name}", config_types[name], value, explain_config[name])
+            yield from _model_settings(kind)
         elif dataclasses.is_dataclass(default):
-            part: Any = type(default)
-            types, explain = typing.get_type_hints(part), _attribute_help(part)
-            for sub in dataclasses.fields(part):
-                value = getattr(default, sub.name)
-                yield Setting(f"{item.name}.{sub.name}", types[sub.name], value, explain[sub.name])
+            yield from _section_settings(item.name, default)
         else:
-            explain = _attribute_help(kind) | _attribute_help(Recipe)
-            yield Setting(
-                item.name, typing.get_type_hints(kind)[item.name], default, explain[item.name]
-            )
+            yield Setting(item.name, types_of_kind[item.name], default, help_of_kind[item.name])
+
+
+def _model_settings(kind: type[Recipe]) -> Iterator[Setting]:
+    """Yields the settings of the model, in the order of STMoEConfig."""
+    explanations = _attribute_help(STMoEConfig)
+    for item in dataclasses.fields(STMoEConfig):
+        if item.name in kind.model_fields:
+            default = kind.model_defaults.get(item.name, argparse.SUPPRESS)
+            yield Setting(f"model.{item.name}", item.type, default, explanations[item.name])
+
+
+def _section_settings(name: str, section: Any) -> Iterator[Setting]:
+    """Yields the settings of a section, which is a dataclass."""
+    field_types = typing.get_type_hints(type(section))
+    explanations = _attribute_help(type(section))
+    for item in dataclasses.fields(section):
+        default = getattr(section, item.name)
+        yield Setting(
+            f"{name}.{item.name}", field_types[item.name], default, explanations[item.name]
+        )
 
 
 def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
-    """Returns the recipe of nested plain values, e.g. those that `dataclasses.asdict` gave; other
-    keys are ignored.
+    """Returns the recipe of nested plain values, e.g. those that `dataclasses.asdict` gave.
+
+    Other keys are ignored.
     """
     arguments = {}
     for item in dataclasses.fields(kind):
-        if item.name in values:
-            default, value = _default(item), values[item.name]
-            arguments[item.name] = (
-                type(default)(**value) if dataclasses.is_dataclass(default) else value
-            )
+        if item.name not in values:
+            continue
+        default = _default(item)
+        value = values[item.name]
+        if dataclasses.is_dataclass(default):
+            value = type(default)(**value)
+        arguments[item.name] = value
     return kind(**arguments)
 
 
@@ -251,9 +345,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _attribute_help(cls: type) -> dict[str, str]:
-    """Returns the explanation of each attribute that the docstring of a class lists under
-    `Attributes:`.
-    """
+    """Returns the text on each field of a dataclass, from `Attributes:` in its docstring."""
     section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE)
     explanations = {name: " ".join(text.split()) for name, text in entries}
@@ -261,12 +353,8 @@ def _attribute_help(cls: type) -> dict[str, str]:
     return {item.name: explanations.get(item.name, "") for item in fields}
 
 
-def _config_files(argv: list[str]) -> list[str]:
-    """Returns the files that the arguments name with --config."""
-    following = [value for option, value in itertools.pairwise(argv) if option == "--config"]
-    return following + [
-        argument.partition("=")[2] for argument in argv if argument.startswith("--config=")
-    ]
+# ---------------------------------------------------------------------------
+# Checks, and what messages say
 
 
 def _is_mapping(kind: Any) -> bool:
@@ -277,13 +365,14 @@ def _is_mapping(kind: Any) -> bool:
 def _leaves(
     mapping: dict[str, Any], leaves: set[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of the leaves of nested mappings, e.g. `optim.lr`; `optim.` for
-    an empty one.
+    """Yields names and values of the leaves of nested mappings, e.g. `optim.lr`.
+
+    An empty mapping is `optim.`.
 
     Args:
-        mapping: Read from YAML.
+        mapping: Settings of a file.
         leaves: Names whose value is a mapping itself.
-        prefix: Of the names in `mapping`.
+        prefix: Begins every name in `mapping`.
     """
     if prefix and not mapping:
         yield prefix, None
@@ -294,29 +383,31 @@ def _leaves(
             yield f"{prefix}{key}", value
 
 
-def _check_own(name: str, value: object, options: dict[str, Any]) -> None:
-    """Raises a ConfigError when a value in a file is not of the kind that the command's own
-    argument has.
+def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
+    """Raises a ConfigError when a file gives one of the command's own arguments a wrong value.
+
+    Args:
+        name: Argument, as messages name it.
+        value: Value in the file.
+        options: Options of the argument, as `argparse` has them.
     """
     if options.get("action") == "store_true":
         check_flag(name, value)
     elif options.get("required"):
-        check(
-            value is not None,
-            name,
-            value,
-            "a value; leave the key out to give it on the command line",
-        )
+        expected = "a value; leave the key out to give it on the command line"
+        check(value is not None, name, value, expected)
+
     if options.get("nargs") == "+" and value is not None:
         check(isinstance(value, list), name, value, "a list, e.g. [0, 1]")
     if options.get("type") is Path and value is not None:
-        path = isinstance(value, str) and value.strip() and "\0" not in value
-        check(bool(path), name, value, "a path")
+        is_path = isinstance(value, str) and bool(value.strip()) and "\0" not in value
+        check(is_path, name, value, "a path")
 
 
 def _refuse_long_numbers(argv: list[str]) -> None:
-    """Raises a ConfigError for a number that no setting can have and that Python takes ages to
-    read.
+    """Raises a ConfigError for a number that no setting can have.
+
+    Python takes ages to read some of them.
     """
     for before, argument in itertools.pairwise(["", *argv]):
         name, _, value = argument.rpartition("=")
@@ -327,26 +418,39 @@ def _refuse_long_numbers(argv: list[str]) -> None:
 
 
 def _refuse_empty_paths(argv: list[str], names: set[str]) -> None:
-    """Raises a ConfigError for the first of these options that is given an empty text: as a path,
-    the folder here.
+    """Raises a ConfigError for the first of these options that is given an empty text.
+
+    As a path that would be the folder here.
     """
     for before, argument in itertools.pairwise(["", *argv]):
-        option, separator, value = (
-            argument.partition("=") if argument.startswith("--") else (before, "=", argument)
-        )
+        if argument.startswith("--"):
+            option, separator, value = argument.partition("=")
+        else:
+            option, separator, value = before, "=", argument
         if option.removeprefix("--") in names and separator and not value.strip():
             raise ConfigError(
                 f"{option} is empty; expected a path. Give one, or leave the option out."
             )
 
 
-def _in_words(kind: Any) -> str:
-    """Returns what a setting of this type is."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+def _name_source(text: str, sources: dict[str, Path]) -> str:
+    """Returns a message that begins with a setting, after the file in which that stands, if any."""
+    name = text.partition(" ")[0]
+    return f"{sources[name]}: {text}" if name in sources else text
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _type_phrase(kind: Any) -> str:
+    """Returns what a message calls a value of this type, e.g. `an integer or null`."""
+    origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_in_words(part) for part in parts)
+        return " or ".join(_type_phrase(part) for part in parts)
     if origin is list:
-        return f"a list, each {_in_words(parts[0])}"
-    return _WORDS.get(origin or kind, getattr(kind, "__name__", str(kind)))
+        return f"a list, each {_type_phrase(parts[0])}"
+    return _TYPE_PHRASES.get(origin or kind, getattr(kind, "__name__", str(kind)))

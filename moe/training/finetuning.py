@@ -1,5 +1,6 @@
-"""The paper's fine-tuning kit: where a run starts, which settings of the model it changes, and what
-of it trains.
+"""Fine-tuning after the paper: where a run starts, which settings it changes, and what it trains on.
+
+Which parameters train is chosen by `select_parameters`, in moe/models/subsets.py.
 """
 
 import dataclasses
@@ -15,27 +16,14 @@ from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.subsets import SUBSETS, Selection, select_parameters
-from moe.training.build import PlacedModel, new_model, pretrained_model
+from moe.training.build import BuiltModel, build_new_model, load_pretrained_model
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
-
-__all__ = [
-    "SUBSETS",
-    "Selection",
-    "choose_data",
-    "finetuning_config",
-    "finetuning_overrides",
-    "load_for_finetuning",
-    "remember_sentinels",
-    "select_parameters",
-]
 
 
 def finetuning_overrides(**changes: Any) -> dict[str, Any]:
-    """Returns the settings of a model that fine-tuning changes: the paper's dropout, and what you
-    change beside it.
+    """Returns the settings of a model that fine-tuning changes: the paper's dropout, and `changes`.
 
-    They are those of a recipe's `model:` section. For the losses of the routers off, give both
+    They are those of a recipe's `model:` section. To turn the routers' losses off, give both
     weights as 0.
 
     Example:
@@ -60,7 +48,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
 def choose_data(
     recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]
 ) -> FinetuneRecipe:
-    """Returns the recipe with the tasks that the run trains on, none for pairs of texts.
+    """Returns the recipe with the tasks that the run trains on; none of them for pairs of texts.
 
     Args:
         recipe: May name a mixture of tasks.
@@ -72,27 +60,31 @@ def choose_data(
         ConfigError: When there is nothing to train on, or more than one thing, or a setting that
             changes nothing.
     """
-    every = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
-    given = [name for name, value in every.items() if value not in (None, [])]
+    options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
+    given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
     if len(chosen) != 1:
-        found = " and ".join(f"{name} {every[name]}" for name in chosen) or "nothing"
+        found = " and ".join(f"{name} {options[name]}" for name in chosen) or "nothing"
         raise ConfigError(
             f"{found} given to train on; expected one of --task, --train and mixture.tasks."
         )
+
     if chosen == ["train"]:
-        if idle := sorted(name for name in typed if name.startswith("mixture.")):
+        idle = sorted(name for name in typed if name.startswith("mixture."))
+        if idle:
             raise ConfigError(
                 f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out."
             )
         return dataclasses.replace(recipe, mixture=MixtureRecipe())
-    tasks = [task] if task is not None and chosen == ["task"] else recipe.mixture.tasks
+
+    tasks = recipe.mixture.tasks
+    if task is not None and chosen == ["task"]:
+        tasks = [task]
     return dataclasses.replace(recipe, mixture=dataclasses.replace(recipe.mixture, tasks=tasks))
 
 
 def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
-    """Returns the configuration of the model in a folder with the recipe's dropout and routing
-    settings.
+    """Returns the configuration of a folder's model with the recipe's dropout and routing settings.
 
     Raises:
         CheckpointError: When there is no model in the folder.
@@ -105,8 +97,10 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{error} To have one, pre-train it (python -m scripts.pretrain --config recipes/st_moe_base_pretrain.yaml "
             f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one (python -m "
             f"scripts.convert_checkpoint --from google/switch-base-8 --to {folder}) and fine-tune it with "
-            "--optimizer_slots reset."
+            "--optimizer_state reset."
         ) from None
+
+    # A capacity in slots, the model's or the recipe's, makes a factor idle.
     config = STMoEConfig.from_pretrained(folder)
     idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
     if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:
@@ -119,43 +113,40 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
 
 def load_for_finetuning(
     folder: Path, recipe: FinetuneRecipe, config: STMoEConfig, device_type: str = "cpu"
-) -> PlacedModel:
+) -> BuiltModel:
     """Returns the model to fine-tune, on its device or mesh.
 
     Args:
         folder: A model saved by `save_pretrained`.
         recipe: `init` says whether weights are the folder's or fresh ones, drawn from `seed`.
-        config: Of `finetuning_config`.
+        config: What `finetuning_config` returned.
         device_type: `cpu` or `cuda`.
 
     Raises:
         CheckpointError: When the weights of the folder are not complete.
     """
     if recipe.init == "scratch":
-        return new_model(recipe, config, device_type)
-    return pretrained_model(recipe, config, folder, device_type)
+        return build_new_model(recipe, config, device_type)
+    return load_pretrained_model(recipe, config, folder, device_type)
 
 
 def remember_sentinels(
     model: STMoEForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, sentinels: Sentinels
 ) -> PreTrainedTokenizerFast:
-    """Makes model and tokenizer, once saved, treat inputs as they were fine-tuned on, whoever uses
-    them.
+    """Lets model and tokenizer, once saved, treat inputs as in fine-tuning, whoever uses them.
 
-    With `one` the tokenizer that is returned puts the first sentinel at the end of every input, and
-    the model begins every generation with it, by `generation_config.forced_bos_token_id`; decoding
-    skips it as any special token. It
-    ends targets like inputs, though training put the sentinel before them: labels are made by
-    `PairSource`.
+    With `one` the returned tokenizer puts the first sentinel at the end of every input, and the
+    model begins every generation with it, by `generation_config.forced_bos_token_id`; decoding
+    skips it as any special token. The tokenizer ends targets like inputs, though training put the
+    sentinel before them: labels are made by `PairSource`.
 
     Args:
         model: Its generation settings are changed.
         tokenizer: Stays as it is.
-        sentinels: As in the data.
+        sentinels: `one` or `none`, as in the data.
     """
-    one = sentinels == "one"
     assert model.generation_config is not None, "the model generates"
-    model.generation_config.forced_bos_token_id = (
-        SpecialIds.of(tokenizer).first_sentinel if one else None
-    )
-    return end_with_sentinel(tokenizer, one)
+    has_sentinel = sentinels == "one"
+    forced = SpecialIds.of(tokenizer).first_sentinel if has_sentinel else None
+    model.generation_config.forced_bos_token_id = forced
+    return end_with_sentinel(tokenizer, has_sentinel)

@@ -13,17 +13,31 @@ from moe.models.modeling import STMoEForConditionalGeneration
 
 
 class HeldOut(NamedTuple):
-    """What a run is measured on.
+    """Held-out batches of a run.
 
     Attributes:
         source: Batches that training never sees; the first `num_batches` are used each time.
-        num_batches: How many.
+        num_batches: Number of batches in an evaluation.
         ids: Tells text from sentinels and the end token.
     """
 
     source: BatchSource
     num_batches: int
     ids: SpecialIds
+
+
+class TokenLosses(NamedTuple):
+    """The N target tokens of one batch or of several, those of -100 left out.
+
+    Attributes:
+        losses: <float64>[N] cross-entropy in nats.
+        labels: <int64>[N] the tokens.
+        hits: <bool>[N] whether the token is the most probable one.
+    """
+
+    losses: Tensor
+    labels: Tensor
+    hits: Tensor
 
 
 @torch.no_grad()
@@ -34,12 +48,13 @@ def evaluate_held_out(
     *,
     bfloat16: bool = False,
 ) -> dict[str, float]:
-    """Returns the held-out numbers, the same on every rank of a mesh; the model is in evaluation
-    mode meanwhile.
+    """Returns the held-out numbers, the same on every rank of a mesh.
+
+    The model is in evaluation mode meanwhile.
 
     Args:
-        model: Whole, or cut over `mesh`.
-        held_out: What to measure on.
+        model: Whole, or sharded over `mesh`.
+        held_out: Batches to measure on.
         mesh: The ranks; None for one process.
         bfloat16: Whether to compute in autocast, as the model is trained.
 
@@ -50,60 +65,81 @@ def evaluate_held_out(
         themselves, a bound that no unigram model beats. `heldout/token_accuracy`: share of target
         tokens that are the most probable.
     """
-    training, source = model.training, held_out.source
-    rows = mesh.rows(source.batch_size) if mesh else ALL_ROWS
-    model.eval()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
-        batches = (
-            to_device(source.batch(index, rows), model.device)
-            for index in range(held_out.num_batches)
-        )
-        results = [token_losses(model, batch) for batch in batches]
-    model.train(training)
-    losses, labels, hits = (torch.cat(parts) for parts in zip(*results, strict=True))
-    text = is_text(labels, held_out.ids)
-    sums = torch.stack([losses.sum(), losses[text].sum(), hits.double().sum()])
-    counts = torch.bincount(labels[text], minlength=model.config.vocab_size)
-    num_targets = torch.tensor(labels.numel(), device=labels.device)
+    tokens = _evaluate_batches(model, held_out, mesh, bfloat16)
+
+    # Sums and counts of this rank's rows add up over ranks; means do not.
+    text = is_text(tokens.labels, held_out.ids)
+    sums = torch.stack([tokens.losses.sum(), tokens.losses[text].sum(), tokens.hits.double().sum()])
+    text_counts = torch.bincount(tokens.labels[text], minlength=model.config.vocab_size)  # [V]
+    num_targets = torch.tensor(tokens.labels.numel(), device=tokens.labels.device)
     if mesh:
-        sums, counts, num_targets = sum_each_over_ranks([sums, counts, num_targets], mesh.data)
+        sums, text_counts, num_targets = sum_each_over_ranks(
+            [sums, text_counts, num_targets], mesh.data
+        )
+
     loss, text_loss, num_hits = sums.tolist()
     return {
         "heldout/loss": loss / int(num_targets),
-        "heldout/text_loss": text_loss / max(1, int(counts.sum())),
-        "heldout/unigram_entropy": unigram_entropy(counts),
+        "heldout/text_loss": text_loss / max(1, int(text_counts.sum())),
+        "heldout/unigram_entropy": unigram_entropy(text_counts),
         "heldout/token_accuracy": num_hits / int(num_targets),
     }
 
 
-def token_losses(
-    model: STMoEForConditionalGeneration, batch: Batch
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the cross-entropy <float64>[N], label <int64>[N] and hit <bool>[N] of each target
-    token of a batch.
+def _evaluate_batches(
+    model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None, bfloat16: bool
+) -> TokenLosses:
+    """Returns the target tokens of all held-out batches, of this rank's rows."""
+    was_training = model.training
+    rows = mesh.rows(held_out.source.batch_size) if mesh else ALL_ROWS
+
+    losses: list[Tensor] = []
+    labels: list[Tensor] = []
+    hits: list[Tensor] = []
+    model.eval()
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+        for index in range(held_out.num_batches):
+            batch = to_device(held_out.source.batch(index, rows), model.device)
+            tokens = token_losses(model, batch)
+            losses.append(tokens.losses)
+            labels.append(tokens.labels)
+            hits.append(tokens.hits)
+    model.train(was_training)
+    return TokenLosses(torch.cat(losses), torch.cat(labels), torch.cat(hits))
+
+
+def token_losses(model: STMoEForConditionalGeneration, batch: Batch) -> TokenLosses:
+    """Returns cross-entropy, label and hit of each target token of a batch.
+
+    Args:
+        model: In evaluation mode.
+        batch: Batch on the model's device.
     """
-    targets = batch["labels"] != -100
-    logits = model(**batch, output_router_logits=False, use_cache=False).logits[targets].double()
-    labels = batch["labels"][targets]
+    is_target = batch["labels"] != -100
+    labels = batch["labels"][is_target]  # [N]
+
+    logits = model(**batch, output_router_logits=False, use_cache=False).logits
+    logits = logits[is_target].double()  # [N, V]
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    return losses, labels, logits.argmax(dim=-1) == labels
+    return TokenLosses(losses, labels, logits.argmax(dim=-1) == labels)
 
 
 def is_text(labels: Tensor, ids: SpecialIds) -> Tensor:
     """Returns <bool>[N]: which of <int64>[N] tokens are neither sentinel, end nor padding."""
-    return (
-        (labels <= ids.first_sentinel - ids.num_sentinels)
-        & (labels != ids.eos)
-        & (labels != ids.pad)
-    )
+    # Sentinels are the last ids of the vocabulary, counted down from the first.
+    is_sentinel = labels > ids.first_sentinel - ids.num_sentinels
+    return ~is_sentinel & (labels != ids.eos) & (labels != ids.pad)
 
 
 def unigram_entropy(counts: Tensor) -> float:
-    """Returns the entropy in nats of the frequencies of tokens that occur <int64>[V] times; 0 for
-    none.
+    """Returns the entropy in nats of tokens' frequencies; 0 without tokens.
+
+    Args:
+        counts: <int64>[V] occurrences of each token.
     """
-    share = counts.double() / counts.sum().clamp(min=1)
-    return -torch.special.xlogy(share, share).sum().item()
+    # H = -sum_v p_v log p_v, where 0 log 0 is 0.
+    p = counts.double() / counts.sum().clamp(min=1)  # [V]
+    return -torch.special.xlogy(p, p).sum().item()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,6 +1,4 @@
-"""What a run reports: one JSON object a line in metrics.jsonl, and the same numbers for
-TensorBoard.
-"""
+"""The metrics of a run: one JSON object a line in metrics.jsonl, and the same for TensorBoard."""
 
 import json
 import os
@@ -25,7 +23,12 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, float]:
-    """Returns the numbers of one update under their public names."""
+    """Returns the numbers of one update under the names that logs have.
+
+    Args:
+        metrics: What `train_step` returned.
+        tokens_per_second: Over the steps since the last log.
+    """
     values = {
         "train/loss": float(metrics.loss),
         "train/ce_loss": float(metrics.ce_loss),
@@ -33,31 +36,18 @@ def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, flo
         "train/lr": metrics.lr,
         "train/tokens_per_second": tokens_per_second,
     }
+
     for stack, stats in (("encoder", metrics.encoder_stats), ("decoder", metrics.decoder_stats)):
         if stats is not None:
             values.update(router_values(stack, stats))
     return values
 
 
-def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl that were measured after at most `step` updates."""
-    kept = []
-    for number, line in read_json_lines(path, torn_end=True, nan=True):
-        line_step: Any = line.get("step")
-        if not is_kind(line_step, int) or line_step < 0:
-            raise DataError(
-                f"{path}, line {number} has no step (it is {shown(line_step)}). Restore the file, or remove that line."
-            )
-        if line_step <= step:
-            kept.append(line)
-    return kept
-
-
 class MetricsWriter:
     """Appends to metrics.jsonl and to TensorBoard's files; a context manager.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         step: Updates that the run has behind it; lines of later ones, and a torn last line, are
             removed.
 
@@ -68,10 +58,13 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, step: int) -> None:
         path = folder / METRICS_FILE
-        kept = _lines_until(path, step) if step and path.exists() else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        earlier = _lines_until(path, step) if step and path.exists() else []
+        write_text(path, "".join(json.dumps(line) + "\n" for line in earlier))
         self._lines = _GrowingFile(path)
-        self._board = _Board(folder / "tensorboard", purge_step=step + 1 if step else None)
+
+        # TensorBoard forgets what a killed run has written after this step.
+        purge_step = step + 1 if step else None
+        self._board = _Board(folder / "tensorboard", purge_step=purge_step)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes the numbers that were measured after `step` updates."""
@@ -92,19 +85,34 @@ class MetricsWriter:
         self._board.close()
 
 
+def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl that were measured after at most `step` updates."""
+    lines = []
+    for number, line in read_json_lines(path, torn_end=True, nan=True):
+        line_step: Any = line.get("step")
+        if not is_kind(line_step, int) or line_step < 0:
+            raise DataError(
+                f"{path}, line {number} has no step (it is {shown(line_step)}). Restore the file, or remove that line."
+            )
+        if line_step <= step:
+            lines.append(line)
+    return lines
+
+
 class _Board:
-    """A file of events for TensorBoard, written at once.
+    """A file of events for TensorBoard; every write is on its way to the disk when it returns.
 
     TensorBoard's own writer is a thread: on a full disk its traceback comes between the lines of a
     run, and the run hears of it later or never.
 
     Args:
         folder: Receives the file.
-        purge_step: What earlier files have from this step on is to be forgotten; None for nothing.
+        purge_step: Step from which on TensorBoard is to forget earlier files; None for none.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # The name begins as TensorBoard expects, and no other process has the same.
         process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = _GrowingFile(folder / f"events.out.tfevents.{int(time.time()):010d}.{process}")
         self._records = RecordWriter(self._file)
@@ -114,7 +122,7 @@ class _Board:
             self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Adds the numbers of a step."""
+        """Appends the numbers of a step."""
         entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(Event(step=step, summary=Summary(value=entries)))
 
@@ -136,6 +144,7 @@ class _GrowingFile:
 
     def write(self, data: bytes) -> None:
         """Appends all of `data`."""
+        # An unbuffered file may take a part only.
         try:
             while data:
                 data = data[self._file.write(data) :]

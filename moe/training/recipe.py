@@ -1,5 +1,6 @@
-"""What a run is: frozen records, checked when they are made. Read from YAML and the command line by
-command.py.
+"""Recipes: all settings of a run as frozen records, checked when they are made.
+
+command.py reads them from YAML files (recipe_files.py) and the command line.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
 
 Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
-Slots = Literal["reset", "keep"]
+OptimizerState = Literal["reset", "keep"]
 
+# Fields of STMoEConfig itself, without those of transformers and those that no run sets.
 _NOT_SETTINGS = {"use_cache", "is_encoder_decoder", "output_router_logits"}
 _ARCHITECTURE = {
     item.name: item.default
@@ -46,8 +48,8 @@ class OptimRecipe:
     Attributes:
         optimizer: `adafactor` (the paper's) or `adamw`, whose rate is absolute.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)) or `constant`.
-        lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the peak is lr /
-            sqrt(warmup_steps).
+        lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
+            lr / sqrt(warmup_steps).
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (`constant`).
         cooldown_steps: Last steps, over which the rate falls linearly to zero.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
@@ -66,8 +68,10 @@ class OptimRecipe:
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
+        # An unknown name raises with the closest one.
         OPTIMIZERS.get(self.optimizer)
         SCHEDULES.get(self.schedule)
+
         check_number("optim.lr", self.lr, above=0, most=_HIGHEST_RATE, reason=_WHY_HIGHEST_RATE)
         for name in ("warmup_steps", "cooldown_steps"):
             check_integer(
@@ -77,6 +81,7 @@ class OptimRecipe:
                 most=_MOST_STEPS,
                 reason=_WHY_MOST_STEPS,
             )
+
         check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
         check_number(
             "optim.weight_decay",
@@ -95,7 +100,7 @@ class OptimRecipe:
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """Length, batches and rhythm of a run.
+    """Length of a run, its batches, and how often it logs, evaluates and saves.
 
     Attributes:
         steps: Updates in the whole run.
@@ -126,6 +131,7 @@ class TrainingRecipe:
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="training.")
+
         for name in (
             "steps",
             "log_every",
@@ -140,31 +146,28 @@ class TrainingRecipe:
                 most=_MOST_STEPS,
                 reason=_WHY_MOST_STEPS,
             )
-        held_out = self.held_out_batches
-        reason = "every evaluation goes through all of them"
         check_integer(
-            "training.held_out_batches", held_out, least=0, most=_MOST_HELD_OUT, reason=reason
+            "training.held_out_batches",
+            self.held_out_batches,
+            least=0,
+            most=_MOST_HELD_OUT,
+            reason="every evaluation goes through all of them",
         )
 
-        rows, micro = self.batch_size, self.micro_batch_size
+        rows = self.batch_size
         check_integer(
             "training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH
         )
-        check_integer(
-            "training.micro_batch_size", micro, least=1, optional="null for all rows at once"
-        )
-        divides = micro is None or rows % micro == 0
-        check(
-            divides,
-            "training.micro_batch_size",
-            micro,
-            f"a divisor of training.batch_size, {rows}, or null",
-        )
+        micro_rows = self.micro_batch_size
+        name = "training.micro_batch_size"
+        check_integer(name, micro_rows, least=1, optional="null for all rows at once")
+        divides = micro_rows is None or rows % micro_rows == 0
+        check(divides, name, micro_rows, f"a divisor of training.batch_size, {rows}, or null")
 
 
 @dataclass(frozen=True)
 class SpanCorruptionRecipe:
-    """Pre-training examples.
+    """How pre-training examples are made of text: T5's span corruption.
 
     Attributes:
         inputs_length: Encoder tokens of an example with sentinels and end; the targets' length
@@ -181,20 +184,23 @@ class SpanCorruptionRecipe:
     mean_noise_span_length: float = 3.0
 
     def __post_init__(self) -> None:
-        length = self.inputs_length
         check_integer(
-            "data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW
+            "data.inputs_length",
+            self.inputs_length,
+            least=4,
+            most=LONGEST_ROW,
+            reason=WHY_LONGEST_ROW,
         )
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
 
 
 @dataclass(frozen=True)
 class PairsRecipe:
-    """Fine-tuning examples: texts in, texts out.
+    """How fine-tuning rows are made of pairs: an input text and a target text.
 
     Attributes:
-        inputs_length: Encoder tokens of a row; longer inputs are cut.
-        targets_length: Decoder tokens of a row; longer targets are cut.
+        inputs_length: Encoder tokens of a row; longer inputs are truncated.
+        targets_length: Decoder tokens of a row; longer targets are truncated.
         pack: Whether several examples share a row; they do not see each other.
         sentinels: `one` ends every input and begins every target with the first sentinel, as
             pre-training does; the saved model and tokenizer do the same by themselves. `none`
@@ -223,7 +229,7 @@ class PairsRecipe:
 
 @dataclass(frozen=True)
 class MixtureRecipe:
-    """Tasks to fine-tune on together, and what of them the run is measured on.
+    """Tasks to fine-tune on together, and how much of their dev splits is scored.
 
     Attributes:
         tasks: Names of tasks of eval/; none for pairs of texts of your own.
@@ -231,8 +237,8 @@ class MixtureRecipe:
             sources, the hub.
         maximum: Cap of a task's number of training examples, to which its share is proportional;
             null for no cap.
-        temperature: The capped number counts as its power of 1 / temperature: more than 1 evens the
-            tasks out.
+        temperature: The capped number counts as its power of 1 / temperature: more than 1 makes
+            the tasks' shares more equal.
         dev_examples: Most examples of each task's dev split that are answered by generation at
             every evaluation, so that the best model stays beside the last; null for all, 0 for no
             such evaluation.
@@ -249,38 +255,36 @@ class MixtureRecipe:
     dev_examples: int | None = 0
 
     def __post_init__(self) -> None:
-        tasks, folder = self.tasks, self.folder
-        names = isinstance(tasks, list) and all(isinstance(name, str) and name for name in tasks)
-        check(names, "mixture.tasks", tasks, "a list of names of tasks")
+        tasks = self.tasks
+        are_names = isinstance(tasks, list) and all(
+            isinstance(name, str) and name for name in tasks
+        )
+        check(are_names, "mixture.tasks", tasks, "a list of names of tasks")
         repeated = sorted({name for name in tasks if tasks.count(name) > 1})
-        check(
-            not repeated,
-            "mixture.tasks",
-            tasks,
-            f"every task once; {', '.join(repeated)} is repeated",
-        )
+        once = f"every task once; {', '.join(repeated)} is repeated"
+        check(not repeated, "mixture.tasks", tasks, once)
 
-        path = folder is None or (isinstance(folder, str) and folder.strip() and "\0" not in folder)
-        check(
-            bool(path),
-            "mixture.folder",
-            folder,
-            "the path of a folder, or null for the tasks' own sources",
+        folder = self.folder
+        is_path = folder is None or (
+            isinstance(folder, str) and bool(folder.strip()) and "\0" not in folder
         )
+        expected = "the path of a folder, or null for the tasks' own sources"
+        check(is_path, "mixture.folder", folder, expected)
+
         check_rates(self.maximum, self.temperature)
         check_integer("mixture.dev_examples", self.dev_examples, least=0, optional="null for all")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every run has; `PretrainRecipe` and `FinetuneRecipe` add their data.
+    """The settings of every run; `PretrainRecipe` and `FinetuneRecipe` add their data.
 
     Attributes:
         seed: All randomness of the run is a function of it and the step.
         model: Fields of STMoEConfig.
         optim: Optimizer and schedule.
-        training: Length, batches and rhythm.
-        mesh: Ranks that the run is spread over, as torchrun starts them.
+        training: Length, batches, and how often the run logs, evaluates and saves.
+        mesh: Mesh of the ranks that torchrun starts.
 
     Raises:
         ConfigError: When a value is out of range, unknown, or contradicts another.
@@ -299,12 +303,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, least=0, most=2**32 - 1, reason="it has 32 bits")
-        check(
-            isinstance(self.model, Mapping),
-            "model",
-            self.model,
-            "a mapping of settings of the model",
-        )
+
+        # Settings of the model, checked by name here and by value in STMoEConfig.
+        is_mapping = isinstance(self.model, Mapping)
+        check(is_mapping, "model", self.model, "a mapping of settings of the model")
         for name in self.model:
             if name not in self.model_fields:
                 raise ConfigError(
@@ -312,14 +314,18 @@ class Recipe:
                     f"{did_you_mean(name, self.model_fields)} Known: {', '.join(sorted(self.model_fields))}."
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
+
+        # Settings that only together can be wrong.
         self._check_sections()
         self.build_schedule()
-        rows, micro = self.training.batch_size, self.training.micro_batch_size or 1
-        parts = self.mesh.num_data_ranks * micro
-        if rows % parts:
+        rows = self.training.batch_size
+        micro_rows = self.training.micro_batch_size or 1
+        data_ranks = self.mesh.num_data_ranks
+        multiple = data_ranks * micro_rows
+        if rows % multiple:
             raise ConfigError(
-                f"training.batch_size is {rows}; expected a multiple of {parts}: {self.mesh.num_data_ranks} data ranks "
-                f"({self.mesh}) with micro-batches of {micro}. Choose another batch size or mesh."
+                f"training.batch_size is {rows}; expected a multiple of {multiple}: {data_ranks} data ranks "
+                f"({self.mesh}) with micro-batches of {micro_rows}. Choose another batch size or mesh."
             )
 
     def _check_sections(self) -> None:
@@ -327,7 +333,8 @@ class Recipe:
         for item in dataclasses.fields(self):
             if item.default_factory is dataclasses.MISSING or item.name == "model":
                 continue
-            kind, section = type(item.default_factory()), getattr(self, item.name)
+            kind = type(item.default_factory())
+            section = getattr(self, item.name)
             check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
     def build_schedule(self) -> Schedule:
@@ -337,7 +344,8 @@ class Recipe:
             ConfigError: When the cooldown is longer than the run.
         """
         optim = self.optim
-        schedule = SCHEDULES.get(optim.schedule)(lr=optim.lr, warmup_steps=optim.warmup_steps)
+        build = SCHEDULES.get(optim.schedule)
+        schedule = build(lr=optim.lr, warmup_steps=optim.warmup_steps)
         return with_cooldown(
             schedule, total_steps=self.training.steps, cooldown_steps=optim.cooldown_steps
         )
@@ -377,9 +385,9 @@ class FinetuneRecipe(Recipe):
             architecture.
         parameters: What trains: `all`, `non_moe`, `moe`, `attention`, `ffn` or `router_frozen`; see
             `select_parameters`.
-        optimizer_slots: `keep` starts with the optimizer's state of the pre-training run, whose
-            checkpoints lie beside the model's folder, and is better in the paper; `reset` starts
-            with none and needs the model alone. The schedule begins anew either way.
+        optimizer_state: `keep` starts with the optimizer's state (its slots) of the pre-training
+            run, whose checkpoints lie beside the model's folder, and is better in the paper;
+            `reset` starts with none and needs the model alone. The schedule begins anew either way.
         mixture: The tasks, and how often each is drawn.
         data: How rows are made of pairs.
 
@@ -418,7 +426,7 @@ class FinetuneRecipe(Recipe):
 
     init: Init = "pretrained"
     parameters: str = "all"
-    optimizer_slots: Slots = "reset"
+    optimizer_state: OptimizerState = "reset"
     optim: OptimRecipe = field(default_factory=lambda: _FINETUNE_OPTIM)
     mixture: MixtureRecipe = field(default_factory=MixtureRecipe)
     data: PairsRecipe = field(default_factory=PairsRecipe)
@@ -426,15 +434,12 @@ class FinetuneRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("init", self.init, get_args(Init))
-        check_choice("optimizer_slots", self.optimizer_slots, get_args(Slots))
-        check(
-            isinstance(self.parameters, str), "parameters", self.parameters, "the name of a subset"
-        )
+
+        is_text = isinstance(self.parameters, str)
+        check(is_text, "parameters", self.parameters, "the name of a subset")
         check_subset(self.parameters)
-        slots = self.optimizer_slots
-        check(
-            slots == "reset" or self.init == "pretrained",
-            "optimizer_slots",
-            slots,
-            "reset, since init is scratch",
-        )
+
+        state = self.optimizer_state
+        check_choice("optimizer_state", state, get_args(OptimizerState))
+        goes_with_init = state == "reset" or self.init == "pretrained"
+        check(goes_with_init, "optimizer_state", state, "reset, since init is scratch")

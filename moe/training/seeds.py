@@ -1,15 +1,17 @@
-"""One recipe with several seeds: a folder for each run, and their scores in summary.json and
-summary.md.
+"""One recipe with several seeds: a folder for each run, and a summary of their scores.
+
+The summary is written as summary.json and as summary.md.
 """
 
 import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe.checkpoint.best_model import BEST_FOLDER, best_and_last
+from moe.checkpoint.best_model import BEST_FOLDER, DevScores, best_and_last
 from moe.errors import ConfigError
 from moe.files import write_text
 from moe.training.recipe import Recipe
@@ -23,9 +25,44 @@ NOTE = (
 )
 
 
+@dataclass(frozen=True)
+class SeedScores:
+    """The dev scores of one run.
+
+    Attributes:
+        seed: Seed of the run.
+        best: Scores of the best of its models.
+        last: Scores of its last model.
+        best_model: Folder of the best model.
+        last_model: Folder of the last model.
+    """
+
+    seed: int
+    best: DevScores
+    last: DevScores
+    best_model: str
+    last_model: str
+
+
+@dataclass(frozen=True)
+class SeedSpread:
+    """A score over several seeds.
+
+    Attributes:
+        mean: Mean over the seeds.
+        stdev: Standard deviation over the seeds; None for a single one.
+    """
+
+    mean: float
+    stdev: float | None
+
+    def __str__(self) -> str:
+        deviation = "" if self.stdev is None else f" ± {self.stdev:.2f}"
+        return f"{self.mean:.2f}{deviation}"
+
+
 def seed_runs(recipe: R, seeds: Sequence[int] | None, out: Path) -> list[tuple[R, Path]]:
-    """Returns the recipe and the folder of each run: `out` itself when there are no seeds, else
-    out/seed-N.
+    """Returns recipe and folder of each run: `out` itself without seeds, else out/seed-N.
 
     Raises:
         ConfigError: When a seed is repeated or out of range, or there is an empty list of them.
@@ -40,59 +77,75 @@ def seed_runs(recipe: R, seeds: Sequence[int] | None, out: Path) -> list[tuple[R
 
 
 def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
-    """Writes the scores of finished runs to summary.json and summary.md in `out`, and returns the
-    latter's text.
+    """Writes the scores of finished runs to summary.json and summary.md, and returns the latter.
+
+    Args:
+        out: Folder that receives both files.
+        runs: Recipe and folder of each run.
     """
-    found = []
-    for recipe, folder in runs:
-        best, last = best_and_last(folder)
-        models = {"best": f"{folder / BEST_FOLDER / 'model'}", "last": f"{folder / 'model'}"}
-        found.append({"seed": recipe.seed, "best": best, "last": last, "models": models})
-    summary: dict[str, Any] = {"note": NOTE, "runs": found}
-    for which in ("best", "last"):
-        names = [name for name in found[0][which] if name != "step"]
-        summary[which] = {name: _spread([run[which][name] for run in found]) for name in names}
-    text = _in_words(summary)
-    write_text(out / f"{SUMMARY}.json", json.dumps(summary, indent=1) + "\n")
+    scores = [_read_scores(recipe, folder) for recipe, folder in runs]
+    best = _spread_by_name([run.best for run in scores])
+    last = _spread_by_name([run.last for run in scores])
+
+    content = {
+        "note": NOTE,
+        "runs": [_run_entry(run) for run in scores],
+        "best": {name: dataclasses.asdict(spread) for name, spread in best.items()},
+        "last": {name: dataclasses.asdict(spread) for name, spread in last.items()},
+    }
+    text = _markdown(scores, best, last)
+    write_text(out / f"{SUMMARY}.json", json.dumps(content, indent=1) + "\n")
     write_text(out / f"{SUMMARY}.md", text)
     return text
 
 
-def _spread(values: list[float]) -> dict[str, float | None]:
-    """Returns the mean of a score over the seeds and its standard deviation, None for a single one."""
+def _read_scores(recipe: Recipe, folder: Path) -> SeedScores:
+    best, last = best_and_last(folder)
+    return SeedScores(
+        seed=recipe.seed,
+        best=best,
+        last=last,
+        best_model=str(folder / BEST_FOLDER / "model"),
+        last_model=str(folder / "model"),
+    )
+
+
+def _spread_by_name(runs: Sequence[DevScores]) -> dict[str, SeedSpread]:
+    """Returns the mean and deviation over the runs of each score, by its name."""
+    spreads = {}
+    for name in runs[0].scores:
+        values = [run.scores[name] for run in runs]
+        stdev = statistics.stdev(values) if len(values) > 1 else None
+        spreads[name] = SeedSpread(statistics.fmean(values), stdev)
+    return spreads
+
+
+def _run_entry(run: SeedScores) -> dict[str, Any]:
+    """Returns one run as it stands in summary.json."""
     return {
-        "mean": statistics.fmean(values),
-        "stdev": statistics.stdev(values) if len(values) > 1 else None,
+        "seed": run.seed,
+        "best": run.best.to_json(),
+        "last": run.last.to_json(),
+        "models": {"best": run.best_model, "last": run.last_model},
     }
 
 
-def _in_words(summary: dict[str, Any]) -> str:
-    """Returns the summary as Markdown."""
-    runs = summary["runs"]
-    over = f"mean and standard deviation over seeds {', '.join(str(run['seed']) for run in runs)}"
-    lines = [
-        f"Dev scores, {over if len(runs) > 1 else 'seed ' + str(runs[0]['seed'])}.",
-        "",
-        NOTE,
-        "",
-    ]
+def _markdown(
+    runs: Sequence[SeedScores], best: dict[str, SeedSpread], last: dict[str, SeedSpread]
+) -> str:
+    """Returns the summary as Markdown: a table of scores, and one of runs."""
+    seeds = f"seed {runs[0].seed}"
+    if len(runs) > 1:
+        numbers = ", ".join(str(run.seed) for run in runs)
+        seeds = f"mean and standard deviation over seeds {numbers}"
+
+    lines = [f"Dev scores, {seeds}.", "", NOTE, ""]
     lines += ["| score | best model | last model |", "|---|---|---|"]
-    for name, best in summary["best"].items():
-        lines.append(f"| {name} | {_number(best)} | {_number(summary['last'][name])} |")
-    lines += [
-        "",
-        "| seed | best, step | mean | last, step | mean | models |",
-        "|---|---|---|---|---|---|",
-    ]
+    for name, spread in best.items():
+        lines.append(f"| {name} | {spread} | {last[name]} |")
+
+    lines += ["", "| seed | best, step | mean | last, step | mean | models |", "|---" * 6 + "|"]
     for run in runs:
-        cells = [f"{run[which]['step']} | {run[which]['mean']:.2f}" for which in ("best", "last")]
-        lines.append(
-            f"| {run['seed']} | {' | '.join(cells)} | {run['models']['best']}, {run['models']['last']} |"
-        )
+        scores = " | ".join(f"{which.step} | {which.mean:.2f}" for which in (run.best, run.last))
+        lines.append(f"| {run.seed} | {scores} | {run.best_model}, {run.last_model} |")
     return "\n".join(lines) + "\n"
-
-
-def _number(spread: dict[str, float | None]) -> str:
-    """Returns a score with its spread."""
-    deviation = "" if spread["stdev"] is None else f" ± {spread['stdev']:.2f}"
-    return f"{spread['mean']:.2f}{deviation}"

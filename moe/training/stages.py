@@ -1,4 +1,4 @@
-"""Several runs in one folder, one after the other: a job of stages."""
+"""A job: several runs in one folder, one after the other, with one set of settings."""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
     """Writes the settings of a new job, or checks that a resumed one has the same.
 
     Args:
-        folder: Of the job, which holds it by `claim_folder`.
-        settings: By name.
+        folder: Folder of the job, which holds it by `claim_folder`.
+        settings: Settings by name.
         resume: Whether the user asked to go on.
 
     Raises:
@@ -29,9 +29,8 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
         write_text(path, json.dumps(settings))
         return
 
-    before = read_record(
-        path, dict[str, str], advice=f"Restore it, or remove {folder} to begin anew."
-    )
+    advice = f"Restore it, or remove {folder} to begin anew."
+    before = read_record(path, dict[str, str], advice=advice)
     if not resume or before != settings:
         why = "with other settings" if resume else "already"
         raise DataError(
@@ -40,21 +39,22 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
 
 
 def claim_job(folder: Path) -> None:
-    """Makes the folder of several runs, and writes into it what it is; each of them holds a folder
-    of its own.
+    """Makes the folder of several runs, and marks it as one; each run holds a folder of its own.
 
     Raises:
         DataError: When the folder holds something else.
     """
-    with claim_folder(
-        folder, JOB, taken=f"Another job begins in {folder}. Wait for it, or choose another --out."
-    ):
+    taken = f"Another job begins in {folder}. Wait for it, or choose another --out."
+    with claim_folder(folder, JOB, taken=taken):
         pass
 
 
 def merge_metrics(folder: Path, stages: Sequence[str]) -> None:
-    """Writes the metrics of the runs in the folders `stages` to one metrics.jsonl, each line with
-    its stage.
+    """Writes the metrics of all stages to one metrics.jsonl, each line with its stage.
+
+    Args:
+        folder: Folder of the job.
+        stages: Names of the runs' folders in it.
     """
     with whole_file(folder / METRICS_FILE) as partial, partial.open("w", encoding="utf-8") as file:
         for stage in stages:

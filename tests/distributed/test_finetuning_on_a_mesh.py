@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe import CheckpointError, select_parameters
-from moe.checkpoint.optimizer_state import load_slots
+from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState
 from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
@@ -36,7 +36,7 @@ def tuned(subset, slots=None, mesh=None, micro=None):
     selection = select_parameters(stage.model, subset)
     stage.optimizer = adafactor(stage.model)
     if slots is not None:
-        load_slots(slots, stage.model, stage.optimizer, stage.layouts, "adafactor")
+        load_optimizer_state(slots, stage.model, stage.optimizer, stage.layouts, "adafactor")
     for number in range(2):
         stage.step(number)
     trained = {id(p) for group in parameter_groups(stage.model) for p in group["params"]}
@@ -75,7 +75,7 @@ def on_two_ranks(rank, num_ranks, slots):
                 )
     stage = Stage("adafactor", build_mesh(MeshConfig(*MESHES["ep 2"]), "cpu"))
     with pytest.raises(CheckpointError, match="has slots of adafactor, not of adamw"):
-        load_slots(slots, stage.model, stage.optimizer, stage.layouts, "adamw")
+        load_optimizer_state(slots, stage.model, stage.optimizer, stage.layouts, "adamw")
     changed = {key for key in expected["ffn", False][0] if not key.startswith("optimizer/")}
     changed = {
         k

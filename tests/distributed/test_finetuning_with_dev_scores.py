@@ -8,12 +8,13 @@ import json
 
 import pytest
 
-from eval.answers.data_ranks import ALONE
+from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe.checkpoint.best_model import best_and_last
+from moe.commands import finetune
 from moe.distributed.launch import World
 from moe.training.loop import train
-from scripts import finetune
+from scripts.finetune import read_mixture
 from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture
 from tests.training.tiny_tasks import registered
@@ -46,7 +47,7 @@ def one_run(recipe, out, rank=0, num_ranks=1, mesh=()):
         parsed, arguments = finetune.finetune_command().parse(
             ["--config", str(recipe), "--out", str(out), *command]
         )
-        data = read_tasks(parsed.mixture.tasks)
+        data = read_mixture(parsed.mixture)
         world = World(rank, num_ranks, rank, "cpu")
         train(finetune.build_run(parsed, arguments.pretrained, data, out, world))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -65,11 +66,11 @@ def test_a_mixture_on_two_ranks_trains_and_scores_as_in_one_process(inputs, tmp_
     for found in run_ranks(on_two_ranks, 2, tmp_path, inputs["recipe"], tmp_path, timeout=240):
         assert found == {name: pytest.approx(alone, rel=1e-4) for name in MESHES}
     with registered():
-        scores = read_tasks(RECIPE["mixture"]["tasks"]).scores(None, ALONE)
+        scores = read_tasks(RECIPE["mixture"]["tasks"]).scores(None, SINGLE_PROCESS)
         for name in MESHES:
             run = tmp_path / name
             best, last = best_and_last(run)
-            assert [line["eval/mean"] for line in eval_lines(run)][-1] == last["mean"]
+            assert [line["eval/mean"] for line in eval_lines(run)][-1] == last.mean
             for folder, said in (("best/model", best), ("model", last)):
                 again = scores(run / folder, tmp_path / "again" / name / folder)
-                assert {"step": said["step"], **again} == pytest.approx(said)
+                assert again == pytest.approx(said.scores)

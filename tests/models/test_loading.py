@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
-from eval.answers.predict import load_seq2seq
+from eval.answers.seq2seq import load_seq2seq
 from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
 from moe.checksums import read_sums
-from moe.training.build import PlacedModel
+from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.recipe import FinetuneRecipe
 from scripts import inspect_router
@@ -23,7 +23,7 @@ def inspect(folder: Path) -> None:
     inspect_router.main(["--model", str(folder), "--corpus", "nowhere", "--out", "report.html"])
 
 
-def finetune(folder: Path, recipe: FinetuneRecipe) -> PlacedModel:
+def finetune(folder: Path, recipe: FinetuneRecipe) -> BuiltModel:
     return load_for_finetuning(folder, recipe, finetuning_config(folder, recipe), "cpu")
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from moe import CheckpointError
 from moe.checkpoint.index import read_index, read_into, read_shapes
 from moe.checkpoint.integrity import first_damage
-from moe.checkpoint.optimizer_state import load_slots
+from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checksums import sha256_of, write_sums
 from tests.training.tiny_checkpoints import layouts, load, save, trained
 
@@ -105,7 +105,9 @@ def test_slots_of_an_earlier_run_are_read_without_running_code(path, tmp_path):
         path, {file.name: sha256_of(file) for file in path.iterdir() if file.name != "SHA256SUMS"}
     )
     assert first_damage(path) is None
-    text = refused(lambda: load_slots(path.parent, model, optimizer, layouts(model), "adafactor"))
+    text = refused(
+        lambda: load_optimizer_state(path.parent, model, optimizer, layouts(model), "adafactor")
+    )
     assert "system, which no index of a checkpoint does" in text
     assert not trace.exists()
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, select_parameters
 from moe.checkpoint.integrity import latest_checkpoint
-from moe.checkpoint.optimizer_state import load_slots
+from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.train_state import optimizer_state
 from moe.checkpoint.writer import load_checkpoint
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -127,7 +127,7 @@ def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
         Adafactor(parameter_groups(model)),
     )
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    load_slots(inputs["run"] / "checkpoints", model, optimizer, layouts, "adafactor")
+    load_optimizer_state(inputs["run"] / "checkpoints", model, optimizer, layouts, "adafactor")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = optimizer_state(model, optimizer, layouts)
     assert kept.keys() == {key for key in expected if key.split("/")[1] in trained}
@@ -144,7 +144,7 @@ def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
 @pytest.mark.slow
 def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, tmp_path):
     runs = {
-        slots: tune(inputs, tmp_path / slots, "--optimizer_slots", slots)
+        slots: tune(inputs, tmp_path / slots, "--optimizer_state", slots)
         for slots in ("keep", "reset")
     }
     kept, fresh = (losses(run) for run in runs.values())
@@ -156,7 +156,7 @@ def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, t
 
     stopped = tmp_path / "stopped"
     shutil.copytree(runs["keep"], stopped, ignore=shutil.ignore_patterns("model", "step_00000009"))
-    tune(inputs, stopped, "--optimizer_slots", "keep", "--resume")
+    tune(inputs, stopped, "--optimizer_state", "keep", "--resume")
     assert losses(stopped) == kept
 
 
@@ -165,13 +165,13 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
     alone, unfinished = tmp_path / "alone", tmp_path / "unfinished"
     shutil.copytree(inputs["run"] / "model", alone / "model")
     shutil.copytree(inputs["run"], unfinished, ignore=shutil.ignore_patterns("step_00000012"))
-    keep = ("--optimizer_slots", "keep")
+    keep = ("--optimizer_state", "keep")
     for pretrained, more, error, message in (
         (
             alone,
             (),
             CheckpointError,
-            r"checkpoints holds no checkpoint whose .* --optimizer_slots reset",
+            r"checkpoints holds no checkpoint whose .* --optimizer_state reset",
         ),
         (
             unfinished,
@@ -189,7 +189,7 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
             inputs["run"],
             ("--init", "scratch"),
             ConfigError,
-            "optimizer_slots is 'keep'; expected reset, since init is",
+            "optimizer_state is 'keep'; expected reset, since init is",
         ),
     ):
         with pytest.raises(error, match=message):

@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 import eval.answers.predict
-from eval.answers.data_ranks import ALONE
+from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.best_model import best_and_last, score_model
+from moe.commands import finetune as finetune_command
 from moe.data.pipeline import PairSource
 from scripts import finetune, pretrain
 from tests.training.test_finetune_command import losses
@@ -115,14 +116,14 @@ def test_the_best_and_the_last_model_are_kept_and_score_what_is_said(straight, s
     run = straight / f"seed-{seed}"
     best, last = best_and_last(run)
     means = {line["step"]: line["eval/mean"] for line in eval_lines(run)}
-    assert (best["mean"], last["step"]) == (max(means.values()), 8)
-    assert best["step"] == min(step for step in STEPS if means[step] == best["mean"])
-    assert json.loads((run / "best" / "scores.json").read_text()) == best
-    scores = read_tasks(["first", "last"]).scores(None, ALONE)
+    assert (best.mean, last.step) == (max(means.values()), 8)
+    assert best.step == min(step for step in STEPS if means[step] == best.mean)
+    assert json.loads((run / "best" / "scores.json").read_text()) == best.to_json()
+    scores = read_tasks(["first", "last"]).scores(None, SINGLE_PROCESS)
     assert scores is not None
     for folder, said in (("best/model", best), ("model", last)):
         again = scores(run / folder, tmp_path / folder)
-        assert {"step": said["step"], **again} == pytest.approx(said)
+        assert again == pytest.approx(said.scores)
     assert not (run / "dev" / "model").exists()
 
 
@@ -157,7 +158,7 @@ def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(
     assert losses(run) == losses(straight / "seed-3")
     assert files_of(run) == files_of(straight / "seed-3")
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["best"]["mean"] == {"mean": best_and_last(run)[0]["mean"], "stdev": None}
+    assert summary["best"]["mean"] == {"mean": best_and_last(run)[0].mean, "stdev": None}
 
 
 class Killed(BaseException):
@@ -385,8 +386,8 @@ def test_a_resumed_run_with_another_mixture_is_refused(inputs, straight):
 
 def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(finetune, "train", lambda run, **_: made.append(run))
-    monkeypatch.setattr(finetune, "write_summary", lambda *_: "")
+    monkeypatch.setattr(finetune_command, "train", lambda run, **_: made.append(run))
+    monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
     (tmp_path / "pairs.jsonl").write_text('{"inputs": "ba", "targets": "ko"}\n')
     tune(inputs, tmp_path / "a", "--task", "last", "--seeds", "7", "--mixture.dev_examples", "5")
     tune(inputs, tmp_path / "b", "--train", tmp_path / "pairs.jsonl", "--seeds", "7")

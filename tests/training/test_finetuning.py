@@ -15,10 +15,11 @@ from moe import (
 )
 from moe.models.attention import Attention, RelativePositionBias
 from moe.models.blocks import FeedForward
+from moe.models.subsets import SUBSETS
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.sparse.layer import SparseFeedForward
-from moe.training.finetuning import SUBSETS, finetuning_config, finetuning_overrides
+from moe.training.finetuning import finetuning_config, finetuning_overrides
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
 from moe.training.step import train_step
 from tests.models.tiny import tiny_batch, tiny_model

@@ -12,7 +12,7 @@ from moe.data.pipeline import PairSource
 from moe.data.tokenizer import train_tokenizer
 from moe.distributed.mesh import MeshConfig
 from moe.models.parallelize import model_layouts
-from moe.training.build import PlacedModel
+from moe.training.build import BuiltModel
 from moe.training.loop import Run, train
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from tests.models.tiny import tiny_model
@@ -45,8 +45,8 @@ def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(tmp_path
         training=TrainingRecipe(steps=9, batch_size=4, log_every=1, checkpoint_every=2),
     )
     model = tiny_model(vocab_size=230)
-    placed = PlacedModel(model, model_layouts(model, model.config, MeshConfig()), None)
-    run = Run(tmp_path / "run", recipe, placed, tokenizer, Interrupting(source, 2, times), None)
+    built = BuiltModel(model, model_layouts(model, model.config, MeshConfig()), None)
+    run = Run(tmp_path / "run", recipe, built, tokenizer, Interrupting(source, 2, times), None)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(run)

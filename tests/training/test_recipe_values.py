@@ -14,6 +14,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moe.commands.plan import read_workload
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.distributed.launch import DEFAULT_TIMEOUT
@@ -21,12 +22,11 @@ from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh, divisors, v
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
-from moe.training.build import check_placement
+from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, recipe_settings
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from moe.training.step import check_groups
 from scripts import finetune, pretrain
-from scripts.plan import read_workload
 
 TINY = {
     "vocab_size": NUM_SENTINELS + 30,
@@ -129,7 +129,7 @@ def build(kind, path):
         STMoEConfig(**{**TINY, **recipe.model})
         return
     config, workload = recipe.build_config(), read_workload(recipe)
-    check_placement(recipe, config, recipe.mesh.num_ranks, workload.lengths)
+    check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
 
 
 def with_setting(kind, name, value):

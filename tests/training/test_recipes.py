@@ -7,9 +7,9 @@ import pytest
 
 from eval.task import TASKS
 from moe import ConfigError, STMoEConfig
+from moe.commands.finetune import finetune_command
 from moe.training.command import RecipeCommand, save_recipe
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
-from scripts.finetune import finetune_command
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 FAMILIES = [
@@ -248,12 +248,12 @@ def test_the_recipes_of_fine_tuning_are_the_papers_for_sparse_and_dense():
     assert (dense.optim.lr, dense.training.batch_size * dense.data.inputs_length) == (1e-4, 2**18)
     for recipe in (sparse, dense):
         assert (recipe.model["dropout_rate"], recipe.model["expert_dropout_rate"]) == (0.1, 0.4)
-        assert (recipe.optimizer_slots, recipe.parameters, recipe.data.sentinels) == (
+        assert (recipe.optimizer_state, recipe.parameters, recipe.data.sentinels) == (
             "keep",
             "all",
             "none",
         )
-    assert FinetuneRecipe().optimizer_slots == "reset"  # needs no more than a model
+    assert FinetuneRecipe().optimizer_state == "reset"  # needs no more than a model
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_recipes_of_fine_tuning_are_the_papers_for_sparse_and_dense():
             "nonmoe",
             "no subset of parameters called 'nonmoe'. Did you mean 'non_moe'",
         ),
-        ("--optimizer_slots", "kept", "optimizer_slots"),
+        ("--optimizer_state", "kept", "optimizer_state"),
         ("--data.sentinels", "two", "sentinels"),
     ],
 )

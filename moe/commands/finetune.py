@@ -1,0 +1,185 @@
+"""stmoe finetune: fine-tunes a model on your own pairs of texts, or on tasks of the repository.
+
+    stmoe finetune --pretrained runs/pretrain/model --train pairs.jsonl --out runs/finetune
+    python -m scripts.finetune --config recipes/st_moe_base_superglue.yaml [--resume]
+
+`pairs.jsonl` has a {"inputs": ..., "targets": ...} object a line. With several seeds
+(`--seeds 0 1 2`) there is a run for each, and a summary of their scores.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moe.checkpoint.best_model import DevEvaluation
+from moe.data.documents import read_pairs
+from moe.data.mixture import build_source
+from moe.data.pipeline import PairSource
+from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.distributed.collectives import broadcast_from_rank_zero
+from moe.distributed.launch import World, launch
+from moe.distributed.mesh import Mesh, MeshConfig
+from moe.errors import ConfigError
+from moe.files import check_kind, output_path
+from moe.models.subsets import select_parameters
+from moe.training.build import check_run_fits
+from moe.training.command import RecipeCommand, typed_settings
+from moe.training.finetuning import (
+    choose_data,
+    finetuning_config,
+    load_for_finetuning,
+    remember_sentinels,
+)
+from moe.training.heldout_loss import HeldOut
+from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
+from moe.training.recipe import FinetuneRecipe, MixtureRecipe
+from moe.training.seeds import seed_runs, write_summary
+from moe.training.stages import JOB, claim_job
+
+
+class FinetuningData(NamedTuple):
+    """What a model is fine-tuned on.
+
+    Attributes:
+        train: Input and target texts of the training split, by task.
+        dev_pairs: Those of the validation splits of all tasks, for the held-out loss.
+        build_dev_scorer: Takes the ranks of a run, the sizes of its mesh and the mesh; returns the
+            function that scores a model on the validation splits. None where no task is known.
+    """
+
+    train: dict[str, list[tuple[str, str]]]
+    dev_pairs: Sequence[tuple[str, str]] = ()
+    build_dev_scorer: Callable[[World, MeshConfig, Mesh | None], DevEvaluation | None] | None = None
+
+
+TaskReader = Callable[[MixtureRecipe], FinetuningData]
+"""Reads the tasks of a mixture."""
+
+
+def build_run(
+    recipe: FinetuneRecipe, pretrained: Path, data: FinetuningData, out: Path, world: World
+) -> Run:
+    """Returns the run that recipe and data describe, on the ranks that are running."""
+    config = finetuning_config(pretrained, recipe)
+    tokenizer = load_tokenizer(pretrained)
+    mixture = recipe.mixture
+    training = recipe.training
+
+    # Batches of training pairs, and of those of the dev splits for the held-out loss.
+    settings = {
+        **dataclasses.asdict(recipe.data),
+        "batch_size": training.batch_size,
+        "seed": recipe.seed,
+    }
+    source = build_source(
+        data.train,
+        tokenizer,
+        maximum=mixture.maximum,
+        temperature=mixture.temperature,
+        **settings,
+    )
+    check_run_fits(recipe, config, world.size, source.lengths)
+    held_out = None
+    if data.dev_pairs and training.held_out_batches:
+        unseen = PairSource(data.dev_pairs, tokenizer, **settings)
+        held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
+
+    # The model, and what of it trains.
+    built = load_for_finetuning(pretrained, recipe, config, world.device_type)
+    num_pairs = sum(len(pairs) for pairs in data.train.values())
+    world.print_on_rank_zero(f"{num_pairs:,} training pairs; {recipe.init} weights.")
+    world.print_on_rank_zero(str(select_parameters(built.model, recipe.parameters)))
+    tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)
+
+    dev = None
+    if data.build_dev_scorer is not None:
+        dev = data.build_dev_scorer(world, recipe.mesh, built.mesh)
+    earlier_checkpoints = None
+    if recipe.optimizer_state == "keep":
+        earlier_checkpoints = pretrained.absolute().parent / CHECKPOINTS_FOLDER
+    return Run(
+        folder=out,
+        recipe=recipe,
+        built=built,
+        tokenizer=tokenizer,
+        source=source,
+        held_out=held_out,
+        earlier_checkpoints=earlier_checkpoints,
+        dev=dev,
+    )
+
+
+def finetune_command() -> RecipeCommand[FinetuneRecipe]:
+    """Returns the command with its settings, all of which a recipe may hold."""
+    command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
+
+    # What the recipe does not say: where things are.
+    explanation = "model to start from; gives the architecture"
+    command.add_argument("--pretrained", type=Path, required=True, help=explanation)
+    explanation = "the only task of eval/, instead of mixture.tasks"
+    command.add_argument("--task", type=str, help=explanation)
+    explanation = "JSONL file with inputs and targets, instead of tasks"
+    command.add_argument("--train", type=Path, help=explanation)
+    command.add_argument("--out", type=str, required=True, help="folder of the run")
+    explanation = "a run in out/seed-N for each, instead of seed"
+    command.add_argument("--seeds", type=int, nargs="+", help=explanation)
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_timeout()
+    return command
+
+
+def read_data(
+    mixture: MixtureRecipe, train: Path | None, read_tasks: TaskReader | None
+) -> FinetuningData:
+    """Returns the data of a mixture, or the user's own pairs.
+
+    Raises:
+        ConfigError: When tasks are asked for where none are known.
+    """
+    if not mixture.tasks:
+        assert train is not None, "choose_data asks for tasks or pairs"
+        return FinetuningData({"pairs": read_pairs(train)})
+    if read_tasks is None:
+        raise ConfigError(
+            f"The task {mixture.tasks[0]!r} is part of the repository, not of the installed "
+            "package. Give your own pairs by --train, or run `python -m scripts.finetune` there."
+        )
+    return read_tasks(mixture)
+
+
+def main(argv: list[str], read_tasks: TaskReader | None = None) -> None:
+    """Reads the recipe, fine-tunes, and says where the models are and what they score.
+
+    Args:
+        argv: The command line, without the program.
+        read_tasks: Reads tasks; None where none are known, so that pairs of texts are needed.
+    """
+    command = finetune_command()
+    with launch(command.timeout(argv)) as world:
+        recipe, arguments = command.parse(argv)
+        recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
+
+        # Whatever can be refused is refused before any data are read.
+        pretrained = arguments.pretrained
+        out = output_path(arguments.out, inputs=[pretrained, arguments.train])
+        check_kind(out, "training run" if arguments.seeds is None else JOB)
+        runs = seed_runs(recipe, arguments.seeds, out)
+
+        def check_folders() -> None:
+            for _, folder in runs:
+                refuse_to_overwrite(folder, arguments.resume)
+
+        broadcast_from_rank_zero(check_folders)
+        finetuning_config(pretrained, recipe)
+
+        data = read_data(recipe.mixture, arguments.train, read_tasks)
+        for recipe_of_seed, folder in runs:
+            run = build_run(recipe_of_seed, pretrained, data, folder, world)
+            if arguments.seeds is not None:
+                broadcast_from_rank_zero(lambda: claim_job(out))
+            model = train(run, resume=arguments.resume, description="fine-tune")
+            world.print_on_rank_zero(f"The model is in {model}.")
+
+        if recipe.mixture.dev_examples != 0 and world.rank == 0:
+            world.print_on_rank_zero(write_summary(out, runs))

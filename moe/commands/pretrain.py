@@ -1,0 +1,104 @@
+"""stmoe pretrain: pre-trains a model by span corruption.
+
+    stmoe pretrain --config recipes/st_moe_tiny_pretrain.yaml \
+        --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
+
+On several devices:
+
+    torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard 2
+"""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.data.corpus import load_corpus
+from moe.data.pipeline import SpanCorruptionSource
+from moe.data.span_corruption import Noise
+from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
+from moe.distributed.launch import World, launch
+from moe.errors import ConfigError
+from moe.files import check_kind, output_path
+from moe.training.build import build_new_model, check_run_fits
+from moe.training.command import RecipeCommand
+from moe.training.heldout_loss import HeldOut
+from moe.training.loop import Run, train
+from moe.training.recipe import PretrainRecipe
+
+
+def build_run(
+    recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path, world: World
+) -> Run:
+    """Returns the run that the recipe describes, with fresh weights, on the ranks that are running."""
+    config = recipe.build_config()
+    corpus = load_corpus(corpus_folder)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.vocab_size}, but the tokenizer in {tokenizer_folder} has "
+            f"{len(tokenizer)} tokens. Set model.vocab_size to at least {len(tokenizer)}."
+        )
+
+    # Training text, and text that the model never sees, in the same kind of batches.
+    ids = SpecialIds.of(tokenizer)
+    source = build_source(recipe, tokenize_corpus(corpus.train, tokenizer), ids)
+    unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
+    held_out = HeldOut(unseen, recipe.training.held_out_batches, ids)
+    check_run_fits(recipe, config, world.size, source.lengths)
+    return Run(
+        folder=out,
+        recipe=recipe,
+        built=build_new_model(recipe, config, world.device_type),
+        tokenizer=tokenizer,
+        source=source,
+        held_out=held_out,
+    )
+
+
+def build_source(
+    recipe: PretrainRecipe, tokens: NDArray[np.int32], ids: SpecialIds
+) -> SpanCorruptionSource:
+    """Returns the batches of a text <int32>[N] of the corpus."""
+    data = recipe.data
+    return SpanCorruptionSource(
+        tokens,
+        ids,
+        seed=recipe.seed,
+        inputs_length=data.inputs_length,
+        batch_size=recipe.training.batch_size,
+        noise=Noise(data.noise_density, data.mean_noise_span_length),
+    )
+
+
+def pretrain_command() -> RecipeCommand[PretrainRecipe]:
+    """Returns the command with its settings, all of which a recipe may hold."""
+    description = "Pre-trains a sparse encoder-decoder by span corruption."
+    command = RecipeCommand(PretrainRecipe, description)
+    explanation = "folder made by stmoe corpus"
+    command.add_argument("--corpus", type=Path, required=True, help=explanation)
+    explanation = "folder made by stmoe tokenizer"
+    command.add_argument("--tokenizer", type=Path, required=True, help=explanation)
+    command.add_argument("--out", type=str, required=True, help="folder of the run")
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_timeout()
+    return command
+
+
+def main(argv: list[str]) -> None:
+    """Reads the recipe, trains, and says where the model is."""
+    command = pretrain_command()
+    with launch(command.timeout(argv)) as world:
+        # Whatever can be refused is refused before any data are read.
+        recipe, arguments = command.parse(argv)
+        out = output_path(arguments.out, inputs=[arguments.corpus, arguments.tokenizer])
+        check_kind(out, "training run")
+
+        run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
+        config = run.built.model.config
+        num_total = config.num_parameters()
+        num_active = config.num_active_parameters()
+        world.print_on_rank_zero(f"{num_total:,} parameters, {num_active:,} used by a token.")
+
+        model = train(run, resume=arguments.resume, description="pre-train")
+        world.print_on_rank_zero(f"The model is in {model}.")

@@ -1,0 +1,77 @@
+"""The console command `stmoe`: its verbs need the wheel alone."""
+
+import io
+import re
+from importlib.metadata import version
+
+import pytest
+
+from moe.commands import generate, stmoe
+from moe.data.tokenizer import train_tokenizer
+from moe.errors import CheckpointError, ConfigError, DataError
+from tests.models.tiny import tiny_model
+
+TEXTS = ["the cat sat on the mat", "a dog", "the dog sat on a cat and a mat"]
+VOCAB_SIZE = 117
+
+
+def test_the_version_is_that_of_the_distribution(capsys):
+    stmoe.main(["--version"])
+    assert capsys.readouterr().out == f"stmoe {version('stmoe')}\n"
+
+
+def test_the_help_lists_every_verb_with_a_summary(capsys):
+    stmoe.main(["--help"])
+    text = capsys.readouterr().out
+    for name, verb in stmoe.VERBS.items():
+        assert re.search(rf"^  {name} +{re.escape(verb.summary)}$", text, re.MULTILINE)
+
+
+def test_a_misspelt_verb_is_answered_with_the_closest():
+    with pytest.raises(ConfigError, match=r"no verb 'plam'. Did you mean 'plan'\?"):
+        stmoe.main(["plam"])
+
+
+@pytest.mark.parametrize("verb", stmoe.VERBS)
+def test_every_verb_explains_its_options(verb, capsys):
+    with pytest.raises(SystemExit) as end:
+        stmoe.main([verb, "--help"])
+    assert end.value.code == 0
+    assert "--" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model with random weights and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(TEXTS, VOCAB_SIZE, folder / "tokenizer")
+    tiny_model(vocab_size=VOCAB_SIZE, eval_capacity_factor=None).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def answers(capsys, *arguments):
+    generate.main([str(argument) for argument in arguments])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_generate_answers_every_text_in_order_whatever_the_batch(model_folder, capsys, monkeypatch):
+    options = ("--model", model_folder, "--max-new-tokens", "7")
+    alone = [answers(capsys, *options, text)[0] for text in TEXTS]
+    assert answers(capsys, *options, "--batch-size", "2", *TEXTS) == alone
+    assert any(alone)
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
+    assert answers(capsys, *options) == alone
+
+
+def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(DataError, match="no text to answer"):
+        generate.main(["--model", str(model_folder)])
+    with pytest.raises(DataError, match="Text 2 of 2 is empty"):
+        generate.main(["--model", str(model_folder), "a", " "])
+    with pytest.raises(CheckpointError, match="missing"):
+        generate.main(["--model", str(tmp_path / "missing"), "a"])
+    with pytest.raises(ConfigError, match="--num-beams is 0"):
+        generate.main(["--model", str(model_folder), "--num-beams", "0", "a"])
