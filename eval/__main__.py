@@ -25,8 +25,9 @@ from eval.commands.conformance import add_conformance_command, run_conformance
 from eval.commands.harness import add_harness_command, run_harness
 from eval.commands.tasks import tasks_table
 from eval.names import split_names
-from eval.reports.markdown import interval, number
-from eval.reports.wording import describe_earlier
+from eval.records import AverageScore, MetricScore, Report
+from eval.reports.formatting import format_interval, format_score
+from eval.reports.report_text import earlier_report_sentence
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe import ConfigError, launch, run_main
@@ -145,31 +146,30 @@ def run_evaluation(arguments: argparse.Namespace, argv: list[str]) -> None:
     print(
         f"The reports are {', '.join(str(out / f'report.{kind}') for kind in ('html', 'md', 'json'))}."
     )
-    if report["earlier"]:
-        print(describe_earlier(str(out / report["earlier"])))
-    for failure in report["failed"]:
-        print(f"error: {failure['task']} failed: {failure['message']}", file=sys.stderr)
-    if report["failed"]:
+    if report.earlier:
+        print(earlier_report_sentence(str(out / report.earlier)))
+    for failure in report.failed:
+        print(f"error: {failure.task} failed: {failure.message}", file=sys.stderr)
+    if report.failed:
         sys.exit(1)
 
 
-def print_scores(report: dict[str, Any]) -> None:
+def print_scores(report: Report) -> None:
     """Prints a line for each task, system and metric."""
-    lines = [
-        (task["task"], row["name"], row["mode"], score)
-        for task in report["tasks"]
-        for row in task["systems"]
-        for score in row["scores"]
-    ]
-    lines += [
-        ("SuperGLUE", one["name"], one["mode"], {**one, "metric": "average"})
-        for one in report["averages"]
-    ]
-    for task, name, mode, score in lines:
-        spread = interval(score["low"], score["high"])
-        print(
-            f"{task}  {name:<20} {mode:<9} {score['metric']:<12} {number(score['value']):>5}  ({spread})"
-        )
+    for task in report.tasks:
+        for system in task.systems:
+            for score in system.scores:
+                _print_score(task.task, system.name, system.mode, score.metric, score)
+    for average in report.averages:
+        _print_score("SuperGLUE", average.name, average.mode, "average", average)
+
+
+def _print_score(
+    task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
+) -> None:
+    value = format_score(score.value)
+    spread = format_interval(score.low, score.high)
+    print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:

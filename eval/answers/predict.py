@@ -55,7 +55,24 @@ _FEW = {
 }  # rows of a batch whatever their lengths; of more, each input has at least ...
 _ALIKE = 0.8  # ... this share of the longest's tokens
 _CHUNK = 1 << 24  # bytes
-_REPORTED = ("fraction_dropped", "load_cv", "max_over_mean", "dead_experts")
+
+
+class RouterSummary(NamedTuple):
+    """What the routers of a stack did; see `moe.sparse.stats.summarize`. Padding is not counted.
+
+    Attributes:
+        fraction_dropped: Share of the tokens that reached no expert.
+        load_cv: Standard deviation over mean of the expert load.
+        max_over_mean: Largest over mean expert load.
+        dead_experts: Experts that no token asked for.
+        expert_load: How often each expert was asked for.
+    """
+
+    fraction_dropped: float
+    load_cv: float
+    max_over_mean: float
+    dead_experts: float
+    expert_load: list[int]
 
 
 class Request(NamedTuple):
@@ -71,14 +88,11 @@ class Predicted(NamedTuple):
 
     Attributes:
         predictions: One for each request, in their order.
-        router: By stack, `encoder` and `decoder`, what its routers did with all inputs and answers:
-            `fraction_dropped`, `load_cv`, `max_over_mean`, `dead_experts` (see `moe.summarize`) and
-            `expert_load`, how often each expert was asked for. Padding is not counted. None for a
-            dense model.
+        router: By stack, what its routers did with all inputs and answers. None for a dense model.
     """
 
     predictions: list[Prediction]
-    router: dict[str, dict[str, Any]] | None
+    router: dict[Stack, RouterSummary] | None
 
 
 class Seq2Seq(NamedTuple):
@@ -349,9 +363,9 @@ def cut_batches(
     return batches
 
 
-def sum_routers(batches: Sequence[Batch]) -> dict[str, dict[str, Any]] | None:
+def sum_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:
     """Returns what the routers did in all batches together; see `Predicted.router`."""
-    reports = {}
+    summaries = {}
     for stack in batches[0].routers if batches else ():
         every = [batch.routers[stack] for batch in batches]
         total = reduce(
@@ -362,10 +376,14 @@ def sum_routers(batches: Sequence[Batch]) -> dict[str, dict[str, Any]] | None:
             ),
         )
         summary = summarize(total)
-        reports[stack] = {name: summary[name] for name in _REPORTED} | {
-            "expert_load": total.expert_load.tolist()
-        }
-    return reports or None
+        summaries[stack] = RouterSummary(
+            fraction_dropped=summary["fraction_dropped"],
+            load_cv=summary["load_cv"],
+            max_over_mean=summary["max_over_mean"],
+            dead_experts=summary["dead_experts"],
+            expert_load=total.expert_load.tolist(),
+        )
+    return summaries or None
 
 
 def _check(task: Task, requests: Sequence[Request], mode: str) -> None:

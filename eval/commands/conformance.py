@@ -18,6 +18,7 @@ from typing import Any
 from eval.commands.data_conformance import DATA, MOST_TOKENS, REASON, Deviation
 from eval.scores import metrics
 from eval.scores.metrics import Metric
+from eval.scores.superglue import superglue_average
 from eval.task import Row
 from eval.text import postprocess, preprocess, questions, wsc
 from moe import DataError, did_you_mean
@@ -448,7 +449,7 @@ METRICS: dict[str, Function] = {
     "gender_parity": _gender_parity,
     **dict.fromkeys(
         ("superglue_average", "super_glue_average"),
-        lambda given: {"average": metrics.superglue_average(given["scores"])},
+        lambda given: {"average": float(superglue_average(given["scores"]))},
     ),
     **dict.fromkeys(
         ("auc", "score_auc"), lambda given: metrics.auc(given["targets"], given["predictions"])

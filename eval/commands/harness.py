@@ -18,11 +18,10 @@ from typing import Any
 
 from eval.answers.predict import load_seq2seq
 from eval.names import split_names
-from eval.run_folder import write_whole
 from moe import ConfigError, DataError, did_you_mean
 from moe.checks import check_integer
 from moe.cli import integer, path
-from moe.files import check_kind, claim_folder, output_path
+from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.tables import format_table
 from moe.parsing import check_yaml
 
@@ -241,7 +240,7 @@ def save_results(results: dict[str, Any], folder: Path) -> None:
 
     whole = {name: value for name, value in results.items() if name != "samples"}
     text = json.dumps(whole, indent=1, default=handle_non_serializable)
-    write_whole(folder / "results.json", text + "\n")
+    write_text(folder / "results.json", text + "\n")
     for name, samples in results["samples"].items():
         lines = (json.dumps(sample, default=handle_non_serializable) + "\n" for sample in samples)
-        write_whole(folder / f"samples.{name.replace('/', '_')}.jsonl", "".join(lines))
+        write_text(folder / f"samples.{name.replace('/', '_')}.jsonl", "".join(lines))

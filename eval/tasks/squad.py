@@ -48,8 +48,8 @@ def _f1(targets: Values, answers: Values) -> NDArray[np.float64]:
         wanted == [""] and not normalize_squad(given)
         for wanted, given in zip(targets, answers, strict=True)
     ]
-    assert SQUAD_F1.each is not None  # it is a mean
-    return np.where(none, 100.0, SQUAD_F1.each(targets, answers))
+    assert SQUAD_F1.score_examples is not None  # it is a mean
+    return np.where(none, 100.0, SQUAD_F1.score_examples(targets, answers))
 
 
 SQUAD_V2_F1 = mean_of("f1", _f1)

@@ -129,6 +129,7 @@ _add(
     _MIXED,
     _data("cb", (250, 56, 250), {"premise": str, "hypothesis": str, "idx": int}, 3),
     (ACCURACY, MACRO_F1),
+    headline=(ACCURACY, MACRO_F1),
 )
 _add(
     "copa",
@@ -149,6 +150,7 @@ _add(
     "research use",
     _data("multirc", (27243, 4848, 9693), _MULTIRC_COLUMNS, 2),
     (MULTIRC_F1A, MULTIRC_EM),
+    headline=(MULTIRC_F1A, MULTIRC_EM),
     postprocess=multirc,
     ids=("idx/paragraph", "idx/question", "idx/answer"),
     groups=("idx/paragraph", "idx/question"),
@@ -160,6 +162,7 @@ _add(
     "Apache-2.0; texts of CNN and Daily Mail",
     _data("record", (100730, 10000, 10000), _RECORD_COLUMNS),
     (RECORD_EM, RECORD_F1),
+    headline=(RECORD_EM, RECORD_F1),
     preprocess=lambda row: _record(row)[:1],
     for_training=_record,
     postprocess=record,
