@@ -22,8 +22,11 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from benchmarks.machine import describe_machine, save_report
 from benchmarks.timing import measure, measure_in_turn, median_ratio
+from eval.answers.batches import Request
 from eval.answers.likelihood import Scoring
-from eval.answers.predict import Prediction, Request, Seq2Seq, load_seq2seq, predict
+from eval.answers.predict import predict
+from eval.answers.predictions_file import Prediction
+from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.commands.harness import require_harness
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.answers.data_ranks import Ranks
-from eval.answers.predict import load_seq2seq, predict
+from eval.answers.data_ranks import DataRanks
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.run import requests_of, score, thin_out
 from eval.task import TASKS, Example
 from moe.checkpoint.best_model import DevEvaluation
@@ -35,7 +36,7 @@ class TaskData(NamedTuple):
             pairs += [(example.inputs, example.targets) for example in examples]
         return pairs
 
-    def scores(self, limit: int | None, ranks: Ranks) -> DevEvaluation | None:
+    def scores(self, limit: int | None, ranks: DataRanks) -> DevEvaluation | None:
         """Returns what scores a model on the dev splits; None for a limit of 0.
 
         It returns scores in 0..100 by `TASK/METRIC`, and `mean`, the mean of the tasks' headline

@@ -1,12 +1,11 @@
-"""A checkpoint as lm-evaluation-harness asks it: log-likelihoods by one encoder pass for each
-context, generation.
+"""A checkpoint as lm-evaluation-harness asks it: log-likelihoods of choices, and generation.
 
 Only `eval.commands.harness` imports this file, once it knows that the package is there.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -20,19 +19,39 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
-from eval.answers.likelihood import Memory, target_log_probs
-from eval.answers.predict import Seq2Seq
-from eval.commands.harness import ROLLING
-from moe import ConfigError, DataError
+from eval.answers.likelihood import EncodedInputs, target_log_probs
+from eval.answers.seq2seq import Seq2Seq
+from moe.errors import ConfigError, DataError
 
-T = TypeVar("T")
-Tokens = tuple[int, ...]
+NO_ROLLING = (
+    "it asks for loglikelihood_rolling, the probability of a text without an input. An encoder-decoder then reads a "
+    "lone end token, and what comes out compares neither with a causal model's perplexity nor with the loss on "
+    "corrupted spans. Leave it out."
+)
+"""Why a task of rolling log-likelihoods is refused."""
+
 _MAX_NEW_TOKENS = 256  # lm_eval's own, for a task that says nothing
+
+Tokens = tuple[int, ...]
+
+
+class TargetScore(NamedTuple):
+    """What lm-evaluation-harness wants to know of a continuation.
+
+    Attributes:
+        log_prob: Sum over its tokens, in nats.
+        is_greedy: Whether greedy decoding gives it.
+    """
+
+    log_prob: float
+    is_greedy: bool
+
+
+_NOT_SCORED = TargetScore(0.0, False)
 
 
 class HarnessModel(TemplateLM):
-    """Answers what `lm_eval --model hf` does with `backend=seq2seq`, and splits and cuts texts as
-    that does.
+    """Answers as `lm_eval --model hf` with `backend=seq2seq` does, and truncates texts as it does.
 
     It differs where that one is at fault: a generation ends after as many tokens as the task asks
     for, where that one adds the length of the input, and at the task's stop strings, which that one
@@ -44,7 +63,8 @@ class HarnessModel(TemplateLM):
     def __init__(self, system: Seq2Seq, batch_size: int) -> None:
         """Keeps a checkpoint, and how many contexts go through it at once."""
         super().__init__()
-        self.system, self.batch_size = system, batch_size
+        self.system = system
+        self.batch_size = batch_size
         self.tokenizer = system.tokenizer
 
     @property
@@ -54,9 +74,9 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context."""
-        first = self.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else first
+        """Token that stands for an empty context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
@@ -76,34 +96,47 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Returns for each (texts, context, continuation) the log-probability, and whether greedy
-        decoding says so.
-        """
-        pairs = [
-            (tuple(context[-self.max_length :]), tuple(continuation))
-            for _, context, continuation in requests
-        ]
-        known: dict[Tokens, dict[Tokens, tuple[float, bool]]] = {}
-        for (context, continuation), (texts, *_) in zip(pairs, requests, strict=True):
+        """Returns the score of each (texts, context, continuation)."""
+        # All continuations of a context are scored with one pass of the encoder.
+        scores: dict[Tokens, dict[Tokens, TargetScore]] = {}
+        pairs: list[tuple[Tokens, Tokens]] = []
+        for texts, context, continuation in requests:
             if not continuation:
                 raise DataError(
-                    f"A choice of a task is {texts[1]!r}, which is no token. Its context: {texts[0]!r}."
+                    f"A choice of a task is {texts[1]!r}, which is no token. "
+                    f"Its context: {texts[0]!r}."
                 )
-            known.setdefault(context, {})[continuation] = (0.0, False)
-        model, (first, *forced) = self.system.model, self.system.start
-        with tqdm(
-            total=len(known), desc="Contexts scored", mininterval=1.0, disable=disable_tqdm
-        ) as bar:
-            for batch in self._batches(known):
-                inputs = self._padded(batch)
-                memory = Memory(model.get_encoder()(**inputs), inputs["attention_mask"])
-                targets = [[[*forced, *target] for target in known[context]] for context in batch]
-                log_probs, greedy, _ = target_log_probs(model, memory, first, targets)
-                for context, sums, flags in zip(batch, log_probs, greedy, strict=True):
-                    found = zip(map(sum, sums), flags, strict=True)
-                    known[context] = dict(zip(known[context], found, strict=True))
+            truncated = tuple(context[-self.max_length :])
+            pairs.append((truncated, tuple(continuation)))
+            scores.setdefault(truncated, {})[tuple(continuation)] = _NOT_SCORED
+
+        contexts = list(scores)
+        lengths = [len(context) for context in contexts]
+        with _progress(len(contexts), "Contexts scored", disable_tqdm) as bar:
+            for numbers in self._batches(lengths):
+                batch = {contexts[number]: scores[contexts[number]] for number in numbers}
+                self._score_batch(batch)
                 bar.update(len(batch))
-        return [known[context][continuation] for context, continuation in pairs]
+        return [scores[context][continuation] for context, continuation in pairs]
+
+    def _score_batch(self, batch: dict[Tokens, dict[Tokens, TargetScore]]) -> None:
+        """Sets the scores of the continuations of some contexts."""
+        model = self.system.model
+        inputs = self._padded(list(batch))
+        encoded = EncodedInputs(model.get_encoder()(**inputs), inputs["attention_mask"])
+
+        first, *forced = self.system.start
+        targets: list[list[list[int]]] = []
+        for continuations in batch.values():
+            targets.append([[*forced, *continuation] for continuation in continuations])
+        scored = target_log_probs(model, encoded, first, targets)
+
+        for row, continuations in enumerate(batch.values()):
+            for column, continuation in enumerate(continuations):
+                continuations[continuation] = TargetScore(
+                    log_prob=sum(scored.log_probs[row][column]),
+                    is_greedy=scored.is_greedy[row][column],
+                )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Refuses.
@@ -111,84 +144,90 @@ class HarnessModel(TemplateLM):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(f"A task cannot be run: {ROLLING}")
+        raise ConfigError(f"A task cannot be run: {NO_ROLLING}")
 
     @torch.inference_mode()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Returns a text for each request of (context, settings)."""
-        answers = [""] * len(requests)
+        # Only requests with the same settings can be generated together.
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            by_settings.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        with tqdm(
-            total=len(requests), desc="Texts generated", mininterval=1.0, disable=disable_tqdm
-        ) as bar:
-            for settings, numbers in by_settings.items():
-                texts = self.tokenizer([requests[number].args[0] for number in numbers])[
-                    "input_ids"
-                ]
-                contexts = {
-                    number: text[-self.max_length :]
-                    for number, text in zip(numbers, texts, strict=True)
-                }
-                for batch in self._batches(contexts, key=contexts.__getitem__):
-                    made = self._generate(
-                        [contexts[number] for number in batch], json.loads(settings)
+            settings = json.dumps(request.args[1], sort_keys=True)
+            by_settings.setdefault(settings, []).append(number)
+
+        answers = [""] * len(requests)
+        with _progress(len(requests), "Texts generated", disable_tqdm) as bar:
+            for settings, members in by_settings.items():
+                texts = [requests[number].args[0] for number in members]
+                tokens = self.tokenizer(texts)["input_ids"]
+                contexts = [context[-self.max_length :] for context in tokens]
+
+                for batch in self._batches([len(context) for context in contexts]):
+                    generated = self._generate(
+                        [contexts[position] for position in batch], json.loads(settings)
                     )
-                    for number, text in zip(batch, made, strict=True):
-                        answers[number] = text
+                    for position, text in zip(batch, generated, strict=True):
+                        answers[members[position]] = text
                     bar.update(len(batch))
         return answers
 
     def _generate(self, contexts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[str]:
-        """Returns a text for each context, cut before the first stop string."""
+        """Returns a text for each context, truncated before the first stop string."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
-        stops = handle_stop_sequences(
-            options.pop("until"), eos=self.tokenizer.decode(self.eot_token_id)
-        )
+        eos_text = self.tokenizer.decode(self.eot_token_id)
+        stop_strings = handle_stop_sequences(options.pop("until"), eos=eos_text)
         if not options["do_sample"]:
             options.pop("temperature", None)
-        inputs = self._padded(contexts)
+
+        # A token that the model was fine-tuned to begin with is not of the text.
+        num_forced = len(self.system.start) - 1
         tokens = self.system.model.generate(
-            **inputs,
-            max_new_tokens=options.pop("max_gen_toks") + len(self.system.start) - 1,
+            **self._padded(contexts),
+            max_new_tokens=options.pop("max_gen_toks") + num_forced,
             pad_token_id=self.system.pad,
-            stopping_criteria=[_StopStrings(self.tokenizer, stops)],
+            stopping_criteria=[_StopStrings(self.tokenizer, stop_strings)],
             **options,
         )
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return [postprocess_generated_text(text, stops, None) for text in texts]
+        return [postprocess_generated_text(text, stop_strings, None) for text in texts]
 
-    def _batches(
-        self, items: Iterable[T], key: Callable[[T], Any] = lambda item: item
-    ) -> Iterator[list[T]]:
-        """Gives all items, those with the longest keys first, so that what does not fit into memory
-        shows at once.
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Gives the numbers of all items in batches, the longest first.
+
+        What does not fit into memory then shows at once.
         """
-        ordered = sorted(items, key=lambda item: -len(key(item)))
-        for start in range(0, len(ordered), self.batch_size):
-            yield ordered[start : start + self.batch_size]
+        longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+        for start in range(0, len(longest_first), self.batch_size):
+            yield longest_first[start : start + self.batch_size]
 
     def _padded(self, contexts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Returns `input_ids` and `attention_mask` <int64>[N, L] of contexts."""
-        longest, device = max(map(len, contexts)), self.system.model.device
+        device = self.system.model.device
+        longest = max(map(len, contexts))
         rows = [[*context, *[self.system.pad] * (longest - len(context))] for context in contexts]
-        lengths = torch.tensor([len(context) for context in contexts], device=device)
-        mask = (torch.arange(longest, device=device) < lengths[:, None]).long()
+        lengths = torch.tensor([len(context) for context in contexts], device=device)  # [N]
+        mask = (torch.arange(longest, device=device) < lengths[:, None]).long()  # [N, L]
         return {"input_ids": torch.tensor(rows, device=device), "attention_mask": mask}
 
 
-class _StopStrings(StoppingCriteria):
-    """Ends each sequence whose text holds a string after which it will be cut anyway."""
+def _progress(total: int, description: str, disable: bool) -> tqdm:
+    return tqdm(total=total, desc=description, mininterval=1.0, disable=disable)
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+
+class _StopStrings(StoppingCriteria):
+    """Ends each sequence whose text holds a string after which it will be truncated anyway."""
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stops = [stop for stop in stops if stop and stop != tokenizer.eos_token]
+        self._stop_strings = [s for s in stop_strings if s and s != tokenizer.eos_token]
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns <bool>[N] which of the tokens <int64>[N, T] are done."""
-        if not self._stops:
+        """Returns <bool>[N] which of the sequences <int64>[N, T] are done."""
+        if not self._stop_strings:
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
         texts = self._tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        done = [any(stop in text for stop in self._stops) for text in texts]
-        return torch.tensor(done, device=input_ids.device)
+        is_done: list[bool] = []
+        for text in texts:
+            is_done.append(any(stop in text for stop in self._stop_strings))
+        return torch.tensor(is_done, device=input_ids.device)

@@ -1,52 +1,68 @@
-"""What the rows of a dataset have to look like, and what is said of those that do not.
+"""The schema that the rows of a dataset have to fit, and the messages about those that do not.
 
 A kind is `str` or `int`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of lists may
-also come as a list
-of structs: mirrors of the same dataset differ in that, and both become a struct of lists.
+also come as a list of structs: mirrors of the same dataset differ in that, and both become a struct
+of lists.
 """
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from moe import DataError
+from moe.errors import DataError
 
-Columns = Mapping[str, Any]
-"""Kinds by column."""
+ColumnKinds = Mapping[str, Any]
+"""The kind of each column that is read."""
 
-HIDDEN = (-1, "")
+HIDDEN_LABELS = (-1, "")
 """What stands for a label that the authors of a dataset keep to themselves."""
 
-_WORDS = {str: "text", int: "whole number"}
-_SHOWN = 60
+_KIND_NAMES = {str: "text", int: "whole number"}
+_MAX_SHOWN = 60  # characters of a value in a message
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def require_columns(names: Iterable[str], columns: Columns, where: str) -> None:
+# ---------------------------------------------------------------------------
+# Rows
+
+
+def require_columns(names: Iterable[str], columns: ColumnKinds, where: str) -> None:
     """Refuses rows that lack a column.
+
+    Args:
+        names: Columns that there are.
+        columns: Columns that are read.
+        where: The rows, in words.
 
     Raises:
         DataError: With the names that there are and those that are expected.
     """
     names = list(names)
-    missing = [name for name in columns if name not in names]
-    if missing:
-        raise DataError(
-            f"{where} has no column {missing[0]!r}; its columns are {', '.join(names) or 'none'}. "
-            f"Expected {describe(columns)}. Rename or add the column."
-        )
+    for name in columns:
+        if name not in names:
+            raise DataError(
+                f"{where} has no column {name!r}; its columns are {', '.join(names) or 'none'}. "
+                f"Expected {format_columns(columns)}. Rename or add the column."
+            )
 
 
-def fit_row(row: Any, columns: Columns, where: str) -> dict[str, Any]:
-    """Returns the expected columns of a row, without others.
+def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
+    """Returns the columns of a row that are read, without others.
+
+    Args:
+        row: What a file holds.
+        columns: Columns that are read.
+        where: The row, in words.
 
     Raises:
         DataError: When a column is missing, or a value is of another kind.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"{where} is {_show(row)}. Expected an object with {describe(columns)}.")
+        raise DataError(
+            f"{where} is {_show(row)}. Expected an object with {format_columns(columns)}."
+        )
     require_columns(row, columns, where)
-    return {name: _fit(row[name], kind, name, where) for name, kind in columns.items()}
+    return {name: _fit_value(row[name], kind, name, where) for name, kind in columns.items()}
 
 
 def require_label(
@@ -56,72 +72,108 @@ def require_label(
 
     Args:
         value: The label.
-        allowed: Those that there are.
-        column: Its column.
+        allowed: Labels that there are.
+        column: Column of the label.
         where: The row, in words.
         hidden: Whether the split may hide its labels.
 
     Raises:
         DataError: When the value is none of the allowed.
     """
-    if value in allowed or (hidden and value in HIDDEN):
+    if value in allowed or (hidden and value in HIDDEN_LABELS):
         return
+
+    expected = ", ".join(map(repr, allowed))
+    if hidden:
+        expected += f", or {' or '.join(map(repr, HIDDEN_LABELS))} for a hidden one"
     raise DataError(
-        f"{where} has {column} {_show(value)}. Expected one of {', '.join(map(repr, allowed))}"
-        + (f", or {' or '.join(map(repr, HIDDEN))} for a hidden one. " if hidden else ". ")
-        + "Map your labels to those of the hub's dataset, and take rows with a hidden label out of this split."
+        f"{where} has {column} {_show(value)}. Expected one of {expected}. Map your labels to those "
+        "of the hub's dataset, and take rows with a hidden label out of this split."
     )
 
 
-def describe(columns: Columns) -> str:
-    """Returns columns and their kinds in words: `question (text), answers ({text: list of text})`."""
-    return ", ".join(f"{name} ({_words(kind)})" for name, kind in columns.items())
+# ---------------------------------------------------------------------------
+# Values
 
 
-def _fit(value: Any, kind: Any, column: str, where: str) -> Any:
-    """Returns a value of `kind`, or refuses it."""
+def _fit_value(value: Any, kind: Any, column: str, where: str) -> Any:
+    """Returns a value of a kind, or raises a DataError."""
     if isinstance(kind, Mapping):
-        if isinstance(value, list) and all(isinstance(part, list) for part in kind.values()):
-            items = [
-                fit_row(item, {name: part[0] for name, part in kind.items()}, where)
-                for item in value
-            ]
-            return {name: [item[name] for item in items] for name in kind}
         if isinstance(value, Mapping):
-            require_columns(value, kind, f"{column} of {_lower_first(where)}")
-            return {
-                name: _fit(value[name], part, f"{column}.{name}", where)
-                for name, part in kind.items()
-            }
+            return _fit_struct(value, kind, column, where)
+        if isinstance(value, list) and all(isinstance(part, list) for part in kind.values()):
+            return _fit_list_of_structs(value, kind, where)
+
     elif isinstance(kind, list):
         if isinstance(value, list):
-            return [_fit(item, kind[0], column, where) for item in value]
+            return [_fit_value(item, kind[0], column, where) for item in value]
+
     elif isinstance(value, kind) and not isinstance(value, bool):
-        if isinstance(value, str) and not value.isascii() and _SURROGATE.search(value):
-            raise DataError(
-                f"{where} has in {column!r} half a character: {_show(value)}. Expected text without lone surrogates, "
-                "\\ud800 to \\udfff. Write the character whole, or leave the row out."
-            )
+        if isinstance(value, str):
+            _refuse_half_characters(value, column, where)
         return value
+
     raise DataError(
-        f"{where} has in {column!r} {_show(value)} ({type(value).__name__}). Expected {_words(kind)}, as in the hub's "
-        "dataset. Change the value, or leave the row out."
+        f"{where} has in {column!r} {_show(value)} ({type(value).__name__}). Expected "
+        f"{_format_kind(kind)}, as in the hub's dataset. Change the value, or leave the row out."
     )
 
 
-def _words(kind: Any) -> str:
-    """Returns a kind in words."""
+def _fit_struct(
+    value: Mapping[str, Any], kind: ColumnKinds, column: str, where: str
+) -> dict[str, Any]:
+    require_columns(value, kind, f"{column} of {_lower_first(where)}")
+    fitted: dict[str, Any] = {}
+    for name, part in kind.items():
+        fitted[name] = _fit_value(value[name], part, f"{column}.{name}", where)
+    return fitted
+
+
+def _fit_list_of_structs(value: list[Any], kind: ColumnKinds, where: str) -> dict[str, list[Any]]:
+    """Returns a list of structs as a struct of lists."""
+    item_kind = {name: part[0] for name, part in kind.items()}
+    items = [fit_row(item, item_kind, where) for item in value]
+    fitted: dict[str, list[Any]] = {}
+    for name in kind:
+        fitted[name] = [item[name] for item in items]
+    return fitted
+
+
+def _refuse_half_characters(text: str, column: str, where: str) -> None:
+    """Raises a DataError when a text has a lone surrogate, which no file can hold."""
+    if not text.isascii() and _SURROGATE.search(text):
+        raise DataError(
+            f"{where} has in {column!r} half a character: {_show(text)}. Expected text without lone "
+            "surrogates, \\ud800 to \\udfff. Write the character whole, or leave the row out."
+        )
+
+
+# ---------------------------------------------------------------------------
+# Messages
+
+
+def format_columns(columns: ColumnKinds) -> str:
+    """Returns columns and their kinds: `question (text), answers ({text: list of text})`."""
+    return ", ".join(f"{name} ({_format_kind(kind)})" for name, kind in columns.items())
+
+
+def _format_kind(kind: Any) -> str:
     if isinstance(kind, Mapping):
-        return "{" + ", ".join(f"{name}: {_words(part)}" for name, part in kind.items()) + "}"
-    return f"list of {_words(kind[0])}" if isinstance(kind, list) else _WORDS[kind]
+        parts = [f"{name}: {_format_kind(part)}" for name, part in kind.items()]
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(kind, list):
+        return f"list of {_format_kind(kind[0])}"
+    return _KIND_NAMES[kind]
 
 
 def _show(value: Any) -> str:
-    """Returns a value as it is written, cut when it is long."""
+    """Returns a value as it is written, truncated when it is long."""
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _lower_first(text: str) -> str:
-    """Returns `text` with a small first letter, unless it begins with a path or a name."""
-    return text[0].lower() + text[1:] if text.startswith(("Row ", "Line ")) else text
+    """Returns a text with a small first letter, unless it begins with a path or a name."""
+    if text.startswith(("Row ", "Line ")):
+        return text[0].lower() + text[1:]
+    return text

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from eval.answers.data_ranks import ALONE, arrange
+from eval.answers.batches import Request
+from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.likelihood import Scoring
-from eval.answers.predict import MODES, Predicted, Request, Seq2Seq, load_seq2seq, modes_of, predict
+from eval.answers.predict import MODES, Predicted, modes_of, predict
+from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
@@ -20,7 +22,7 @@ from eval.reports.task_summary import (
 from eval.run_folder import predictions_path, write_examples
 from eval.source import BuiltIn, HubData
 from eval.task import SPLITS, TASKS, Example, Task
-from eval.text.preprocess import HIDDEN
+from eval.text.preprocess import HIDDEN_TARGET
 from moe import (
     ConfigError,
     DataError,
@@ -46,7 +48,7 @@ def evaluate(
     scoring: Scoring | None = None,
     out: Path,
     command: str,
-    world: World = ALONE.world,
+    world: World = SINGLE_PROCESS.world,
     ep: int = 1,
     tp: int = 1,
 ) -> Report | None:
@@ -87,7 +89,7 @@ def evaluate(
     _check_files(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
     scoring = scoring or Scoring()
-    ranks = arrange(world, ep, tp, models.values())
+    ranks = arrange_ranks(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
     settings = RunSettings(
         tasks=[task.name for task in chosen],
@@ -181,7 +183,7 @@ def read_task(
         )
     # The target of wsc is the candidate, hidden label or not.
     if num_hidden := sum(
-        example.targets == HIDDEN or example.fields.get("label") == -1 for example in every
+        example.targets == HIDDEN_TARGET or example.fields.get("label") == -1 for example in every
     ):
         raise DataError(
             f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from eval.answers.predictions_file import Header, ScoringFields, read_journal
+from eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
 from eval.records import Report
 from eval.sealed_json import is_whole
 from eval.task import Decoding, Example, Task
@@ -334,14 +334,14 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
     def check_header(header: Header) -> None:
         _check_header(path, header, report, report.tasks[task], name, mode)
 
-    written = read_journal(_existing(path), check_header)
-    if not written.sealed:
+    written = read_predictions_file(_existing(path), check_header)
+    if not written.has_checksums:
         raise DataError(
             f"{path} has no checksums: an earlier version of this library wrote it. {_ADVICE}"
         )
 
     known = {example.id for example in examples}
-    for id, number in written.numbers.items():
+    for id, number in written.line_numbers.items():
         if id not in known:
             raise DataError(
                 f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_ADVICE}"

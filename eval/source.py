@@ -1,11 +1,13 @@
-"""Where the rows of tasks come from: Python itself, a dataset on the hub, or files of the user in
-its place.
+"""Where the rows of tasks come from: Python itself, a dataset on the hub, or files of the user.
+
+Files take the place of the hub's dataset. Every row that is read is checked (row_schema.py).
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow
@@ -13,21 +15,27 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
-from eval.row_schema import Columns, describe, fit_row, require_columns, require_label
+from eval.row_schema import ColumnKinds, fit_row, format_columns, require_columns, require_label
 from eval.task import SPLITS, Row
-from moe import DataError
+from moe.errors import DataError
 from moe.parsing import read_json_lines
 
 MAIN = "main"
 EXPORT = "refs/convert/parquet"
 """The branch on which the hub keeps a copy of a dataset in parquet: CONFIG/SPLIT/0000.parquet."""
 
+# OSError, and the HTTPError of whichever client the hub's library uses.
+_HUB_ERRORS = HfHubHTTPError.__bases__
 _LOADING_ERRORS: tuple[type[Exception], ...] = (
     DatasetsError,
-    *HfHubHTTPError.__bases__,  # OSError, and the HTTPError of whichever client the hub's library uses
+    *_HUB_ERRORS,
     RuntimeError,
     ValueError,
 )
+
+
+# ---------------------------------------------------------------------------
+# Rows of Python
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,8 @@ class BuiltIn:
 
     Attributes:
         read: Returns the rows of a split.
-        splits: Those that there are.
-        hidden: Those whose labels nobody knows.
+        splits: Splits that there are.
+        hidden: Splits whose labels nobody knows.
     """
 
     read: Callable[[str], list[Row]]
@@ -51,8 +59,12 @@ class BuiltIn:
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> list[Row]:
-        """Returns the rows of a split; `revision` is about data of the hub and says nothing of
-        them.
+        """Returns the rows of a split.
+
+        Args:
+            split: One of `splits`.
+            folder: Must not exist: these rows are not read from files.
+            revision: Of data on the hub; it says nothing of these rows.
 
         Raises:
             DataError: When there are files for them in `folder`.
@@ -64,15 +76,41 @@ class BuiltIn:
         return list(self.read(split))
 
 
+def hash_fraction(text: str) -> float:
+    """Returns a number in [0, 1) that depends on the text alone, on every machine."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def split_by_hash(text: str, *, test: float, validation: float) -> str:
+    """Returns the split of rows that have `text` in common; it depends on the text alone.
+
+    Args:
+        text: Name of a group of rows, with a salt of the task.
+        test: Share of the groups in the test split.
+        validation: Share of the groups in the validation split.
+    """
+    fraction = hash_fraction(text)
+    if fraction < test:
+        return "test"
+    if fraction < test + validation:
+        return "validation"
+    return "train"
+
+
+# ---------------------------------------------------------------------------
+# Rows of the hub
+
+
 @dataclass(frozen=True)
 class HubData:
     """A dataset on the hub. Each row is checked; the number of rows of a split too.
 
     Attributes:
         repository: `owner/name`.
-        config: Of the repository.
+        config: Configuration of the dataset.
         counts: Rows of each split, in the order of SPLITS.
-        columns: The kinds of the columns that are read.
+        columns: Kinds of the columns that are read.
         labels: By column, the values that there are.
         hidden: Splits whose labels the authors keep to themselves.
         hub_splits: The hub's name of a split, where it is another.
@@ -82,7 +120,7 @@ class HubData:
     repository: str
     config: str
     counts: Mapping[str, int]
-    columns: Columns
+    columns: ColumnKinds
     labels: Mapping[str, Collection[Any]] = field(default_factory=dict)
     hidden: Sequence[str] = ()
     hub_splits: Mapping[str, str] = field(default_factory=dict)
@@ -90,7 +128,7 @@ class HubData:
 
     @property
     def splits(self) -> Sequence[str]:
-        """Those that there are."""
+        """Splits that there are."""
         return tuple(self.counts)
 
     def expected(self, split: str) -> int | None:
@@ -103,7 +141,7 @@ class HubData:
         """Returns the rows of a split.
 
         Args:
-            split: Which; one of `splits`.
+            split: One of `splits`.
             folder: Holds SPLIT.jsonl, SPLIT.parquet or a folder SPLIT of such files, with the
                 columns of the hub's dataset; any number of rows. None for the hub.
             revision: Branch or commit of the repository; None for `revisions`.
@@ -113,78 +151,81 @@ class HubData:
                 the hub also when there are more or fewer than `counts` says.
         """
         if folder is None:
-            return self._from_hub(split, revision)
-        found = [self._checked(row, split, where) for where, row in self._read_files(folder, split)]
-        if not found:
+            return self._rows_from_hub(split, revision)
+        return self._rows_from_files(split, folder)
+
+    def _rows_from_files(self, split: str, folder: Path) -> list[Row]:
+        rows: list[Row] = []
+        for path in find_files(folder, split, self.columns):
+            is_lines = path.suffix == ".jsonl"
+            file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, self.columns)
+            for row, where in file_rows:
+                rows.append(self._checked(row, split, where))
+        if not rows:
             raise DataError(
                 f"The files of split {split!r} in {folder} hold no row. Give at least one."
             )
-        return found
+        return rows
 
-    def _from_hub(self, split: str, revision: str | None) -> list[Row]:
+    def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
-        failures = []
-        for place in (revision,) if revision else self.revisions:
+        revisions = (revision,) if revision else self.revisions
+        failures: list[str] = []
+        for each in revisions:
             try:
-                dataset = self._load(split, place)
+                dataset = self._load(split, each)
             except ConnectionError as error:
                 raise DataError(
-                    f"{self._named(split, place)} cannot be loaded, since the hub is not reachable: {error}. Connect "
-                    "to the network (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE must not be 1), or give a folder of files "
-                    f"in its place: --data FOLDER with FOLDER/TASK/{split}.jsonl or .parquet."
+                    f"{self._name_of(split, each)} cannot be loaded, since the hub is not "
+                    f"reachable: {error}. Connect to the network (HF_HUB_OFFLINE and "
+                    "HF_DATASETS_OFFLINE must not be 1), or give a folder of files in its place: "
+                    f"--data FOLDER with FOLDER/TASK/{split}.jsonl or .parquet."
                 ) from error
             except _LOADING_ERRORS as error:
-                failures.append(f"{place}: {error}")
+                failures.append(f"At {each}: {error}.")
                 continue
-            return self._checked_dataset(dataset, split, place)
+            return self._checked_dataset(dataset, split, each)
+
         raise DataError(
-            f"{self._named(split)} cannot be loaded. "
-            + " ".join(f"At {failure}." for failure in failures)
-            + " Name "
-            "another branch or commit with --revision, or give a folder of files in its place: --data FOLDER with "
+            f"{self._name_of(split)} cannot be loaded. {' '.join(failures)} Name another branch or "
+            "commit with --revision, or give a folder of files in its place: --data FOLDER with "
             f"FOLDER/TASK/{split}.jsonl or .parquet."
         )
 
     def _load(self, split: str, revision: str) -> datasets.Dataset:
-        """Returns a split as `datasets` has it; on EXPORT by the names of its files, which say all."""
-        name = self.hub_splits.get(split, split)
-        which: dict[str, Any] = {"name": self.config}
+        """Returns a split as `datasets` has it."""
+        hub_split = self.hub_splits.get(split, split)
+
+        # On EXPORT the names of the files say all.
+        config: dict[str, Any] = {"name": self.config}
         if revision == EXPORT:
-            which = {"data_files": {name: f"{self.config}/{name}/*.parquet"}}
+            config = {"data_files": {hub_split: f"{self.config}/{hub_split}/*.parquet"}}
         dataset = datasets.load_dataset(
-            self.repository, split=name, revision=revision, verification_mode="no_checks", **which
+            self.repository,
+            split=hub_split,
+            revision=revision,
+            verification_mode="no_checks",
+            **config,
         )
-        assert isinstance(dataset, datasets.Dataset)  # one split, not streamed
+        assert isinstance(dataset, datasets.Dataset), "one split, not streamed"
         return dataset
 
     def _checked_dataset(self, dataset: datasets.Dataset, split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
-        named = self._named(split, revision)
-        require_columns(dataset.column_names, self.columns, named)
+        name = self._name_of(split, revision)
+        require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
             raise DataError(
-                f"{named} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset has changed, or is "
-                "another. Name the branch or commit that you mean with --revision; or download it and give it as "
-                f"FOLDER/TASK/{split}.jsonl or .parquet with --data FOLDER, where any number of rows is taken."
+                f"{name} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset "
+                "has changed, or is another. Name the branch or commit that you mean with "
+                f"--revision; or download it and give it as FOLDER/TASK/{split}.jsonl or .parquet "
+                "with --data FOLDER, where any number of rows is taken."
             )
-        rows = dataset.select_columns(list(self.columns))
-        return [
-            self._checked(row, split, f"Row {number} of {named}")
-            for number, row in enumerate(rows, 1)
-        ]
 
-    def _named(self, split: str, revision: str | None = None) -> str:
-        """Returns what was asked of the hub, in words."""
-        at = f" at {revision}" if revision else ""
-        return f"{self.repository} (config {self.config}, split {self.hub_splits.get(split, split)}{at})"
-
-    def _read_files(self, folder: Path, split: str) -> Iterator[tuple[str, Any]]:
-        """Yields the rows of the user's files, each with its place in words."""
-        for path in find_files(folder, split, self.columns):
-            if path.suffix == ".jsonl":
-                yield from _read_jsonl(path)
-            else:
-                yield from _read_parquet(path, self.columns)
+        rows: list[Row] = []
+        for number, row in enumerate(dataset.select_columns(list(self.columns)), start=1):
+            rows.append(self._checked(row, split, f"Row {number} of {name}"))
+        return rows
 
     def _checked(self, row: Any, split: str, where: str) -> Row:
         """Returns a row that is as expected."""
@@ -193,15 +234,41 @@ class HubData:
             require_label(fitted[column], allowed, column, where, hidden=split in self.hidden)
         return fitted
 
+    def _name_of(self, split: str, revision: str | None = None) -> str:
+        """Returns what is asked of the hub, in words."""
+        hub_split = self.hub_splits.get(split, split)
+        at = f" at {revision}" if revision else ""
+        return f"{self.repository} (config {self.config}, split {hub_split}{at})"
 
-def find_files(folder: Path, split: str, columns: Columns) -> list[Path]:
-    """Returns the files of a split in `folder`: SPLIT.jsonl, SPLIT.parquet, or those in the folder
-    SPLIT, in order.
+
+# ---------------------------------------------------------------------------
+# Files of the user
+
+
+class _FileRow(NamedTuple):
+    """A row of a file, and where it stands, in words."""
+
+    row: Any
+    where: str
+
+
+def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
+    """Returns the files of a split in `folder`, in order.
+
+    They are SPLIT.jsonl, SPLIT.parquet, or those in the folder SPLIT.
+
+    Args:
+        folder: Of a task.
+        split: Which.
+        columns: Named in the message when there are none.
 
     Raises:
         DataError: When there is none, or more than one of these.
     """
-    expected = f"{split}.jsonl, {split}.parquet or a folder {split} of such files, with {describe(columns)}"
+    expected = (
+        f"{split}.jsonl, {split}.parquet or a folder {split} of such files, with "
+        f"{format_columns(columns)}"
+    )
     try:
         return _find_files(folder, split, expected)
     except OSError as error:
@@ -211,58 +278,63 @@ def find_files(folder: Path, split: str, columns: Columns) -> list[Path]:
 
 
 def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
-    """Returns the files of a split; see `find_files`."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
-    found = [
-        path for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if path.is_file()
-    ]
-    for suffix in ("jsonl", "parquet"):
-        shards = sorted((folder / split).glob(f"*.{suffix}"))
-        found += [folder / split / f"*.{suffix}"] if shards else []
-    if not found:
-        there = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+
+    # Each form in which the split is there, with a pattern for those of several files.
+    forms: list[Path] = []
+    for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
+        if path.is_file():
+            forms.append(path)
+    for pattern in ("*.jsonl", "*.parquet"):
+        if any((folder / split).glob(pattern)):
+            forms.append(folder / split / pattern)
+
+    if not forms:
+        names = sorted(path.name for path in folder.iterdir())
         raise DataError(
-            f"{folder} has no rows of split {split!r}; it holds {there}. Expected {expected}."
+            f"{folder} has no rows of split {split!r}; it holds {', '.join(names) or 'nothing'}. "
+            f"Expected {expected}."
         )
-    if len(found) > 1:
-        names = " and ".join(str(path.relative_to(folder)) for path in found)
+    if len(forms) > 1:
+        names = [str(path.relative_to(folder)) for path in forms]
         raise DataError(
-            f"{folder} has the split {split!r} more than once: {names}. Keep one of them."
+            f"{folder} has the split {split!r} more than once: {' and '.join(names)}. Keep one of "
+            "them."
         )
-    return sorted(found[0].parent.glob(found[0].name))
+    return sorted(forms[0].parent.glob(forms[0].name))
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[_FileRow]:
     """Yields the objects of a file, one on each line; empty lines are none."""
     advice = "Write one object on each line; a broken last line is often a copy that was cut off."
     for number, row in read_json_lines(path, advice=advice):
-        yield f"Line {number} of {path}", row
+        yield _FileRow(row, f"Line {number} of {path}")
 
 
-def _read_parquet(path: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path, columns: ColumnKinds) -> Iterator[_FileRow]:
     """Yields the rows of a file."""
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            require_columns(names, columns, str(path))
-            for name in columns:
-                if names.count(name) > 1:
-                    raise DataError(
-                        f"{path} has the column {name!r} {names.count(name)} times. Keep one of them."
-                    )
+            _check_parquet_columns(path, file.schema_arrow.names, columns)
             number = 0
             for batch in file.iter_batches(columns=list(columns)):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"Row {number} of {path}", row
+                    yield _FileRow(row, f"Row {number} of {path}")
     except DataError:
         raise
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-    ) as error:  # a text that is no UTF-8 is a ValueError
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        # A text that is not UTF-8 is a ValueError.
         raise DataError(
             f"{path} cannot be read as parquet: {error}. Write or download it again."
         ) from error
+
+
+def _check_parquet_columns(path: Path, names: list[str], columns: ColumnKinds) -> None:
+    """Raises a DataError when a column is missing, or there more than once."""
+    require_columns(names, columns, str(path))
+    for name in columns:
+        num_found = names.count(name)
+        if num_found > 1:
+            raise DataError(f"{path} has the column {name!r} {num_found} times. Keep one of them.")

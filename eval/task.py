@@ -24,7 +24,16 @@ from moe import DataError, Registry
 SPLITS = ("train", "validation", "test")
 
 Row = Mapping[str, Any]
-"""A row of a dataset, or what a preprocessor makes of it: values by column."""
+"""A row of a dataset: values by column."""
+
+Features = dict[str, Any]
+"""An example in T5's form: `inputs`, `targets`, and what its postprocessor needs, by name."""
+
+Preprocess = Callable[[Row], list[Features]]
+"""From a row to its examples."""
+
+Postprocess = Callable[[str, Features, bool], Any]
+"""(text, features, is_target) to the value that metrics compare; -1 stands for no valid answer."""
 
 
 class Example(NamedTuple):
@@ -44,7 +53,7 @@ class Example(NamedTuple):
     inputs: str
     targets: str
     choices: tuple[str, ...]
-    fields: Row
+    fields: Features
 
 
 class Decoding(NamedTuple):
@@ -129,18 +138,18 @@ class Task:
     description: str
     licence: str
     source: Source
-    preprocess: Callable[[Row], list[dict[str, Any]]]
-    postprocess: Callable[[str, Row, bool], Any]
+    preprocess: Preprocess
+    postprocess: Postprocess
     metrics: tuple[Metric, ...]
     headline: tuple[Metric, ...] = ()
-    choices: tuple[str, ...] | Callable[[Row], tuple[str, ...]] = ()
+    choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     inputs_length: int = 512
     targets_length: int = 62
     decoding: Decoding = GREEDY
     split: str = "validation"
-    for_training: Callable[[Row], list[dict[str, Any]]] | None = None
+    for_training: Preprocess | None = None
     prompt_source: str = "T5"
     variant_of: str | None = None
     family: str = "Offline"
@@ -218,7 +227,7 @@ class Task:
         ]
         return targets, answers
 
-    def _example(self, fields: dict[str, Any], number: int) -> Example:
+    def _example(self, fields: Features, number: int) -> Example:
         """Returns the example of a preprocessed row."""
         key = "/".join(str(fields[name]) for name in self.ids) or str(number)
         group = "/".join(str(fields[name]) for name in self.groups) or key
@@ -246,3 +255,8 @@ class _Tasks(Registry[Task]):
 
 
 TASKS: Registry[Task] = _Tasks("task")
+
+
+def register_task(task: Task) -> Task:
+    """Adds a task to TASKS under its name, and returns it."""
+    return TASKS.add(task.name, task)

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 from dataclasses import asdict
 from pathlib import Path
 
-from eval.answers.data_ranks import Ranks
+from eval.answers.data_ranks import DataRanks
 from eval.dev_scores import TaskData, read_tasks
 from moe.cli import RESUME, run_main
 from moe.data.documents import read_pairs
@@ -63,7 +63,7 @@ def build_run(
         if recipe.optimizer_slots == "keep"
         else None
     )
-    dev = data.scores(mixture.dev_examples, Ranks(world, recipe.mesh, placed.mesh))
+    dev = data.scores(mixture.dev_examples, DataRanks(world, recipe.mesh, placed.mesh))
     return Run(out, recipe, placed, tokenizer, source, held_out, slots, dev)
 
 

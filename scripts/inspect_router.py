@@ -17,7 +17,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from eval.answers.predict import fingerprint
+from eval.answers.seq2seq import fingerprint
 from moe.checkpoint.loading import load_complete
 from moe.checks import check_integer
 from moe.cli import Parser, integer, path, run_main

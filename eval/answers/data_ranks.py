@@ -1,5 +1,7 @@
-"""An evaluation on several ranks: whole batches are dealt out to data ranks, and what they make
-comes together.
+"""How the ranks of an evaluation share the batches, and gather what they answered.
+
+A batch is never split: a sparse model routes the tokens of a batch together, so a split batch would
+give other predictions. The mesh of a model that is split over ranks is built here too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,111 +11,116 @@ from typing import NamedTuple, TypeVar
 
 from transformers import AutoConfig
 
-from moe import (
-    CheckpointError,
-    ConfigError,
-    Mesh,
-    MeshConfig,
-    STMoEConfig,
-    World,
-    build_mesh,
-    check_mesh,
-    check_model_folder,
-    gather_or_raise,
-    mesh_limits,
-)
+from moe.checkpoint.loading import check_model_folder
+from moe.distributed.collectives import gather_or_raise
+from moe.distributed.launch import World
+from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
+from moe.errors import CheckpointError, ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.models.parallelize import mesh_limits
 
 T = TypeVar("T")
 
 
-class Ranks(NamedTuple):
+class DataRanks(NamedTuple):
     """The ranks of an evaluation, as one of them sees them.
 
+    Ranks along `tp` hold parts of one model and answer the same batch; they are one data rank.
+
     Attributes:
-        world: Them all.
-        sizes: How they are arranged.
-        mesh: What models are cut over; None when every rank holds whole ones.
+        world: All ranks, and which of them this is.
+        mesh_config: Sizes of the mesh axes.
+        mesh: Mesh over which models are sharded; None when every rank holds whole models.
     """
 
     world: World
-    sizes: MeshConfig
+    mesh_config: MeshConfig
     mesh: Mesh | None
 
     @property
-    def in_step(self) -> bool:
-        """Whether every rank must enter every forward pass, for its experts are the others' too."""
-        return self.sizes.ep > 1
+    def in_lockstep(self) -> bool:
+        """Whether every rank must enter every forward pass, since its experts serve all ranks."""
+        return self.mesh_config.ep > 1
 
-    def deal(self, batches: Sequence[list[T]]) -> list[list[list[T]]]:
-        """Returns batches in rounds, one for each data rank; the last round may have fewer.
+    def rounds(self, batches: Sequence[list[T]]) -> list[list[list[T]]]:
+        """Returns the batches in rounds of one for each data rank; the last may have fewer."""
+        size = self.mesh_config.num_data_ranks
+        return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
 
-        Batches are never cut: tokens are routed with those that they would meet in one process.
+    def own_batch(self, batches: list[list[T]]) -> list[T]:
+        """Returns this rank's batch of a round, empty when there are fewer batches than ranks."""
+        data_rank = self.world.rank // self.mesh_config.tp
+        return batches[data_rank] if data_rank < len(batches) else []
+
+    def num_reusable(self, num_answered: int, num_batches: int) -> int:
+        """Returns how many of the answered batches a resumed run can keep.
+
+        Ranks in lockstep compute the products of their experts together, and the last bits of those
+        depend on all batches of a round. They keep whole rounds only.
         """
-        parts = self.sizes.num_data_ranks
-        return [list(batches[start : start + parts]) for start in range(0, len(batches), parts)]
+        if num_answered == num_batches or not self.in_lockstep:
+            return num_answered
 
-    def whole_rounds(self, made: int, total: int) -> int:
-        """Returns how many of the first `made` of `total` batches a later run can keep.
+        size = self.mesh_config.num_data_ranks
+        return num_answered // size * size
 
-        Ranks in step share the experts' products, whose last bits depend on all batches of a round:
-        they keep whole rounds.
-        """
-        size = self.sizes.num_data_ranks if self.in_step else 1
-        return made if made == total else made // size * size
+    def max_in_lockstep(self, number: int) -> int:
+        """Returns the largest number of any rank; without lockstep this rank's own."""
+        return max(gather_or_raise(lambda: number)) if self.in_lockstep else number
 
-    def share(self, batches: list[list[T]]) -> list[T]:
-        """Returns this rank's batch of a round, empty when none is left; ranks of one `tp` have the
-        same.
-        """
-        part = self.world.rank // self.sizes.tp
-        return batches[part] if part < len(batches) else []
-
-    def most(self, number: int) -> int:
-        """Returns the largest number that any rank in step has; this rank's own when ranks need no
-        step.
-        """
-        return max(gather_or_raise(lambda: number)) if self.in_step else number
-
-    def collect(self, made: list[T]) -> list[T]:
-        """Returns what all data ranks made, in their order; every rank must call it."""
-        speaks = self.world.rank % self.sizes.tp == 0
-        return [item for part in gather_or_raise(lambda: made if speaks else []) for item in part]
+    def gather(self, items: list[T]) -> list[T]:
+        """Returns the items of all data ranks, in the order of ranks; every rank must call it."""
+        is_first_of_tp = self.world.rank % self.mesh_config.tp == 0
+        gathered: list[T] = []
+        for part in gather_or_raise(lambda: items if is_first_of_tp else []):
+            gathered += part
+        return gathered
 
 
-ALONE = Ranks(World(0, 1, 0, "cpu"), MeshConfig(), None)
+SINGLE_PROCESS = DataRanks(World(0, 1, 0, "cpu"), MeshConfig(), None)
 
 
-def arrange(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Ranks:
+def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> DataRanks:
     """Returns the ranks arranged for the models in `folders`, before any of them is loaded.
 
     Args:
         world: The ranks that there are.
-        ep: Over how many the experts of a layer are spread.
-        tp: Over how many heads and hidden units are spread.
+        ep: Ranks over which the experts of a layer are sharded.
+        tp: Ranks over which attention heads and hidden units are sharded.
         folders: Checkpoints.
 
     Raises:
-        CheckpointError: When a folder holds no model; on one rank, or with both sizes 1, only
-            loading it tells.
-        ConfigError: When the ranks, or the sizes of a model, cannot be divided so.
+        CheckpointError: When a folder holds no model. With both sizes 1 nothing is read here, and
+            loading the model finds that out.
+        ConfigError: When the ranks, or the sizes of a model, cannot be divided in this way.
     """
-    sizes = MeshConfig(ep=ep, tp=tp)
-    sizes = replace(sizes, dp_replicate=max(1, world.size // sizes.num_ranks))
-    if sizes.ep * sizes.tp == 1:
-        return Ranks(world, sizes, None)
+    # What ep and tp leave over are replicas.
+    mesh_config = MeshConfig(ep=ep, tp=tp)
+    num_replicas = max(1, world.size // mesh_config.num_ranks)
+    mesh_config = replace(mesh_config, dp_replicate=num_replicas)
+    if ep * tp == 1:
+        return DataRanks(world, mesh_config, None)
+
     for folder in folders:
-        check_model_folder(folder)
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
-        if not isinstance(config, STMoEConfig):
-            raise ConfigError(
-                f"{folder} holds a model of type {config.model_type}, which cannot be cut over --ep {ep} and "
-                f"--tp {tp}. Leave both out: each rank then holds the whole model."
-            )
-        try:
-            check_mesh(sizes, mesh_limits(config, world.size))
-        except ConfigError as error:
-            raise ConfigError(f"{folder}: {error} Choose --ep and --tp of one of them.") from error
-    return Ranks(world, sizes, build_mesh(sizes, world.device_type))
+        _check_divisible(folder, mesh_config, world)
+    return DataRanks(world, mesh_config, build_mesh(mesh_config, world.device_type))
+
+
+def _check_divisible(folder: Path, mesh_config: MeshConfig, world: World) -> None:
+    """Raises when the model in `folder` cannot be sharded over this mesh."""
+    check_model_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
+
+    if not isinstance(config, STMoEConfig):
+        raise ConfigError(
+            f"{folder} holds a model of type {config.model_type}, which cannot be sharded over "
+            f"--ep {mesh_config.ep} and --tp {mesh_config.tp}. Leave both out: each rank then "
+            "holds the whole model."
+        )
+    try:
+        check_mesh(mesh_config, mesh_limits(config, world.size))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error} Choose --ep and --tp of one of them.") from error

@@ -1,5 +1,7 @@
-"""A model's predictions, written as they are made: from requests, which never hold the reference,
-to a JSONL file.
+"""Requests in, predictions out: every batch is answered by a model and written to a file at once.
+
+seq2seq.py loads the model, batches.py groups the requests, data_ranks.py shares the batches over
+ranks; beam.py and likelihood.py answer one batch, predictions_file.py keeps the answers.
 """
 
 import hashlib
@@ -8,53 +10,38 @@ import math
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
+from eval.answers.batches import Request, TokenizedRequest, make_batches
 from eval.answers.beam import generate_beams, generate_greedily
-from eval.answers.data_ranks import ALONE, Ranks
-from eval.answers.likelihood import Choice, Memory, Scoring, target_log_probs
+from eval.answers.likelihood import ChoiceLikelihood, EncodedInputs, Scoring, target_log_probs
 from eval.answers.predictions_file import (
     Batch,
     Header,
-    Journal,
     Mode,
     Prediction,
+    PredictionsFile,
+    RouterCounts,
     ScoringFields,
     Stack,
 )
+from eval.answers.seq2seq import Seq2Seq
 from eval.task import Task
-from moe import (
-    CheckpointError,
-    ConfigError,
-    RouterOutput,
-    RouterStats,
-    STMoEConfig,
-    STMoEForConditionalGeneration,
-    add_stats,
-    check_model_folder,
-    gather_or_raise,
-    load_complete,
-    load_model_on_mesh,
-    summarize,
-    total_stats,
-)
 from moe.checks import shown
-from moe.data.tokenizer import check_tokenizer_files
+from moe.distributed.collectives import gather_or_raise
+from moe.errors import CheckpointError, ConfigError
+from moe.sparse.integration import total_stats
+from moe.sparse.layer import RouterOutput
+from moe.sparse.stats import RouterStats, add_stats, summarize
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-_ROWS = {"generate": 128, "rank": 128}
-_TOKENS = 1 << 14  # most tokens of a batch's inputs, padding and beams included
-_FEW = {
-    "generate": 8,
-    "rank": 4,
-}  # rows of a batch whatever their lengths; of more, each input has at least ...
-_ALIKE = 0.8  # ... this share of the longest's tokens
-_CHUNK = 1 << 24  # bytes
+_MAX_ROWS = {"generate": 128, "rank": 128}
+_MAX_TOKENS = 1 << 14  # of a batch's inputs, padding and beams included
+_MIN_ROWS = {"generate": 8, "rank": 4}  # of a batch, whatever the lengths of its inputs
 
 
 class RouterSummary(NamedTuple):
@@ -75,14 +62,6 @@ class RouterSummary(NamedTuple):
     expert_load: list[int]
 
 
-class Request(NamedTuple):
-    """What a model is asked: the example without its reference."""
-
-    id: str
-    inputs: str
-    choices: tuple[str, ...] = ()
-
-
 class Predicted(NamedTuple):
     """What a model answered to all requests.
 
@@ -95,157 +74,19 @@ class Predicted(NamedTuple):
     router: dict[Stack, RouterSummary] | None
 
 
-class Seq2Seq(NamedTuple):
-    """A checkpoint that is ready to predict.
+class _Answers(NamedTuple):
+    """What a model answered to one batch, before it is scored.
 
     Attributes:
-        model: On a mesh this rank's part.
-        tokenizer: Its own.
-        fingerprint: Of the checkpoint's files; known to rank 0 only.
-        ranks: Who predicts with it.
+        predictions: One for each request.
+        routers: Of the decoder's layers.
     """
 
-    model: Any
-    tokenizer: Any
-    fingerprint: str
-    ranks: Ranks = ALONE
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the model says what its routers do."""
-        return isinstance(self.model, STMoEForConditionalGeneration) and bool(
-            self.model.sparse_layers()
-        )
-
-    @property
-    def start(self) -> list[int]:
-        """Tokens that every answer begins with: the decoder's start, and the sentinel of a model
-        that learnt one.
-        """
-        config, generation = self.model.config, self.model.generation_config
-        first, forced = generation.decoder_start_token_id, generation.forced_bos_token_id
-        first = next(
-            token for token in (first, config.decoder_start_token_id, self.pad) if token is not None
-        )
-        return [first] if forced is None else [first, forced]
-
-    @property
-    def pad(self) -> int:
-        """Token that fills short rows."""
-        return next(
-            t
-            for t in (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0)
-            if t is not None
-        )
-
-    def tokenize(self, texts: Sequence[str], length: int) -> tuple[list[list[int]], list[bool]]:
-        """Returns the tokens of each text, and whether they were cut; what the tokenizer ends them
-        with is kept.
-
-        Args:
-            texts: Inputs.
-            length: Most tokens; the tokenizer's own limit may be lower.
-        """
-        length = min(length, self.tokenizer.model_max_length)
-        whole = self.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
-        cut = [len(tokens) > length for tokens in whole]
-        for number, too_long in enumerate(cut):
-            if too_long:
-                whole[number] = self.tokenizer(texts[number], truncation=True, max_length=length)[
-                    "input_ids"
-                ]
-        return [tokens or [self.tokenizer.eos_token_id] for tokens in whole], cut
+    predictions: list[Prediction]
+    routers: list[RouterOutput]
 
 
-class Question(NamedTuple):
-    """A request that is ready for the model.
-
-    Attributes:
-        request: What is asked.
-        tokens: Of its inputs.
-        truncated: Whether they were cut.
-    """
-
-    request: Request
-    tokens: list[int]
-    truncated: bool
-
-
-def load_seq2seq(folder: Path, ranks: Ranks = ALONE) -> Seq2Seq:
-    """Returns any sequence-to-sequence checkpoint with its tokenizer: of this library or of
-    transformers.
-
-    How it generates is the task's to say: of the checkpoint's own habits (beams, least lengths,
-    penalties) only the special tokens stay.
-
-    Args:
-        folder: The checkpoint.
-        ranks: Who will predict with it; those of a mesh read their parts only.
-
-    Raises:
-        CheckpointError: When the folder is missing, or holds no such model with all its weights and
-            a tokenizer.
-    """
-    check_model_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
-    if not config.is_encoder_decoder:
-        raise CheckpointError(
-            f"{folder} holds a model of type {config.model_type!r}, which has no encoder and decoder. Give a "
-            "sequence-to-sequence checkpoint, e.g. of this library, T5 or BART."
-        )
-    if ranks.mesh is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_complete(AutoModelForSeq2SeqLM, folder).eval().to(device)
-    else:
-        # Fixed slots would need batches of one shape on all ranks; which token goes where is the
-        # same either way.
-        config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
-        model, _ = load_model_on_mesh(folder, ranks.mesh, config=config, gather=False)
-    try:
-        check_tokenizer_files(folder, advice="Restore the file.")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
-    files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))  # none for bytes
-    if files and not any(
-        (folder / name).is_file() for name in files
-    ):  # transformers may make one up
-        raise CheckpointError(
-            f"{folder} holds no tokenizer: none of {', '.join(files)} is there. Put that of the model beside it, with "
-            "the tokenizer's save_pretrained."
-        )
-    names = (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-    )
-    special = {name: getattr(model.generation_config, name) for name in names}
-    if special["eos_token_id"] is None:
-        special["eos_token_id"] = tokenizer.eos_token_id
-    model.generation_config = GenerationConfig(**special)
-    return Seq2Seq(model, tokenizer, fingerprint(folder) if ranks.world.rank == 0 else "", ranks)
-
-
-def fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that tell a checkpoint from others."""
-    digest = hashlib.sha256()
-    for path in [
-        *sorted(folder.glob("*.safetensors")),
-        *sorted(folder.glob("*.bin")),
-        folder / "config.json",
-    ]:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
-def modes_of(task: Task) -> tuple[str, ...]:
+def modes_of(task: Task) -> tuple[Mode, ...]:
     """Returns those of MODES that a task can be asked in: `rank` needs choices."""
     return MODES if task.choices else MODES[:1]
 
@@ -260,13 +101,14 @@ def predict(
 ) -> Predicted:
     """Returns a prediction for every request, in their order, on every rank.
 
-    Predictions are appended to `path` as they are made, by rank 0. A sparse model drops tokens by
-    group, so a prediction may depend on the requests beside it; the batches are therefore a
-    function of all requests, and not of the ranks that share them. An interrupted run that goes on,
-    on as many ranks or not, reads back the batches that
-    the file holds whole and makes the others again: its file equals, byte for byte, that of a run
-    that was never stopped on the same machine. A file of another model, task, mode, decoding or
-    list of requests is replaced. One of another scoring is scored anew, without the model.
+    Rank 0 appends the predictions to `path` as they are made. An interrupted run that goes on, on
+    as many ranks or not, reads back the batches that the file holds whole and makes the others
+    again: its file equals, byte for byte, that of a run that was never stopped on the same machine.
+    A file of another model, task, mode, decoding or list of requests is replaced. One of another
+    scoring is scored anew, without the model.
+
+    A sparse model drops tokens by group, so a prediction may depend on the requests beside it. The
+    batches are therefore a function of all requests, and not of the ranks that share them.
 
     Args:
         system: The model.
@@ -277,197 +119,228 @@ def predict(
         scoring: What decides between choices.
 
     Raises:
+        CheckpointError: When the model gives a log-probability that is NaN.
         ConfigError: When there is no such mode, or it is `rank` and a request has no choices.
         DataError: When the file cannot be written.
     """
-    _check(task, requests, mode)
+    _check_requests(task, requests, mode)
     ranks = system.ranks
-    tokens, cut = system.tokenize([request.inputs for request in requests], task.inputs_length)
-    questions = [Question(*parts) for parts in zip(requests, tokens, cut, strict=True)]
+    is_writer = ranks.world.rank == 0
+
+    # The same batches on every rank and in every run; their digest stands in the header.
     num_beams = task.decoding.num_beams if mode == "generate" else 1
-    batches = cut_batches(
-        questions, max(1, _ROWS[mode] // num_beams), _TOKENS // num_beams, _FEW[mode]
+    batches = make_batches(
+        system.tokenize(requests, task.inputs_length),
+        max_rows=max(1, _MAX_ROWS[mode] // num_beams),
+        max_tokens=_MAX_TOKENS // num_beams,
+        min_rows=_MIN_ROWS[mode],
     )
-    header = Header(
+    header = _header(system, task, mode, batches, scoring)
+    file = PredictionsFile(path if is_writer else None, header)
+
+    # What an interrupted run has answered; all ranks learn it from rank 0.
+    ids = [[item.request.id for item in batch] for batch in batches]
+
+    def resume() -> list[Batch]:
+        return file.resume(ids, lambda number: ranks.num_reusable(number, len(batches)))
+
+    answered = gather_or_raise(resume)[0]
+
+    # The rest in rounds: each rank answers one batch, and rank 0 writes them all.
+    progress = tqdm(
+        total=len(requests),
+        initial=_num_predictions(answered),
+        desc=f"{task.name} {mode}",
+        mininterval=1.0,
+        disable=not is_writer,
+    )
+    with progress:
+        for round_batches in ranks.rounds(batches[len(answered) :]):
+            batch = ranks.own_batch(round_batches)
+            takes_part = batch or ranks.in_lockstep
+            own = [_answer(system, task, batch, mode, scoring)] if takes_part else []
+
+            # Ranks without a batch only kept the others in lockstep; they are the last.
+            new = ranks.gather(own)[: len(round_batches)]
+            _check_scores(new, header)
+            gather_or_raise(lambda new=new: file.append(new))
+            answered += new
+            progress.update(_num_predictions(new))
+
+    by_id: dict[str, Prediction] = {}
+    for batch in answered:
+        by_id.update((prediction.id, prediction) for prediction in batch.predictions)
+    return Predicted([by_id[request.id] for request in requests], summarize_routers(answered))
+
+
+def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:
+    """Returns what the routers of each stack did in all batches; None for a dense model."""
+    if not batches or not batches[0].routers:
+        return None
+
+    summaries: dict[Stack, RouterSummary] = {}
+    for stack in batches[0].routers:
+        total = reduce(add_stats, [_to_stats(batch.routers[stack]) for batch in batches])
+        numbers = summarize(total)
+        summaries[stack] = RouterSummary(
+            fraction_dropped=numbers["fraction_dropped"],
+            load_cv=numbers["load_cv"],
+            max_over_mean=numbers["max_over_mean"],
+            dead_experts=numbers["dead_experts"],
+            expert_load=total.expert_load.tolist(),
+        )
+    return summaries
+
+
+# ---------------------------------------------------------------------------
+# Before and after the model
+
+
+def _check_requests(task: Task, requests: Sequence[Request], mode: str) -> None:
+    """Raises a ConfigError when the task cannot be asked in this mode."""
+    if mode not in MODES:
+        raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
+    if mode not in modes_of(task):
+        raise ConfigError(f"{task.name} has no choices to rank. Choose the mode generate.")
+    if mode != "rank":
+        return
+
+    without_choices = [request.id for request in requests if not request.choices]
+    if without_choices:
+        raise ConfigError(
+            f"{len(without_choices)} requests of {task.name} have no choices to rank, the first is "
+            f"{without_choices[0]!r}. Leave them out, or choose the mode generate."
+        )
+
+
+def _header(
+    system: Seq2Seq,
+    task: Task,
+    mode: str,
+    batches: Sequence[Sequence[TokenizedRequest]],
+    scoring: Scoring,
+) -> Header:
+    """Returns the first line of the predictions file."""
+    digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
+    return Header(
         model=system.fingerprint,
         task=task.name,
         version=task.version,
         mode=cast(Mode, mode),
         decoding=task.decoding if mode == "generate" else None,
-        batches=hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16],
+        batches=digest[:16],
         scoring=ScoringFields(scoring.include_eos, scoring.normalize),
     )
-    leads = ranks.world.rank == 0
-    journal = Journal(path if leads else None, header)
-    ids = [[question.request.id for question in batch] for batch in batches]
-    made = gather_or_raise(
-        lambda: journal.open(ids, lambda number: ranks.whole_rounds(number, len(batches)))
-    )[0]
-    num_read = sum(len(batch.predictions) for batch in made)
-    label = f"{task.name} {mode}"
-    with tqdm(
-        total=len(requests), initial=num_read, desc=label, mininterval=1.0, disable=not leads
-    ) as bar:
-        for dealt in ranks.deal(batches[len(made) :]):
-            batch = ranks.share(dealt)
-            fresh = ranks.collect(
-                [_answer(system, task, batch, mode, scoring)] if batch or ranks.in_step else []
-            )
-            fresh = fresh[: len(dealt)]  # what ranks in step did without a batch is nothing
-            _check_scores(fresh, header)
-            gather_or_raise(lambda fresh=fresh: journal.append(fresh))
-            made += fresh
-            bar.update(sum(len(batch.predictions) for batch in fresh))
-    by_id = {prediction.id: prediction for batch in made for prediction in batch.predictions}
-    return Predicted([by_id[request.id] for request in requests], sum_routers(made))
 
 
 def _check_scores(batches: Sequence[Batch], header: Header) -> None:
-    """Raises when a model's log-probabilities are no numbers: of such choices the first would win.
-
-    Raises:
-        CheckpointError: When one is NaN.
-    """
-    for prediction in (prediction for batch in batches for prediction in batch.predictions):
-        for text, choice in (prediction.choices or {}).items():
-            if math.isnan(choice.log_prob + choice.eos_log_prob):
-                raise CheckpointError(
-                    f"The model {header.model} gives the choice {shown(text)} of {header.task} {prediction.id} a "
-                    "log-probability that is NaN. Its weights are broken; take an earlier checkpoint."
-                )
+    """Raises a CheckpointError when a log-probability is NaN: the first choice would always win."""
+    for batch in batches:
+        for prediction in batch.predictions:
+            for text, choice in (prediction.choices or {}).items():
+                if math.isnan(choice.log_prob + choice.eos_log_prob):
+                    raise CheckpointError(
+                        f"The model {header.model} gives the choice {shown(text)} of {header.task} "
+                        f"{prediction.id} a log-probability that is NaN. Its weights are broken; "
+                        "take an earlier checkpoint."
+                    )
 
 
-def cut_batches(
-    questions: Sequence[Question], rows: int, tokens: int, few: int
-) -> list[list[Question]]:
-    """Returns all questions in batches, the longest first, so that a batch needs little padding.
-
-    Padding costs what tokens cost, above all where the encoder is most of the work: a batch of more
-    than a few holds no input that is much shorter than its longest.
-
-    Args:
-        questions: Each with an id of its own.
-        rows: Most questions of a batch.
-        tokens: Most tokens of a batch, padding included; a single longer question is a batch.
-        few: Questions that may share a batch whatever their lengths. More of them decode together;
-            fewer pad less.
-    """
-    ordered = sorted(questions, key=lambda question: (-len(question.tokens), question.request.id))
-    batches = []
-    while ordered:
-        longest = len(ordered[0].tokens)
-        alike = sum(len(question.tokens) >= _ALIKE * longest for question in ordered[:rows])
-        size = max(1, min(rows, tokens // longest, max(few, alike)))
-        batches.append(ordered[:size])
-        ordered = ordered[size:]
-    return batches
+def _num_predictions(batches: Sequence[Batch]) -> int:
+    return sum(len(batch.predictions) for batch in batches)
 
 
-def sum_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:
-    """Returns what the routers did in all batches together; see `Predicted.router`."""
-    summaries = {}
-    for stack in batches[0].routers if batches else ():
-        every = [batch.routers[stack] for batch in batches]
-        total = reduce(
-            add_stats,
-            (
-                RouterStats(*(torch.tensor(b.get(name, 0.0)) for name in RouterStats._fields))
-                for b in every
-            ),
-        )
-        summary = summarize(total)
-        summaries[stack] = RouterSummary(
-            fraction_dropped=summary["fraction_dropped"],
-            load_cv=summary["load_cv"],
-            max_over_mean=summary["max_over_mean"],
-            dead_experts=summary["dead_experts"],
-            expert_load=total.expert_load.tolist(),
-        )
-    return summaries or None
-
-
-def _check(task: Task, requests: Sequence[Request], mode: str) -> None:
-    """Raises a ConfigError when the task cannot be asked so."""
-    if mode not in MODES:
-        raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
-    if mode not in modes_of(task):
-        raise ConfigError(f"{task.name} has no choices to rank. Choose the mode generate.")
-    if mode == "rank" and (bare := [request.id for request in requests if not request.choices]):
-        raise ConfigError(
-            f"{len(bare)} requests of {task.name} have no choices to rank, the first is {bare[0]!r}. Leave them out, "
-            "or choose the mode generate."
-        )
+# ---------------------------------------------------------------------------
+# One batch
 
 
 @torch.inference_mode()
 def _answer(
-    system: Seq2Seq, task: Task, batch: Sequence[Question], mode: str, scoring: Scoring
+    system: Seq2Seq, task: Task, batch: Sequence[TokenizedRequest], mode: str, scoring: Scoring
 ) -> Batch:
-    """Returns the predictions of a batch; of none, on ranks in step, what keeps the others going."""
-    rows = [question.tokens for question in batch] or [[system.pad]]
+    """Returns the predictions of a batch; an empty one only keeps ranks in lockstep."""
+    device = system.model.device
+
+    # Inputs, padded; without a request one row of padding, of which nothing is real.
+    rows = [item.tokens for item in batch] or [[system.pad]]
     longest = max(map(len, rows))
-    ids = torch.tensor(
-        [row + [system.pad] * (longest - len(row)) for row in rows], device=system.model.device
-    )
-    lengths = torch.tensor([len(row) for row in rows] if batch else [0], device=ids.device)
-    mask = (torch.arange(longest, device=ids.device) < lengths[:, None]).long()
+    padded = [row + [system.pad] * (longest - len(row)) for row in rows]
+    input_ids = torch.tensor(padded, device=device)  # [N, L]
+    lengths = torch.tensor([len(row) for row in rows] if batch else [0], device=device)  # [N]
+    mask = (torch.arange(longest, device=device) < lengths[:, None]).long()  # [N, L]
+
     options = {"output_router_logits": True} if system.sparse else {}
-    output = system.model.get_encoder()(input_ids=ids, attention_mask=mask, **options)
-    memory = Memory(output, mask)
+    encoder_output = system.model.get_encoder()(input_ids=input_ids, attention_mask=mask, **options)
+    encoded = EncodedInputs(encoder_output, mask)
+
     answer = _generate if mode == "generate" else _rank
-    predictions, decoder = answer(system, task, batch, memory, options)
-    encoder = getattr(output, "encoder_router_outputs", None)
-    routers: dict[Stack, Sequence[RouterOutput] | None] = {"encoder": encoder, "decoder": decoder}
-    stats: dict[Stack, dict[str, Any]] = {}
-    for stack, outputs in routers.items():
-        if outputs:
-            stats[stack] = _counts(total_stats(outputs))
-    return Batch([prediction.scored(scoring) for prediction in predictions], stats)
+    answers = answer(system, task, batch, encoded)
+
+    routers: dict[Stack, RouterCounts] = {}
+    encoder_routers = getattr(encoder_output, "encoder_router_outputs", None)
+    if encoder_routers:
+        routers["encoder"] = _to_counts(total_stats(encoder_routers))
+    if answers.routers:
+        routers["decoder"] = _to_counts(total_stats(answers.routers))
+    return Batch([prediction.scored(scoring) for prediction in answers.predictions], routers)
 
 
 def _generate(
-    system: Seq2Seq, task: Task, batch: Sequence[Question], memory: Memory, options: dict[str, Any]
-) -> tuple[list[Prediction], list[RouterOutput]]:
-    """Returns generated answers; on ranks in step, all go on until the last of them is done."""
-    decoding, eos = task.decoding, system.model.generation_config.eos_token_id
-    ends = [eos] if isinstance(eos, int) else list(eos)
-    shared = {
-        "max_tokens": decoding.max_tokens,
-        "eos": ends,
-        "pad": system.pad,
-        "ranks": system.ranks,
-    }
+    system: Seq2Seq, task: Task, batch: Sequence[TokenizedRequest], encoded: EncodedInputs
+) -> _Answers:
+    """Returns generated answers, by beam search or greedily."""
+    decoding = task.decoding
     if decoding.num_beams > 1:
-        beams = {"num_beams": decoding.num_beams, "alpha": decoding.alpha}
-        tokens = generate_beams(system.model, memory, system.start, **beams, **shared)
-        routers = _routers_of_answers(system, memory, tokens, ends) if options else []
+        tokens = generate_beams(
+            system.model,
+            encoded,
+            system.start,
+            num_beams=decoding.num_beams,
+            alpha=decoding.alpha,
+            max_tokens=decoding.max_tokens,
+            eos=system.end_tokens,
+            pad=system.pad,
+            ranks=system.ranks,
+        )
+        routers = _routers_of_answers(system, encoded, tokens) if system.sparse else []
     else:
-        tokens, routers = generate_greedily(system.model, memory, system.start, **shared, **options)
+        tokens, routers = generate_greedily(
+            system.model,
+            encoded,
+            system.start,
+            max_tokens=decoding.max_tokens,
+            eos=system.end_tokens,
+            pad=system.pad,
+            ranks=system.ranks,
+            report_routers=system.sparse,
+        )
+
     texts = system.tokenizer.batch_decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
-    predictions = [
-        Prediction(question.request.id, text, None, truncated=question.truncated)
-        for question, text in zip(batch, texts, strict=False)
-    ]
-    return predictions, routers
+    predictions: list[Prediction] = []
+    for item, text in zip(batch, texts, strict=False):  # a row that fills in has no request
+        predictions.append(Prediction(item.request.id, text, None, truncated=item.truncated))
+    return _Answers(predictions, routers)
 
 
 def _routers_of_answers(
-    system: Seq2Seq, memory: Memory, tokens: Tensor, ends: list[int]
+    system: Seq2Seq, encoded: EncodedInputs, tokens: Tensor
 ) -> list[RouterOutput]:
-    """Returns what the decoder's routers did with the answers <int64>[N, T], seen again at once.
+    """Returns what the decoder's routers do with the answers <int64>[N, T], in one pass.
 
-    In the search itself the beams that lost would count.
+    In the beam search itself the beams that lost would count.
     """
     inputs = tokens[:, :-1]
-    ended = torch.isin(inputs, torch.tensor(ends, device=inputs.device))
-    ended[:, 0] = False  # the start
-    real = (ended.cumsum(dim=1) == 0) & memory.mask.any(dim=1, keepdim=True)
+    is_end = torch.isin(inputs, torch.tensor(system.end_tokens, device=inputs.device))
+    is_end[:, 0] = False  # the start may be an end token
+    has_input = encoded.mask.any(dim=1, keepdim=True)
+    is_real = (is_end.cumsum(dim=1) == 0) & has_input  # [N, T - 1]
+
     output = system.model.model(
-        **memory.inputs,
+        **encoded.model_inputs(),
         decoder_input_ids=inputs,
-        decoder_attention_mask=real.long(),
+        decoder_attention_mask=is_real.long(),
         decoder_drop_tokens=False,
         output_router_logits=True,
     )
@@ -475,37 +348,60 @@ def _routers_of_answers(
 
 
 def _rank(
-    system: Seq2Seq, task: Task, batch: Sequence[Question], memory: Memory, options: dict[str, Any]
-) -> tuple[list[Prediction], list[RouterOutput]]:
+    system: Seq2Seq, task: Task, batch: Sequence[TokenizedRequest], encoded: EncodedInputs
+) -> _Answers:
     """Returns the log-probabilities of the choices of each request."""
-    eos, (first, *forced) = system.tokenizer.eos_token_id, system.start
-    texts = list(
-        dict.fromkeys(text for question in batch for text in question.request.choices)
-    ) or [""]
-    tokens = dict(
-        zip(texts, system.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
+    choices = [list(dict.fromkeys(item.request.choices)) for item in batch] or [[""]]
+    tokens = _tokens_of_choices(system, choices)
+
+    # A target is what the decoder writes: a sentinel that the model learnt, the choice, the end.
+    first, *forced = system.start
+    eos = system.tokenizer.eos_token_id
+    targets: list[list[list[int]]] = []
+    for texts in choices:
+        targets.append([[*forced, *tokens[text], eos] for text in texts])
+    scored = target_log_probs(
+        system.model, encoded, first, targets, system.ranks, report_routers=system.sparse
     )
-    choices = [list(dict.fromkeys(question.request.choices)) for question in batch] or [texts]
-    targets = [[[*forced, *tokens[text], eos] for text in own] for own in choices]
-    found, _, routers = target_log_probs(
-        system.model, memory, first, targets, system.ranks, **options
-    )
-    predictions = []
-    for question, own, log_probs in zip(batch, choices, found, strict=False):
-        made = {
-            text: Choice(float(sum(one[:-1])), one[-1], len(one) - 1)
-            for text, one in zip(own, log_probs, strict=True)
-        }
-        predictions.append(Prediction(question.request.id, "", {}, made, question.truncated))
-    return predictions, routers
+
+    predictions: list[Prediction] = []
+    for item, texts, log_probs in zip(batch, choices, scored.log_probs, strict=False):
+        likelihoods: dict[str, ChoiceLikelihood] = {}
+        for text, (*of_tokens, of_eos) in zip(texts, log_probs, strict=True):
+            likelihoods[text] = ChoiceLikelihood(
+                log_prob=float(sum(of_tokens)),
+                eos_log_prob=of_eos,
+                num_tokens=len(of_tokens),
+            )
+        predictions.append(Prediction(item.request.id, "", {}, likelihoods, item.truncated))
+    return _Answers(predictions, scored.routers)
 
 
-def _counts(stats: RouterStats) -> dict[str, Any]:
-    """Returns the counts among statistics as JSON can hold them: unlike sums, they are the same on
-    any ranks.
+def _tokens_of_choices(system: Seq2Seq, choices: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Returns the tokens of each choice, without an end token."""
+    texts: dict[str, None] = {}
+    for texts_of_request in choices:
+        texts.update(dict.fromkeys(texts_of_request))
+    tokens = system.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return dict(zip(texts, tokens, strict=True))
+
+
+# ---------------------------------------------------------------------------
+# Statistics of routers
+
+
+def _to_counts(stats: RouterStats) -> RouterCounts:
+    """Returns the counts among statistics as plain numbers.
+
+    Unlike the sums, which are floating-point, they are the same on any ranks.
     """
-    return {
-        name: value.tolist()
-        for name, value in stats._asdict().items()
-        if not value.is_floating_point()
-    }
+    counts: RouterCounts = {}
+    for name, value in stats._asdict().items():
+        if not value.is_floating_point():
+            counts[name] = value.tolist()
+    return counts
+
+
+def _to_stats(counts: RouterCounts) -> RouterStats:
+    """Returns counts as statistics; the sums, which no file holds, are 0."""
+    return RouterStats(*(torch.tensor(counts.get(name, 0.0)) for name in RouterStats._fields))

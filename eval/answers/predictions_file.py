@@ -1,32 +1,40 @@
-"""The file of a run's predictions: JSON lines that are written as they are made and read back after
-an interruption.
+"""The predictions of a model on a task, in a file of JSON lines that grows batch by batch.
 
-The first line says what was asked of which model. Then come the predictions of each batch, and
-after them the line that closes the batch, with what its routers did and a checksum of all lines up
-to there.
+The first line, the header, says what was asked of which model. Then come the predictions of each
+batch, and behind them a line that closes the batch: what its routers did, and a checksum of all
+lines since the one before. A run that was interrupted reads the closed batches back and goes on.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from eval.answers.likelihood import Choice, Normalization, Scoring
+from eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
 from eval.sealed_json import SEAL, is_whole, seal
 from eval.task import Decoding
-from moe import DataError
 from moe.checks import shown
+from moe.errors import DataError
 from moe.files import whole_file
 from moe.parsing import parse_json, read_text, to_record
 
-_MOST_COUNTED = 1 << 53
-_ADVICE = "Restore the file; or delete it and run `python -m eval run` again, which makes its answers anew."
+_MAX_COUNT = 1 << 53
+_ADVICE = (
+    "Restore the file; or delete it and run `python -m eval run` again, which makes its answers "
+    "anew."
+)
 
 Mode = Literal["generate", "rank"]
-Count = Annotated[int, Field(ge=0, le=_MOST_COUNTED)]
 Stack = Literal["encoder", "decoder"]
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+RouterCounts = dict[str, Count | list[Count]]
+"""What the routers of a stack did: the counts of `RouterStats`, by field."""
+
+
+# ---------------------------------------------------------------------------
+# Records
 
 
 class ScoringFields(NamedTuple):
@@ -57,276 +65,294 @@ class Header(NamedTuple):
     batches: str
     scoring: ScoringFields
 
-    def line(self) -> str:
+    def to_json(self) -> str:
         """Returns the line of the file."""
         decoding = None if self.decoding is None else self.decoding._asdict()
-        return json.dumps(
-            {**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()}
-        )
+        scoring = self.scoring._asdict()
+        return json.dumps({**self._asdict(), "decoding": decoding, "scoring": scoring})
 
 
 class Prediction(NamedTuple):
-    """What a model answered.
+    """What a model answered to one request.
 
     Attributes:
         id: Of the request.
         output: Generated text, or the choice of the highest score.
         scores: Of each choice; None when generated.
-        choices: What the scores are made of.
-        truncated: Whether the inputs were cut to the task's length.
+        choices: Likelihoods from which the scores are computed; None when generated.
+        truncated: Whether the inputs were truncated to the task's length.
     """
 
     id: str
     output: str
     scores: dict[str, float] | None
-    choices: dict[str, Choice] | None = None
+    choices: dict[str, ChoiceLikelihood] | None = None
     truncated: bool = False
 
     def scored(self, scoring: Scoring) -> "Prediction":
         """Returns the prediction under a scoring; a generated one is the same under all."""
         if self.choices is None:
             return self
-        scores = {text: scoring.score(text, choice) for text, choice in self.choices.items()}
-        return self._replace(output=max(scores, key=lambda text: scores[text]), scores=scores)
 
-    def line(self) -> str:
+        scores = {text: scoring.score(text, choice) for text, choice in self.choices.items()}
+        best = max(scores, key=scores.__getitem__)
+        return self._replace(output=best, scores=scores)
+
+    def to_json(self) -> str:
         """Returns the line of the file."""
-        choices = self.choices
-        if choices is not None:
-            choices = {text: choice._asdict() for text, choice in choices.items()}
-        return json.dumps({**self._asdict(), "choices": choices})
+        fields = self._asdict()
+        if self.choices is not None:
+            fields["choices"] = {text: c._asdict() for text, c in self.choices.items()}
+        return json.dumps(fields)
 
 
 class Batch(NamedTuple):
-    """What was made of one batch.
+    """What a model answered to one batch.
 
     Attributes:
         predictions: One for each request.
-        routers: Counts of what the routers of `encoder` and `decoder` did, by field of RouterStats;
-            empty for a dense model.
+        routers: What the routers of each stack did; empty for a dense model.
     """
 
     predictions: list[Prediction]
-    routers: Mapping[Stack, dict[str, Any]]
+    routers: Mapping[Stack, RouterCounts]
 
 
-class _Closing(NamedTuple):
+class _ClosingLine(NamedTuple):
     """The line that closes a batch; files of earlier versions have no checksum."""
 
-    routers: dict[Stack, dict[str, Count | list[Count]]]
+    routers: dict[Stack, RouterCounts]
     sha256: str | None = None
 
 
-class Written(NamedTuple):
-    """What a file of predictions holds.
+class PredictionsContent(NamedTuple):
+    """What a predictions file holds.
 
     Attributes:
         header: Its first line; None when it has none.
-        batches: Those that are whole.
-        numbers: By id, the line of a prediction, in them or behind them.
-        sealed: Whether every batch has a checksum; those of earlier versions have none.
+        batches: Those that are closed.
+        line_numbers: Line of each prediction by id, closed or not.
+        has_checksums: Whether every batch has one; those of earlier versions have none.
     """
 
     header: Header | None
     batches: list[Batch]
-    numbers: dict[str, int]
-    sealed: bool
+    line_numbers: dict[str, int]
+    has_checksums: bool
 
 
-class Journal:
-    """A file of predictions; without a path it keeps nothing, as on all ranks but one.
+_NO_CONTENT = PredictionsContent(None, [], {}, True)
+
+
+# ---------------------------------------------------------------------------
+# Writing
+
+
+class PredictionsFile:
+    """A predictions file that a run continues; without a path nothing is kept.
 
     Args:
-        path: The file.
-        header: What the predictions depend on; a file of another header is replaced, one of another
-            scoring alone is scored anew.
+        path: The file; None on all ranks but rank 0.
+        header: What the predictions depend on. A file of another header is replaced; one that
+            differs in its scoring alone is scored anew.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
-        self.path, self.header = path, header
-        self._last = ""  # the line that the next checksum counts first
+        self.path = path
+        self.header = header
+        self._last_line = ""  # the next checksum begins with it
 
-    def open(self, ids: Sequence[Sequence[str]], keep: Callable[[int], int]) -> list[Batch]:
-        """Returns the whole batches that the file holds; after it the file holds these and nothing
-        else.
+    def resume(
+        self, ids: Sequence[Sequence[str]], num_reusable: Callable[[int], int]
+    ) -> list[Batch]:
+        """Returns the batches that the file holds, and rewrites it to hold these alone.
 
         Args:
-            ids: Of what is asked in each batch.
-            keep: Returns how many to keep of as many whole batches.
+            ids: Of the requests of each batch.
+            num_reusable: Returns how many of as many closed batches to keep.
 
         Raises:
-            DataError: When the file cannot be read or written, is none of predictions, or was
-                changed by others; what it held is then still there.
+            DataError: When the file cannot be read or written, holds no predictions, or was edited.
+                What it held is then still there.
         """
         if self.path is None:
             return []
         try:
-            written = read_journal(self.path)
-            batches = written.batches
-            if (
-                written.header is None
-                or written.header._replace(scoring=self.header.scoring) != self.header
-            ):
-                batches = []
-            for asked, batch in zip(ids, batches, strict=False):
-                self._check_answered(asked, batch)
+            batches = self._read_batches(self.path)
+            for batch_ids, batch in zip(ids, batches, strict=False):
+                self._check_ids(batch_ids, batch)
 
+            batches = batches[: num_reusable(len(batches))]
             scoring = Scoring(*self.header.scoring)
-            kept = batches[: keep(len(batches))]
-            batches = [Batch([p.scored(scoring) for p in made], routers) for made, routers in kept]
-
-            self._last = self.header.line()
-            wanted = self._last + "\n" + "".join(map(self._batch_lines, batches))
-            if not self.path.exists() or self.path.read_bytes() != wanted.encode():
-                with whole_file(self.path) as partial:
-                    partial.write_text(wanted, encoding="utf-8")
+            batches = [_scored(batch, scoring) for batch in batches]
+            self._rewrite(self.path, batches)
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._write_error(error) from error
         return batches
 
     def append(self, batches: Sequence[Batch]) -> None:
         """Writes further batches.
 
         Raises:
-            DataError: When the file cannot be written; the next run goes on behind the last whole
+            DataError: When the file cannot be written; the next run goes on behind the last closed
                 batch.
         """
         if self.path is None:
             return
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(map(self._batch_lines, batches))
+                for batch in batches:
+                    file.write(self._lines_of(batch))
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._write_error(error) from error
 
-    def _batch_lines(self, batch: Batch) -> str:
-        """Returns the lines of a batch, the last of which the next checksum counts first."""
-        lines = [prediction.line() for prediction in batch.predictions]
-        self._last = seal(json.dumps({"routers": batch.routers}), "\n".join([self._last, *lines]))
-        return "".join(f"{line}\n" for line in [*lines, self._last])
+    def _read_batches(self, path: Path) -> list[Batch]:
+        """Returns the closed batches of the file; none when it is about anything else."""
+        content = read_predictions_file(path)
+        if content.header is None:
+            return []
+        with_own_scoring = content.header._replace(scoring=self.header.scoring)
+        return content.batches if with_own_scoring == self.header else []
 
-    def _check_answered(self, ids: Sequence[str], batch: Batch) -> None:
-        """Raises a DataError when a batch answers something else than these."""
+    def _rewrite(self, path: Path, batches: Sequence[Batch]) -> None:
+        """Makes the file hold these batches alone; one that does is not touched."""
+        self._last_line = self.header.to_json()
+        text = self._last_line + "\n" + "".join(map(self._lines_of, batches))
+        if path.exists() and path.read_bytes() == text.encode():
+            return
+
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+    def _lines_of(self, batch: Batch) -> str:
+        """Returns the lines of a batch; its last one starts the next checksum."""
+        lines = [prediction.to_json() for prediction in batch.predictions]
+        closing = json.dumps({"routers": batch.routers})
+        self._last_line = seal(closing, "\n".join([self._last_line, *lines]))
+        return "\n".join([*lines, self._last_line]) + "\n"
+
+    def _check_ids(self, ids: Sequence[str], batch: Batch) -> None:
+        """Raises a DataError when a batch answers other requests than these."""
         answered = [prediction.id for prediction in batch.predictions]
         if answered != list(ids):
             raise DataError(
-                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were asked. {_ADVICE}"
+                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were asked. "
+                f"{_ADVICE}"
             )
 
-    def _failure(self, error: OSError) -> DataError:
-        """Returns what the user is told."""
+    def _write_error(self, error: OSError) -> DataError:
         return DataError(
-            f"Predictions cannot be written to {self.path}: {error.strerror or error}. All that it holds is kept. Make "
-            "room or give another --out, and run the same command again: it goes on from there."
+            f"Predictions cannot be written to {self.path}: {error.strerror or error}. All that it "
+            "holds is kept. Make room or give another --out, and run the same command again: it "
+            "goes on from there."
         )
 
 
-def read_predictions(path: Path) -> dict[str, Prediction]:
-    """Returns the predictions of the whole batches in a file by id; none when it is missing."""
-    return {
-        prediction.id: prediction
-        for batch in read_journal(path).batches
-        for prediction in batch.predictions
-    }
+def _scored(batch: Batch, scoring: Scoring) -> Batch:
+    predictions = [prediction.scored(scoring) for prediction in batch.predictions]
+    return batch._replace(predictions=predictions)
 
 
-def read_journal(path: Path, check_header: Callable[[Header], None] | None = None) -> Written:
-    """Returns what a file of predictions holds; a torn end is left out, and a missing file holds
-    nothing.
+# ---------------------------------------------------------------------------
+# Reading
+
+
+def read_predictions_file(
+    path: Path, check_header: Callable[[Header], None] | None = None
+) -> PredictionsContent:
+    """Returns what a predictions file holds, without an end that was still being written.
+
+    A missing file holds nothing.
 
     Args:
         path: The file.
-        check_header: Raises when its first line is not that of the file which is wanted.
+        check_header: Raises when the header is not that of the file which is wanted.
 
     Raises:
-        DataError: When it cannot be read, a line is not what such a file holds, or was changed;
-            names the line.
+        DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
     if not path.exists():
-        return Written(None, [], {}, True)
-    lines = read_text(path, advice=_ADVICE).split("\n")[
-        :-1
-    ]  # what no newline ends was being written
+        return _NO_CONTENT
+    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]  # behind the last newline it is torn
     if not lines:
-        return Written(None, [], {}, True)
-    values = list(_values(path, lines))
+        return _NO_CONTENT
+
+    values = [_parse_line(path, number, line) for number, line in enumerate(lines, start=1)]
     header = to_record(Header, values[0], where=f"{path}, line 1", advice=_ADVICE)
     if check_header is not None:
         check_header(header)
 
     batches: list[Batch] = []
-    numbers: dict[str, int] = {}
-    made: list[Prediction] = []
-    sealed = True
-    start = 0  # of the lines that the next checksum counts
+    line_numbers: dict[str, int] = {}
+    open_batch: list[Prediction] = []
+    has_checksums = True
+    checksum_start = 0  # index of the first line that the next checksum counts
     for number, value in enumerate(values[1:], start=2):
         where = f"{path}, line {number}"
+
+        # A prediction of the batch that is not closed yet.
         if "routers" not in value:
-            prediction = _prediction(value, header.mode, where)
-            if prediction.id in numbers:
-                first = numbers[prediction.id]
+            prediction = _to_prediction(value, header.mode, where)
+            if prediction.id in line_numbers:
                 raise DataError(
-                    f"{where}: {shown(prediction.id)} was answered in line {first} already. {_ADVICE}"
+                    f"{where}: {shown(prediction.id)} was answered in line "
+                    f"{line_numbers[prediction.id]} already. {_ADVICE}"
                 )
-            numbers[prediction.id] = number
-            made.append(prediction)
+            line_numbers[prediction.id] = number
+            open_batch.append(prediction)
             continue
 
-        closing = to_record(_Closing, value, where=where, advice=_ADVICE)
+        # The line that closes it: its checksum counts the lines since the one before.
+        closing = to_record(_ClosingLine, value, where=where, advice=_ADVICE)
+        counted_lines = "\n".join(lines[checksum_start : number - 1])
         if closing.sha256 is None:
-            sealed = False
-        elif not is_whole(lines[number - 1], value, "\n".join(lines[start : number - 1])):
+            has_checksums = False
+        elif not is_whole(lines[number - 1], value, counted_lines):
             raise DataError(
-                f"{path}, lines {start + 1} to {number}: they are not what was written ({SEAL} differs). {_ADVICE}"
+                f"{path}, lines {checksum_start + 1} to {number}: they are not what was written "
+                f"({SEAL} differs). {_ADVICE}"
             )
-        batches.append(Batch(made, closing.routers))
-        if _sizes(closing.routers) != _sizes(batches[0].routers):
+        batches.append(Batch(open_batch, closing.routers))
+        if _num_counts(closing.routers) != _num_counts(batches[0].routers):
             raise DataError(
                 f"{where}: routers has other counts than that of the first batch. {_ADVICE}"
             )
-        made = []
-        start = number - 1
-    return Written(header, batches, numbers, sealed)
+        open_batch = []
+        checksum_start = number - 1
+
+    return PredictionsContent(header, batches, line_numbers, has_checksums)
 
 
-def _values(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of lines.
-
-    Raises:
-        DataError: When one is none.
-    """
-    for number, line in enumerate(lines, start=1):
-        value = parse_json(line, where=f"{path}, line {number}", advice=_ADVICE, nan=True)
-        if not isinstance(value, dict):
-            raise DataError(
-                f"{path}, line {number}: {shown(line[:60])} is no JSON object. {_ADVICE}"
-            )
-        yield value
+def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Returns the JSON object of a line, or raises a DataError."""
+    where = f"{path}, line {number}"
+    value = parse_json(line, where=where, advice=_ADVICE, nan=True)
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {shown(line[:60])} is no JSON object. {_ADVICE}")
+    return value
 
 
-def _prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
-    """Returns the prediction of a line.
-
-    Raises:
-        DataError: When it is none of this mode.
-    """
+def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
+    """Returns the prediction of a line, or raises a DataError when it is none of this mode."""
     prediction = to_record(Prediction, value, where=where, advice=_ADVICE)
-    choices = prediction.choices
-    fits = choices is None and prediction.scores is None
-    if mode == "rank":
-        fits = (
-            bool(choices)
-            and choices.keys() == (prediction.scores or {}).keys()
-            and prediction.output in choices
-        )
-    if not fits:
+    if not _fits_mode(prediction, mode):
         raise DataError(f"{where}: {shown(value)} is no answer of mode {mode}. {_ADVICE}")
     return prediction
 
 
-def _sizes(routers: Mapping[Stack, dict[str, Any]]) -> dict[tuple[str, str], int | None]:
+def _fits_mode(prediction: Prediction, mode: Mode) -> bool:
+    """Returns whether a ranked answer is one of its choices, or a generated one has none."""
+    if mode == "generate":
+        return prediction.choices is None and prediction.scores is None
+
+    choices = prediction.choices
+    scores = prediction.scores or {}
+    return bool(choices) and choices.keys() == scores.keys() and prediction.output in choices
+
+
+def _num_counts(routers: Mapping[Stack, RouterCounts]) -> dict[tuple[str, str], int | None]:
     """Returns how many numbers each count of a batch has; None for a single one."""
-    sizes = {}
+    sizes: dict[tuple[str, str], int | None] = {}
     for stack, counts in routers.items():
         for name, count in counts.items():
             sizes[stack, name] = len(count) if isinstance(count, list) else None

@@ -4,12 +4,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from eval.answers.predict import MODES
-from eval.names import split_names
+from eval.commands.command import Subparsers, name_list
 from eval.records import (
     ComparedModel,
     Comparison,
@@ -71,9 +71,9 @@ class Side(NamedTuple):
         ]
 
 
-def add_compare_command(commands: Any) -> None:
-    """Adds `compare` to the sub-commands."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+def add_parser(commands: Subparsers) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
         "compare",
         help="compares two runs on the same examples",
         description="Paired permutation test of each task and metric, and the examples where two runs differ.",
@@ -81,19 +81,22 @@ def add_compare_command(commands: Any) -> None:
     side = "folder of a run; NAME=FOLDER for another than its first model"
     parser.add_argument("a", metavar="A", help=side)
     parser.add_argument("b", metavar="B", help=side)
-    parser.add_argument("--tasks", help="names, separated by commas (default: all that both have)")
+    parser.add_argument(
+        "--tasks",
+        type=name_list,
+        help="names, separated by commas (default: all that both have)",
+    )
     parser.add_argument("--mode", choices=MODES, help="default: all that both have")
     parser.add_argument(
         "--out", default="runs/compare", help="folder of the reports (default: runs/compare)"
     )
 
 
-def run_compare(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Compares, writes compare.json and compare.md, and prints the latter."""
     out = output_path(arguments.out)
     check_kind(out, "comparison")
-    tasks = None if arguments.tasks is None else split_names("--tasks", arguments.tasks)
-    comparison = compare_runs(arguments.a, arguments.b, tasks=tasks, mode=arguments.mode)
+    comparison = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
 
     content = json.dumps(to_json(comparison), indent=1, ensure_ascii=False)
     text = printable(comparison_markdown(comparison))

@@ -1,7 +1,9 @@
-"""The tasks as a table: python -m eval list."""
+"""python -m eval list: the tasks as a table."""
 
-from collections.abc import Iterable
+import argparse
+from collections.abc import Sequence
 
+from eval.commands.command import Subparsers
 from eval.source import HubData
 from eval.task import TASKS, Task
 
@@ -9,60 +11,70 @@ LEGEND = """\
 train/validation/test: rows of the splits that there are; * is the one that is reported on, (labels are hidden) in ().
 scores: the first is the headline. prompt: where inputs and targets are from.
 --data FOLDER with FOLDER/TASK/SPLIT.jsonl or .parquet takes the place of the hub; a variant reads its task's folder."""
-_HEAD: tuple[str, ...] = (
-    "task",
-    "version",
-    "scores",
-    "train/validation/test",
-    "prompt",
-    "data",
-    "licence",
-)
+
+_HEADER = ("task", "version", "scores", "train/validation/test", "prompt", "data", "licence")
+
+Cells = tuple[str, ...]
+"""One line of the table."""
 
 
-def tasks_table() -> str:
-    """Returns a line a task, by family, with a legend."""
+def add_parser(commands: Subparsers) -> None:
+    """Adds the command."""
+    commands.add_parser("list", help="lists the tasks")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the table."""
+    print(format_tasks())
+
+
+def format_tasks() -> str:
+    """Returns a line for each task, by family, with a legend."""
     families: dict[str, list[Task]] = {}
-    for task in map(TASKS.get, TASKS.names()):
+    for name in TASKS.names():
+        task = TASKS.get(name)
         families.setdefault(task.family, []).append(task)
-    lines = [_HEAD]
+
+    lines: list[Cells] = [_HEADER]
     for family, tasks in sorted(families.items()):
-        lines.append((family, *[""] * (len(_HEAD) - 1)))
-        lines += map(_line, tasks)
-    return f"{_aligned(lines)}\n\n{LEGEND}"
+        lines.append((family, *[""] * (len(_HEADER) - 1)))
+        lines += map(_cells_of_task, tasks)
+    return f"{_align(lines)}\n\n{LEGEND}"
 
 
-def _line(task: Task) -> tuple[str, ...]:
-    """Returns the cells of a task."""
-    scores = ", ".join(metric.name for metric in task.metrics)
+def _cells_of_task(task: Task) -> Cells:
     data = "this Python installation"
     if isinstance(task.source, HubData):
         data = f"{task.source.repository} {task.source.config}"
-    splits = "/".join(_split(task, split) for split in task.source.splits)
     return (
         f"  {task.name}",
         str(task.version),
-        scores,
-        splits,
+        ", ".join(metric.name for metric in task.metrics),
+        "/".join(_format_split(task, split) for split in task.source.splits),
         task.prompt_source,
         data,
         task.licence,
     )
 
 
-def _split(task: Task, split: str) -> str:
+def _format_split(task: Task, split: str) -> str:
     """Returns the number of rows of a split, or its name."""
-    expected = task.source.expected(split)
-    text = f"{expected:,}" if expected is not None else split
-    text = f"({text})" if split in task.source.hidden else text
+    num_rows = task.source.expected(split)
+    text = split if num_rows is None else f"{num_rows:,}"
+    if split in task.source.hidden:
+        text = f"({text})"
     return f"*{text}" if split == task.split else text
 
 
-def _aligned(lines: Iterable[tuple[str, ...]]) -> str:
+def _align(lines: Sequence[Cells]) -> str:
     """Returns lines of cells with columns as wide as their widest cell."""
-    lines = list(lines)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    widths = [0] * len(_HEADER)
+    for cells in lines:
+        for column, cell in enumerate(cells):
+            widths[column] = max(widths[column], len(cell))
+
+    aligned: list[str] = []
+    for cells in lines:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        aligned.append("  ".join(padded).rstrip())
+    return "\n".join(aligned)

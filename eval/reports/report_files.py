@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from eval.answers.predict import Seq2Seq
+from eval.answers.seq2seq import Seq2Seq
 from eval.records import ModelInfo, Report, Selection, printable, to_json
 from eval.reports.card import model_card
 from eval.reports.html_report import html_report

@@ -1,9 +1,8 @@
-"""One file for each family of tasks; each adds its tasks to `eval.task.TASKS`, which finds the file
-by itself.
+"""One file for each family of tasks; `eval.task.TASKS` finds the files by itself.
 
 To add a task:
 
-1. Write a file here, or add to that of its family: `TASKS.add(name, Task(...))` with a `HubData`
+1. Write a file here, or add to that of its family: `register_task(Task(...))` with a `HubData`
    that names the repository, config, counts and columns, and with functions of eval/text/ and
    eval/scores/metrics.py, or with new ones beside the task. Text of T5 goes to those files, with
    its source; a prompt that nobody published says `prompt_source="this library"`, and one that

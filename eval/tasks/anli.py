@@ -5,21 +5,22 @@ published ones. Labels are in the order of MNLI, and not in that of CB.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from eval.scores.metrics import ACCURACY
 from eval.source import HubData
-from eval.task import TASKS, Row, Task
+from eval.task import Features, Row, Task, register_task
 from eval.text.postprocess import label_index
-from eval.text.preprocess import THREE_WAY, Preprocess, glue
+from eval.text.preprocess import THREE_WAY, glue
 
 YES_OR_NO = ("Yes", "It's impossible to say", "No")
 TRUE_OR_FALSE = ("True", "Neither", "False")
-_TRAIN_COUNTS = {1: 16946, 2: 45460, 3: 100459}
-_EVAL_COUNTS = {1: 1000, 2: 1000, 3: 1200}
 
 
-def flan(row: Row) -> list[dict[str, Any]]:
+# ---------------------------------------------------------------------------
+# Prompts
+
+
+def flan(row: Row) -> list[Features]:
     """Returns the premise, a question and three answers to Yes, It's impossible to say or No.
 
     Source:
@@ -33,7 +34,7 @@ def flan(row: Row) -> list[dict[str, Any]]:
     return [{"uid": row["uid"], "inputs": inputs, "targets": YES_OR_NO[row["label"]]}]
 
 
-def gpt3(row: Row) -> list[dict[str, Any]]:
+def gpt3(row: Row) -> list[Features]:
     """Returns the premise and a question to True, Neither or False.
 
     Source:
@@ -44,34 +45,38 @@ def gpt3(row: Row) -> list[dict[str, Any]]:
     return [{"uid": row["uid"], "inputs": inputs, "targets": TRUE_OR_FALSE[row["label"]]}]
 
 
-def _add(round_: int) -> None:
-    """Adds a round and its variants."""
-    own = TASKS.add(
-        f"anli_r{round_}",
+# ---------------------------------------------------------------------------
+# Tasks
+
+
+def _register_round(number: int, *, num_train: int, num_eval: int) -> None:
+    """Registers a round and its variants.
+
+    Args:
+        number: Of the round, from 1.
+        num_train: Rows to train on.
+        num_eval: Rows of the validation split, and as many of the test split.
+    """
+    name = f"anli_r{number}"
+    task = register_task(
         Task(
-            name=f"anli_r{round_}",
+            name=name,
             version=1,
             description="Whether a paragraph entails a sentence: entailment, neutral or contradiction.",
             licence="CC BY-NC 4.0",
             source=HubData(
                 "facebook/anli",
                 "plain_text",
-                counts={
-                    "train": _TRAIN_COUNTS[round_],
-                    "validation": _EVAL_COUNTS[round_],
-                    "test": _EVAL_COUNTS[round_],
-                },
+                counts={"train": num_train, "validation": num_eval, "test": num_eval},
                 columns={"uid": str, "premise": str, "hypothesis": str, "label": int},
                 labels={"label": range(3)},
                 hub_splits={
-                    "train": f"train_r{round_}",
-                    "validation": f"dev_r{round_}",
-                    "test": f"test_r{round_}",
+                    "train": f"train_r{number}",
+                    "validation": f"dev_r{number}",
+                    "test": f"test_r{number}",
                 },
             ),
-            preprocess=glue(
-                f"anli_r{round_}", THREE_WAY, ("hypothesis", "premise"), id_field="uid"
-            ),
+            preprocess=glue(name, THREE_WAY, ("hypothesis", "premise"), id_field="uid"),
             postprocess=label_index(THREE_WAY),
             metrics=(ACCURACY,),
             choices=THREE_WAY,
@@ -79,26 +84,37 @@ def _add(round_: int) -> None:
             split="test",
             prompt_source="this library",
             family="ANLI",
-        ),
-    )
-    published: tuple[tuple[str, str, Preprocess, tuple[str, ...]], ...] = (
-        ("flan", "FLAN", flan, YES_OR_NO),
-        ("gpt3", "GPT-3", gpt3, TRUE_OR_FALSE),
-    )
-    for name, source, preprocess, labels in published:
-        variant = replace(
-            own,
-            name=f"{own.name}.{name}",
-            description=f"Whether a paragraph entails a sentence: {', '.join(labels[:-1])} or {labels[-1]}.",
-            preprocess=preprocess,
-            postprocess=label_index(labels),
-            choices=labels,
-            ids=("uid",),
-            prompt_source=source,
-            variant_of=own.name,
         )
-        TASKS.add(variant.name, variant)
+    )
+
+    register_task(
+        replace(
+            task,
+            name=f"{name}.flan",
+            description="Whether a paragraph entails a sentence: Yes, It's impossible to say or No.",
+            preprocess=flan,
+            postprocess=label_index(YES_OR_NO),
+            choices=YES_OR_NO,
+            ids=("uid",),
+            prompt_source="FLAN",
+            variant_of=name,
+        )
+    )
+    register_task(
+        replace(
+            task,
+            name=f"{name}.gpt3",
+            description="Whether a paragraph entails a sentence: True, Neither or False.",
+            preprocess=gpt3,
+            postprocess=label_index(TRUE_OR_FALSE),
+            choices=TRUE_OR_FALSE,
+            ids=("uid",),
+            prompt_source="GPT-3",
+            variant_of=name,
+        )
+    )
 
 
-for _round in _TRAIN_COUNTS:
-    _add(_round)
+_register_round(1, num_train=16946, num_eval=1000)
+_register_round(2, num_train=45460, num_eval=1000)
+_register_round(3, num_train=100459, num_eval=1200)

@@ -4,77 +4,62 @@ ROUGE is without stemming, with T5's ` . ` rule: a predicted sentence ends at ` 
 vocabulary has no newline. The headline is ROUGE-2, which the paper prints.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from eval.scores.metrics import ROUGE1, ROUGE2, ROUGELSUM
 from eval.source import EXPORT, MAIN, HubData
-from eval.task import TASKS, Decoding, Task
+from eval.task import Decoding, Task, register_task
 from eval.text.postprocess import unchanged
 from eval.text.preprocess import summarize
 
+# T5's for summaries.
+_DECODING = Decoding(max_tokens=128, num_beams=4, alpha=0.6)
+_LENGTH = 512
 
-def _add(
-    name: str,
-    description: str,
-    licence: str,
-    source: HubData,
-    text: str,
-    summary: str,
-    **fields: Any,
-) -> None:
-    """Adds a task; beams and lengths are T5's for summaries."""
-    TASKS.add(
-        name,
-        Task(
-            name=name,
-            version=1,
-            description=description,
-            licence=licence,
-            source=source,
-            preprocess=summarize(text, summary),
-            postprocess=unchanged,
-            metrics=(ROUGE2, ROUGE1, ROUGELSUM),
-            inputs_length=512,
-            targets_length=512,
-            decoding=Decoding(max_tokens=128, num_beams=4, alpha=0.6),
-            split="test",
-            family="Summarization",
-            **fields,
+register_task(
+    Task(
+        name="xsum",
+        version=1,
+        description=(
+            "An article of the BBC, to its first sentence, which the article lacks. T5 has no task "
+            "for it: this is T5's prompt for summaries."
         ),
+        licence="unknown; texts of the BBC",
+        source=HubData(
+            "EdinburghNLP/xsum",
+            "default",
+            counts={"train": 204045, "validation": 11332, "test": 11334},
+            columns={"document": str, "summary": str},
+            revisions=(EXPORT, MAIN),
+        ),
+        preprocess=summarize("document", "summary"),
+        postprocess=unchanged,
+        metrics=(ROUGE2, ROUGE1, ROUGELSUM),
+        inputs_length=_LENGTH,
+        targets_length=_LENGTH,
+        decoding=_DECODING,
+        split="test",
+        family="Summarization",
     )
-
-
-def _counts(train: int, validation: int, test: int) -> Mapping[str, int]:
-    """Returns counts by split."""
-    return {"train": train, "validation": validation, "test": test}
-
-
-_add(
-    "xsum",
-    "An article of the BBC, to its first sentence, which the article lacks. T5 has no task for it: this is T5's prompt "
-    "for summaries.",
-    "unknown; texts of the BBC",
-    HubData(
-        "EdinburghNLP/xsum",
-        "default",
-        counts=_counts(204045, 11332, 11334),
-        columns={"document": str, "summary": str},
-        revisions=(EXPORT, MAIN),
-    ),
-    "document",
-    "summary",
 )
-_add(
-    "cnn_dailymail",
-    "An article of CNN or the Daily Mail, to its highlights, one on each line.",
-    "Apache-2.0 for the scripts; texts of CNN and Daily Mail",
-    HubData(
-        "abisee/cnn_dailymail",
-        "3.0.0",
-        counts=_counts(287113, 13368, 11490),
-        columns={"article": str, "highlights": str},
-    ),
-    "article",
-    "highlights",
+
+register_task(
+    Task(
+        name="cnn_dailymail",
+        version=1,
+        description="An article of CNN or the Daily Mail, to its highlights, one on each line.",
+        licence="Apache-2.0 for the scripts; texts of CNN and Daily Mail",
+        source=HubData(
+            "abisee/cnn_dailymail",
+            "3.0.0",
+            counts={"train": 287113, "validation": 13368, "test": 11490},
+            columns={"article": str, "highlights": str},
+        ),
+        preprocess=summarize("article", "highlights"),
+        postprocess=unchanged,
+        metrics=(ROUGE2, ROUGE1, ROUGELSUM),
+        inputs_length=_LENGTH,
+        targets_length=_LENGTH,
+        decoding=_DECODING,
+        split="test",
+        family="Summarization",
+    )
 )

@@ -1,14 +1,14 @@
-"""SuperGLUE: eight tasks, two diagnostics, and definite pronoun resolution, which T5 trains on
-beside WSC.
+"""SuperGLUE: eight tasks, two diagnostics, and definite pronoun resolution.
 
-Prompts, targets and scoring are T5's. Labels of the test splits are hidden: scores are those of the
-validation split, as in the paper's Table 10; a submission to the leaderboard is made of the
-predictions of the test split.
+T5 trains on the last beside WSC. Prompts, targets and scoring are T5's. Labels of the test splits
+are hidden: scores are those of the validation split, as in the paper's Table 10; a submission to
+the leaderboard is made of the predictions of the test split.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
+from eval.row_schema import ColumnKinds
 from eval.scores.metrics import (
     ACCURACY,
     GENDER_PARITY,
@@ -21,217 +21,374 @@ from eval.scores.metrics import (
     Metric,
 )
 from eval.source import HubData
-from eval.task import TASKS, Row, Task
-from eval.text.postprocess import label_index, multirc, record, unchanged, wsc_simple
-from eval.text.preprocess import LABELS, glue_task
-from eval.text.preprocess import record as preprocess_record
-from eval.text.wsc import definite_pronoun_resolution_simple
-from eval.text.wsc import wsc_simple as preprocess_wsc
+from eval.task import Features, Row, Task, register_task
+from eval.text import postprocess, preprocess, wsc
 
-REPOSITORY = "aps/super_glue"
+_FAMILY = "SuperGLUE"
 _MIXED = "mixed: see the card of SuperGLUE"
 
 
 def _data(
-    config: str,
-    counts: Sequence[int],
-    columns: Mapping[str, Any],
-    num_labels: int = 0,
-    repository: str = REPOSITORY,
+    config: str, counts: Mapping[str, int], columns: ColumnKinds, *, num_labels: int = 0
 ) -> HubData:
-    """Returns a config of SuperGLUE: counts of train, validation and test, or of test alone."""
-    splits = ("train", "validation", "test")[-len(counts) :]
+    """Returns a config of SuperGLUE; where a split is trained on, the test labels are hidden.
+
+    Args:
+        config: Of the repository.
+        counts: Rows by split.
+        columns: Without the label.
+        num_labels: Values of the label; 0 for none.
+    """
+    labels: Mapping[str, range] = {}
+    if num_labels:
+        columns = {**columns, "label": int}
+        labels = {"label": range(num_labels)}
     return HubData(
-        repository,
+        "aps/super_glue",
         config,
-        counts=dict(zip(splits, counts, strict=True)),
-        columns={**columns, **({"label": int} if num_labels else {})},
-        labels={"label": range(num_labels)} if num_labels else {},
-        hidden=("test",) if len(counts) == 3 else (),
+        counts=counts,
+        columns=columns,
+        labels=labels,
+        hidden=("test",) if "train" in counts else (),
     )
 
 
-def _add(
+def _classification(
     name: str,
     description: str,
     licence: str,
     source: HubData,
-    metrics: tuple[Metric, ...],
-    **fields: Any,
-) -> None:
-    """Adds a task; unless `fields` say otherwise it is a classification in the form of GLUE."""
-    defaults: dict[str, Any] = {"name": name, "version": 1, "family": "SuperGLUE", "ids": ("idx",)}
-    if name in LABELS:
-        defaults["preprocess"] = glue_task(name)
-        defaults["postprocess"] = label_index(LABELS[name])
-        defaults["choices"] = LABELS[name]
-    about = {"description": description, "licence": licence, "source": source, "metrics": metrics}
-    TASKS.add(name, Task(**{**defaults, **about, **fields}))
+    metrics: tuple[Metric, ...] = (ACCURACY,),
+    headline: tuple[Metric, ...] = (),
+) -> Task:
+    """Returns a classification in the form of GLUE, whose prompt and labels go by its name."""
+    labels = preprocess.LABELS[name]
+    return Task(
+        name=name,
+        version=1,
+        description=description,
+        licence=licence,
+        source=source,
+        preprocess=preprocess.glue_task(name),
+        postprocess=postprocess.label_index(labels),
+        metrics=metrics,
+        headline=headline,
+        choices=labels,
+        ids=("idx",),
+        family=_FAMILY,
+    )
 
 
-def _record(row: Row) -> list[dict[str, Any]]:
-    """Returns an example an answer; entities are sorted, as in the copy of the data that T5 used."""
+# ---------------------------------------------------------------------------
+# Classifications
+
+register_task(
+    _classification(
+        name="boolq",
+        description="A yes/no question about a paragraph of Wikipedia, to True or False.",
+        licence="CC BY-SA 3.0",
+        source=_data(
+            "boolq",
+            counts={"train": 9427, "validation": 3270, "test": 3245},
+            columns={"question": str, "passage": str, "idx": int},
+            num_labels=2,
+        ),
+    )
+)
+
+register_task(
+    _classification(
+        name="cb",
+        description=(
+            "Whether a text commits its author to the clause in it: entailment, contradiction or "
+            "neutral (CommitmentBank). The paper prints accuracy; the leaderboard averages it with "
+            "the F1 over all three classes."
+        ),
+        licence=_MIXED,
+        source=_data(
+            "cb",
+            counts={"train": 250, "validation": 56, "test": 250},
+            columns={"premise": str, "hypothesis": str, "idx": int},
+            num_labels=3,
+        ),
+        metrics=(ACCURACY, MACRO_F1),
+        headline=(ACCURACY, MACRO_F1),
+    )
+)
+
+register_task(
+    _classification(
+        name="copa",
+        description=(
+            "Which of two sentences is the cause, or the effect, of a third: choice1 or choice2."
+        ),
+        licence="BSD-2-Clause",
+        source=_data(
+            "copa",
+            counts={"train": 400, "validation": 100, "test": 500},
+            columns={
+                "premise": str,
+                "choice1": str,
+                "choice2": str,
+                "question": str,
+                "idx": int,
+            },
+            num_labels=2,
+        ),
+    )
+)
+
+register_task(
+    _classification(
+        name="rte",
+        description="Whether a text entails a sentence: entailment or not_entailment.",
+        licence=_MIXED,
+        source=_data(
+            "rte",
+            counts={"train": 2490, "validation": 277, "test": 3000},
+            columns={"premise": str, "hypothesis": str, "idx": int},
+            num_labels=2,
+        ),
+    )
+)
+
+register_task(
+    _classification(
+        name="wic",
+        description="Whether a word means the same in two sentences: True or False.",
+        licence="CC BY-NC 4.0",
+        source=_data(
+            "wic",
+            counts={"train": 5428, "validation": 638, "test": 1400},
+            columns={"word": str, "sentence1": str, "sentence2": str, "idx": int},
+            num_labels=2,
+        ),
+    )
+)
+
+
+# ---------------------------------------------------------------------------
+# MultiRC: a question has several answers, each right or wrong
+
+register_task(
+    replace(
+        _classification(
+            name="multirc",
+            description=(
+                "Whether an answer to a question about a paragraph is right, True or False; a "
+                "question has several answers. F1 is over all answers, exact match over questions."
+            ),
+            licence="research use",
+            source=_data(
+                "multirc",
+                counts={"train": 27243, "validation": 4848, "test": 9693},
+                columns={
+                    "paragraph": str,
+                    "question": str,
+                    "answer": str,
+                    "idx": {"paragraph": int, "question": int, "answer": int},
+                },
+                num_labels=2,
+            ),
+            metrics=(MULTIRC_F1A, MULTIRC_EM),
+            headline=(MULTIRC_F1A, MULTIRC_EM),
+        ),
+        postprocess=postprocess.multirc,
+        ids=("idx/paragraph", "idx/question", "idx/answer"),
+        groups=("idx/paragraph", "idx/question"),
+    )
+)
+
+
+# ---------------------------------------------------------------------------
+# ReCoRD: the entity that fills a gap
+
+
+def _record_train(row: Row) -> list[Features]:
+    """Returns an example for each answer; entities are sorted, as in T5's copy of the data."""
     entities = sorted(set(row["entities"]))
-    made = preprocess_record({**row, "entities": entities})
-    return [
-        fields | {"idx/answer": number, "entities": entities} for number, fields in enumerate(made)
-    ]
+    examples = preprocess.record({**row, "entities": entities})
+    for number, features in enumerate(examples):
+        features["idx/answer"] = number
+        features["entities"] = entities
+    return examples
 
 
-def _pair(row: Row) -> list[dict[str, Any]]:
-    """Returns an example of AX-g with the number of its pair: rows 2i and 2i + 1 differ in a
-    pronoun's gender.
-    """
-    return [fields | {"pair": fields["idx"] // 2} for fields in glue_task("axg")(row)]
+def _record(row: Row) -> list[Features]:
+    """Returns the query once, to its first answer."""
+    return _record_train(row)[:1]
 
 
-def _referent(row: Row) -> list[dict[str, Any]]:
+def _entities(features: Features) -> tuple[str, ...]:
+    return tuple(features["entities"])
+
+
+register_task(
+    Task(
+        name="record",
+        version=1,
+        description=(
+            "The entity of a news text that fills the gap in a query; every answer of the query "
+            "counts as right. Training has an example for each of them, 138,854 in all."
+        ),
+        licence="Apache-2.0; texts of CNN and Daily Mail",
+        source=_data(
+            "record",
+            counts={"train": 100730, "validation": 10000, "test": 10000},
+            columns={
+                "passage": str,
+                "query": str,
+                "entities": [str],
+                "answers": [str],
+                "idx": {"passage": int, "query": int},
+            },
+        ),
+        preprocess=_record,
+        for_training=_record_train,
+        postprocess=postprocess.record,
+        metrics=(RECORD_EM, RECORD_F1),
+        headline=(RECORD_EM, RECORD_F1),
+        choices=_entities,
+        ids=("idx/passage", "idx/query", "idx/answer"),
+        groups=("idx/passage", "idx/query"),
+        family=_FAMILY,
+    )
+)
+
+
+# ---------------------------------------------------------------------------
+# WSC and definite pronoun resolution: the noun that a pronoun stands for
+
+
+def _wsc_train(row: Row) -> list[Features]:
+    return wsc.wsc_simple(row, correct_referent_only=True)
+
+
+def _dpr(row: Row) -> list[Features]:
     """Returns an example of definite pronoun resolution with its candidates."""
-    return [
-        fields | {"candidates": row["candidates"]}
-        for fields in definite_pronoun_resolution_simple(row)
-    ]
+    examples = wsc.definite_pronoun_resolution_simple(row)
+    for features in examples:
+        features["candidates"] = row["candidates"]
+    return examples
 
 
-_WSC_COLUMNS = {
-    "text": str,
-    "span1_index": int,
-    "span2_index": int,
-    "span1_text": str,
-    "span2_text": str,
-    "idx": int,
-}
-_MULTIRC_COLUMNS = {
-    "paragraph": str,
-    "question": str,
-    "answer": str,
-    "idx": {"paragraph": int, "question": int, "answer": int},
-}
-_RECORD_COLUMNS = {
-    "passage": str,
-    "query": str,
-    "entities": [str],
-    "answers": [str],
-    "idx": {"passage": int, "query": int},
-}
+def _candidates(features: Features) -> tuple[str, ...]:
+    return tuple(features["candidates"])
 
-_add(
-    "boolq",
-    "A yes/no question about a paragraph of Wikipedia, to True or False.",
-    "CC BY-SA 3.0",
-    _data("boolq", (9427, 3270, 3245), {"question": str, "passage": str, "idx": int}, 2),
-    (ACCURACY,),
+
+register_task(
+    Task(
+        name="wsc",
+        version=1,
+        description=(
+            "The noun that a marked pronoun stands for, in words; it is right when its words agree "
+            "with the candidate of a row of label 1, or disagree in a row of label 0. Training has "
+            "the 259 rows of label 1."
+        ),
+        licence="CC BY 4.0",
+        source=_data(
+            "wsc.fixed",
+            counts={"train": 554, "validation": 104, "test": 146},
+            columns={
+                "text": str,
+                "span1_index": int,
+                "span2_index": int,
+                "span1_text": str,
+                "span2_text": str,
+                "idx": int,
+            },
+            num_labels=2,
+        ),
+        preprocess=wsc.wsc_simple,
+        for_training=_wsc_train,
+        postprocess=postprocess.wsc_simple,
+        metrics=(ACCURACY,),
+        ids=("idx",),
+        family=_FAMILY,
+    )
 )
-_add(
-    "cb",
-    "Whether a text commits its author to the clause in it: entailment, contradiction or neutral (CommitmentBank). "
-    "The paper prints accuracy; the leaderboard averages it with the F1 over all three classes.",
-    _MIXED,
-    _data("cb", (250, 56, 250), {"premise": str, "hypothesis": str, "idx": int}, 3),
-    (ACCURACY, MACRO_F1),
-    headline=(ACCURACY, MACRO_F1),
+
+register_task(
+    Task(
+        name="dpr",
+        version=1,
+        description=(
+            "The noun that a marked pronoun stands for, in words (definite pronoun resolution): T5 "
+            "trains on it beside wsc."
+        ),
+        licence="unknown",
+        source=HubData(
+            "community-datasets/definite_pronoun_resolution",
+            "plain_text",
+            counts={"train": 1322, "test": 564},
+            columns={"sentence": str, "pronoun": str, "candidates": [str], "label": int},
+            labels={"label": range(2)},
+        ),
+        preprocess=_dpr,
+        postprocess=postprocess.unchanged,
+        metrics=(ACCURACY,),
+        choices=_candidates,
+        split="test",
+        family=_FAMILY,
+    )
 )
-_add(
-    "copa",
-    "Which of two sentences is the cause, or the effect, of a third: choice1 or choice2.",
-    "BSD-2-Clause",
-    _data(
-        "copa",
-        (400, 100, 500),
-        {"premise": str, "choice1": str, "choice2": str, "question": str, "idx": int},
-        2,
-    ),
-    (ACCURACY,),
+
+
+# ---------------------------------------------------------------------------
+# Diagnostics, which have a test split alone
+
+
+def _gender_pair(row: Row) -> list[Features]:
+    """Returns an example of AX-g with its pair: rows 2i and 2i + 1 differ in a pronoun's gender."""
+    examples = _axg(row)
+    for features in examples:
+        features["pair"] = features["idx"] // 2
+    return examples
+
+
+_axg = preprocess.glue_task("axg")
+
+register_task(
+    replace(
+        _classification(
+            name="axb",
+            description=(
+                "A diagnostic for models trained on rte, over many kinds of inference; not part of "
+                "the average."
+            ),
+            licence=_MIXED,
+            source=_data(
+                "axb",
+                counts={"test": 1104},
+                columns={"sentence1": str, "sentence2": str, "idx": int},
+                num_labels=2,
+            ),
+            metrics=(MATTHEWS,),
+        ),
+        split="test",
+    )
 )
-_add(
-    "multirc",
-    "Whether an answer to a question about a paragraph is right, True or False; a question has several answers. F1 is "
-    "over all answers, exact match over questions.",
-    "research use",
-    _data("multirc", (27243, 4848, 9693), _MULTIRC_COLUMNS, 2),
-    (MULTIRC_F1A, MULTIRC_EM),
-    headline=(MULTIRC_F1A, MULTIRC_EM),
-    postprocess=multirc,
-    ids=("idx/paragraph", "idx/question", "idx/answer"),
-    groups=("idx/paragraph", "idx/question"),
-)
-_add(
-    "record",
-    "The entity of a news text that fills the gap in a query; every answer of the query counts as right. Training has "
-    "an example for each of them, 138,854 in all.",
-    "Apache-2.0; texts of CNN and Daily Mail",
-    _data("record", (100730, 10000, 10000), _RECORD_COLUMNS),
-    (RECORD_EM, RECORD_F1),
-    headline=(RECORD_EM, RECORD_F1),
-    preprocess=lambda row: _record(row)[:1],
-    for_training=_record,
-    postprocess=record,
-    choices=lambda fields: tuple(fields["entities"]),
-    ids=("idx/passage", "idx/query", "idx/answer"),
-    groups=("idx/passage", "idx/query"),
-)
-_add(
-    "rte",
-    "Whether a text entails a sentence: entailment or not_entailment.",
-    _MIXED,
-    _data("rte", (2490, 277, 3000), {"premise": str, "hypothesis": str, "idx": int}, 2),
-    (ACCURACY,),
-)
-_add(
-    "wic",
-    "Whether a word means the same in two sentences: True or False.",
-    "CC BY-NC 4.0",
-    _data(
-        "wic", (5428, 638, 1400), {"word": str, "sentence1": str, "sentence2": str, "idx": int}, 2
-    ),
-    (ACCURACY,),
-)
-_add(
-    "wsc",
-    "The noun that a marked pronoun stands for, in words; it is right when its words agree with the candidate of a row "
-    "of label 1, or disagree in a row of label 0. Training has the 259 rows of label 1.",
-    "CC BY 4.0",
-    _data("wsc.fixed", (554, 104, 146), _WSC_COLUMNS, 2),
-    (ACCURACY,),
-    preprocess=preprocess_wsc,
-    for_training=lambda row: preprocess_wsc(row, correct_referent_only=True),
-    postprocess=wsc_simple,
-    choices=(),
-)
-_add(
-    "axb",
-    "A diagnostic for models trained on rte, over many kinds of inference; not part of the average.",
-    _MIXED,
-    _data("axb", (1104,), {"sentence1": str, "sentence2": str, "idx": int}, 2),
-    (MATTHEWS,),
-    split="test",
-)
-_add(
-    "axg",
-    "A diagnostic for models trained on rte: pairs that differ in the gender of a pronoun. Parity is the share of "
-    "pairs with equal answers, 100 for a constant one; not part of the average.",
-    _MIXED,
-    _data("axg", (356,), {"premise": str, "hypothesis": str, "idx": int}, 2),
-    (ACCURACY, GENDER_PARITY),
-    preprocess=_pair,
-    groups=("pair",),
-    split="test",
-)
-_add(
-    "dpr",
-    "The noun that a marked pronoun stands for, in words (definite pronoun resolution): T5 trains on it beside wsc.",
-    "unknown",
-    HubData(
-        "community-datasets/definite_pronoun_resolution",
-        "plain_text",
-        counts={"train": 1322, "test": 564},
-        columns={"sentence": str, "pronoun": str, "candidates": [str], "label": int},
-        labels={"label": range(2)},
-    ),
-    (ACCURACY,),
-    preprocess=_referent,
-    postprocess=unchanged,
-    choices=lambda fields: tuple(fields["candidates"]),
-    ids=(),
-    split="test",
+
+register_task(
+    replace(
+        _classification(
+            name="axg",
+            description=(
+                "A diagnostic for models trained on rte: pairs that differ in the gender of a "
+                "pronoun. Parity is the share of pairs with equal answers, 100 for a constant one; "
+                "not part of the average."
+            ),
+            licence=_MIXED,
+            source=_data(
+                "axg",
+                counts={"test": 356},
+                columns={"premise": str, "hypothesis": str, "idx": int},
+                num_labels=2,
+            ),
+            metrics=(ACCURACY, GENDER_PARITY),
+        ),
+        preprocess=_gender_pair,
+        groups=("pair",),
+        split="test",
+    )
 )

@@ -1,54 +1,65 @@
-"""WinoGrande: which of two nouns fills the blank of a sentence. Five sizes of training data and a
-debiased one.
+"""WinoGrande: which of two nouns fills the blank of a sentence.
 
-Neither T5 nor the paper has a prompt for it. The tasks' own is T5's rule for GLUE; the variants of
-the largest size are published ones. GPT-3's partial scoring is none of them: there the choices
-differ in what the model reads, and `rank` compares what it writes.
+There are five sizes of training data and a debiased one. Neither T5 nor the paper has a prompt for
+it. The tasks' own is T5's rule for GLUE; the variants of the largest size are published ones.
+GPT-3's partial scoring is none of them: there the choices differ in what the model reads, and
+`rank` compares what it writes.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from eval.scores.metrics import ACCURACY
 from eval.source import HubData
-from eval.task import TASKS, Row, Task
-from eval.text.postprocess import Postprocess, label_index, lower_text, unchanged
-from eval.text.preprocess import HIDDEN, Preprocess, glue
+from eval.task import Features, Row, Task, register_task
+from eval.text.postprocess import label_index, lower_text, unchanged
+from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET, glue
 
 OPTIONS = ("option1", "option2")
-_TRAIN_COUNTS = {"xs": 160, "s": 640, "m": 2558, "l": 10234, "xl": 40398, "debiased": 9248}
-_NUMBERS = {"1": 0, "2": 1, "": -1}
+
+_LABELS = {"1": 0, "2": 1, "": HIDDEN_LABEL}
+_ask_name = glue("winogrande", OPTIONS, id_field=None)
 
 
-def by_name(row: Row) -> list[dict[str, Any]]:
+# ---------------------------------------------------------------------------
+# Prompts
+
+
+def ask_name(row: Row) -> list[Features]:
     """Returns `winogrande option1: A option2: B sentence: S` to option1 or option2."""
-    fields = {name: row[name] for name in (*OPTIONS, "sentence")}
-    return glue("winogrande", OPTIONS, id_field=None)({**fields, "label": _NUMBERS[row["answer"]]})
+    return _ask_name(
+        {
+            "option1": row["option1"],
+            "option2": row["option2"],
+            "sentence": row["sentence"],
+            "label": _LABELS[row["answer"]],
+        }
+    )
 
 
-def unifiedqa(row: Row) -> list[dict[str, Any]]:
+def unifiedqa(row: Row) -> list[Features]:
     """Returns the sentence and both options to the text of one, all in lower case.
 
     Source:
         UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
         stand a backslash and an n. Differs: no.
     """
-    choices = tuple(row[name].lower() for name in OPTIONS)
+    choices = (row["option1"].lower(), row["option2"].lower())
     inputs = f"{row['sentence']} \\n (A) {row['option1']} (B) {row['option2']}".lower()
-    return [_choose(row, inputs, choices)]
+    return [_features(row, inputs, choices)]
 
 
-def rainbow(row: Row) -> list[dict[str, Any]]:
+def rainbow(row: Row) -> list[Features]:
     """Returns the fields between tags to 1 or 2.
 
     Source:
         Rainbow (github.com/allenai/rainbow) src/rainbow/preparation/rainbow.py. Differs: no.
     """
-    fields = "\n".join(f"<{name}>{row[name]}</{name}>" for name in ("sentence", *OPTIONS))
-    return [_choose(row, f"[winogrande]:\n{fields}", ("1", "2"))]
+    tagged = [f"<{name}>{row[name]}</{name}>" for name in ("sentence", *OPTIONS)]
+    inputs = "\n".join(["[winogrande]:", *tagged])
+    return [_features(row, inputs, ("1", "2"))]
 
 
-def flan(row: Row) -> list[dict[str, Any]]:
+def flan(row: Row) -> list[Features]:
     """Returns the sentence up to the blank, with two ends, to one of them.
 
     Source:
@@ -57,66 +68,96 @@ def flan(row: Row) -> list[dict[str, Any]]:
         Differs: no.
     """
     start, _, rest = row["sentence"].partition("_")
-    choices = tuple(row[name] + rest for name in OPTIONS)
-    ends = "\n- ".join(choices)
-    return [_choose(row, f"How does the sentence end?\n\n{start}\n\nOPTIONS:\n- {ends}", choices)]
+    choices = (row["option1"] + rest, row["option2"] + rest)
+    options = "\n- ".join(choices)
+    inputs = f"How does the sentence end?\n\n{start}\n\nOPTIONS:\n- {options}"
+    return [_features(row, inputs, choices)]
 
 
-def _choose(row: Row, inputs: str, choices: tuple[str, ...]) -> dict[str, Any]:
+def _features(row: Row, inputs: str, choices: tuple[str, str]) -> Features:
     """Returns an example whose target is one of `choices`."""
-    number = _NUMBERS[row["answer"]]
-    return {
-        "inputs": inputs,
-        "targets": HIDDEN if number < 0 else choices[number],
-        "choices": choices,
-    }
+    label = _LABELS[row["answer"]]
+    target = HIDDEN_TARGET if label == HIDDEN_LABEL else choices[label]
+    return {"inputs": inputs, "targets": target, "choices": choices}
 
 
-def _add_variant(
-    name: str, source: str, preprocess: Preprocess, postprocess: Postprocess, target: str
-) -> None:
-    """Adds a published prompt of the largest size."""
-    own = TASKS.get("winogrande_xl")
-    TASKS.add(
-        f"{own.name}.{name}",
-        replace(
-            own,
-            name=f"{own.name}.{name}",
-            description=f"A sentence with a blank and two options, to {target}.",
-            preprocess=preprocess,
-            postprocess=postprocess,
-            choices=lambda fields: tuple(dict.fromkeys(fields["choices"])),
-            prompt_source=source,
-            variant_of=own.name,
-        ),
-    )
+def choices_of_row(features: Features) -> tuple[str, ...]:
+    """Returns the choices of an example, each once."""
+    return tuple(dict.fromkeys(features["choices"]))
 
 
-for _size, _count in _TRAIN_COUNTS.items():
-    TASKS.add(
-        f"winogrande_{_size}",
+# ---------------------------------------------------------------------------
+# Tasks
+
+
+def _register_size(size: str, num_train: int) -> Task:
+    """Registers the task of one size of training data, and returns it."""
+    return register_task(
         Task(
-            name=f"winogrande_{_size}",
+            name=f"winogrande_{size}",
             version=1,
             description="A sentence with a blank and two options, to option1 or option2.",
             licence="CC BY",
             source=HubData(
                 "allenai/winogrande",
-                f"winogrande_{_size}",
-                counts={"train": _count, "validation": 1267, "test": 1767},
+                f"winogrande_{size}",
+                counts={"train": num_train, "validation": 1267, "test": 1767},
                 columns={"sentence": str, "option1": str, "option2": str, "answer": str},
                 labels={"answer": ("1", "2")},
                 hidden=("test",),
             ),
-            preprocess=by_name,
+            preprocess=ask_name,
             postprocess=label_index(OPTIONS),
             metrics=(ACCURACY,),
             choices=OPTIONS,
             prompt_source="this library",
             family="WinoGrande",
-        ),
+        )
     )
 
-_add_variant("unifiedqa", "UnifiedQA", unifiedqa, lower_text, "the text of one in lower case")
-_add_variant("rainbow", "Rainbow", rainbow, unchanged, "the number of one")
-_add_variant("flan", "FLAN", flan, unchanged, "the end of the sentence")
+
+_register_size("xs", 160)
+_register_size("s", 640)
+_register_size("m", 2558)
+_register_size("l", 10234)
+_xl = _register_size("xl", 40398)
+_register_size("debiased", 9248)
+
+register_task(
+    replace(
+        _xl,
+        name=f"{_xl.name}.unifiedqa",
+        description="A sentence with a blank and two options, to the text of one in lower case.",
+        preprocess=unifiedqa,
+        postprocess=lower_text,
+        choices=choices_of_row,
+        prompt_source="UnifiedQA",
+        variant_of=_xl.name,
+    )
+)
+
+register_task(
+    replace(
+        _xl,
+        name=f"{_xl.name}.rainbow",
+        description="A sentence with a blank and two options, to the number of one.",
+        preprocess=rainbow,
+        postprocess=unchanged,
+        choices=choices_of_row,
+        prompt_source="Rainbow",
+        variant_of=_xl.name,
+    )
+)
+
+register_task(
+    replace(
+        _xl,
+        name=f"{_xl.name}.flan",
+        description="A sentence with a blank and two options, to the end of the sentence.",
+        preprocess=flan,
+        postprocess=unchanged,
+        choices=choices_of_row,
+        prompt_source="FLAN",
+        variant_of=_xl.name,
+    )
+)

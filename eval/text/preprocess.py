@@ -1,24 +1,25 @@
-"""From a row of a dataset to T5's `inputs` and `targets`: GLUE and SuperGLUE, summaries,
-translation, ranked choices.
+"""From a row of a dataset to T5's `inputs` and `targets`: classification, summaries, translation.
 
-Questions are in questions.py, pronouns in wsc.py. Nothing is lower-cased or stripped. Source of all
-of it: T5 `t5/data/preprocessors.py` and `glue_utils.py`
+Questions are in questions.py, pronouns in wsc.py. Nothing is lower-cased or stripped.
+
+Source of all of it: T5 `t5/data/preprocessors.py` and `glue_utils.py`
 (google-research/text-to-text-transfer-transformer at e081111), without TensorFlow.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from eval.task import Row
-from moe import ConfigError, DataError
+from eval.task import Features, Preprocess, Row
+from moe.errors import ConfigError, DataError
 
-Preprocess = Callable[[Row], list[dict[str, Any]]]
-
-HIDDEN = "<unk>"
+HIDDEN_TARGET = "<unk>"
 """The target of a row whose label is hidden."""
+
+HIDDEN_LABEL = -1
+"""The label of such a row."""
 
 FALSE_TRUE = ("False", "True")
 TWO_WAY = ("entailment", "not_entailment")
@@ -44,7 +45,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "axb": TWO_WAY,
     "axg": TWO_WAY,
 }
-"""Labels of the tasks of GLUE and SuperGLUE, in the order of their numbers. Those of CB are not those of MNLI."""
+"""Labels of GLUE and SuperGLUE in the order of their numbers; those of CB are not those of MNLI."""
 
 _PROMPT_NAMES = {
     "mnli_matched": "mnli",
@@ -53,7 +54,7 @@ _PROMPT_NAMES = {
     "axb": "rte",
     "axg": "rte",
 }
-_FIELDS = {
+_PROMPT_FIELDS = {
     "multirc": ("question", "answer", "paragraph"),
     "wic": ("sentence1", "sentence2", "word"),
 }
@@ -106,14 +107,19 @@ _LANGUAGES = {
 }
 
 
+# ---------------------------------------------------------------------------
+# Classification
+
+
 def glue(
     name: str, labels: Sequence[str], fields: Sequence[str] = (), id_field: str | None = "idx"
 ) -> Preprocess:
-    """Returns T5's preprocessor of a classification: `name field: value field: value` to the text
-    of the label.
+    """Returns T5's preprocessor of a classification.
+
+    The inputs are `name field: value field: value`, the target is the text of the label.
 
     Args:
-        name: What the prompt begins with. `multirc` also loses its HTML, and gives its three
+        name: What the prompt begins with. `multirc` also loses its HTML, and keeps its three
             numbers.
         labels: Texts in the order of the label's numbers.
         fields: Fields of the row in the order of the prompt; () for all but label and idx, in
@@ -124,18 +130,18 @@ def glue(
         T5 `glue`. Differs: no.
     """
 
-    def preprocess(row: Row) -> list[dict[str, Any]]:
+    def preprocess(row: Row) -> list[Features]:
         names = fields or sorted(set(row) - {"label", "idx"})
         inputs = " ".join([name, *(f"{field}: {row[field]}" for field in names)])
-        made: dict[str, Any] = {"inputs": inputs, "targets": label_text(row["label"], labels)}
+        features: Features = {"inputs": inputs, "targets": label_text(row["label"], labels)}
+
         if name == "multirc":
-            made["inputs"] = re.sub("</?b>", "", inputs.replace("<br>", " "))
-            made |= {
-                f"idx/{part}": row["idx"][part] for part in ("paragraph", "question", "answer")
-            }
+            features["inputs"] = re.sub("</?b>", "", inputs.replace("<br>", " "))
+            for part in ("paragraph", "question", "answer"):
+                features[f"idx/{part}"] = row["idx"][part]
         elif id_field is not None:
-            made["idx"] = row[id_field]
-        return [made]
+            features["idx"] = row[id_field]
+        return [features]
 
     return preprocess
 
@@ -149,17 +155,23 @@ def glue_task(name: str) -> Preprocess:
     Source:
         T5 `get_glue_text_preprocessor` and, for `axb`, `register_super_glue`. Differs: no.
     """
-    preprocess = glue(_PROMPT_NAMES.get(name, name), LABELS[name], _FIELDS.get(name, ()))
+    prompt_name = _PROMPT_NAMES.get(name, name)
+    preprocess = glue(prompt_name, LABELS[name], _PROMPT_FIELDS.get(name, ()))
     if name != "axb":
         return preprocess
-    return lambda row: preprocess(
-        {
-            "premise": row["sentence1"],
-            "hypothesis": row["sentence2"],
-            "label": row["label"],
-            "idx": row["idx"],
-        }
-    )
+
+    # Its columns are not called as those of rte.
+    def preprocess_axb(row: Row) -> list[Features]:
+        return preprocess(
+            {
+                "premise": row["sentence1"],
+                "hypothesis": row["sentence2"],
+                "label": row["label"],
+                "idx": row["idx"],
+            }
+        )
+
+    return preprocess_axb
 
 
 multirc = glue_task("multirc")
@@ -171,30 +183,32 @@ def label_text(label: int, labels: Sequence[str]) -> str:
     Raises:
         DataError: When there is no such label.
     """
-    if label == -1:
-        return HIDDEN
+    if label == HIDDEN_LABEL:
+        return HIDDEN_TARGET
     if not 0 <= label < len(labels):
         raise DataError(
-            f"A row has label {label}; expected 0 to {len(labels) - 1} for {', '.join(labels)}, or -1 for a hidden one."
+            f"A row has label {label}; expected 0 to {len(labels) - 1} for {', '.join(labels)}, "
+            "or -1 for a hidden one."
         )
     return labels[label]
 
 
-def stsb(row: Row) -> list[dict[str, Any]]:
-    """Returns the similarity of two sentences as text, rounded to the nearest 0.2 (half to even, in
-    float32).
+def stsb(row: Row) -> list[Features]:
+    """Returns two sentences to their similarity as text, rounded to the nearest 0.2.
+
+    Rounding is half to even, in float32.
 
     Source:
         T5 `stsb`. Differs: no.
     """
     fifths = np.round(np.float32(row["label"]) * np.float32(5))
+    similarity = fifths / np.float32(5)
     inputs = f"stsb sentence1: {row['sentence1']} sentence2: {row['sentence2']}"
-    return [{"inputs": inputs, "targets": f"{fifths / np.float32(5):.1f}", "idx": row["idx"]}]
+    return [{"inputs": inputs, "targets": f"{similarity:.1f}", "idx": row["idx"]}]
 
 
-def record(row: Row) -> list[dict[str, Any]]:
-    """Returns one example an answer, each with all answers; one with a hidden target when there is
-    none.
+def record(row: Row) -> list[Features]:
+    """Returns one example for each answer, with all answers; without any, a hidden target.
 
     Entities stand in the order of the row. T5's copy of the data has them sorted; that of the hub
     has not.
@@ -202,25 +216,42 @@ def record(row: Row) -> list[dict[str, Any]]:
     Source:
         T5 `record`. Differs: no.
     """
-    passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", row["passage"]).replace(
-        "\n@highlight\n", ". "
-    )
-    entities, answers = ", ".join(row["entities"]), list(row["answers"])
+    # The highlights of the news text follow as sentences.
+    passage = re.sub(r"([.?!\"'])\n@highlight\n", r"\1 ", row["passage"])
+    passage = passage.replace("\n@highlight\n", ". ")
+    entities = ", ".join(row["entities"])
     inputs = f"record query: {row['query']} entities: {entities} passage: {passage}"
-    ids = {"idx/passage": row["idx"]["passage"], "idx/query": row["idx"]["query"]}
-    return [
-        {**ids, "inputs": inputs, "targets": target, "answers": answers}
-        for target in answers or [HIDDEN]
-    ]
+
+    answers = list(row["answers"])
+    examples: list[Features] = []
+    for target in answers or [HIDDEN_TARGET]:
+        examples.append(
+            {
+                "idx/passage": row["idx"]["passage"],
+                "idx/query": row["idx"]["query"],
+                "inputs": inputs,
+                "targets": target,
+                "answers": answers,
+            }
+        )
+    return examples
 
 
-def summarize(text: str, summary: str) -> Preprocess:
-    """Returns the preprocessor that has the field `text` summarized to the field `summary`.
+# ---------------------------------------------------------------------------
+# Summaries and translation
+
+
+def summarize(text_field: str, summary_field: str) -> Preprocess:
+    """Returns the preprocessor that has one field summarized to another.
 
     Source:
         T5 `summarize`. Differs: no.
     """
-    return lambda row: [{"inputs": f"summarize: {row[text]}", "targets": row[summary]}]
+
+    def preprocess(row: Row) -> list[Features]:
+        return [{"inputs": f"summarize: {row[text_field]}", "targets": row[summary_field]}]
+
+    return preprocess
 
 
 def translate(source: str, target: str) -> Preprocess:
@@ -237,15 +268,25 @@ def translate(source: str, target: str) -> Preprocess:
     Source:
         T5 `translate`. Differs: knows 44 languages; T5 asks babel for the English name of any.
     """
-    names = []
-    for code in (source, target):
-        if code[:2] not in _LANGUAGES:
-            raise ConfigError(
-                f"There is no language {code[:2]!r}. Choose from {', '.join(_LANGUAGES)}."
-            )
-        names.append(_LANGUAGES[code[:2]])
-    prompt = f"translate {names[0]} to {names[1]}: "
-    return lambda row: [{"inputs": prompt + row[source], "targets": row[target]}]
+    prompt = f"translate {_language_name(source)} to {_language_name(target)}: "
+
+    def preprocess(row: Row) -> list[Features]:
+        return [{"inputs": prompt + row[source], "targets": row[target]}]
+
+    return preprocess
+
+
+def _language_name(code: str) -> str:
+    language = code[:2]
+    if language not in _LANGUAGES:
+        raise ConfigError(
+            f"There is no language {language!r}. Choose from {', '.join(_LANGUAGES)}."
+        )
+    return _LANGUAGES[language]
+
+
+# ---------------------------------------------------------------------------
+# Ranked choices
 
 
 def rank_classification_formatter(
@@ -257,8 +298,8 @@ def rank_classification_formatter(
     label_field: str = "label",
     weight_field: str | None = None,
     number: int = 0,
-) -> list[dict[str, Any]]:
-    """Returns an example a choice, to be ranked by their scores.
+) -> list[Features]:
+    """Returns an example for each choice, to be ranked by their scores.
 
     Args:
         row: A row; its label is the number of the right choice, or a list of them.
@@ -279,52 +320,66 @@ def rank_classification_formatter(
     """
     if mode not in ("train", "eval", "fewshot_eval"):
         raise ConfigError(f"There is no mode {mode!r}. Choose from train, eval, fewshot_eval.")
-    inputs, targets = _as_many([inputs_formats, targets_formats])
-    labels = np.atleast_1d(row[label_field]).tolist()
-    made: list[dict[str, Any]] = [
-        {
+    num_choices = _num_choices(inputs_formats, targets_formats)
+    right_choices = np.atleast_1d(row[label_field]).tolist()
+
+    examples: list[Features] = []
+    for choice in range(num_choices):
+        features: Features = {
             "idx": [number, choice],
-            "inputs": _fill_in(inputs[choice], row),
-            "targets": _fill_in(targets[choice], row),
-            "is_correct": choice in labels,
+            "inputs": _fill_in(_format_of(inputs_formats, choice), row),
+            "targets": _fill_in(_format_of(targets_formats, choice), row),
+            "is_correct": choice in right_choices,
         }
-        for choice in range(len(inputs))
-    ]
-    if weight_field is not None:
-        for example in made:
-            example["weight"] = float(row[weight_field])
+        if weight_field is not None:
+            features["weight"] = float(row[weight_field])
+        examples.append(features)
+
     if mode == "fewshot_eval":
-        return [{name: [example[name] for example in made] for name in made[0]}]
-    return [example for example in made if mode == "eval" or example["is_correct"]]
+        in_lists: Features = {}
+        for name in examples[0]:
+            in_lists[name] = [features[name] for features in examples]
+        return [in_lists]
+    if mode == "train":
+        return [features for features in examples if features["is_correct"]]
+    return examples
 
 
-def _as_many(formats: list[str | Sequence[str]]) -> list[Sequence[str]]:
-    """Returns both formats as lists of one length."""
-    lengths = {len(given) for given in formats if not isinstance(given, str)}
+def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Sequence[str]) -> int:
+    """Returns the length of the formats that are lists."""
+    lists = [
+        formats for formats in (inputs_formats, targets_formats) if not isinstance(formats, str)
+    ]
+    lengths = {len(formats) for formats in lists}
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(
-            f"The formats are {formats[0]!r} and {formats[1]!r}; expected a list of formats, one a choice, for at "
-            "least one of inputs and targets, and equal lengths for two lists."
+            f"The formats are {inputs_formats!r} and {targets_formats!r}; expected a list of "
+            "formats, one a choice, for at least one of inputs and targets, and equal lengths for "
+            "two lists."
         )
-    (length,) = lengths
-    return [[given] * length if isinstance(given, str) else given for given in formats]
+    return lengths.pop()
+
+
+def _format_of(formats: str | Sequence[str], choice: int) -> str:
+    return formats if isinstance(formats, str) else formats[choice]
 
 
 def _fill_in(text: str, row: Row) -> str:
     """Returns a format with the texts of the row in place of its braces."""
 
-    def value(match: re.Match[str]) -> str:
-        found: Any = row
+    def text_of_field(match: re.Match[str]) -> str:
+        value: Any = row
         for name in match[1].split("/"):
-            if not isinstance(found, Mapping) or name not in found:
+            if not isinstance(value, Mapping) or name not in value:
                 raise DataError(
-                    f"{match[0]} in the format {text!r} is no field of the row. It has {', '.join(row)}."
+                    f"{match[0]} in the format {text!r} is no field of the row. It has "
+                    f"{', '.join(row)}."
                 )
-            found = found[name]
-        if not isinstance(found, str):
+            value = value[name]
+        if not isinstance(value, str):
             raise DataError(
-                f"{match[0]} in the format {text!r} is {type(found).__name__}; expected text."
+                f"{match[0]} in the format {text!r} is {type(value).__name__}; expected text."
             )
-        return found
+        return value
 
-    return re.sub(r"{(\S+?)}", value, text)
+    return re.sub(r"{(\S+?)}", text_of_field, text)

@@ -1,5 +1,6 @@
-"""From a row of a question-answering dataset to `inputs` and `targets`, with a text to read or from
-memory alone.
+"""From a row of a question-answering dataset to `inputs` and `targets`.
+
+Open-book questions come with a text to read, closed-book ones are answered from memory alone.
 
 Sources: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at
 e081111) for the open book, `t5_closed_book_qa/t5_cbqa/preprocessors.py`
@@ -8,15 +9,19 @@ e081111) for the open book, `t5_closed_book_qa/t5_cbqa/preprocessors.py`
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.task import Row
-from eval.text.preprocess import HIDDEN
+from eval.task import Features, Row
+from eval.text.preprocess import HIDDEN_TARGET
 
 _PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
 _SPACES = re.compile(r"[\t\n\f\r ]+")  # RE2's \s
 _ASCII_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+
+
+# ---------------------------------------------------------------------------
+# Open book
 
 
 def pad_punctuation(text: str) -> str:
@@ -28,24 +33,27 @@ def pad_punctuation(text: str) -> str:
     return _SPACES.sub(" ", _PUNCTUATION.sub(r" \1 ", text))
 
 
-def squad(row: Row, *, include_context: bool = True) -> list[dict[str, Any]]:
-    """Returns a question, with its context or without, to its first answer; punctuation is padded
-    everywhere.
+def squad(row: Row, *, include_context: bool = True) -> list[Features]:
+    """Returns a question to its first answer; punctuation is padded everywhere.
+
+    Args:
+        row: A row of SQuAD.
+        include_context: Whether the inputs hold the text that has the answer.
 
     Source:
         T5 `squad`. Differs: a question without answers, on which T5 fails, has a hidden target.
     """
     answers = [pad_punctuation(answer) for answer in row["answers"]["text"]]
-    question, context = pad_punctuation(row["question"]), pad_punctuation(row["context"])
-    parts = (
-        ["question:", question, "context:", context]
-        if include_context
-        else ["squad trivia question:", question]
-    )
+    question = pad_punctuation(row["question"])
+    context = pad_punctuation(row["context"])
+
+    inputs = f"question: {question} context: {context}"
+    if not include_context:
+        inputs = f"squad trivia question: {question}"
     return [
         {
-            "inputs": _SPACES.sub(" ", " ".join(parts)),
-            "targets": answers[0] if answers else HIDDEN,
+            "inputs": _SPACES.sub(" ", inputs),
+            "targets": answers[0] if answers else HIDDEN_TARGET,
             "id": row["id"],
             "context": context,
             "question": question,
@@ -54,7 +62,7 @@ def squad(row: Row, *, include_context: bool = True) -> list[dict[str, Any]]:
     ]
 
 
-def trivia_qa(row: Row) -> list[dict[str, Any]]:
+def trivia_qa(row: Row) -> list[Features]:
     """Returns an example for each context and each alias that occurs in it.
 
     Source:
@@ -66,16 +74,23 @@ def trivia_qa(row: Row) -> list[dict[str, Any]]:
         *row.get("search_results", {}).get("search_context", ()),
     ]
     aliases = [pad_punctuation(alias) for alias in row["answer"]["normalized_aliases"]]
-    question, examples = pad_punctuation(row["question"]), []
+    question = pad_punctuation(row["question"])
+
+    examples: list[Features] = []
     for context in map(pad_punctuation, contexts):
         inputs = _SPACES.sub(" ", f"question: {question} context: {context}")
-        lower = context.translate(_ASCII_LOWER)
-        found = [alias for alias in aliases if alias.translate(_ASCII_LOWER) in lower]
-        examples += [{"inputs": inputs, "targets": alias} for alias in found]
+        lower_context = context.translate(_ASCII_LOWER)
+        for alias in aliases:
+            if alias.translate(_ASCII_LOWER) in lower_context:
+                examples.append({"inputs": inputs, "targets": alias})
     return examples
 
 
-def natural_questions_open(row: Row) -> list[dict[str, Any]]:
+# ---------------------------------------------------------------------------
+# Closed book
+
+
+def natural_questions_open(row: Row) -> list[Features]:
     """Returns a question to the first of its answers.
 
     Source:
@@ -84,7 +99,7 @@ def natural_questions_open(row: Row) -> list[dict[str, Any]]:
     return _closed_book("nq question: ", row, row["answer"])
 
 
-def web_questions(row: Row) -> list[dict[str, Any]]:
+def web_questions(row: Row) -> list[Features]:
     """Returns a question to the first of its answers.
 
     Source:
@@ -93,7 +108,7 @@ def web_questions(row: Row) -> list[dict[str, Any]]:
     return _closed_book("wq question: ", row, row["answers"])
 
 
-def trivia_qa_open(row: Row) -> list[dict[str, Any]]:
+def trivia_qa_open(row: Row) -> list[Features]:
     """Returns a question to its answer; all aliases count as right.
 
     Source:
@@ -103,13 +118,26 @@ def trivia_qa_open(row: Row) -> list[dict[str, Any]]:
     return _closed_book("trivia_qa question: ", row, answer["aliases"], answer["value"])
 
 
+def _closed_book(
+    prompt: str, row: Row, answers: Sequence[str], target: str | None = None
+) -> list[Features]:
+    """Returns a question without context; the target is the first answer unless given."""
+    if target is None:
+        target = answers[0] if answers else HIDDEN_TARGET
+    return [{"inputs": prompt + row["question"], "targets": target, "answers": list(answers)}]
+
+
+# ---------------------------------------------------------------------------
+# Natural Questions with the answers of each annotator
+
+
 def natural_questions_nocontext(
     row: Row,
     *,
     drop_yes_no: bool = False,
     max_tokens: int | None = None,
     max_answers: int | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Features]:
     """Returns a question to all its answers, `answer: A1 answer: A2`; nothing when there is none.
 
     Args:
@@ -123,50 +151,53 @@ def natural_questions_nocontext(
         t5_cbqa `natural_questions_nocontext`. Differs: no.
     """
     annotations = row["annotations"]
-    yes_no = [-1 if drop_yes_no else label for label in annotations["yes_no_answer"]]
-    groups = [
-        _short_answers(group, max_tokens) for group in _by_annotator(annotations["short_answers"])
-    ]
-    values = [text for group in groups for text in group]
-    answers = [("no", "yes")[label == 1] for label in yes_no if label > -1] + values
+    yes_no_labels: list[int] = list(annotations["yes_no_answer"])
+    if drop_yes_no:
+        yes_no_labels = [-1] * len(yes_no_labels)
+    yes_no_answers = ["yes" if label == 1 else "no" for label in yes_no_labels if label > -1]
+
+    # The short answers of all annotators in one list, and where those of each begin.
+    short_answers: list[str] = []
+    row_starts: list[int] = []
+    for annotation in _by_annotator(annotations["short_answers"]):
+        row_starts.append(len(short_answers))
+        short_answers += _short_answers(annotation, max_tokens)
+
+    answers = yes_no_answers + short_answers
     if not answers:
         return []
     return [
         {
             "inputs": f"nq question: {row['question']['text']}",
             "targets": " ".join(f"answer: {answer}" for answer in answers[:max_answers]),
-            "short_answers/values": values,
-            "short_answers/row_starts": [
-                sum(map(len, groups[:number])) for number in range(len(groups))
-            ],
-            "yes_no_answers": yes_no,
+            "short_answers/values": short_answers,
+            "short_answers/row_starts": row_starts,
+            "yes_no_answers": yes_no_labels,
         }
     ]
 
 
-def _closed_book(
-    prompt: str, row: Row, answers: Sequence[str], target: str | None = None
-) -> list[dict[str, Any]]:
-    """Returns a question without context; the target is the first answer unless given."""
-    if target is None:
-        target = answers[0] if answers else HIDDEN
-    return [{"inputs": prompt + row["question"], "targets": target, "answers": list(answers)}]
-
-
-def _by_annotator(short_answers: Any) -> list[dict[str, Any]]:
+def _by_annotator(short_answers: Any) -> list[Mapping[str, Any]]:
     """Returns the short answers of each annotator, from a list of mappings or a mapping of lists."""
     if not isinstance(short_answers, dict):
         return list(short_answers)
-    names = list(short_answers)
-    return [
-        dict(zip(names, values, strict=True))
-        for values in zip(*short_answers.values(), strict=True)
-    ]
+
+    annotations: list[Mapping[str, Any]] = []
+    for values in zip(*short_answers.values(), strict=True):
+        annotations.append(dict(zip(short_answers, values, strict=True)))
+    return annotations
 
 
-def _short_answers(group: dict[str, Any], max_tokens: int | None) -> list[str]:
+def _short_answers(annotation: Mapping[str, Any], max_tokens: int | None) -> list[str]:
     """Returns the texts of one annotator's short answers that are no longer than `max_tokens`."""
+    texts = list(annotation["text"])
     if not max_tokens:
-        return list(group["text"])
-    spans = zip(group["text"], group["start_token"], group["end_token"], strict=True)
-    return [text for text, start, end in spans if end - start <= max_tokens]
+        return texts
+
+    starts = annotation["start_token"]
+    ends = annotation["end_token"]
+    short: list[str] = []
+    for text, start, end in zip(texts, starts, ends, strict=True):
+        if end - start <= max_tokens:
+            short.append(text)
+    return short

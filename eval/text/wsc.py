@@ -5,14 +5,11 @@ e081111).
 """
 
 import re
-from typing import Any
 
-from eval.task import Row
+from eval.task import Features, Row
 from eval.text.preprocess import FALSE_TRUE, label_text
-from moe import DataError
+from moe.errors import DataError
 
-# Rows of SuperGLUE whose index does not point at the pronoun, and what T5 makes of them; X is the
-# pronoun.
 _MISPLACED = {
     "The boy continued to whip the pony , and eventually the pony threw him over. John laughed out quite loud. "
     '"Good for him," he said.': "The boy continued to whip the pony , and eventually the pony threw him over. John "
@@ -22,9 +19,10 @@ _MISPLACED = {
     "eventually calmed down a bit , and had gotten home, Mr. Farley put the magic pebble in an iron safe . Some day "
     "they might want to use X , but really for now, what more could they wish for?",
 }
+"""Rows of SuperGLUE whose index does not point at the pronoun, and what T5 makes of them; X is the pronoun."""
 
 
-def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[dict[str, Any]]:
+def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Features]:
     """Returns the text with its pronoun in asterisks, to the candidate referent, right or wrong.
 
     Args:
@@ -37,30 +35,37 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[dict[st
     Source:
         T5 `wsc_simple`. Differs: no.
     """
-    if correct_referent_only and not row.get("label", 0):
+    label = row.get("label", 0)
+    if correct_referent_only and not label:
         return []
+
     text = _with_blank(row).replace(" X ", f" *{row['span2_text']}* ")
     return [
         {
             "inputs": f"wsc: {text}",
             "targets": row["span1_text"],
-            "label": row.get("label", 0),
+            "label": label,
             "idx": row["idx"],
         }
     ]
 
 
-def wsc(row: Row) -> list[dict[str, Any]]:
-    """Returns the text with the noun between asterisks and the pronoun between hashes, to False or
-    True.
+def wsc(row: Row) -> list[Features]:
+    """Returns the text with both spans marked, to False or True.
+
+    Asterisks stand around the noun, hashes around the pronoun.
 
     Source:
         T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as
         there.
     """
     text = _mark(row["text"], row["span1_text"], row["span1_index"], "*")
-    shift = 2 * (row["span1_index"] < row["span2_index"])  # the two asterisks count as words
-    text = _mark(text, row["span2_text"], row["span2_index"] + shift, "#")
+
+    # The two asterisks before the pronoun count as words.
+    pronoun_index = row["span2_index"]
+    if row["span1_index"] < row["span2_index"]:
+        pronoun_index += 2
+    text = _mark(text, row["span2_text"], pronoun_index, "#")
     return [
         {
             "inputs": f"wsc text: {text}",
@@ -70,17 +75,17 @@ def wsc(row: Row) -> list[dict[str, Any]]:
     ]
 
 
-def definite_pronoun_resolution_simple(row: Row) -> list[dict[str, Any]]:
-    """Returns the sentence with the first occurrence of its pronoun in asterisks, to the right
-    candidate.
+def definite_pronoun_resolution_simple(row: Row) -> list[Features]:
+    """Returns the sentence with its pronoun in asterisks, to the right candidate.
+
+    The first occurrence of the pronoun is marked.
 
     Source:
         T5 `definite_pronoun_resolution_simple`. Differs: the pronoun is looked for to the letter,
         where T5 takes it for a regular expression.
     """
-    sentence = re.sub(
-        f" ({re.escape(row['pronoun'])})( |\\.|,)", r" *\1*\2", row["sentence"], count=1
-    )
+    pattern = f" ({re.escape(row['pronoun'])})( |\\.|,)"
+    sentence = re.sub(pattern, r" *\1*\2", row["sentence"], count=1)
     return [{"inputs": f"wsc: {sentence}", "targets": row["candidates"][row["label"]]}]
 
 
@@ -89,14 +94,20 @@ def _with_blank(row: Row) -> str:
     misplaced = _MISPLACED.get(row["text"].rstrip(" "))
     if misplaced is not None:
         return misplaced
-    words, index = row["text"].split(" "), row["span2_index"]
+
+    words = row["text"].split(" ")
+    index = row["span2_index"]
     if not 0 < index < len(words) or words[index] != row["span2_text"]:
         raise DataError(
-            f"span2_index {index} of WSC row {row['idx']} does not point at the pronoun {row['span2_text']!r} in "
-            f"{row['text']!r}. Expected the number of a word that is not the first; use the data of wsc.fixed."
+            f"span2_index {index} of WSC row {row['idx']} does not point at the pronoun "
+            f"{row['span2_text']!r} in {row['text']!r}. Expected the number of a word that is not "
+            "the first; use the data of wsc.fixed."
         )
-    before, after = " ".join(words[:index]), " ".join(words[index + 1 :])
-    return f"{before} X {after}"  # with nothing after it, it still has the space that T5 gives it
+
+    # With nothing after it, it still has the space that T5 gives it.
+    before = " ".join(words[:index])
+    after = " ".join(words[index + 1 :])
+    return f"{before} X {after}"
 
 
 def _mark(text: str, span: str, index: int, mark: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from eval.source import HubData
 from eval.task import SPLITS, TASKS
-from eval.text.preprocess import HIDDEN
+from eval.text.preprocess import HIDDEN_TARGET
 from moe import DataError
 from tests.eval.rows import OFFLINE, ON_THE_HUB, examples_of, folder_of
 
@@ -105,7 +105,7 @@ def test_targets_are_among_the_choices_and_choices_have_values_of_their_own(name
             if example.choices:
                 assert example.targets in (
                     *example.choices,
-                    *[HIDDEN] * (split in task.source.hidden),
+                    *[HIDDEN_TARGET] * (split in task.source.hidden),
                 )
                 values = [
                     str(task.postprocess(choice, example.fields, False))
@@ -119,7 +119,7 @@ def test_targets_are_among_the_choices_and_choices_have_values_of_their_own(name
 def test_training_has_targets_and_no_hidden_one(name):
     task = TASKS.get(name)
     if "train" in task.source.splits:
-        assert all(example.targets not in ("", HIDDEN) for example in examples_of(task, "train"))
+        assert all(example.targets not in ("", HIDDEN_TARGET) for example in examples_of(task, "train"))
 
 
 @pytest.mark.parametrize("name", NAMES)

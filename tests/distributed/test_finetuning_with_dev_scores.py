@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from eval.answers.data_ranks import ALONE
+from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe.checkpoint.best_model import best_and_last
 from moe.distributed.launch import World
@@ -65,7 +65,7 @@ def test_a_mixture_on_two_ranks_trains_and_scores_as_in_one_process(inputs, tmp_
     for found in run_ranks(on_two_ranks, 2, tmp_path, inputs["recipe"], tmp_path, timeout=240):
         assert found == {name: pytest.approx(alone, rel=1e-4) for name in MESHES}
     with registered():
-        scores = read_tasks(RECIPE["mixture"]["tasks"]).scores(None, ALONE)
+        scores = read_tasks(RECIPE["mixture"]["tasks"]).scores(None, SINGLE_PROCESS)
         for name in MESHES:
             run = tmp_path / name
             best, last = best_and_last(run)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from eval.answers.predictions_file import Prediction, read_predictions_file
 from eval.source import HubData
 from eval.task import TASKS, Example, Task
 
@@ -28,3 +29,12 @@ def folder_of(task: Task) -> Path | None:
 def examples_of(task: Task, split: str) -> list[Example]:
     """Returns the examples of a split."""
     return task.examples(split, folder_of(task))
+
+
+def predictions_by_id(path: Path) -> dict[str, Prediction]:
+    """Returns the predictions of the closed batches in a file."""
+    return {
+        prediction.id: prediction
+        for batch in read_predictions_file(path).batches
+        for prediction in batch.predictions
+    }

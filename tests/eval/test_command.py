@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.__main__ import how_to_go_on, main
+from eval.__main__ import advice_after_interrupt, main
 from moe import run_main
 from tests.models.tiny import tiny_model
 
@@ -211,12 +211,12 @@ def test_results_are_not_mixed_with_something_else(command, kind, tmp_path, monk
 
 def test_only_a_run_goes_on_after_it_was_stopped():
     assert (
-        how_to_go_on(["run", "--model", "m"])
+        advice_after_interrupt(["run", "--model", "m"])
         == "The same command goes on: answers that it wrote are kept."
     )
     for command in ("compare", "harness", "conformance", "list"):
-        assert "goes on" not in how_to_go_on([command])
-        assert "--resume" not in how_to_go_on([command])
+        assert "goes on" not in advice_after_interrupt([command])
+        assert "--resume" not in advice_after_interrupt([command])
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from eval.answers.likelihood import Choice, Scoring
-from eval.answers.predictions_file import Batch, Header, Journal, Prediction, ScoringFields
+from eval.answers.likelihood import ChoiceLikelihood, Scoring
+from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
 from eval.commands.compare import compare_runs, comparison_markdown
 from eval.records import to_json
 from eval.reports.task_summary import score_system
@@ -38,9 +38,9 @@ def write_run(
         header = Header(
             "f" * 16, task.name, task.version, mode, decoding, "b" * 16, ScoringFields(True, "none")
         )
-        journal = Journal(predictions_path(folder, task.name, name, mode), header)
-        journal.open([], lambda whole: whole)
-        journal.append(
+        predictions = PredictionsFile(predictions_path(folder, task.name, name, mode), header)
+        predictions.resume([], lambda whole: whole)
+        predictions.append(
             [Batch([prediction], {}) for prediction in made_by(mode, examples, answers)[::-1]]
         )
         rows.append(to_json(score_system(task, examples, answers, name, mode).result))
@@ -63,7 +63,10 @@ def made_by(mode, examples, answers):
         return [Prediction(e.id, answer, None) for e, answer in zip(examples, answers, strict=True)]
     made = []
     for example, answer in zip(examples, answers, strict=True):
-        choices = {answer: Choice(-1.0, -0.5, 1), "another": Choice(-2.0, -0.5, 1)}
+        choices = {
+            answer: ChoiceLikelihood(-1.0, -0.5, 1),
+            "another": ChoiceLikelihood(-2.0, -0.5, 1),
+        }
         made.append(Prediction(example.id, "", {}, choices).scored(Scoring()))
     return made
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.answers.predict import load_seq2seq, predict
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.commands.compare import compare_runs
 from eval.run import evaluate, read_task, requests_of
 from eval.task import TASKS

@@ -18,8 +18,10 @@ from transformers import AutoTokenizer
 
 import moe
 from eval.__main__ import main
+from eval.answers.batches import Request
 from eval.answers.likelihood import Scoring
-from eval.answers.predict import Request, load_seq2seq, predict
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.commands.harness import evaluate_on_harness
 from eval.harness_model import HarnessModel
 from eval.scores.metrics import ACCURACY

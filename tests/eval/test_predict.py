@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import eval.answers.predict
-from eval.answers.predict import MODES, Request, load_seq2seq, predict
+from eval.answers.batches import Request
+from eval.answers.predict import MODES, predict
+from eval.answers.seq2seq import load_seq2seq
 from moe import CheckpointError, ConfigError
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from tests.models.tiny import tiny_model
@@ -27,7 +29,7 @@ def interrupt(*_):
 @pytest.fixture
 def dropping(tokenizer, tmp_path, monkeypatch):
     """A sparse model whose experts have room for few tokens, asked in batches of ROWS."""
-    for name in ("_ROWS", "_FEW"):
+    for name in ("_MAX_ROWS", "_MIN_ROWS"):
         monkeypatch.setattr(eval.answers.predict, name, dict.fromkeys(MODES, ROWS))
     tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

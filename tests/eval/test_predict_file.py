@@ -14,20 +14,14 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import eval.answers.predict
-from eval.answers.predict import (
-    MODES,
-    Question,
-    Request,
-    cut_batches,
-    fingerprint,
-    load_seq2seq,
-    predict,
-)
-from eval.answers.predictions_file import read_predictions
+from eval.answers.batches import Request, TokenizedRequest, make_batches
+from eval.answers.predict import MODES, predict
+from eval.answers.seq2seq import fingerprint, load_seq2seq
 from eval.task import Decoding
 from moe import CheckpointError, DataError
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
+from tests.eval.rows import predictions_by_id
 from tests.eval.test_predict import ROWS, requests_of
 
 BEAMS = Decoding(max_tokens=7, num_beams=3, alpha=0.6)
@@ -59,14 +53,14 @@ def test_the_routers_of_a_generation_are_those_of_its_inputs_and_answers(
                 **inputs, output_router_logits=True
             ).encoder_router_outputs
         load["encoder"] += encoder[0].stats.expert_load
-        load["decoder"] += torch.tensor(alone.router["decoder"]["expert_load"])
+        load["decoder"] += torch.tensor(alone.router["decoder"].expert_load)
     for stack, expected in load.items():
-        assert made.router[stack]["expert_load"] == expected.tolist()
-        assert made.router[stack]["max_over_mean"] == pytest.approx(
+        assert made.router[stack].expert_load == expected.tolist()
+        assert made.router[stack].max_over_mean == pytest.approx(
             expected.max() / expected.double().mean()
         )
-        assert made.router[stack]["dead_experts"] == (expected == 0).sum()
-        assert made.router[stack]["fraction_dropped"] == 0
+        assert made.router[stack].dead_experts == (expected == 0).sum()
+        assert made.router[stack].fraction_dropped == 0
 
 
 @pytest.mark.parametrize("decoding", [Decoding(max_tokens=7), BEAMS])
@@ -96,7 +90,7 @@ def test_the_decoders_routers_see_the_tokens_before_the_end(
                 **inputs, decoder_input_ids=tokens[:, :length], output_router_logits=True
             )
         assert (
-            made.router["decoder"]["expert_load"]
+            made.router["decoder"].expert_load
             == output.decoder_router_outputs[0].stats.expert_load.tolist()
         )
 
@@ -107,7 +101,7 @@ def test_the_routers_of_a_ranking_see_the_start_once_and_each_choice_once(folder
     tokens = sum(
         len(system.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in task.choices
     )
-    assert sum(made.router["decoder"]["expert_load"]) == 2 * len(requests) * (
+    assert sum(made.router["decoder"].expert_load) == 2 * len(requests) * (
         1 + tokens
     )  # two experts for each
     assert (
@@ -118,7 +112,7 @@ def test_the_routers_of_a_ranking_see_the_start_once_and_each_choice_once(folder
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_has_the_routers_of_the_whole(folders, task, tmp_path, mode, monkeypatch):
-    monkeypatch.setattr(eval.answers.predict, "_ROWS", dict.fromkeys(MODES, ROWS))
+    monkeypatch.setattr(eval.answers.predict, "_MAX_ROWS", dict.fromkeys(MODES, ROWS))
     system, requests, path = load_seq2seq(folders["moe"]), requests_of(task), tmp_path / "p.jsonl"
     whole = predict(system, task, requests, mode, path)
     assert whole.router is not None
@@ -128,7 +122,7 @@ def test_a_resumed_run_has_the_routers_of_the_whole(folders, task, tmp_path, mod
 
 
 def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path, monkeypatch):
-    monkeypatch.setitem(eval.answers.predict._FEW, "generate", 25)
+    monkeypatch.setitem(eval.answers.predict._MIN_ROWS, "generate", 25)
     system, seen = load_seq2seq(folders["t5"]), []
     system.model.encoder.register_forward_hook(
         lambda _, args, kwargs, out: seen.append(kwargs["input_ids"]), with_kwargs=True
@@ -144,19 +138,21 @@ def test_long_inputs_are_cut_before_their_end_and_marked(folders, task, tmp_path
     assert max(batch.shape[1] for batch in seen) == limit
     assert sum(len(batch) for batch in seen) == 25
     assert all(((batch == 1).sum(dim=1) == 1).all() for batch in seen)
-    kept = read_predictions(tmp_path / "p.jsonl")
+    kept = predictions_by_id(tmp_path / "p.jsonl")
     assert [kept[r.id] for r in requests] == made
 
 
 def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
     lengths = [100, 99, 98, 90, 85, 80, 79, 50, 40, 39, 31, 3]
-    questions = [
-        Question(Request(str(n), ""), [5] * length, False) for n, length in enumerate(lengths)
+    requests = [
+        TokenizedRequest(Request(str(n), ""), [5] * length, False)
+        for n, length in enumerate(lengths)
     ]
 
     def cut(few: int, rows: int = 128) -> list[list[int]]:
         return [
-            [len(q.tokens) for q in batch] for batch in cut_batches(questions, rows, 10_000, few)
+            [len(q.tokens) for q in batch]
+            for batch in make_batches(requests, max_rows=rows, max_tokens=10_000, min_rows=few)
         ]
 
     assert cut(few=2) == [[100, 99, 98, 90, 85, 80], [79, 50], [40, 39], [31, 3]]
@@ -168,7 +164,7 @@ def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
 def test_a_batch_has_few_rows_of_long_inputs_and_many_of_short_ones(
     folders, task, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(eval.answers.predict, "_TOKENS", 97)
+    monkeypatch.setattr(eval.answers.predict, "_MAX_TOKENS", 97)
     system, seen = load_seq2seq(folders["t5"]), []
     system.model.encoder.register_forward_hook(
         lambda _, args, kwargs, out: seen.append(kwargs["input_ids"].shape), with_kwargs=True
@@ -206,7 +202,7 @@ def fill_the_disk(rank, num_ranks, folder, out):
     """Returns what a run says that may write half of its file, and how many predictions stand in it
     then.
     """
-    eval.answers.predict._ROWS = dict.fromkeys(MODES, ROWS)
+    eval.answers.predict._MAX_ROWS = dict.fromkeys(MODES, ROWS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the limit would count the progress bar too
     system, task, path = load_seq2seq(Path(folder)), colour_task(), Path(out) / "p.jsonl"
     whole = predict(system, task, requests_of(task), "rank", Path(out) / "whole.jsonl")
@@ -219,7 +215,7 @@ def fill_the_disk(rank, num_ranks, folder, out):
         except DataError as error:
             said.append(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    kept = len(read_predictions(path))
+    kept = len(predictions_by_id(path))
     again = predict(system, task, requests_of(task), "rank", path)
     same = again == whole and path.read_bytes() == (Path(out) / "whole.jsonl").read_bytes()
     return {"said": said, "kept": kept, "same": same}

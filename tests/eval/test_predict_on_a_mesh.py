@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 import eval.answers.predict
-from eval.answers.data_ranks import arrange
-from eval.answers.predict import load_seq2seq, predict
-from eval.answers.predictions_file import read_predictions
+from eval.answers.data_ranks import arrange_ranks
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.task import Decoding
 from moe import CheckpointError, ConfigError, MeshConfig, World
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
+from tests.eval.rows import predictions_by_id
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
 
@@ -93,7 +94,7 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
                         pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None
                     )
             made, router = answers[0][f"{name} {ep} {tp} {mode}"]
-            kept = read_predictions(tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl")
+            kept = predictions_by_id(tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl")
             assert made == [kept[request.id][:3] for request in requests_of(colour_task())]
             assert (router is None) == (name == "t5")
 
@@ -103,12 +104,12 @@ def ask(system, mode, path):
     as well.
     """
     task = replace(colour_task(), decoding=ASKED[mode])
-    rows, eval.answers.predict._ROWS = (
-        eval.answers.predict._ROWS,
+    rows, eval.answers.predict._MAX_ROWS = (
+        eval.answers.predict._MAX_ROWS,
         {"generate": ROWS * task.decoding.num_beams, "rank": ROWS},
     )
     made = predict(system, task, requests_of(task), mode.replace("beams", "generate"), path)
-    eval.answers.predict._ROWS = rows
+    eval.answers.predict._MAX_ROWS = rows
     return made
 
 
@@ -118,7 +119,7 @@ def predict_on_a_rank(rank, num_ranks, models, out):
     """
     answers, resumed = {}, 0
     for name, ep, tp in MESHES[num_ranks]:
-        ranks = arrange(World(rank, num_ranks, rank, "cpu"), ep, tp, [models[name]])
+        ranks = arrange_ranks(World(rank, num_ranks, rank, "cpu"), ep, tp, [models[name]])
         system = load_seq2seq(models[name], ranks)
         for mode in ASKED:
             path = Path(out, f"{name}.{ep}.{tp}.{mode}.jsonl")
@@ -147,17 +148,18 @@ def test_ranks_that_cannot_be_divided_so_are_refused_before_a_model_is_loaded(mo
     with pytest.raises(
         ConfigError, match=r"it has 2 ranks, but there are 3.*Choose --ep and --tp of one"
     ):
-        arrange(three, 2, 1, [models["ragged"]])
+        arrange_ranks(three, 2, 1, [models["ragged"]])
     with pytest.raises(ConfigError, match=r"8 experts cannot be spread evenly over ep 3"):
-        arrange(three, 3, 1, [models["ragged"]])
+        arrange_ranks(three, 3, 1, [models["ragged"]])
     with pytest.raises(ConfigError, match=r"mesh\.ep is 0; expected an integer from 1 to"):
-        arrange(three, 0, 1, [models["ragged"]])
+        arrange_ranks(three, 0, 1, [models["ragged"]])
     with pytest.raises(
-        ConfigError, match=r"holds a model of type t5, which cannot be cut over --ep 1 and --tp 3"
+        ConfigError,
+        match=r"holds a model of type t5, which cannot be sharded over --ep 1 and --tp 3",
     ):
-        arrange(three, 1, 3, [models["t5"]])
+        arrange_ranks(three, 1, 3, [models["t5"]])
     with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
-        arrange(three, 3, 1, [tmp_path])
+        arrange_ranks(three, 3, 1, [tmp_path])
 
 
 def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
@@ -165,7 +167,7 @@ def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
     for size, tp in ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (9, 1)):
         parts = []
         for rank in range(size):
-            ranks = arrange(World(rank, size, rank, "cpu"), 1, 1, [])
+            ranks = arrange_ranks(World(rank, size, rank, "cpu"), 1, 1, [])
             ranks = ranks._replace(sizes=ranks.sizes.__class__(dp_replicate=size // tp, tp=tp))
             parts.append([ranks.share(dealt) for dealt in ranks.deal(batches)])
         assert all(part == parts[rank // tp * tp] for rank, part in enumerate(parts))
@@ -175,7 +177,7 @@ def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
 
 
 def test_ranks_in_step_keep_whole_rounds_and_others_every_batch():
-    alone = arrange(World(0, 4, 0, "cpu"), 1, 1, [])
+    alone = arrange_ranks(World(0, 4, 0, "cpu"), 1, 1, [])
     in_step = alone._replace(sizes=MeshConfig(ep=2, dp_replicate=2))
     assert [alone.whole_rounds(made, 7) for made in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [in_step.whole_rounds(made, 7) for made in range(8)] == [0, 0, 0, 0, 4, 4, 4, 7]

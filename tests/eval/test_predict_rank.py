@@ -17,17 +17,19 @@ from transformers import (
 
 import eval.answers.likelihood
 import eval.answers.predict
-from eval.answers.likelihood import Choice, Scoring
-from eval.answers.predict import Request, load_seq2seq, modes_of, predict
+from eval.answers.batches import Request
+from eval.answers.likelihood import ChoiceLikelihood, Scoring
+from eval.answers.predict import modes_of, predict
 from eval.answers.predictions_file import Prediction
+from eval.answers.seq2seq import load_seq2seq
 from moe import ConfigError
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
 
 CHOICES = {
-    "red": Choice(-1.5, -0.75, 1),
-    "dark blue": Choice(-2.0, -0.25, 3),
-    "": Choice(0.0, -3.0, 0),
+    "red": ChoiceLikelihood(-1.5, -0.75, 1),
+    "dark blue": ChoiceLikelihood(-2.0, -0.25, 3),
+    "": ChoiceLikelihood(0.0, -3.0, 0),
 }
 
 
@@ -93,7 +95,7 @@ def make_folder(kind, tokenizer, folder):
 
 
 def by_teacher_forcing(system, request, text):
-    """Returns the Choice of one text for one request: sums over a forward pass without a cache."""
+    """Returns the likelihood of one text for one request: sums over a forward pass without a cache."""
     inputs = system.tokenizer(request.inputs, return_tensors="pt")
     first, *forced = system.start
     target = [
@@ -107,7 +109,7 @@ def by_teacher_forcing(system, request, text):
             **inputs, decoder_input_ids=torch.tensor([[first, *target[:-1]]]), **extra
         ).logits[0]
     log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(target)[:, None]).flatten().tolist()
-    return Choice(sum(log_probs[:-1]), log_probs[-1], len(target) - 1)
+    return ChoiceLikelihood(sum(log_probs[:-1]), log_probs[-1], len(target) - 1)
 
 
 def mixed_requests(task):
@@ -126,7 +128,7 @@ def mixed_requests(task):
 def test_choices_of_any_model_score_as_one_at_a_time(
     tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once
 ):
-    monkeypatch.setattr(eval.answers.likelihood, "_SLICE", bytes_at_once)
+    monkeypatch.setattr(eval.answers.likelihood, "_MAX_BYTES", bytes_at_once)
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     requests = mixed_requests(task)
     made = predict(system, task, requests, "rank", tmp_path / "p.jsonl").predictions
@@ -147,8 +149,8 @@ def test_a_sparse_decoder_drops_no_token_of_a_choice(tokenizer, task, tmp_path):
         for text in request.choices:
             expected = by_teacher_forcing(system, request, text)
             assert made.predictions[0].choices[text] == pytest.approx(expected, abs=2e-5)
-        assert made.router["encoder"]["fraction_dropped"] > 0
-        assert made.router["decoder"]["fraction_dropped"] == 0
+        assert made.router["encoder"].fraction_dropped > 0
+        assert made.router["decoder"].fraction_dropped == 0
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_p
 def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(
     folders, task, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(eval.answers.predict._FEW, "rank", 25)
+    monkeypatch.setitem(eval.answers.predict._MIN_ROWS, "rank", 25)
     system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
     for name, seen in shapes.items():
         stack = getattr(system.model, name)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import eval.run
-from eval.answers.data_ranks import ALONE
+from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.answers.likelihood import Scoring
-from eval.answers.predict import load_seq2seq
-from eval.answers.predictions_file import Batch, Header, Journal, Prediction, ScoringFields
+from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
+from eval.answers.seq2seq import load_seq2seq
 from eval.commands.compare import compare_runs
 from eval.dev_scores import read_tasks
 from eval.records import FailedTask, to_json
@@ -52,7 +52,7 @@ def test_the_superglue_average_is_that_of_its_eight_tasks(folders, tmp_path):
     assert average.low <= average.value <= average.high
     assert {system.mode for system in report.tasks[0].systems} == {"generate", "rank"}
     assert "superglue" in (tmp_path / "report.html").read_text()
-    scores = read_tasks(SUPERGLUE, str(FIXTURES)).scores(None, ALONE)
+    scores = read_tasks(SUPERGLUE, str(FIXTURES)).scores(None, SINGLE_PROCESS)
     assert scores is not None
     assert scores(folders["moe"], tmp_path / "dev")["mean"] == pytest.approx(average.value)
 
@@ -181,9 +181,9 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     header = Header(
         "f", name, task.version, "generate", task.decoding, "b", ScoringFields(True, "none")
     )
-    journal = Journal(predictions_path(tmp_path, name, "model", "generate"), header)
-    journal.open([], lambda whole: whole)
-    journal.append(
+    predictions = PredictionsFile(predictions_path(tmp_path, name, "model", "generate"), header)
+    predictions.resume([], lambda whole: whole)
+    predictions.append(
         [Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})]
     )
     saved = SavedTask(

@@ -20,7 +20,9 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.answers.predict import Request, load_seq2seq, predict
+from eval.answers.batches import Request
+from eval.answers.predict import predict
+from eval.answers.seq2seq import load_seq2seq
 from eval.scores.metrics import GENDER_PARITY
 from eval.source import EXPORT, HubData
 from eval.task import TASKS, Example, Task

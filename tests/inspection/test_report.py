@@ -12,7 +12,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from eval.answers.predict import fingerprint
+from eval.answers.seq2seq import fingerprint
 from moe import CheckpointError, ConfigError, DataError
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource

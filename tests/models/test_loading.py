@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
-from eval.answers.predict import load_seq2seq
+from eval.answers.seq2seq import load_seq2seq
 from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
 from moe.checksums import read_sums
 from moe.training.build import PlacedModel

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import eval.answers.predict
-from eval.answers.data_ranks import ALONE
+from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.best_model import best_and_last, score_model
@@ -118,7 +118,7 @@ def test_the_best_and_the_last_model_are_kept_and_score_what_is_said(straight, s
     assert (best["mean"], last["step"]) == (max(means.values()), 8)
     assert best["step"] == min(step for step in STEPS if means[step] == best["mean"])
     assert json.loads((run / "best" / "scores.json").read_text()) == best
-    scores = read_tasks(["first", "last"]).scores(None, ALONE)
+    scores = read_tasks(["first", "last"]).scores(None, SINGLE_PROCESS)
     assert scores is not None
     for folder, said in (("best/model", best), ("model", last)):
         again = scores(run / folder, tmp_path / folder)

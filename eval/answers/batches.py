@@ -1,0 +1,62 @@
+"""Requests to a model, and how they are put into batches."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_SIMILAR_LENGTH = 0.8
+"""Share of the longest input's tokens above which an input is of similar length."""
+
+
+class Request(NamedTuple):
+    """What a model is asked: the example without its reference."""
+
+    id: str
+    inputs: str
+    choices: tuple[str, ...] = ()
+
+
+class TokenizedRequest(NamedTuple):
+    """A request that is ready for the model; its fields are part of the digest of a run's batches.
+
+    Attributes:
+        request: What is asked.
+        tokens: Of its inputs.
+        truncated: Whether they were truncated.
+    """
+
+    request: Request
+    tokens: list[int]
+    truncated: bool
+
+
+def make_batches(
+    requests: Sequence[TokenizedRequest], *, max_rows: int, max_tokens: int, min_rows: int
+) -> list[list[TokenizedRequest]]:
+    """Returns all requests in batches, the longest first, so that a batch needs little padding.
+
+    Padding costs what tokens cost, above all where the encoder is most of the work: beyond
+    `min_rows` a batch holds inputs of similar length only.
+
+    Args:
+        requests: Each with an id of its own.
+        max_rows: Most requests of a batch.
+        max_tokens: Most tokens of a batch, padding included; a single longer request is a batch.
+        min_rows: Requests that may share a batch whatever their lengths. More of them decode
+            together; fewer pad less.
+    """
+    remaining = sorted(requests, key=_longest_first)
+    batches: list[list[TokenizedRequest]] = []
+    while remaining:
+        longest = len(remaining[0].tokens)
+        shortest_similar = _SIMILAR_LENGTH * longest
+        num_similar = sum(len(r.tokens) >= shortest_similar for r in remaining[:max_rows])
+
+        size = min(max_rows, max_tokens // longest, max(min_rows, num_similar))
+        size = max(1, size)
+        batches.append(remaining[:size])
+        remaining = remaining[size:]
+    return batches
+
+
+def _longest_first(request: TokenizedRequest) -> tuple[int, str]:
+    return -len(request.tokens), request.request.id

@@ -1,0 +1,183 @@
+"""A sequence-to-sequence checkpoint that is ready to answer: of this library or of transformers."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+
+from eval.answers.batches import Request, TokenizedRequest
+from eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
+from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
+from moe.data.tokenizer import check_tokenizer_files
+from moe.errors import CheckpointError
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+
+_SPECIAL_TOKENS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+)
+_BYTES_AT_ONCE = 1 << 24
+_FINGERPRINT_DIGITS = 16
+
+
+class Seq2Seq(NamedTuple):
+    """A checkpoint that is ready to answer.
+
+    Attributes:
+        model: The model; on a mesh this rank's part.
+        tokenizer: Its own.
+        fingerprint: Of the checkpoint's files; known to rank 0 only.
+        ranks: Those that answer with it.
+    """
+
+    model: Any
+    tokenizer: Any
+    fingerprint: str
+    ranks: DataRanks = SINGLE_PROCESS
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the model has routers, and says what they did."""
+        is_ours = isinstance(self.model, STMoEForConditionalGeneration)
+        return is_ours and bool(self.model.sparse_layers())
+
+    @property
+    def start(self) -> list[int]:
+        """Tokens that every answer begins with.
+
+        They are the decoder's start and, for a model that was fine-tuned with one, the sentinel.
+        """
+        generation = self.model.generation_config
+        candidates = (
+            generation.decoder_start_token_id,
+            self.model.config.decoder_start_token_id,
+            self.pad,
+        )
+        first = next(token for token in candidates if token is not None)
+        forced = generation.forced_bos_token_id
+        return [first] if forced is None else [first, forced]
+
+    @property
+    def pad(self) -> int:
+        """Token that fills short rows."""
+        candidates = (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0)
+        return next(token for token in candidates if token is not None)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end an answer."""
+        eos = self.model.generation_config.eos_token_id
+        return [eos] if isinstance(eos, int) else list(eos)
+
+    def tokenize(self, requests: Sequence[Request], max_tokens: int) -> list[TokenizedRequest]:
+        """Returns the requests with their tokens; truncated ones keep what the tokenizer ends with.
+
+        Args:
+            requests: What is asked.
+            max_tokens: Most tokens of an input; the tokenizer's own limit may be lower.
+        """
+        if not requests:
+            return []
+        max_tokens = min(max_tokens, self.tokenizer.model_max_length)
+        texts = [request.inputs for request in requests]
+        all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
+
+        tokenized: list[TokenizedRequest] = []
+        for request, tokens in zip(requests, all_tokens, strict=True):
+            truncated = len(tokens) > max_tokens
+            if truncated:
+                encoding = self.tokenizer(request.inputs, truncation=True, max_length=max_tokens)
+                tokens = encoding["input_ids"]
+            tokens = tokens or [self.tokenizer.eos_token_id]
+            tokenized.append(TokenizedRequest(request, tokens, truncated))
+        return tokenized
+
+
+def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
+    """Returns a sequence-to-sequence checkpoint of this library or of transformers.
+
+    The task says how to generate: of the checkpoint's own settings (beams, least lengths,
+    penalties) only the special tokens stay.
+
+    Args:
+        folder: The checkpoint.
+        ranks: Those that will answer with it; on a mesh each reads its part only.
+
+    Raises:
+        CheckpointError: When the folder is missing, or holds no such model with all its weights and
+            a tokenizer.
+    """
+    model = _load_model(folder, ranks)
+    tokenizer = _load_tokenizer(folder)
+
+    special_tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
+    if special_tokens["eos_token_id"] is None:
+        special_tokens["eos_token_id"] = tokenizer.eos_token_id
+    model.generation_config = GenerationConfig(**special_tokens)
+
+    digest = fingerprint(folder) if ranks.world.rank == 0 else ""
+    return Seq2Seq(model, tokenizer, digest, ranks)
+
+
+def _load_model(folder: Path, ranks: DataRanks) -> Any:
+    """Returns the model of a checkpoint, whole or this rank's part."""
+    check_model_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
+    if not config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{folder} holds a model of type {config.model_type!r}, which has no encoder and "
+            "decoder. Give a sequence-to-sequence checkpoint, e.g. of this library, T5 or BART."
+        )
+
+    if ranks.mesh is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return load_complete(AutoModelForSeq2SeqLM, folder).eval().to(device)
+
+    # Dispatch to slots would need batches of one shape on all ranks; rows route the same tokens to
+    # the same experts.
+    config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
+    model, _ = load_model_on_mesh(folder, ranks.mesh, config=config, gather=False)
+    return model
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """Returns the tokenizer of a checkpoint."""
+    try:
+        check_tokenizer_files(folder, advice="Restore the file.")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+
+    # Where the files are missing transformers may make up an empty tokenizer. One of bytes has none.
+    files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))
+    if files and not any((folder / name).is_file() for name in files):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer: none of {', '.join(files)} is there. Put that of the "
+            "model beside it, with the tokenizer's save_pretrained."
+        )
+    return tokenizer
+
+
+def fingerprint(folder: Path) -> str:
+    """Returns 16 hexadecimal digits that tell a checkpoint from others."""
+    files = [
+        *sorted(folder.glob("*.safetensors")),
+        *sorted(folder.glob("*.bin")),
+        folder / "config.json",
+    ]
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while content := file.read(_BYTES_AT_ONCE):
+                digest.update(content)
+    return digest.hexdigest()[:_FINGERPRINT_DIGITS]

@@ -1,0 +1,182 @@
+"""python -m eval run: evaluates models on tasks and writes the reports."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import get_args
+
+from transformers.utils import logging
+
+from eval.answers.likelihood import Normalization, Scoring
+from eval.answers.predict import MODES
+from eval.commands.command import Subparsers, name_list
+from eval.records import AverageScore, MetricScore, Report
+from eval.reports.formatting import format_interval, format_score
+from eval.reports.report_text import earlier_report_sentence
+from eval.run import evaluate
+from eval.task import SPLITS
+from moe.cli import integer, path, real, word
+from moe.distributed.launch import World, launch
+from moe.errors import ConfigError
+from moe.files import output_path
+
+_MAX_SECONDS = 30 * 24 * 3600
+"""Longest time that ranks wait for others; what waits for a month is lost."""
+
+_REPORTS = ("report.html", "report.md", "report.json")
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser("run", help="evaluates models on tasks")
+
+    # What is evaluated.
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="checkpoint folder, or NAME=FOLDER to name it in the report",
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        help="a further NAME=FOLDER to stand beside it",
+    )
+    parser.add_argument("--tasks", type=name_list, required=True, help="names, separated by commas")
+    parser.add_argument(
+        "--modes",
+        type=name_list,
+        help=f"of {', '.join(MODES)} (default: all that a task can be answered in)",
+    )
+
+    # On which examples.
+    parser.add_argument("--split", choices=SPLITS, help="default: each task's own")
+    parser.add_argument("--limit", type=integer(least=1), help="most examples of a task")
+    parser.add_argument(
+        "--data",
+        type=path,
+        help="folder with a folder TASK of .jsonl or .parquet instead of the hub",
+    )
+    parser.add_argument(
+        "--revision",
+        type=word,
+        help="branch or commit of the data on the hub (default: each task's own)",
+    )
+
+    # How choices are scored.
+    parser.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
+    parser.add_argument(
+        "--normalize",
+        choices=get_args(Normalization),
+        default="none",
+        help="length that a choice's score is divided by (default: none)",
+    )
+
+    # Where the reports go, and on which ranks.
+    parser.add_argument(
+        "--out", default="runs/eval", help="folder of the reports (default: runs/eval)"
+    )
+    parser.add_argument(
+        "--ep",
+        type=integer(least=1),
+        default=1,
+        help="ranks that the experts of a layer are sharded over (default: 1)",
+    )
+    parser.add_argument(
+        "--tp",
+        type=integer(least=1),
+        default=1,
+        help="ranks that heads and d_ff are sharded over (default: 1)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=real(above=0, most=_MAX_SECONDS),
+        default=600.0,
+        help="seconds that ranks wait for others (default: 600)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
+    models = parse_models([arguments.model, *arguments.also])
+    out = output_path(arguments.out, inputs=[arguments.data, *models.values()])
+    logging.disable_progress_bar()
+
+    with launch(arguments.timeout) as world:
+        report = evaluate(
+            models,
+            arguments.tasks,
+            modes=arguments.modes,
+            split=arguments.split,
+            limit=arguments.limit,
+            data=arguments.data,
+            revision=arguments.revision,
+            scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
+            out=out,
+            command=_command_line(arguments.argv, world),
+            world=world,
+            ep=arguments.ep,
+            tp=arguments.tp,
+        )
+    if report is None:  # rank 0 prints
+        return
+
+    print_scores(report)
+    print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
+    if report.earlier:
+        print(earlier_report_sentence(str(out / report.earlier)))
+    for failure in report.failed:
+        print(f"error: {failure.task} failed: {failure.message}", file=sys.stderr)
+    if report.failed:
+        sys.exit(1)
+
+
+def parse_models(values: list[str]) -> dict[str, Path]:
+    """Returns folders by name, of texts `FOLDER` or `NAME=FOLDER`; without a name it is `model`.
+
+    A name is part of the names of files. What is a folder, or has a slash before the first `=`, has
+    no name.
+
+    Raises:
+        ConfigError: When two have one name, or one an empty one.
+    """
+    models: dict[str, Path] = {}
+    for value in values:
+        name, separator, folder = value.partition("=")
+        if not separator or "/" in name or Path(value).is_dir():
+            name = "model"
+            folder = value
+
+        if not name or not folder.strip():
+            raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
+        if name in models:
+            raise ConfigError(f"Two models are called {name!r}. Give them names: NAME=FOLDER.")
+        models[name] = Path(folder)
+    return models
+
+
+def print_scores(report: Report) -> None:
+    """Prints a line for each task, system and metric, and the averages."""
+    for task in report.tasks:
+        for system in task.systems:
+            for score in system.scores:
+                _print_score(task.task, system.name, system.mode, score.metric, score)
+    for average in report.averages:
+        _print_score("SuperGLUE", average.name, average.mode, "average", average)
+
+
+def _print_score(
+    task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
+) -> None:
+    value = format_score(score.value)
+    spread = format_interval(score.low, score.high)
+    print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
+
+
+def _command_line(argv: list[str], world: World) -> str:
+    """Returns the command as it can be typed again."""
+    starter = ["python"]
+    if world.size > 1:
+        starter = ["torchrun", "--nproc-per-node", str(world.size)]
+    return shlex.join([*starter, "-m", "eval", *argv])
