@@ -12,7 +12,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from eval.reports.describe import is_classification
 from eval.task import Example, Task
 
 MOST_CHARACTERS = 10_000_000
@@ -27,7 +26,7 @@ def has_baselines(task: Task) -> bool:
     """Returns whether `baseline_outputs` knows what to do with a task: the same choices for all, or
     summaries.
     """
-    return is_classification(task) or _is_summarization(task)
+    return task.is_classification or _is_summarization(task)
 
 
 def baseline_outputs(
@@ -46,7 +45,7 @@ def baseline_outputs(
     """
     if not train or sum(len(example.inputs) for example in train) > MOST_CHARACTERS:
         return {}
-    if is_classification(task):
+    if task.is_classification:
         return _classify(train, test)
     return _summarize(train, test) if _is_summarization(task) else {}
 

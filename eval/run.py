@@ -2,33 +2,25 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from eval.answers.batches import Request
 from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
-from eval.baselines import baseline_outputs, has_baselines
-from eval.reports.describe import by_class, input_lengths, notes_of, score_row, task_score, worst
-from eval.reports.published import SUPERGLUE
-from eval.reports.report import describe_model, describe_place, write_reports
-from eval.reports.scoreboard import published_of
-from eval.run_folder import (
-    covers,
-    drop_aside,
-    entry_of,
-    predictions_path,
-    results_of,
-    set_aside,
-    write_examples,
+from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
+from eval.reports.report_files import device_name, library_versions, model_info, save_report
+from eval.reports.task_summary import (
+    HeadlineDraws,
+    TaskExamples,
+    summarize_task,
+    superglue_averages,
 )
-from eval.scores.intervals import with_interval
-from eval.source import BuiltIn
+from eval.run_folder import predictions_path, write_examples
+from eval.source import BuiltIn, HubData
 from eval.task import SPLITS, TASKS, Example, Task
 from eval.text.preprocess import HIDDEN_TARGET
 from moe import (
@@ -42,9 +34,6 @@ from moe import (
 )
 from moe.checks import check_integer
 from moe.files import check_kind, claim_folder
-
-Draws = dict[tuple[str, str, str], NDArray[np.float64]]
-"""By system, mode and task <float64>[R]: what the task adds to an average, of each draw."""
 
 
 def evaluate(
@@ -62,7 +51,7 @@ def evaluate(
     world: World = SINGLE_PROCESS.world,
     ep: int = 1,
     tp: int = 1,
-) -> dict[str, Any] | None:
+) -> Report | None:
     """Evaluates every model on every task in every mode, writes the reports and returns their
     content.
 
@@ -102,42 +91,47 @@ def evaluate(
     scoring = scoring or Scoring()
     ranks = arrange_ranks(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
-    report: dict[str, Any] = {
-        "command": command,
-        "settings": {
-            "tasks": [task.name for task in chosen],
-            "modes": modes and list(modes),
-            "split": split,
-            "limit": limit,
-            "data": data and str(data),
-            "revision": revision,
-            "scoring": vars(scoring),
-            "ranks": world.size,
-            "ep": ep,
-            "tp": tp,
-        },
-        **describe_place(),
-        "models": {name: describe_model(models[name], system) for name, system in systems.items()},
-        "tasks": [],
-        "averages": [],
-        "failed": [],
-        "earlier": None,
-    }
-    draws: Draws = {}
+    settings = RunSettings(
+        tasks=[task.name for task in chosen],
+        modes=modes and list(modes),
+        split=split,
+        limit=limit,
+        data=data and str(data),
+        revision=revision,
+        scoring=scoring,
+        ranks=world.size,
+        ep=ep,
+        tp=tp,
+    )
+    report = Report(
+        command=command,
+        settings=settings,
+        versions=library_versions(),
+        device=device_name(),
+        models={name: model_info(models[name], system) for name, system in systems.items()},
+    )
+    tokenizer = next(iter(systems.values())).tokenizer
+    tasks: list[TaskResult] = []
+    failed: list[FailedTask] = []
+    draws: HeadlineDraws = {}
     with _only_writer(out, world):
         for task in chosen:
-            where = split or task.split
-            with _reporting_failure(task.name, report["failed"], alone=world.size == 1):
-                entry, examples = read_task(task, where, limit, data, revision)
-                answers = _answers(systems, task, examples, modes, scoring, out)
+            with _reporting_failure(task.name, failed, alone=world.size == 1):
+                asked = read_task(task, split or task.split, limit, data, revision)
+                answers = _answers(systems, task, asked.examples, modes, scoring, out)
                 if world.rank == 0:
-                    entry |= write_examples(out, task, examples)
-                    report["tasks"].append(
-                        _scored(entry, task, examples, answers, systems, report["models"], draws)
+                    written = write_examples(out, task, asked.examples)
+                    result, task_draws = summarize_task(
+                        asked, answers, tokenizer, report.models, written
                     )
+                    tasks.append(result)
+                    draws |= task_draws
+
+            # The reports are written after each task: a run that is stopped has what it finished.
             if world.rank == 0:
-                report["averages"] = _averages(report["tasks"], draws)
-                _write(report, out, last=task is chosen[-1])
+                averages = superglue_averages(tasks, draws)
+                report = replace(report, tasks=[*tasks], averages=averages, failed=[*failed])
+                report = save_report(report, out, last=task is chosen[-1])
     return report if world.rank == 0 else None
 
 
@@ -171,8 +165,8 @@ def read_task(
     limit: int | None = None,
     data: Path | None = None,
     revision: str | None = None,
-) -> tuple[dict[str, Any], list[Example]]:
-    """Returns what the report says of a task before any answer, and its examples.
+) -> TaskExamples:
+    """Returns the examples of a task, and where they come from.
 
     Raises:
         DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide
@@ -196,31 +190,35 @@ def read_task(
             f"answers cannot be judged. Choose another split, as {task.split}."
         )
     examples = thin_out(every, limit)
-    entry = {
-        "task": task.name,
-        "version": task.version,
-        "description": task.description,
-        "licence": task.licence,
-        "prompt_source": task.prompt_source,
-        "variant_of": task.variant_of,
-        "split": split,
-        "limit": limit if len(examples) < len(every) else None,
-        "data": {
-            "folder": folder and str(folder / (task.variant_of or task.name)),
-            "repository": getattr(task.source, "repository", None),
-            "config": getattr(task.source, "config", None),
-            "split": getattr(task.source, "hub_splits", {}).get(split, split),
-            "revision": revision
-            or (None if built_in else " or ".join(getattr(task.source, "revisions", ()))),
-        },
-        "num_rows": len(read),
-        "num_expected": task.source.expected(split),
-        "num_available": len(every),
-        "num_examples": len(examples),
-        "num_groups": len({example.group for example in examples}),
-        "decoding": task.decoding._asdict(),
-    }
-    return entry, examples
+    return TaskExamples(
+        task=task,
+        split=split,
+        limit=limit if len(examples) < len(every) else None,
+        data=_data_info(task, split, folder, revision),
+        num_rows=len(read),
+        num_expected=task.source.expected(split),
+        num_available=len(every),
+        examples=examples,
+    )
+
+
+def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
+    """Returns where the rows of a task come from."""
+    source = task.source
+    repository = config = None
+    source_split = split
+    if isinstance(source, HubData):
+        repository = source.repository
+        config = source.config
+        source_split = source.hub_splits.get(split, split)
+        revision = revision or " or ".join(source.revisions)
+    return DataInfo(
+        folder=None if folder is None else str(folder / (task.variant_of or task.name)),
+        repository=repository,
+        config=config,
+        split=source_split,
+        revision=revision,
+    )
 
 
 def thin_out(examples: Sequence[Example], limit: int | None) -> list[Example]:
@@ -266,98 +264,6 @@ def _answers(
             path = predictions_path(out, task.name, name, mode)
             answers[name, mode] = predict(system, task, requests_of(examples), mode, path, scoring)
     return answers
-
-
-def _scored(
-    entry: dict[str, Any],
-    task: Task,
-    examples: list[Example],
-    answers: dict[tuple[str, str], Predicted],
-    systems: Mapping[str, Seq2Seq],
-    models: Mapping[str, dict[str, Any]],
-    draws: Draws,
-) -> dict[str, Any]:
-    """Returns the entry of a task with all scores; classes and worst answers are those of the first
-    model and mode.
-    """
-    rows, judged = [], []
-    for (name, mode), made in answers.items():
-        outputs = [prediction.output for prediction in made.predictions]
-        row, drawn, each = score_row(task, examples, outputs, name, mode, _router_fields(made))
-        rows.append(row)
-        judged.append((outputs, each))
-        draws[name, mode, task.name] = task_score(task.name, list(drawn.values()))
-    if isinstance(task.source, BuiltIn) and has_baselines(task):
-        for name, outputs in baseline_outputs(task, task.examples("train"), examples).items():
-            rows.append(score_row(task, examples, outputs, name, "baseline")[0])
-    outputs, each = judged[0]
-    entry["systems"] = rows
-    entry["inputs"] = input_lengths(
-        examples, next(iter(systems.values())).tokenizer, task.inputs_length
-    )
-    entry["published"] = [
-        {"own_metric": metric.name, **one._asdict()}
-        for metric in task.metrics
-        for one in published_of(entry, metric.name)
-    ]
-    entry["by_class"] = by_class(task, examples, outputs)
-    entry["worst"] = worst(examples, outputs, each)
-    entry["notes"] = notes_of(entry, models)
-    return entry
-
-
-def _router_fields(made: Predicted) -> dict[str, Any] | None:
-    """Returns what the routers did as JSON holds it; None for a dense model."""
-    if made.router is None:
-        return None
-    return {stack: summary._asdict() for stack, summary in made.router.items()}
-
-
-def _averages(tasks: Sequence[dict[str, Any]], draws: Draws) -> list[dict[str, Any]]:
-    """Returns the SuperGLUE average of every system and mode that all its tasks were answered in."""
-    rows = {
-        (row["name"], row["mode"], task["task"]): row
-        for task in tasks
-        for row in task["systems"]
-        if row["mode"] in MODES
-    }
-    averages = []
-    for name, mode in dict.fromkeys(key[:2] for key in rows):
-        keys = [(name, mode, task) for task in SUPERGLUE]
-        if not all(key in rows for key in keys):
-            continue
-        values = [task_score(key[2], [one["value"] for one in rows[key]["scores"]]) for key in keys]
-        drawn = [draws[key] for key in keys]
-        # A task of one group has no draws: the average then has no interval either.
-        spread = np.mean(drawn, axis=0) if all(len(one) for one in drawn) else np.empty(0)
-        average = with_interval(float(np.mean(values)), spread)
-        averages.append({"average": "superglue", "name": name, "mode": mode, **average._asdict()})
-    return averages
-
-
-def _write(report: dict[str, Any], out: Path, *, last: bool) -> None:
-    """Writes the reports; what an earlier one of the folder knows beyond this one stays in a copy.
-
-    Args:
-        report: Its `earlier` becomes the name of the copy, or None.
-        out: The folder.
-        last: Whether there is no further task.
-    """
-    fingerprints = {name: model["fingerprint"] for name, model in report["models"].items()}
-    entries = [
-        entry_of(task, f"task {number}") for number, task in enumerate(report["tasks"], start=1)
-    ]
-    results = results_of(fingerprints, entries)
-
-    if report["earlier"] is None:
-        copy = set_aside(out, results)
-        report["earlier"] = copy and copy.name
-    copy = report["earlier"]
-    if last and copy is not None and covers(out / copy, results):
-        report["earlier"] = None
-    write_reports(report, out)
-    if copy is not None and report["earlier"] is None:
-        drop_aside(out / copy)
 
 
 def _check_files(models: Iterable[str], tasks: Iterable[Task], out: Path) -> None:
@@ -415,7 +321,7 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reporting_failure(task: str, failed: list[dict[str, str]], *, alone: bool) -> Iterator[None]:
+def _reporting_failure(task: str, failed: list[FailedTask], *, alone: bool) -> Iterator[None]:
     """Adds what goes wrong inside to `failed`, unless it ends the ranks' work together.
 
     An error of this library or of the system is raised on all ranks alike; another one may be one
@@ -429,4 +335,4 @@ def _reporting_failure(task: str, failed: list[dict[str, str]], *, alone: bool) 
         if not alone and not isinstance(error, MoEError | OSError):
             raise
         kind = "" if isinstance(error, MoEError) else f"{type(error).__name__}: "
-        failed.append({"task": task, "message": f"{kind}{error}"})
+        failed.append(FailedTask(task, f"{kind}{error}"))

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 import eval.tasks
 from eval.scores.metrics import Metric
 from moe import DataError, Registry
@@ -114,7 +117,8 @@ class Task:
         preprocess: Makes of a row mappings with `inputs`, `targets` and what `postprocess` needs.
         postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid
             answer.
-        metrics: The first is the task's headline.
+        metrics: What answers are scored by.
+        headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
         ids: Fields that tell an example from others; () for its number.
         groups: Fields that tell its group; () for each example its own.
@@ -137,6 +141,7 @@ class Task:
     preprocess: Preprocess
     postprocess: Postprocess
     metrics: tuple[Metric, ...]
+    headline: tuple[Metric, ...] = ()
     choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
@@ -148,6 +153,24 @@ class Task:
     prompt_source: str = "T5"
     variant_of: str | None = None
     family: str = "Offline"
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether every target is one of the same few choices."""
+        return bool(self.choices) and not callable(self.choices)
+
+    def headline_score(self, scores: Mapping[str, ArrayLike | None]) -> NDArray[np.float64]:
+        """Returns the mean of the headline metrics: the task's score in an average.
+
+        Args:
+            scores: By metric, a number, None where it is not defined, or <float64>[R] draws.
+
+        Returns:
+            <float64>[] or <float64>[R] the score; NaN where a headline metric is not defined.
+        """
+        headline = self.headline or self.metrics[:1]
+        values = [np.asarray(scores[metric.name], dtype=np.float64) for metric in headline]
+        return np.mean(values, axis=0)
 
     def examples(
         self, split: str, folder: Path | None = None, revision: str | None = None

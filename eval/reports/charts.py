@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
-from eval.reports.markdown import interval, number
-from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
+from eval.records import LengthBin
+from eval.reports.formatting import format_interval, format_score
+from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
 
 _WIDTH, _LEFT, _RIGHT = 900, 250, 60
 _BAR, _ROW, _GAP, _HEAD = 14, 21, 12, 18
@@ -17,7 +17,7 @@ def bar_chart(board: Scoreboard) -> str:
     """
     parts: list[str] = []
     top = _HEAD
-    for line in (line for line in board.lines if line.headline):
+    for line in (line for line in board.lines if line.in_chart):
         bars = _bars(board, line)
         if not bars:
             continue
@@ -40,19 +40,19 @@ def bar_chart(board: Scoreboard) -> str:
 
 
 def _bars(
-    board: Scoreboard, line: Line
+    board: Scoreboard, line: ScoreboardLine
 ) -> list[tuple[str, str, float, float | None, float | None]]:
     """Returns the kind, name, value and interval of each bar of a line."""
     bars = []
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
-        if score and score["value"] is not None:
+        if score and score.value is not None:
             kind = "ours" if name == board.systems[0][0] else "ours2"
-            bars.append((kind, f"{name}, {mode}", score["value"], score["low"], score["high"]))
+            bars.append((kind, f"{name}, {mode}", score.value, score.low, score.high))
     for name, score in line.baselines.items():
-        bars.append(("theirs", name, score["value"], score["low"], score["high"]))
+        bars.append(("theirs", name, score.value, score.low, score.high))
     for one in line.published:
         if one:
-            mark = "" if one.split == line.split else DIFFERS
+            mark = "" if one.split == line.split else DIFFERENT_SPLIT
             bars.append(("theirs", f"{one.system}{mark}", one.value, None, None))
     return bars
 
@@ -74,22 +74,24 @@ def _bar(
             f'<path class="whisker" fill="none" d="M{_x(low):.1f} {edge}H{_x(high):.1f}{ends}"/>'
         )
 
-    tip = f"{name}: {number(value)}" + (f" ({interval(low, high)})" if low is not None else "")
+    tip = f"{name}: {format_score(value)}" + (
+        f" ({format_interval(low, high)})" if low is not None else ""
+    )
     return (
         f'<g><title>{escape(tip)}</title><text x="{_LEFT - 8}" y="{baseline}" text-anchor="end">'
         f'{escape(_fit(name))}</text><rect class="{kind}" x="{_LEFT}" y="{top}" width="{max(0.0, end - _LEFT):.1f}" '
-        f'height="{_BAR}"/>{whisker}<text x="{end + 6:.1f}" y="{baseline}">{number(value)}</text></g>'
+        f'height="{_BAR}"/>{whisker}<text x="{end + 6:.1f}" y="{baseline}">{format_score(value)}</text></g>'
     )
 
 
-def histogram(bins: Sequence[dict[str, Any]], limit: int) -> str:
+def histogram(bins: Sequence[LengthBin], limit: int) -> str:
     """Returns how many inputs have how many tokens; those past the limit in the second colour."""
     return _columns(
         [
             (
                 f"{one['from']}",
-                one["count"],
-                "theirs" if one["from"] > limit else "ours",
+                one.count,
+                "theirs" if one.first > limit else "ours",
                 f"{one['from']} to {one['to']} tokens: {one['count']:,} inputs",
             )
             for one in bins

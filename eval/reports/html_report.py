@@ -5,22 +5,22 @@ published.
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
+from eval.records import AverageScore, FailedTask, MetricScore, Report, TaskResult
 from eval.reports.charts import bar_chart, histogram, load_bars
-from eval.reports.markdown import interval, number, shorten
-from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
-from eval.reports.wording import (
+from eval.reports.formatting import format_interval, format_score, shorten
+from eval.reports.report_text import (
     ROUTER_HEADER,
-    compare_models,
-    describe_checkpoint,
-    describe_data,
-    describe_earlier,
-    describe_lengths,
+    data_sentence,
+    earlier_report_sentence,
     first_system,
+    lengths_sentence,
+    model_comparisons,
+    model_sentence,
     router_rows,
     score_notes,
 )
+from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
 
 _SHOWN_CHARACTERS = 600
 
@@ -49,15 +49,15 @@ summary { cursor: pointer; }
 """
 
 
-def page(report: dict[str, Any], board: Scoreboard) -> str:
+def html_report(report: Report, board: Scoreboard) -> str:
     """Returns the page."""
     title = "Evaluation"
     body = [
         f"<h1>{title}</h1>",
-        _failures(report["failed"]),
+        _failures(report.failed),
         _setting(report),
         _scores(board),
-        *(_task(task) for task in report["tasks"]),
+        *(_task(task) for task in report.tasks),
     ]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -66,29 +66,29 @@ def page(report: dict[str, Any], board: Scoreboard) -> str:
     )
 
 
-def _failures(failed: list[dict[str, str]]) -> str:
+def _failures(failed: Sequence[FailedTask]) -> str:
     """Returns what failed, first of all."""
     return "".join(
-        f'<p class="failed"><b>{escape(one["task"])} failed.</b> {escape(one["message"])}</p>'
+        f'<p class="failed"><b>{escape(one.task)} failed.</b> {escape(one.message)}</p>'
         for one in failed
     )
 
 
-def _setting(report: dict[str, Any]) -> str:
+def _setting(report: Report) -> str:
     """Returns what was run on what."""
     models = "".join(
-        f"<li><b>{escape(name)}</b>: {escape(describe_checkpoint(model))}</li>"
-        for name, model in report["models"].items()
+        f"<li><b>{escape(name)}</b>: {escape(model_sentence(model))}</li>"
+        for name, model in report.models.items()
     )
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     earlier = (
-        f'<p class="warn">{_inline(describe_earlier(report["earlier"]))}</p>'
-        if report["earlier"]
+        f'<p class="warn">{_inline(earlier_report_sentence(report.earlier))}</p>'
+        if report.earlier
         else ""
     )
     return (
         f"<p>Made by <code>{escape(report['command'])}</code></p><ul>{models}</ul>"
-        f'<p class="read">{escape(versions)}; {escape(report["device"])}.</p>{earlier}'
+        f'<p class="read">{escape(versions)}; {escape(report.device)}.</p>{earlier}'
     )
 
 
@@ -125,7 +125,7 @@ def _scores(board: Scoreboard) -> str:
     )
 
 
-def _line(line: Line, *, again: bool) -> list[str]:
+def _line(line: ScoreboardLine, *, again: bool) -> list[str]:
     """Returns the cells of one metric; `again` when it is not the first of its task."""
     task = (
         ""
@@ -140,32 +140,32 @@ def _line(line: Line, *, again: bool) -> list[str]:
             cells.append("")
             continue
         tip = f"{one.metric}, {one.split} split; {one.source}"
-        mark = "" if one.split == line.split else DIFFERS
-        cells.append(f'<span title="{escape(tip)}">{number(one.value)}{mark}</span>')
+        mark = "" if one.split == line.split else DIFFERENT_SPLIT
+        cells.append(f'<span title="{escape(tip)}">{format_score(one.value)}{mark}</span>')
     return cells
 
 
-def _score(score: dict[str, Any]) -> str:
+def _score(score: MetricScore | AverageScore) -> str:
     """Returns a score over its interval."""
-    spread = interval(score["low"], score["high"])
-    return f'{number(score["value"])}<small title="{escape(score["note"])}">{spread}</small>'
+    spread = format_interval(score.low, score.high)
+    return f'{format_score(score.value)}<small title="{escape(score.note)}">{spread}</small>'
 
 
-def _task(task: dict[str, Any]) -> str:
+def _task(task: TaskResult) -> str:
     """Returns the section of one task."""
     rows = [
         [
-            escape(row["name"]),
-            escape(row["mode"]),
-            escape(score["metric"]),
-            number(score["value"]),
-            interval(score["low"], score["high"]),
-            "-" if score["stderr"] is None else f"{score['stderr']:.2f}",
-            "-" if row["num_unparsable"] is None else f"{row['num_unparsable']:,}",
-            f"{row['num_empty']:,}",
+            escape(row.name),
+            escape(row.mode),
+            escape(score.metric),
+            format_score(score.value),
+            format_interval(score.low, score.high),
+            "-" if score.stderr is None else f"{score.stderr:.2f}",
+            "-" if row.num_unparsable is None else f"{row.num_unparsable:,}",
+            f"{row.num_empty:,}",
         ]
-        for row in task["systems"]
-        for score in row["scores"]
+        for row in task.systems
+        for score in row.scores
     ]
     header = [
         "system",
@@ -179,27 +179,27 @@ def _task(task: dict[str, Any]) -> str:
     ]
     parts = [
         f"<p>{_inline(task['description'])}</p>",
-        _read(describe_data(task)),
-        _list(task["notes"], "warn"),
+        _read(data_sentence(task)),
+        _list(task.notes, "warn"),
         _table(header, rows, numbers=range(3, 8)),
-        _list([*score_notes(task), *compare_models(task["systems"])], "soft"),
+        _list([*score_notes(task), *model_comparisons(task.systems)], "soft"),
         _routers(task),
         _lengths(task),
         _classes(task),
         _worst(task),
     ]
-    return _section(f"{task['task']} (version {task['version']})", "".join(parts), task["task"])
+    return _section(f"{task.task} (version {task.version})", "".join(parts), task.task)
 
 
-def _routers(task: dict[str, Any]) -> str:
+def _routers(task: TaskResult) -> str:
     """Returns what the routers did, and the load of the experts for the first model and mode."""
     rows = router_rows(task)
     if not rows:
         return ""
-    first = next(row for row in task["systems"] if row["router"])
+    first = next(row for row in task.systems if row.router)
     loads = "".join(
         f"<figure>{load_bars(stack, found['expert_load'])}</figure>"
-        for stack, found in first["router"].items()
+        for stack, found in first.router.items()
     )
     return (
         "<h3>Routers</h3>"
@@ -209,42 +209,43 @@ def _routers(task: dict[str, Any]) -> str:
         + _table(
             ROUTER_HEADER, [[escape(text) for text in row] for row in rows], numbers=range(3, 7)
         )
-        + f"<details><summary>Load of experts: {escape(first['name'])} by {first['mode']}</summary>{loads}</details>"
+        + f"<details><summary>Load of experts: {escape(first['name'])} by {first.mode}</summary>{loads}</details>"
     )
 
 
-def _lengths(task: dict[str, Any]) -> str:
+def _lengths(task: TaskResult) -> str:
     """Returns how long the inputs are."""
-    lengths = task["inputs"]
+    lengths = task.inputs
     return (
         "<h3>Lengths of inputs</h3>"
-        + _read(describe_lengths(task))
+        + _read(lengths_sentence(task))
         + f"<figure>{histogram(lengths['histogram'], lengths['limit'])}</figure>"
     )
 
 
-def _classes(task: dict[str, Any]) -> str:
+def _classes(task: TaskResult) -> str:
     """Returns the table of classes."""
-    if not task["by_class"]:
+    if not task.by_class:
         return ""
     cells = []
-    for row in task["by_class"]:
-        cells.append(
-            [escape(row["target"]), *(f"{row[name]:,}" for name in ("right", "total", "answered"))]
-        )
+    for row in task.by_class:
+        cells.append([escape(row.target), f"{row.right:,}", f"{row.total:,}", f"{row.answered:,}"])
     table = _table(["target", "right", "examples", "answered"], cells, numbers=range(1, 4))
     return f"<h3>By class ({escape(first_system(task))})</h3>{table}"
 
 
-def _worst(task: dict[str, Any]) -> str:
+def _worst(task: TaskResult) -> str:
     """Returns the table of the worst answers, folded."""
-    rows = task["worst"]
+    rows = task.worst
     if not rows:
         return ""
     cells = [
-        [escape(row["id"])]
-        + [escape(shorten(row[name], _SHOWN_CHARACTERS)) for name in ("inputs", "target", "output")]
-        + [number(row["score"])]
+        [escape(row.id)]
+        + [
+            escape(shorten(text, _SHOWN_CHARACTERS))
+            for text in (row.inputs, row.target, row.output)
+        ]
+        + [format_score(row.score)]
         for row in rows
     ]
     body = _table(
