@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eval.task import Example
+
 _SIMILAR_LENGTH = 0.8
 """Share of the longest input's tokens above which an input is of similar length."""
 
@@ -16,6 +18,11 @@ class Request(NamedTuple):
     id: str
     inputs: str
     choices: tuple[str, ...] = ()
+
+
+def requests_of(examples: Sequence[Example]) -> list[Request]:
+    """Returns what a model is asked of examples."""
+    return [Request(example.id, example.inputs, example.choices) for example in examples]
 
 
 class TokenizedRequest(NamedTuple):
