@@ -47,7 +47,7 @@ from eval.reports.task_summary import (
     worst_answers,
 )
 from eval.scores.superglue import SUPERGLUE
-from eval.task import TASKS, Example, limit_examples
+from eval.task import GREEDY, TASKS, Example, limit_examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
