@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from eval.answers.batches import requests_of
 from eval.answers.data_ranks import DataRanks
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
-from eval.run import requests_of, score, thin_out
-from eval.task import TASKS, Example
+from eval.task import TASKS, Example, limit_examples
 from moe.checkpoint.best_model import DevEvaluation
 from moe.errors import ConfigError, DataError
 
@@ -58,7 +58,7 @@ class TaskData(NamedTuple):
             raise ConfigError(
                 f"mixture.dev_examples is {limit}, and no task has a dev split. Set it to 0."
             )
-        dev = {name: thin_out(examples, limit) for name, examples in self.dev.items()}
+        dev = {name: limit_examples(examples, limit) for name, examples in self.dev.items()}
 
         def score_model(model: Path, folder: Path) -> dict[str, float]:
             system = load_seq2seq(model, ranks)
@@ -70,7 +70,7 @@ class TaskData(NamedTuple):
                 predicted = predict(system, task, requests_of(examples), "generate", path)
                 outputs = [prediction.output for prediction in predicted.predictions]
 
-                task_scores = score(task, examples, outputs)
+                task_scores = task.scores(examples, outputs)
                 for metric, value in task_scores.items():
                     scores[f"{name}/{metric}"] = value
                 headline_scores.append(float(task.headline_score(task_scores)))

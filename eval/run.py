@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from eval.answers.batches import Request
+from eval.answers.batches import requests_of
 from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
@@ -21,18 +20,12 @@ from eval.reports.task_summary import (
 )
 from eval.run_folder import predictions_path, write_examples
 from eval.source import BuiltIn, HubData
-from eval.task import SPLITS, TASKS, Example, Task
-from eval.text.preprocess import HIDDEN_TARGET
-from moe import (
-    ConfigError,
-    DataError,
-    DistributedError,
-    MoEError,
-    World,
-    did_you_mean,
-    gather_or_raise,
-)
+from eval.task import SPLITS, TASKS, Example, Row, Task, limit_examples
+from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
 from moe.checks import check_integer
+from moe.distributed.collectives import gather_or_raise
+from moe.distributed.launch import World
+from moe.errors import ConfigError, DataError, DistributedError, MoEError, did_you_mean
 from moe.files import check_kind, claim_folder
 
 
@@ -52,11 +45,10 @@ def evaluate(
     ep: int = 1,
     tp: int = 1,
 ) -> Report | None:
-    """Evaluates every model on every task in every mode, writes the reports and returns their
-    content.
+    """Evaluates models on tasks, writes the reports and returns what they hold.
 
-    The reports are written after each task. One that fails, as its data cannot be had, is reported
-    with its message, and the others go on.
+    The reports are written after each task. A task that fails, for instance because its data cannot
+    be had, is reported with its message, and the others go on.
 
     Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone
     scores, writes and has something to return. Nothing depends on the number of ranks.
@@ -74,65 +66,71 @@ def evaluate(
             that the new one lacks, is kept as report.1.json.
         command: How it was called, for the report.
         world: The ranks.
-        ep: Ranks that the experts of a layer are spread over.
-        tp: Ranks that heads and hidden units are spread over.
+        ep: Ranks over which the experts of a layer are sharded.
+        tp: Ranks over which heads and hidden units are sharded.
 
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
-            so.
+            in this way.
         CheckpointError: When a model cannot be loaded.
         DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation
             writes there.
     """
+    # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
-    _check_files(models, chosen, out)
+    _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
+
     scoring = scoring or Scoring()
     ranks = arrange_ranks(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
-    settings = RunSettings(
-        tasks=[task.name for task in chosen],
-        modes=modes and list(modes),
-        split=split,
-        limit=limit,
-        data=data and str(data),
-        revision=revision,
-        scoring=scoring,
-        ranks=world.size,
-        ep=ep,
-        tp=tp,
-    )
     report = Report(
         command=command,
-        settings=settings,
+        settings=RunSettings(
+            tasks=[task.name for task in chosen],
+            modes=modes and list(modes),
+            split=split,
+            limit=limit,
+            data=data and str(data),
+            revision=revision,
+            scoring=scoring,
+            ranks=world.size,
+            ep=ep,
+            tp=tp,
+        ),
         versions=library_versions(),
         device=device_name(),
         models={name: model_info(models[name], system) for name, system in systems.items()},
     )
+
     tokenizer = next(iter(systems.values())).tokenizer
-    tasks: list[TaskResult] = []
+    results: list[TaskResult] = []
     failed: list[FailedTask] = []
     draws: HeadlineDraws = {}
-    with _only_writer(out, world):
+    with _exclusive_folder(out, world):
         for task in chosen:
-            with _reporting_failure(task.name, failed, alone=world.size == 1):
+            with _reporting_failure(task.name, failed, single_process=world.size == 1):
                 asked = read_task(task, split or task.split, limit, data, revision)
-                answers = _answers(systems, task, asked.examples, modes, scoring, out)
+                answers = _answer_task(systems, asked, modes, scoring, out)
                 if world.rank == 0:
                     written = write_examples(out, task, asked.examples)
                     result, task_draws = summarize_task(
                         asked, answers, tokenizer, report.models, written
                     )
-                    tasks.append(result)
+                    results.append(result)
                     draws |= task_draws
 
             # The reports are written after each task: a run that is stopped has what it finished.
             if world.rank == 0:
-                averages = superglue_averages(tasks, draws)
-                report = replace(report, tasks=[*tasks], averages=averages, failed=[*failed])
+                averages = superglue_averages(results, draws)
+                report = replace(report, tasks=[*results], averages=averages, failed=[*failed])
                 report = save_report(report, out, last=task is chosen[-1])
     return report if world.rank == 0 else None
+
+
+# ---------------------------------------------------------------------------
+# Tasks and their examples
 
 
 def check_tasks(tasks: Sequence[str], modes: Sequence[str] | None, split: str | None) -> list[Task]:
@@ -142,19 +140,23 @@ def check_tasks(tasks: Sequence[str], modes: Sequence[str] | None, split: str | 
         ConfigError: When there is no such task, mode or split, or a task can be answered in none of
             the modes.
     """
-    chosen = [TASKS.get(name) for name in dict.fromkeys(name.strip() for name in tasks)]
+    names = dict.fromkeys(name.strip() for name in tasks)
+    chosen = [TASKS.get(name) for name in names]
+
     for mode in modes or ():
         if mode not in MODES:
             raise ConfigError(
-                f"There is no mode {mode!r}.{did_you_mean(mode, MODES)} Choose from {', '.join(MODES)}."
+                f"There is no mode {mode!r}.{did_you_mean(mode, MODES)} "
+                f"Choose from {', '.join(MODES)}."
             )
     if split is not None and split not in SPLITS:
         raise ConfigError(f"There is no split {split!r}. Choose from {', '.join(SPLITS)}.")
+
     for task in chosen:
         if modes is not None and not set(modes) & set(modes_of(task)):
             raise ConfigError(
-                f"{task.name} cannot be evaluated by {' or '.join(modes)}, only by {' or '.join(modes_of(task))}. "
-                "Change --modes or leave it out."
+                f"{task.name} cannot be evaluated by {' or '.join(modes)}, only by "
+                f"{' or '.join(modes_of(task))}. Change --modes or leave it out."
             )
     return chosen
 
@@ -168,105 +170,94 @@ def read_task(
 ) -> TaskExamples:
     """Returns the examples of a task, and where they come from.
 
+    Args:
+        task: The task.
+        split: The split that is evaluated.
+        limit: Most examples; None for all.
+        data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
+        revision: Branch or commit of the hub's data; None for the task's own.
+
     Raises:
         DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide
             their labels.
     """
-    read: list[Any] = []
-    built_in = isinstance(task.source, BuiltIn)
-    folder = None if built_in else data
-    gather_or_raise(lambda: read.extend(task.rows(split, folder, revision)))
-    every = task.examples_of(read, split)
-    if not every:
+    folder = None if isinstance(task.source, BuiltIn) else data
+    rows: list[Row] = []
+    gather_or_raise(lambda: rows.extend(task.rows(split, folder, revision)))
+
+    available = task.examples_of(rows, split)
+    if not available:
         raise DataError(
-            f"No example of {task.name} can be made of the {len(read):,} rows of split {split!r}."
+            f"No example of {task.name} can be made of the {len(rows):,} rows of split {split!r}."
         )
-    # The target of wsc is the candidate, hidden label or not.
-    if num_hidden := sum(
-        example.targets == HIDDEN_TARGET or example.fields.get("label") == -1 for example in every
-    ):
+    num_hidden = sum(map(_has_hidden_label, available))
+    if num_hidden:
         raise DataError(
-            f"The labels of {num_hidden:,} of {len(every):,} examples of {task.name} are hidden in split {split!r}, so "
-            f"answers cannot be judged. Choose another split, as {task.split}."
+            f"The labels of {num_hidden:,} of {len(available):,} examples of {task.name} are "
+            f"hidden in split {split!r}, so answers cannot be judged. Choose another split, as "
+            f"{task.split}."
         )
-    examples = thin_out(every, limit)
+
+    examples = limit_examples(available, limit)
     return TaskExamples(
         task=task,
         split=split,
-        limit=limit if len(examples) < len(every) else None,
+        limit=limit if len(examples) < len(available) else None,
         data=_data_info(task, split, folder, revision),
-        num_rows=len(read),
+        num_rows=len(rows),
         num_expected=task.source.expected(split),
-        num_available=len(every),
+        num_available=len(available),
         examples=examples,
     )
 
 
+def _has_hidden_label(example: Example) -> bool:
+    # The target of wsc is the candidate, hidden label or not.
+    return example.targets == HIDDEN_TARGET or example.fields.get("label") == HIDDEN_LABEL
+
+
 def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
     """Returns where the rows of a task come from."""
+    rows_folder = task.rows_folder(folder)
+    folder_name = None if rows_folder is None else str(rows_folder)
     source = task.source
-    repository = config = None
-    source_split = split
-    if isinstance(source, HubData):
-        repository = source.repository
-        config = source.config
-        source_split = source.hub_splits.get(split, split)
-        revision = revision or " or ".join(source.revisions)
+    if not isinstance(source, HubData):
+        return DataInfo(
+            folder=folder_name, repository=None, config=None, split=split, revision=revision
+        )
     return DataInfo(
-        folder=None if folder is None else str(folder / (task.variant_of or task.name)),
-        repository=repository,
-        config=config,
-        split=source_split,
-        revision=revision,
+        folder=folder_name,
+        repository=source.repository,
+        config=source.config,
+        split=source.hub_splits.get(split, split),
+        revision=revision or " or ".join(source.revisions),
     )
 
 
-def thin_out(examples: Sequence[Example], limit: int | None) -> list[Example]:
-    """Returns at most `limit` examples: whole groups, evenly taken, and at least one group."""
-    if limit is None or limit >= len(examples):
-        return list(examples)
-    members: dict[str, list[int]] = {}
-    for number, example in enumerate(examples):
-        members.setdefault(example.group, []).append(number)
-    groups = list(members.values())
-    for num_taken in range(min(len(groups), limit), 0, -1):
-        taken = [groups[i * len(groups) // num_taken] for i in range(num_taken)]
-        if sum(map(len, taken)) <= limit or num_taken == 1:
-            return [
-                examples[number] for number in sorted(number for group in taken for number in group)
-            ]
-    return []
-
-
-def score(task: Task, examples: Sequence[Example], outputs: Sequence[str]) -> dict[str, float]:
-    """Returns the score of every metric, without intervals; NaN where no example counts."""
-    targets, answers = task.values(examples, outputs)
-    return {metric.name: metric.score(targets, answers) for metric in task.metrics}
-
-
-def requests_of(examples: Sequence[Example]) -> list[Request]:
-    """Returns what a model is asked."""
-    return [Request(example.id, example.inputs, example.choices) for example in examples]
-
-
-def _answers(
+def _answer_task(
     systems: Mapping[str, Seq2Seq],
-    task: Task,
-    examples: Sequence[Example],
+    asked: TaskExamples,
     modes: Sequence[str] | None,
     scoring: Scoring,
     out: Path,
 ) -> dict[tuple[str, str], Predicted]:
     """Returns what every system answered in every mode."""
-    answers = {}
+    task = asked.task
+    requests = requests_of(asked.examples)
+    answers: dict[tuple[str, str], Predicted] = {}
     for name, system in systems.items():
-        for mode in (mode for mode in modes_of(task) if modes is None or mode in modes):
-            path = predictions_path(out, task.name, name, mode)
-            answers[name, mode] = predict(system, task, requests_of(examples), mode, path, scoring)
+        for mode in modes_of(task):
+            if modes is None or mode in modes:
+                path = predictions_path(out, task.name, name, mode)
+                answers[name, mode] = predict(system, task, requests, mode, path, scoring)
     return answers
 
 
-def _check_files(models: Iterable[str], tasks: Iterable[Task], out: Path) -> None:
+# ---------------------------------------------------------------------------
+# The folder of the reports
+
+
+def _check_file_names(models: Iterable[str], tasks: Iterable[Task], out: Path) -> None:
     """Raises a ConfigError when the answers of two models to two tasks would be one file."""
     owners: dict[Path, str] = {}
     for name in models:
@@ -274,8 +265,8 @@ def _check_files(models: Iterable[str], tasks: Iterable[Task], out: Path) -> Non
             path = predictions_path(out, task.name, name, "generate")
             if path in owners:
                 raise ConfigError(
-                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would be one file, {path}. "
-                    "Give the models other names: NAME=FOLDER."
+                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would be "
+                    f"one file, {path}. Give the models other names: NAME=FOLDER."
                 )
             owners[path] = f"{name!r} to {task.name}"
 
@@ -285,19 +276,12 @@ def _check_folder(out: Path) -> None:
     try:
         check_kind(out, "evaluation")
     except OSError as error:
-        raise _unwritable(out, error) from error
-
-
-def _unwritable(out: Path, error: OSError) -> DataError:
-    """Returns what the user is told of a folder that cannot be written."""
-    return DataError(
-        f"Nothing can be written to {out}: {error.strerror or error}. Give another --out."
-    )
+        raise _write_error(out, error) from error
 
 
 @contextlib.contextmanager
-def _only_writer(out: Path, world: World) -> Iterator[None]:
-    """Holds the folder for this evaluation; the lock goes with rank 0's process, however it ends.
+def _exclusive_folder(out: Path, world: World) -> Iterator[None]:
+    """Holds the folder for this evaluation; the lock ends with the process of rank 0.
 
     Two that write at once would take each other's answers for their own.
 
@@ -305,34 +289,43 @@ def _only_writer(out: Path, world: World) -> Iterator[None]:
         DataError: When the folder cannot be written, is no evaluation's, or another process holds
             it.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
 
-        def hold() -> None:
+        def claim() -> None:
             if world.rank != 0:
                 return
             taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
             try:
-                held.enter_context(claim_folder(out, "evaluation", taken=taken))
+                stack.enter_context(claim_folder(out, "evaluation", taken=taken))
             except OSError as error:
-                raise _unwritable(out, error) from error
+                raise _write_error(out, error) from error
 
-        gather_or_raise(hold)
+        gather_or_raise(claim)
         yield
 
 
-@contextlib.contextmanager
-def _reporting_failure(task: str, failed: list[FailedTask], *, alone: bool) -> Iterator[None]:
-    """Adds what goes wrong inside to `failed`, unless it ends the ranks' work together.
+def _write_error(out: Path, error: OSError) -> DataError:
+    return DataError(
+        f"Nothing can be written to {out}: {error.strerror or error}. Give another --out."
+    )
 
-    An error of this library or of the system is raised on all ranks alike; another one may be one
-    rank's only.
+
+@contextlib.contextmanager
+def _reporting_failure(
+    task: str, failed: list[FailedTask], *, single_process: bool
+) -> Iterator[None]:
+    """Adds an error that is raised inside to `failed`.
+
+    Some still end the evaluation: a lost rank, and on several ranks an error of unknown kind, which
+    may be one rank's only. An error of this library or of the system is raised on all ranks alike.
     """
     try:
         yield
     except DistributedError:
         raise
     except Exception as error:
-        if not alone and not isinstance(error, MoEError | OSError):
+        is_ours = isinstance(error, MoEError)
+        if not (single_process or is_ours or isinstance(error, OSError)):
             raise
-        kind = "" if isinstance(error, MoEError) else f"{type(error).__name__}: "
-        failed.append(FailedTask(task, f"{kind}{error}"))
+        message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        failed.append(FailedTask(task, message))

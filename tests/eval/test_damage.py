@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eval.answers.batches import requests_of
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.compare import compare_runs
-from eval.run import evaluate, read_task, requests_of
+from eval.run import evaluate, read_task
 from eval.task import TASKS
 from moe import CheckpointError, DataError
 

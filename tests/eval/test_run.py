@@ -17,7 +17,7 @@ from eval.dev_scores import read_tasks
 from eval.records import FailedTask, to_json
 from eval.reports import task_summary
 from eval.reports.task_summary import score_system
-from eval.run import check_tasks, evaluate, read_task, score
+from eval.run import check_tasks, evaluate, read_task
 from eval.run_folder import (
     SavedReport,
     SavedTask,
@@ -199,14 +199,14 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     )
     report = SavedReport(tmp_path, {"model": "f"}, header.scoring, {name: saved})
     answers = read_answers(report, name, "model", "generate")
-    assert score(task, answers.examples, answers.outputs) == pytest.approx(
-        score(task, examples, outputs), nan_ok=True
+    assert task.scores(answers.examples, answers.outputs) == pytest.approx(
+        task.scores(examples, outputs), nan_ok=True
     )
     scored = score_system(task, examples, outputs, "model", "generate")
     values = {
         one.metric: math.nan if one.value is None else one.value for one in scored.result.scores
     }
-    assert values == pytest.approx(score(task, examples, outputs), nan_ok=True)
+    assert values == pytest.approx(task.scores(examples, outputs), nan_ok=True)
 
 
 def test_what_cannot_be_run_is_said_before_anything_is_loaded():

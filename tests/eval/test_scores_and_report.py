@@ -46,9 +46,8 @@ from eval.reports.task_summary import (
     score_system,
     worst_answers,
 )
-from eval.run import score, thin_out
 from eval.scores.superglue import SUPERGLUE
-from eval.task import GREEDY, TASKS, Example
+from eval.task import GREEDY, TASKS, Example, limit_examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -185,7 +184,7 @@ def test_a_row_holds_every_metric_with_its_interval_and_counts_what_cannot_be_re
     router = a_router()
     row, draws, _ = score_system(task, examples, outputs, "ours", "generate", router)
     assert [one.metric for one in row.scores] == [metric.name for metric in task.metrics]
-    assert row.scores[0].value == pytest.approx(score(task, examples, outputs)["accuracy"])
+    assert row.scores[0].value == pytest.approx(task.scores(examples, outputs)["accuracy"])
     assert row.scores[0].low < row.scores[0].value
     assert (row.num_unparsable, row.num_empty, row.router) == (2, 1, router)
     assert len(draws["accuracy"]) == 1000
@@ -193,8 +192,8 @@ def test_a_row_holds_every_metric_with_its_interval_and_counts_what_cannot_be_re
 
 def test_score_of_perfect_and_of_absurd_answers(task):
     examples = task.examples("validation")
-    assert score(task, examples, [example.targets for example in examples]) == {"accuracy": 100}
-    assert score(task, examples, ["nonsense"] * len(examples)) == {"accuracy": 0}
+    assert task.scores(examples, [example.targets for example in examples]) == {"accuracy": 100}
+    assert task.scores(examples, ["nonsense"] * len(examples)) == {"accuracy": 0}
 
 
 def test_classes_count_right_answers_examples_and_answers(task):
@@ -238,7 +237,7 @@ def test_answers_without_a_value_are_counted_where_values_are_numbers(name, outp
     task = TASKS.get(name)
     examples = task.examples(task.split, FIXTURES)
     outputs += [examples[-1].targets] * (len(examples) - len(outputs))
-    assert count_unparsable(*task.values(examples, outputs)) == expected
+    assert count_unparsable(*task.metric_inputs(examples, outputs)) == expected
 
 
 def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):
@@ -252,13 +251,20 @@ def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):
 
 def test_a_limit_takes_whole_groups_from_all_over(task):
     examples = [Example(str(i), str(i // 3), "", "", (), {}) for i in range(21)]
-    assert [example.id for example in thin_out(examples, 7)] == ["0", "1", "2", "9", "10", "11"]
-    assert [example.id for example in thin_out(examples, 1)] == ["0", "1", "2"]
-    assert thin_out(examples, 21) == thin_out(examples, None) == examples
+    assert [example.id for example in limit_examples(examples, 7)] == [
+        "0",
+        "1",
+        "2",
+        "9",
+        "10",
+        "11",
+    ]
+    assert [example.id for example in limit_examples(examples, 1)] == ["0", "1", "2"]
+    assert limit_examples(examples, 21) == limit_examples(examples, None) == examples
     alone = [example._replace(group=example.id) for example in examples]
     for limit in range(1, 21):
-        assert len(thin_out(alone, limit)) == limit
-        assert len(thin_out(examples, limit)) <= max(limit, 3)
+        assert len(limit_examples(alone, limit)) == limit
+        assert len(limit_examples(examples, limit)) <= max(limit, 3)
 
 
 def test_two_metrics_of_some_tasks_are_one_part_of_the_average():
