@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from moe.inspection.report_data import LOSSES, Line, Stage
+from moe.inspection.report_data import LOSSES, Line, Stage, metric_names
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 _BLUE = "#0072B2"
@@ -102,11 +102,11 @@ def even_entropy(num_experts: int) -> float:
 
 
 def _has_losses(lines: Sequence[Line]) -> bool:
-    return any(name in line for line in lines for name in LOSSES)
+    return not metric_names(lines).isdisjoint(LOSSES)
 
 
 def _has_router_metrics(lines: Sequence[Line]) -> bool:
-    return any(name.startswith("router/") for line in lines for name in line)
+    return any(name.startswith("router/") for name in metric_names(lines))
 
 
 def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
@@ -182,9 +182,7 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
     times and more.
     """
     num_experts = max(map(len, shares))
-    over_even = []
-    for row in shares:
-        over_even.append([share * len(row) for share in row])
+    over_even = [load_over_even(row) for row in shares]
 
     with rc_context({**_STYLE, "axes.grid": False}):
         figure = Figure(figsize=(_WIDTH, 1.3 + 0.62 * len(names)), layout="constrained")
@@ -211,6 +209,11 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
             f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)"
         )
     return _svg(figure)
+
+
+def load_over_even(shares: Sequence[float]) -> list[float]:
+    """Returns each expert's load over the even load."""
+    return [share * len(shares) for share in shares]
 
 
 def _label_cells(

@@ -188,9 +188,17 @@ def _read_metrics(path: Path) -> list[Line]:
                 )
         lines.append(line)
 
-    if not any(name in line for line in lines for name in _PLOTTED):
+    if metric_names(lines).isdisjoint(_PLOTTED):
         raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
     return lines
+
+
+def metric_names(lines: Sequence[Line]) -> set[str]:
+    """Returns the names of all that was measured."""
+    names: set[str] = set()
+    for line in lines:
+        names.update(line)
+    return names
 
 
 # ---------------------------------------------------------------------------
