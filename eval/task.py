@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-import eval.tasks
 from eval.scores.metrics import Metric
 from moe.errors import DataError
 from moe.registry import Registry
 
 SPLITS = ("train", "validation", "test")
+
+_TASKS_FOLDER = Path(__file__).with_name("tasks")
 
 Row = Mapping[str, Any]
 """A row of a dataset: values by column."""
@@ -153,18 +154,26 @@ class Task:
     description: str
     licence: str
     source: Source
+
+    # From rows to texts, from texts to scores.
     preprocess: Preprocess
     postprocess: Postprocess
     metrics: tuple[Metric, ...]
     headline: tuple[Metric, ...] = ()
     choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
+
+    # Names of features, joined by slashes.
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+
+    # T5's settings.
     inputs_length: int = 512
     targets_length: int = 62
     decoding: Decoding = GREEDY
     split: str = "validation"
     for_training: Preprocess | None = None
+
+    # For people who compare results.
     prompt_source: str = "T5"
     variant_of: str | None = None
     family: str = "Offline"
@@ -307,7 +316,7 @@ class _Tasks(Registry[Task]):
 
     def _find(self) -> None:
         """Imports every file of eval/tasks; each adds its tasks."""
-        for module in pkgutil.iter_modules(eval.tasks.__path__):
+        for module in pkgutil.iter_modules([str(_TASKS_FOLDER)]):
             importlib.import_module(f"eval.tasks.{module.name}")
 
 
