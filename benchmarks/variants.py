@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cases import Problem, Variant
-from moe import RouterInputs, SparseConfig, SparseFeedForward
 from moe.kernels.cpu_experts import sum_by_token
+from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertRows
+from moe.sparse.layer import SparseFeedForward
+from moe.sparse.router import RouterInputs
 from moe.sparse.stats import router_stats
 
 CAPACITY_FACTOR = 1.25  # the paper's in training; it does not count K, see moe/sparse/capacity.py

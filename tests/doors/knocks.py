@@ -291,7 +291,9 @@ def MeshConfig_(**fields: Any) -> Any:
 def check_mesh(
     config: Mapping[str, Any], num_ranks: Any, num_experts: Any, num_heads: Any, d_ff: Any
 ) -> None:
-    moe.check_mesh(MeshConfig(**config), MeshLimits(num_ranks, num_experts, num_heads, d_ff))
+    moe.distributed.mesh.check_mesh(
+        MeshConfig(**config), MeshLimits(num_ranks, num_experts, num_heads, d_ff)
+    )
 
 
 def build_mesh(config: Any, device_type: Any) -> Any:
@@ -425,7 +427,7 @@ def load_complete(folder: Any, **options: Any) -> Any:
 
 
 def check_model_folder(folder: Any) -> Any:
-    return moe.check_model_folder(folder)
+    return moe.checkpoint.loading.check_model_folder(folder)
 
 
 def save_pretrained(folder: Any, **options: Any) -> Any:
@@ -441,7 +443,7 @@ def conversion_report(source: Any, **settings: Any) -> Any:
 
 
 def model_card(**arguments: Any) -> Any:
-    return moe.model_card(_model().config, **arguments)
+    return moe.models.card.model_card(_model().config, **arguments)
 
 
 def select_parameters(model: Any, subset: Any) -> Any:
@@ -486,10 +488,10 @@ def read_pairs_(path: Any) -> Any:
 
 
 def whole_file(path: Any) -> None:
-    with moe.whole_file(Path(path)) as partial:
+    with moe.files.whole_file(Path(path)) as partial:
         partial.write_text("whole")
 
 
 def locked_folder(folder: Any) -> None:
-    with moe.locked_folder(Path(folder), f"Another process holds {folder}."):
+    with moe.files.locked_folder(Path(folder), f"Another process holds {folder}."):
         pass

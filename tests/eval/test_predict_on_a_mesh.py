@@ -18,7 +18,8 @@ from eval.answers.data_ranks import arrange_ranks
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.task import Decoding
-from moe import CheckpointError, ConfigError, MeshConfig, World
+from moe import CheckpointError, ConfigError, MeshConfig
+from moe.distributed.launch import World
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
 from tests.eval.rows import predictions_by_id

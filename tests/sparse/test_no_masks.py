@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe import SparseConfig, SparseFeedForward, load_routers
+from moe import SparseConfig, SparseFeedForward
+from moe.sparse.all_routers import load_routers
 
 TOKENS, EXPERTS, D, F = 211, 23, 3, 5
 
