@@ -130,6 +130,7 @@ def build_problem(case: Case, dtype: torch.dtype, device: torch.device) -> Probl
         numbers = torch.randn(*shape, generator=generator, device=device, dtype=dtype)
         return numbers.mul_(std)
 
+    # Weights of a scale that keeps activations near 1.
     E = case.num_experts
     F = case.d_ff
     D = case.d_model

@@ -223,6 +223,7 @@ def measure_mode(
     rounds = measure_in_turn(runs, clears, benchmark.rounds, cpu)
     times = list(tqdm(rounds, total=benchmark.rounds, desc=f"{model}, {mode}", unit="round"))
 
+    # A row for each, relative to the harness in the same round.
     rows: list[Row] = []
     for name in runs:
         ms = statistics.median(round_[name] for round_ in times)
@@ -329,6 +330,8 @@ def format_report(report: Mapping[str, Any]) -> str:
         "bar",
         "answers that differ",
     )
+
+    # The bar is what ours has to reach.
     cells: list[list[str]] = []
     for row in report["rows"]:
         bar = f"{row['bar']:.1f}" if row["system"] == "ours" else ""

@@ -88,6 +88,7 @@ class ExchangeBenchmark:
                 self._check_case(index, num_ranks)
 
     def _check_case(self, index: int, num_ranks: int) -> None:
+        # Experts and tokens must be the same number on every rank.
         case = CASES[index]
         if case.device not in (None, self.device):
             raise ConfigError(
@@ -120,6 +121,7 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
 
 def measure_layers(benchmark: ExchangeBenchmark) -> None:
     """Adds the rows of all numbers of ranks, cases and dtypes to the report."""
+    # One start of processes for each combination.
     groups: list[tuple[int, int, str]] = []
     for num_ranks in benchmark.ranks:
         for case in benchmark.cases:
@@ -166,6 +168,7 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
         jobs.append(peer_job)
     times = measure_together(jobs, rounds, device)
 
+    # A row for each of ours, then the peer's.
     rows: list[Row] = []
     for name in LAYERS:
         rows.append({"layer": name, **describe_layer(name, times), **bytes_by_layer[name]})
@@ -241,6 +244,7 @@ def build_layer_jobs(
     same exchange with nothing around it (`name/bare`), and as many rows on every rank without an
     exchange (`name/apart`).
     """
+    # Three layers over the same weights.
     settings = LAYERS[name]
     alone = build_layer(problems.one_process, *settings)
     parallel = build_layer(problems.rank, *settings)
@@ -328,6 +332,7 @@ def describe_bytes(transfers: Sequence[Transfer], router: RouterOutput, problem:
 def describe_layer(name: str, times: Sequence[Mapping[str, float]]) -> Row:
     """Returns the measured numbers of a layer; ratios are medians over rounds."""
     num_ranks = dist.get_world_size()
+    # Times of the same round are compared, so that what disturbs the machine disturbs both.
     over_ideal: list[float] = []
     over_apart: list[float] = []
     for round_ in times:
@@ -379,6 +384,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """Returns a row of the table as text."""
+    # What a row does not have, such as the peer's bytes, is left empty.
     megabytes = row["row_bytes"] / 1e6 if "row_bytes" in row else None
     return [
         str(row["ranks"]),

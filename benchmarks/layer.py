@@ -83,6 +83,7 @@ class LayerBenchmark:
 
 def run_layer(benchmark: LayerBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
+    # Saved before anything is measured: a path that cannot be written is known at once.
     report = benchmark.report
     report.update(describe_run(benchmark), rows=[])
     save_report(report, benchmark.json)
@@ -114,6 +115,7 @@ def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
 
 def measure_cases(benchmark: LayerBenchmark) -> None:
     """Adds the rows of all cases and dtypes to the report, and saves it after each."""
+    # Some cases have one dtype only.
     groups: list[tuple[int, str]] = []
     for case in benchmark.cases:
         for dtype in benchmark.dtypes:
@@ -169,11 +171,13 @@ def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[V
         names: Names of variants.
         where: Case and dtype, for the message.
     """
+    # Ours can run always.
     variants: list[Variant] = []
     for name, build in OURS.items():
         if name in names or name == "dense":
             variants.append(build(problem))
 
+    # A peer may be missing, or not made for the case.
     for name in PEERS:
         if name in names:
             try:
@@ -208,6 +212,7 @@ def describe_times(
 
     FLOPs are those of the products that the variant really does.
     """
+    # TFLOP/s: operations by 1e12 over milliseconds by 1e3.
     ms = statistics.median(round_[variant.name] for round_ in times)
     flops = case.flops(variant.rows, pass_name)
     tflops = flops / ms / 1e9
@@ -238,6 +243,7 @@ def add_peaks(benchmark: LayerBenchmark) -> None:
             tqdm.write(f"{row['variant']} (case {case}, memory): {error}")
             continue
 
+        # The dense layer comes first in every case.
         if row["variant"] == "dense":
             dense_peaks[case] = peak
         row["peak_mib"] = peak
@@ -266,6 +272,7 @@ def profile_layer(benchmark: LayerBenchmark, dtype: str) -> Row:
     variants = [whole, routing]
     times = list(measure_rounds(variants, "forward_backward", benchmark.rounds, benchmark.device))
 
+    # The statistics alone, which are a part of both.
     compute_stats = stats_of(problem)
     stats_times = [measure(compute_stats, benchmark.device) for _ in range(benchmark.rounds)]
     return {
@@ -317,6 +324,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """Returns a row of the table as text; `rows` are relative to the dense layer's."""
+    # A layer with a capacity does fewer products than the dense one, a static one as many or more.
     relative_rows = row["product_rows"] / CASES[row["case"]].rows
     notes = [row["note"]] if row["note"] else []
     if "cuda_graph" in row:

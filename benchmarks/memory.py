@@ -57,11 +57,13 @@ def measure_step(variant: Variant, device: torch.device) -> float:
     The backward pass holds its gradients only by and by, so that its peak counts without all of
     them and the peak of the forward pass counts as it is; the larger one is the result.
     """
+    # The forward pass keeps what the backward pass needs.
     _release_memory()
     base = _reset_peak(device)
     y = variant.forward(variant.x)
     forward_peak = _peak(device) - base
 
+    # The backward pass frees it again, while gradients come.
     _reset_peak(device)
     y.backward(variant.gradient)
     backward_peak = _peak(device) - base

@@ -165,6 +165,8 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
         num_sparse_decoder_layers=case.sparse_layers,
         expert_capacity=max(case.input_length, case.target_length),
     )
+
+    # Ours and Switch share their weights.
     ours = build_ours(config)
     switch = build_switch(config, ours)
     models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
@@ -213,6 +215,7 @@ def measure_training(
     def step(model: PreTrainedModel) -> None:
         model(input_ids=inputs, attention_mask=mask, labels=labels).loss.backward()
 
+    # All models in training mode, in turn.
     runs: dict[str, Callable[[], object]] = {}
     for name, model in models.items():
         runs[name] = partial(step, model.train())
@@ -247,6 +250,7 @@ def measure_generation(
     def encode(model: Any) -> object:
         return model.get_encoder()(input_ids=inputs, attention_mask=mask)
 
+    # Greedy decoding with the encoder, and the encoder alone.
     decode_runs: dict[str, Callable[[], object]] = {}
     encode_runs: dict[str, Callable[[], object]] = {}
     for name, model in models.items():
@@ -312,6 +316,7 @@ def draw_tokens(case: ModelCase, batch: int, length: int) -> Tensor:
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
+    # One column for each model that the others are compared with.
     names = list(report["rows"][0]["over"])
     header = ["part", "experts", "batch", "model", "ms", "tokens/s"]
     header += [f"time / {name}" for name in names]

@@ -25,6 +25,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     Args:
         options: Options of the command, by name.
     """
+    # An option may be one number, several, or missing.
     for name, (most, reason) in _BOUNDS.items():
         value = options.get(name)
         numbers = value if isinstance(value, list) else [value]
@@ -109,6 +110,7 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
+    # Sizes beyond these are those of google/switch-base-8.
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="both")
     parser.add_argument(
         "--experts",

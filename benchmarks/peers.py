@@ -55,6 +55,8 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
     )
     config._experts_implementation = "grouped_mm"
 
+    # What the decorator asks of a module of experts: their number and activation.
+
     @use_experts_implementation(has_gate=case.gated)
     class StackedExperts(nn.Module):
         def __init__(self, config: OlmoeConfig) -> None:

@@ -77,6 +77,7 @@ def _run_rank(
     arguments: Sequence[Any],
 ) -> None:
     """Runs the function on one rank; the first writes its answer into the folder."""
+    # Ranks share the cores of this machine: one thread each.
     torch.set_num_threads(1)
     backend = "gloo"
     device = torch.device(device_type)
@@ -113,6 +114,7 @@ def measure_together(
             rank_times[job.name] = 0.0 if job.run is None else measure(job.run, device)
             job.clear()
 
+        # A job takes as long as on its slowest rank.
         slowest = torch.tensor(
             [rank_times[name] for name in names], dtype=torch.float64, device=device
         )
@@ -145,6 +147,7 @@ class Transfer(NamedTuple):
 
     def repeat(self, device: torch.device) -> Callable[[], object]:
         """Returns a function that does the same exchange with nothing around it."""
+        # Values do not matter, only how many there are.
         num_received = self.shape[0]
         if self.receive_splits is not None:
             num_received = sum(self.receive_splits)

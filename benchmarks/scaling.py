@@ -60,6 +60,7 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
     `one` is the first rank's step while the others wait; `apart` the same step on every rank at
     once, which exchange nothing: what that takes longer is the machine's doing, not ours.
     """
+    # One process alone, all ranks apart, and every mesh of all ranks.
     num_ranks = dist.get_world_size()
     step_alone = build_step(case, device, None)
     jobs = [
@@ -70,6 +71,7 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
         jobs.append(Job(name, build_step(case, device, build_mesh(config, device.type))))
     times = measure_together(jobs, rounds, device)
 
+    # Perfect scaling is an efficiency of 1: a rank has as many rows as one process has alone.
     rows: list[dict[str, Any]] = []
     for job in jobs:
         rows.append(
@@ -134,6 +136,7 @@ def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Ca
 
 def build_batch(case: ScalingCase, device: torch.device) -> Batch:
     """Returns this rank's rows, all tokens real."""
+    # Every rank has rows of its own.
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def draw(length: int) -> Tensor:

@@ -61,6 +61,7 @@ def measure(run: Callable[[], object], device: torch.device) -> float:
         run()
         return 1000 * (time.perf_counter() - start)
 
+    # The host runs ahead of the device: events are timed where the work is done.
     start_event = torch.cuda.Event(enable_timing=True)
     end_event = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
@@ -78,6 +79,7 @@ def median_ratio(times: Sequence[Mapping[str, float]], name: str, base: str) -> 
 
 def square_tflops(dtype_name: str, rounds: int, device: torch.device) -> float:
     """Returns the TFLOP/s of one large square product: what the machine gives at most, in this run."""
+    # Large enough that reading the matrices costs nothing beside the product.
     size = 8192 if device.type == "cuda" else 2048
     dtype = DTYPES[dtype_name]
     a = torch.randn(size, size, device=device, dtype=dtype)

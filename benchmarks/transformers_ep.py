@@ -32,6 +32,7 @@ def transformers_all_to_all(whole: Problem, rank_problem: Problem) -> Variant:
             f"transformers has no ep_implementation before 5.23: {error}"
         ) from error
 
+    # The mesh that its trainer builds.
     num_ranks = dist.get_world_size()
     device_type = rank_problem.x.device.type
     mesh = init_device_mesh(device_type, (num_ranks, 1), mesh_dim_names=("ep", "tp"))
@@ -39,6 +40,7 @@ def transformers_all_to_all(whole: Problem, rank_problem: Problem) -> Variant:
         fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation="all_to_all"
     )
 
+    # Its plan: which parameters are sharded over experts, and which module exchanges rows.
     first = "gate_up_proj" if rank_problem.case.gated else "up_proj"
     plan = {
         f"experts.{first}": "grouped_gemm",

@@ -95,6 +95,7 @@ def moe_static(problem: Problem) -> Variant:
 def _our_variant(
     name: str, problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> Variant:
+    # How many rows the experts compute depends on the plan.
     layer = build_layer(problem, capacity_factor, dispatch)
     with torch.no_grad():
         stats = layer(problem.x)[1].stats
@@ -187,6 +188,7 @@ def build_layer(
     problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> SparseFeedForward:
     """Returns our layer over the shared weights."""
+    # No weight of its own is ever allocated.
     with torch.device("meta"):
         layer = SparseFeedForward(build_config(problem, capacity_factor, dispatch))
     first = "gate_up_proj" if problem.case.gated else "up_proj"

@@ -139,6 +139,7 @@ class _FusedFeedForward(torch.autograd.Function):
                 generator = torch.Generator().manual_seed(seed + piece.start)
                 kept_units[here].bernoulli_(1 - form.dropout_rate, generator=generator)
 
+            # One expert's rows go through both products while they are in the cache.
             x = tokens.index_select(0, rows.token[here])  # [n, D]
             product = products[here] if keep_products else None
             product = multiply(x, first[piece.expert], out=product)  # [n, 2F or F]
@@ -277,10 +278,12 @@ class _HiddenLayer:
             bias: <float>[F] B of the expert.
             kept: <bool>[n, F] units that dropout keeps; empty without dropout.
         """
+        # p = act(z') * z'', or act(z') alone.
         plain = gate
         if self.is_gated:
             plain = gate * product.chunk(2, dim=-1)[1]
 
+        # h: the bias, then dropout, which scales up what it keeps.
         dropped = plain
         if bias is not None:
             dropped = plain * bias if self.multiplies_bias else plain + bias
@@ -297,6 +300,7 @@ class _HiddenLayer:
         d_bias: Tensor | None,
     ) -> Tensor:
         """Returns dp <float>[n, F] of dh <float>[n, F], and fills dB <float>[F] when it is given."""
+        # Through dropout, then through the bias: dB is a sum over the rows.
         if kept.numel():
             d_hidden = d_hidden * kept * self.keep_scale
         if d_bias is not None:
@@ -403,6 +407,7 @@ def split_rows(counts: list[int], most: int) -> list[Piece]:
         counts: Rows of each expert.
         most: Rows in a piece.
     """
+    # Borders are rounded down, so that pieces of an expert differ by one row at most.
     pieces: list[Piece] = []
     expert_start = 0
     for expert, count in enumerate(counts):

@@ -72,6 +72,7 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
     if not outputs.shape[0]:
         return outputs.new_zeros(num_tokens, outputs.shape[1])
 
+    # The rows of a token as one bag, in the order of the bags.
     if weight is not None:
         weight = weight.to(outputs.dtype).index_select(0, rows.by_token)
     return F.embedding_bag(

@@ -66,6 +66,7 @@ class RowExchange(Dispatcher):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """See `Dispatcher`."""
+        # Back to the order of arrival, to the ranks that they came from, and to their tokens.
         outputs = self.local_dispatcher.combine(outputs)  # [M, D]
         returned = send_rows(outputs, self._route, "combine", reverse=True)()  # [N, D]
         return combine_rows(returned, self._rows)
@@ -98,6 +99,7 @@ class RowsInFlight(NamedTuple):
 
     def wait(self) -> ExpertInputs:
         """Returns the received rows as the experts here take them."""
+        # Sorted by rank now; a second dispatch sorts them by expert.
         received = self.arrive()
         return self.exchange.local_dispatcher.dispatch(received).wait()
 
@@ -141,6 +143,7 @@ class SlotExchange(Dispatcher):
     """
 
     def __init__(self, slots: Slots, axis: ExpertAxis) -> None:
+        # Every rank sends as many rows to every other: the route is known without asking.
         num_experts, slots_per_expert = slots.token.shape
         num_rows = num_experts * slots_per_expert
         self._local = SlotDispatcher(slots)
@@ -155,6 +158,7 @@ class SlotExchange(Dispatcher):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """See `Dispatcher`."""
+        # Sorted by rank again, so that every rank gets back what it sent.
         outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
         returned = send_rows(outputs, self._route, "combine", reverse=True)()
         returned = rearrange(returned, "(e n) d -> e n d", e=self._num_experts)

@@ -99,6 +99,7 @@ def collect_routers(
     layers = [layer for layer in module.modules() if isinstance(layer, SparseFeedForward)]
     _check_layers(module, layers, token_mask)
 
+    # Two hooks on each layer: one gives the mask, the other records what the layer returns.
     collector = _Collector(token_mask)
     with ExitStack() as hooks:
         for layer in layers:
@@ -123,6 +124,7 @@ def _check_layers(
             "holds them."
         )
 
+    # Encoder and decoder have sequences of their own, and so masks of their own.
     num_stacks = len({layer.config.decoder for layer in layers})
     if token_mask is not None and num_stacks > 1:
         raise ConfigError(
@@ -184,6 +186,7 @@ def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
     Raises:
         DataError: When there are no routers, or they differ in the number of experts or of choices.
     """
+    # Loads of layers that differ in E or K have different shapes.
     _refuse_empty(routers)
     first_experts, first_choices = _num_experts_and_choices(routers[0])
     for index, router in enumerate(routers):
@@ -228,6 +231,7 @@ class _Collector:
         if self.token_mask is None or callers_mask is not None:
             return None
 
+        # A recomputation needs the mask, too: see `check_backward`.
         self.recomputed |= _in_backward()
         self.must_recompute |= is_in_checkpoint()
         return args[:1], {**kwargs, "token_mask": self.token_mask}
@@ -239,6 +243,7 @@ class _Collector:
         if _in_backward():
             return
 
+        # Reentrant checkpointing runs the forward pass without gradient, and records it later.
         if self.wants_gradient and layer.training and not torch.is_grad_enabled():
             raise ConfigError(
                 "A sparse layer in training ran without gradient inside a context that was opened with it. If this is "

@@ -99,6 +99,8 @@ def router_losses(
         `all_positions` follows), so that padding changes nothing.
     """
     is_real = plan.token_mask.to(scores.probs.dtype)  # [G, S], 1 for a real token
+
+    # Eq. 5 and appendix A, each as a sum over tokens or groups and how many there are.
     z = _z_loss(scores, is_real, config)
     if balanced_by_construction:
         balance = _zero_balance_loss(scores, is_real, config)
@@ -116,6 +118,8 @@ def router_losses(
         group_load_balance=balance.group_loss,
         group_router_z=z.group_loss,
     )
+
+    # Shares of wider scopes than a group; those over ranks are made by whoever knows the ranks.
     if balanced_by_construction or config.balance_scope == "group":
         return losses
     return balance_within(losses, BalanceTotals(losses.choices, losses.num_positions))
@@ -131,9 +135,11 @@ class _ZLoss(NamedTuple):
 
 def _z_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _ZLoss:
     """Returns eq. 5: the mean over tokens of (log sum_i exp x_i)², with x the router's logits."""
+    # (log sum_i exp x_i)² of each token, and the tokens of each group.
     z = scores.log_normalizer.square()  # [G, S]
     num_tokens = is_real.sum(dim=-1)  # [G]
 
+    # Padding counts for nothing, or in Flaxformer as a token with logits of 0.
     if config.router_z_loss_over == "real_tokens":
         z = z * is_real
     else:
@@ -188,6 +194,7 @@ def _balance_loss(
 def _zero_balance_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _BalanceLoss:
     """Returns a balance loss of 0 that no group counts in."""
     num_groups, _, num_experts = scores.probs.shape
+    # Zeros without a graph: experts that choose their tokens have nothing to balance.
     zero = scores.probs.new_zeros(())
     zero_by_expert = scores.probs.new_zeros(num_experts)
     return _BalanceLoss(
@@ -223,6 +230,7 @@ def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> B
             rank.
     """
     with torch.no_grad():
+        # One collective for both.
         numbers = torch.cat([losses.choices, losses.num_positions[None]])  # [E + 1]
         totals = sum_over_ranks(numbers, group)
         return BalanceTotals(choices=totals[:-1], num_positions=totals[-1])

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import T5Config, T5ForConditionalGeneration
 
+import moe
 from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
@@ -372,6 +373,15 @@ def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
             match=r"(?s)layer of a SparseFeedForwardAdapter is .*expected a SparseFeedForward",
         ):
             SparseFeedForwardAdapter(foreign)
+
+
+def test_the_name_of_the_release_before_stands_for_the_adapter_and_warns_once():
+    vars(moe).pop("FeedForwardSlot", None)
+    with pytest.warns(FutureWarning, match="FeedForwardSlot is now called moe.SparseFeedForward"):
+        assert moe.FeedForwardSlot is SparseFeedForwardAdapter
+    assert moe.FeedForwardSlot is SparseFeedForwardAdapter
+    with pytest.raises(AttributeError, match="has no attribute 'FeedForwardSlots'"):
+        _ = moe.FeedForwardSlots
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():

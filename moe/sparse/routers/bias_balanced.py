@@ -60,6 +60,7 @@ class BiasBalancedRouter(Router):
     def reset_parameters(self) -> None:
         """Draws the gate anew and sets the biases to zero."""
         super().reset_parameters()
+        # The base class calls this before there are biases.
         if "load_steps" in self._buffers:
             nn.init.zeros_(self.load_steps)
 
@@ -81,6 +82,7 @@ class BiasBalancedRouter(Router):
         if self.options.normalize_gates:
             gates = normalize_gates(gates)
 
+        # Every choice of a real token asks for a slot.
         requested = token_mask[..., None].expand_as(expert_index)
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
         slot, accepted = assign_slots(expert_index, requested, self.config.num_experts, capacity)

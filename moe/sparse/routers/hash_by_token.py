@@ -80,6 +80,7 @@ class HashRouter(Router):
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
+        # The one expert that is possible, with a weight of 1.
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
         requested = token_mask[..., None]
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
@@ -103,6 +104,7 @@ def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
     if not can_read_values(token_ids):
         return
 
+    # Padding may have any id.
     ids = token_ids if token_mask is None else token_ids[token_mask]
     if ids.numel() and ids.min() < 0:
         raise DataError(

@@ -63,6 +63,7 @@ class NoTokenLeftBehindRouter(Router):
         capacity = self.capacity(group_size, drop_tokens)
         expert_index = select_experts(scores.probs, self.options.num_candidates)  # [G, S, K]
 
+        # Who is still without an expert, and how many slots of each expert are filled.
         unserved = token_mask  # [G, S]
         filled_slots = expert_index.new_zeros(num_groups, num_experts)  # [G, E]
         slots: list[Tensor] = []
@@ -83,6 +84,7 @@ class NoTokenLeftBehindRouter(Router):
             filled_slots = filled_slots.scatter_add(-1, candidate, num_accepted)
             unserved = unserved & ~accepted
 
+        # Each round is a choice of the plan.
         accepted = torch.stack(acceptances, dim=-1)  # [G, S, K]
         gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
         return DispatchPlan(

@@ -67,6 +67,7 @@ class SwitchRouter(Router):
         if not self.training:
             return gate_input
 
+        # Each number of the input is multiplied with a number near 1, or dropped.
         if options.policy == "input_jitter":
             low = 1 - options.jitter
             high = 1 + options.jitter
@@ -85,7 +86,10 @@ class SwitchRouter(Router):
         else:
             expert_index = select_experts(scores.probs, 1)
 
+        # The raw probability is the weight, so that the router learns from the task.
         gate = scores.probs.gather(-1, expert_index)  # [G, S, 1]
+
+        # Every real token asks for its expert; the first C of an expert's tokens get it.
         requested = token_mask[..., None]
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
         slot, accepted = assign_slots(expert_index, requested, self.config.num_experts, capacity)
