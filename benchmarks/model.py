@@ -186,7 +186,8 @@ def build_ours(config: SwitchTransformersConfig) -> STMoEForConditionalGeneratio
 
 
 def build_switch(
-    config: SwitchTransformersConfig, ours: STMoEForConditionalGeneration
+    config: SwitchTransformersConfig,
+    ours: STMoEForConditionalGeneration,
 ) -> SwitchTransformersForConditionalGeneration:
     """Returns transformers' model over the weights of ours."""
     with torch.device("meta"):
@@ -204,7 +205,9 @@ def build_switch(
 
 
 def measure_training(
-    benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int
+    benchmark: ModelBenchmark,
+    models: Mapping[str, PreTrainedModel],
+    experts: int,
 ) -> list[Row]:
     """Returns a row for each model: forward with its own losses, and backward, without an update."""
     case = benchmark.case
@@ -228,7 +231,10 @@ def measure_training(
 
 @torch.no_grad()
 def measure_generation(
-    benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int, batch: int
+    benchmark: ModelBenchmark,
+    models: Mapping[str, PreTrainedModel],
+    experts: int,
+    batch: int,
 ) -> list[Row]:
     """Returns a row for each model, with encoder and without it: greedy decoding with the cache.
 

@@ -43,7 +43,10 @@ class Job(NamedTuple):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
+    function: Callable[..., Any],
+    num_ranks: int,
+    device_type: str,
+    *arguments: Any,
 ) -> Any:
     """Returns what `function(device, *arguments)` returned on the first rank.
 
@@ -97,7 +100,9 @@ def _run_rank(
 
 
 def measure_together(
-    jobs: Sequence[Job], rounds: int, device: torch.device
+    jobs: Sequence[Job],
+    rounds: int,
+    device: torch.device,
 ) -> list[dict[str, float]]:
     """Returns the milliseconds of every job on the slowest rank, round by round.
 

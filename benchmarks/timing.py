@@ -17,7 +17,10 @@ WARM_UP_RUNS = 3
 
 
 def measure_rounds(
-    variants: Sequence[Variant], pass_name: Pass, rounds: int, device: torch.device
+    variants: Sequence[Variant],
+    pass_name: Pass,
+    rounds: int,
+    device: torch.device,
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every variant, round by round; see `measure_in_turn`."""
     runs = {variant.name: partial(variant.run, pass_name) for variant in variants}

@@ -93,7 +93,10 @@ def moe_static(problem: Problem) -> Variant:
 
 
 def _our_variant(
-    name: str, problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
+    name: str,
+    problem: Problem,
+    capacity_factor: float | None,
+    dispatch: DispatchForm,
 ) -> Variant:
     # How many rows the experts compute depends on the plan.
     layer = build_layer(problem, capacity_factor, dispatch)
@@ -185,7 +188,9 @@ class _GatherAndSum(torch.autograd.Function):
 
 
 def build_layer(
-    problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
+    problem: Problem,
+    capacity_factor: float | None,
+    dispatch: DispatchForm,
 ) -> SparseFeedForward:
     """Returns our layer over the shared weights."""
     # No weight of its own is ever allocated.
@@ -202,7 +207,9 @@ def build_layer(
 
 
 def build_config(
-    problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
+    problem: Problem,
+    capacity_factor: float | None,
+    dispatch: DispatchForm,
 ) -> SparseConfig:
     """Returns the settings of our layer for a case; every token asks for all its K experts."""
     case = problem.case

@@ -30,11 +30,15 @@ from torch import Tensor
 from moe.kernels.cpu_matmul import multiply
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
 
-_ROWS_PER_PIECE = (
-    512  # of a forward pass: enough for a full-speed product, few enough for the cache
-)
-_SEQUENTIAL_ROWS = 32  # up to so many, reading weights is all the work: one expert after the other
-_FEW_ROWS = 64  # mean rows of an expert below which its gradient's memory costs more than products
+# Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
+_ROWS_PER_PIECE = 512
+
+# Rows of a layer up to which reading weights is all the work: one expert at a time, on all cores.
+_SEQUENTIAL_ROWS = 32
+
+# Mean rows of an expert below which its gradient's memory costs more than its products.
+_FEW_ROWS = 64
+
 _HUGE_PAGE = 2**21  # bytes
 
 
@@ -70,7 +74,10 @@ class ExpertWeights(NamedTuple):
 
 @torch.compiler.disable()
 def fused_feed_forward(
-    tokens: Tensor, rows: ExpertRows, weights: ExpertWeights, form: ExpertForm
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
 ) -> Tensor:
     """Returns every token's weighted sum of its experts' outputs: gather, experts and sum in one node.
 
@@ -166,7 +173,7 @@ class _FusedFeedForward(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         d_output = grad_outputs[0]  # dy  [T, D]

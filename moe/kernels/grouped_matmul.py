@@ -52,7 +52,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         x, weight, ends = ctx.saved_tensors

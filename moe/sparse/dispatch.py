@@ -128,7 +128,7 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
 
     # For the way back: the rows of a token side by side, and where they start.
     row = torch.arange(order.numel(), device=order.device)
-    by_token = torch.empty_like(order).scatter(0, order, row)  # [N], the inverse of `order`
+    by_token = torch.empty_like(order).scatter(0, order, row)  # the inverse of `order`
     rows_of_token = accepted.sum(dim=-1)  # [T]
     return ExpertRows(
         counts=torch.bincount(expert, minlength=num_experts),  # [E]
@@ -264,8 +264,8 @@ class SlotDispatcher(Dispatcher):
     def combine(self, outputs: Tensor) -> Tensor:
         """See `Dispatcher`."""
         num_tokens = self._slots.num_tokens
-        weighted = outputs * self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, D]
-        rows = rearrange(weighted, "e n d -> (e n) d")
+        weight = self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, 1]
+        rows = rearrange(outputs * weight, "e n d -> (e n) d")
 
         # What is in empty slots is added to a row behind the last token.
         combined = rows.new_zeros(num_tokens + 1, rows.shape[-1])

@@ -113,7 +113,8 @@ def sort_received(counts: Tensor) -> ExpertRows:
         counts: <int64>[ep, E / ep] rows from each rank for each expert; they arrive in this order.
     """
     # The expert of each row, in the order of arrival.
-    expert = torch.arange(counts.shape[1], device=counts.device).expand_as(counts).flatten()
+    expert = torch.arange(counts.shape[1], device=counts.device)
+    expert = expert.expand_as(counts).flatten()  # [ep * E / ep]
     expert = expert.repeat_interleave(counts.flatten())  # [M]
 
     # A received row is one row of one expert: it plays the part of a token.

@@ -17,7 +17,8 @@ from moe.kernels.grouped_matmul import grouped_linear
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertInputs, SortedRows, UngatheredRows
 
-_TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated at two deviations
+# Standard deviation of a standard normal that is truncated at two deviations.
+_TRUNCATED_STD = 0.87962566103423978
 
 
 class Experts(nn.Module):
@@ -33,7 +34,9 @@ class Experts(nn.Module):
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
         self.config = config
-        E, F_, D = config.num_experts, config.d_ff, config.d_model  # fmt: skip
+        E = config.num_experts
+        F_ = config.d_ff
+        D = config.d_model
 
         # In the layout of transformers 5: PEFT, quantisers and expert sharding on dim 0 expect it.
         if config.gated:
@@ -41,7 +44,10 @@ class Experts(nn.Module):
         else:
             self.up_proj = nn.Parameter(torch.empty(E, F_, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, F_))
-        self.bias = nn.Parameter(torch.empty(E, F_)) if config.expert_bias != "none" else None
+
+        self.bias = None
+        if config.expert_bias != "none":
+            self.bias = nn.Parameter(torch.empty(E, F_))
         self.reset_parameters()
 
     @property
@@ -193,7 +199,8 @@ def activate(product: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
     if config.gated:
         gate, up = product.chunk(2, dim=dim)
 
-    gate = F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)
+    is_gelu = config.activation == "gelu"
+    gate = F.gelu(gate, approximate="tanh") if is_gelu else F.relu(gate)
     return gate if up is None else gate * up
 
 

@@ -68,7 +68,8 @@ class SparseFeedForwardAdapter(nn.Module):
 
 @contextmanager
 def collect_routers(
-    module: nn.Module, token_mask: Tensor | None = None
+    module: nn.Module,
+    token_mask: Tensor | None = None,
 ) -> Iterator[list[RouterOutput]]:
     """Gives a list that fills with the RouterOutput of every sparse layer inside `module`.
 
@@ -114,7 +115,9 @@ def collect_routers(
 
 
 def _check_layers(
-    module: nn.Module, layers: Sequence[SparseFeedForward], token_mask: Tensor | None
+    module: nn.Module,
+    layers: Sequence[SparseFeedForward],
+    token_mask: Tensor | None,
 ) -> None:
     """Raises a ConfigError when there are no sparse layers, or one mask for two kinds of them."""
     if not layers:
@@ -224,7 +227,10 @@ class _Collector:
         self.recomputed = False
 
     def give_mask(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns the layer's arguments with the mask, unless the caller gave one."""
         callers_mask = args[1] if len(args) > 1 else kwargs.get("token_mask")
@@ -237,7 +243,10 @@ class _Collector:
         return args[:1], {**kwargs, "token_mask": self.token_mask}
 
     def record(
-        self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        output: tuple[Tensor, RouterOutput],
     ) -> None:
         """Appends what the router did, unless activation checkpointing only calls the layer again."""
         if _in_backward():

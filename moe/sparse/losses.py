@@ -163,17 +163,22 @@ class _BalanceLoss(NamedTuple):
 
 
 def _balance_loss(
-    scores: RouterScores, plan: DispatchPlan, is_real: Tensor, config: SparseConfig
+    scores: RouterScores,
+    plan: DispatchPlan,
+    is_real: Tensor,
+    config: SparseConfig,
 ) -> _BalanceLoss:
     """Returns appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
     num_positions = _num_positions(is_real, config)  # n  [G]
 
     # n f_i: how many of the group's tokens chose expert i, before capacity; no gradient.  [G, E]
-    num_choices = 1 if config.balance_choices == "first" else config.num_selected_experts
+    counts_all = config.balance_choices == "all"
+    num_choices = config.num_selected_experts if counts_all else 1
     chosen = plan.expert_index[..., :num_choices].flatten(1)  # [G, S * K]
     counted = is_real[..., None].expand(*is_real.shape, num_choices).flatten(1)
-    choices = scores.probs.new_zeros(num_groups, num_experts).scatter_add(1, chosen, counted)
+    choices = scores.probs.new_zeros(num_groups, num_experts)
+    choices = choices.scatter_add(1, chosen, counted)
 
     # n P_i: probability of expert i, summed over the same tokens; the only factor with a gradient.
     # A sum, not a product of matrices, which autocast would round.  [G, E]
@@ -255,7 +260,10 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     num_experts = losses.prob_sums.shape[-1]
     overlap = (totals.choices * losses.prob_sums).sum()
     loss_sum = num_experts * overlap / totals.num_positions.clamp(min=1)
-    losses = losses._replace(load_balance_sum=loss_sum, load_balance_count=losses.num_positions)
+    losses = losses._replace(
+        load_balance_sum=loss_sum,
+        load_balance_count=losses.num_positions,
+    )
 
     group_loss = losses.load_balance_loss.expand_as(losses.group_load_balance)
     return losses._replace(group_load_balance=group_loss)

@@ -80,13 +80,15 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
     experts_reached = plan.accepted.sum(dim=-1)  # [G, S]
 
     # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i; a sum, which autocast does not round.
-    entropy = scores.log_normalizer - (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
+    mean_logit = (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
+    entropy = scores.log_normalizer - mean_logit
 
     # Without a capacity there are as many slots as are used.
     if plan.capacity is None:
         num_slots = accepted_load.sum()
     else:
-        num_slots = torch.full_like(accepted_load[0], num_groups * num_experts * plan.capacity)
+        slots_of_all = num_groups * num_experts * plan.capacity
+        num_slots = torch.full_like(accepted_load[0], slots_of_all)
 
     return RouterStats(
         expert_load=expert_load,

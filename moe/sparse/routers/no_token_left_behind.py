@@ -55,13 +55,18 @@ class NoTokenLeftBehindRouter(Router):
     single: ClassVar[bool] = True
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         num_experts = self.config.num_experts
         num_groups, group_size = token_mask.shape
         capacity = self.capacity(group_size, drop_tokens)
-        expert_index = select_experts(scores.probs, self.options.num_candidates)  # [G, S, K]
+        num_candidates = self.options.num_candidates
+        expert_index = select_experts(scores.probs, num_candidates)  # [G, S, K]
 
         # Who is still without an expert, and how many slots of each expert are filled.
         unserved = token_mask  # [G, S]

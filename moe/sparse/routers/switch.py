@@ -77,7 +77,11 @@ class SwitchRouter(Router):
         return gate_input
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
         """Returns the plan for these scores; see `Router.assign`."""
         # The expert of each token.  [G, S, 1]
@@ -92,7 +96,8 @@ class SwitchRouter(Router):
         # Every real token asks for its expert; the first C of an expert's tokens get it.
         requested = token_mask[..., None]
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        slot, accepted = assign_slots(expert_index, requested, self.config.num_experts, capacity)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
             expert_index=expert_index,
             slot=slot,
