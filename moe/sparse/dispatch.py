@@ -156,12 +156,12 @@ class RowDispatcher(Dispatcher):
         self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Returns a row for each choice of the tokens <float>[T, D]."""
         x = tokens.index_select(0, self._rows.token)  # [N, D]
         return Arrived(SortedRows(x, self._rows.counts))
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the rows <float>[N, D]."""
         weight = self._rows.weight[:, None].to(outputs.dtype)  # [N, 1]
         num_tokens = self._rows.token_start.numel()
         combined = outputs.new_zeros(num_tokens, outputs.shape[1])  # [T, D]
@@ -178,7 +178,7 @@ class FusedDispatcher(Dispatcher):
         self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] with the rows that are to be made of them."""
         return Arrived(UngatheredRows(tokens, self._rows))
 
     def combine(self, outputs: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class SlotDispatcher(Dispatcher):
         self._slots = slots
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Returns the slots of the experts for tokens <float>[T, D]."""
         return Arrived(self.fill(tokens))
 
     def fill(self, tokens: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class SlotDispatcher(Dispatcher):
         return rearrange(rows, "(e n) d -> e n d", e=self._slots.token.shape[0])
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the slots <float>[E, G * C, D]."""
         num_tokens = self._slots.num_tokens
         weight = self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, 1]
         rows = rearrange(outputs * weight, "e n d -> (e n) d")

@@ -60,12 +60,12 @@ class RowExchange(Dispatcher):
         self._counts = counts
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Sends a row for each choice of the tokens <float>[T, D]."""
         leaving = gather_rows(tokens, self._rows)  # [N, D], while the counts travel
         return RowsInFlight(send_rows(leaving, self._route, "dispatch"), self)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the outputs of the experts here."""
         # Back to the order of arrival, to the ranks that they came from, and to their tokens.
         outputs = self.local_dispatcher.combine(outputs)  # [M, D]
         returned = send_rows(outputs, self._route, "combine", reverse=True)()  # [N, D]
@@ -153,12 +153,12 @@ class SlotExchange(Dispatcher):
         self._route = equal_route(axis, num_rows, slots.token.device)
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Sends the slots of all experts for tokens <float>[T, D]."""
         slots = rearrange(self._local.fill(tokens), "e n d -> (e n) d")
         return SlotsInFlight(send_rows(slots, self._route, "dispatch"), self._sizes)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
         # Sorted by rank again, so that every rank gets back what it sent.
         outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
         returned = send_rows(outputs, self._route, "combine", reverse=True)()

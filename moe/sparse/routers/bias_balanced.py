@@ -75,7 +75,7 @@ class BiasBalancedRouter(Router):
         *,
         drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K experts of highest s_i + b_i: the bias decides who is chosen ...
         bias = self.load_bias().to(scores.probs.dtype)  # [E]
         biased_probs = scores.probs.detach() + bias  # [G, S, E]

@@ -56,7 +56,7 @@ class ExpertChoiceRouter(Router):
         *,
         drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_groups, group_size, num_experts = scores.logits.shape
         is_real = token_mask[..., None]  # [G, S, 1]
         is_over_tokens = self.options.softmax_over == "tokens"

@@ -85,7 +85,7 @@ class HashRouter(Router):
         *,
         drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The one expert that is possible, with a weight of 1.
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
         requested = token_mask[..., None]

@@ -61,7 +61,7 @@ class NoTokenLeftBehindRouter(Router):
         *,
         drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_experts = self.config.num_experts
         num_groups, group_size = token_mask.shape
         capacity = self.capacity(group_size, drop_tokens)

@@ -83,7 +83,7 @@ class SwitchRouter(Router):
         *,
         drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The expert of each token.  [G, S, 1]
         if self.training and self.options.policy == "sample":
             expert_index = sample_expert(scores.logits, self.options.temperature)

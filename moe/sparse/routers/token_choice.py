@@ -65,7 +65,7 @@ class TokenChoiceRouter(Router):
         *,
         drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K best experts of each token, and the gate of each.
         num_selected = self.config.num_selected_experts
         expert_index = select_experts(scores.probs, num_selected)  # [G, S, K]
