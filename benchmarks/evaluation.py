@@ -157,7 +157,12 @@ def make_task(case: EvaluationCase) -> Task:
 def make_words() -> list[str]:
     """Returns different words of one to three syllables."""
     draw = random.Random(0)
-    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    syllables: list[str] = []
+    for consonant in "bdfgklmnprstvz":
+        for vowel in "aeiou":
+            syllables.append(consonant + vowel)
+
+    # Drawn with repeats, which are then dropped.
     words: list[str] = []
     for _ in range(500):
         words.append("".join(draw.choices(syllables, k=draw.randint(1, 3))))
@@ -249,6 +254,7 @@ def measure_mode(
 
 def count_differing(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     """Returns how many answers differ: texts at all, log-probabilities by more than 0.001."""
+    # Log-probabilities differ in their last digits, since sums are in another order.
     num_differing = 0
     for our_answer, their_answer in zip(ours, theirs, strict=True):
         if isinstance(their_answer, str):
@@ -276,6 +282,7 @@ def answer_ours(
 
     The predictions are written, as an evaluation does.
     """
+    # Without the end token, as lm-evaluation-harness scores a text.
     predictions: Sequence[Prediction] = predict(
         system, task, requests, mode, path, scoring=Scoring(include_eos=False)
     ).predictions

@@ -103,6 +103,7 @@ class ExchangeBenchmark:
 
 def run_exchange(benchmark: ExchangeBenchmark) -> None:
     """Measures, prints the tables and saves them; what is measured is saved as it goes."""
+    # Every rank has one thread, however many cores there are.
     report = benchmark.report
     report.update(
         describe_machine(torch.device(benchmark.device)),
@@ -374,6 +375,7 @@ HEADER = (
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
+    # What the two ratios are relative to.
     lines = [
         f"{machine_line(report, 'one thread a rank')}, forward_backward",
         "ideal = one process / ranks + bare exchange; apart = as many rows without an exchange, on all ranks at once",

@@ -106,6 +106,7 @@ def run_layer(benchmark: LayerBenchmark) -> None:
 
 def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
     """Returns what a reader must know of the machine: its speed at one large square product, too."""
+    # A product at full speed, to compare the layer's with.
     tflops: dict[str, float] = {}
     for name in benchmark.dtypes:
         tflops[name] = square_tflops(name, benchmark.rounds, benchmark.device)
@@ -136,6 +137,7 @@ def measure_group(benchmark: LayerBenchmark, case: int, dtype: str, bar: tqdm) -
     differences = compare_outputs(variants)
     square = benchmark.report["square_tflops"][dtype]
 
+    # Forward alone, and forward with backward.
     rows: list[Row] = []
     for pass_name in benchmark.passes:
         # Time all variants in turn.
@@ -190,6 +192,7 @@ def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[V
 @torch.no_grad()
 def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
     """Returns |y - y'| / |y'| of every variant on the shared input, y' being that of `moe_dropless`."""
+    # Weights are shared, so that all variants should give the same output.
     by_name = {variant.name: variant for variant in variants}
     if moe_dropless.__name__ not in by_name:
         return {}
@@ -271,6 +274,7 @@ def profile_layer(benchmark: LayerBenchmark, dtype: str) -> Row:
     statistics included; and that of the statistics alone.
     """
     problem = build_problem(CASES[PROFILED_CASE], DTYPES[dtype], benchmark.device)
+    # The same layer twice: with its experts, and with experts that do nothing.
     whole = moe_dropless(problem)
     routing = routing_only(problem)
     variants = [whole, routing]

@@ -39,6 +39,7 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
 
+    # Linux has a table of its processors; elsewhere Python's guess must do.
     table = Path("/proc/cpuinfo")
     if table.is_file():
         for line in table.read_text(encoding="utf-8").splitlines():

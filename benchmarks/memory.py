@@ -39,6 +39,7 @@ def peak_mib(
     Raises:
         UnavailableError: When that process failed.
     """
+    # The child is this file: see `main`.
     settings = [str(case_index), dtype_name, name, device.type, str(threads)]
     command = [sys.executable, "-m", "benchmarks.memory", *settings]
     repository = Path(__file__).parents[1]
@@ -72,6 +73,7 @@ def measure_step(variant: Variant, device: torch.device) -> float:
     y.backward(variant.gradient)
     backward_peak = _peak(device) - base
 
+    # What the gradients of the parameters take does not count.
     gradient_bytes = 0
     for parameter in variant.parameters:
         if parameter.grad is not None:
@@ -83,6 +85,7 @@ def measure_step(variant: Variant, device: torch.device) -> float:
 
 def _release_memory() -> None:
     """Gives free memory back to the system, as far as the C library can."""
+    # What the allocator keeps would count as in use.
     gc.collect()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:

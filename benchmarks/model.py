@@ -179,6 +179,7 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
 
 def build_ours(config: SwitchTransformersConfig) -> STMoEForConditionalGeneration:
     """Returns our model of the same sizes, which drops no token."""
+    # Room for every token, as transformers' model gets it by its expert_capacity.
     fields = own_fields(config.to_diff_dict())
     fields |= {"expert_capacity": None, "capacity_factor": None, "eval_capacity_factor": None}
     torch.manual_seed(0)
@@ -193,6 +194,7 @@ def build_switch(
     with torch.device("meta"):
         switch = SwitchTransformersForConditionalGeneration(config)
 
+    # The names and splits under which transformers keeps them.
     our_weights = ours.state_dict()
     weights: dict[str, Tensor] = {}
     for weight in transformers_names(ours.config, "switch_transformers"):
@@ -244,6 +246,7 @@ def measure_generation(
     case = benchmark.case
     inputs = draw_tokens(case, batch, case.input_length)
     mask = torch.ones_like(inputs)
+    # Exactly so many tokens, whatever the model would say.
     length = {
         "min_new_tokens": case.new_tokens,
         "max_new_tokens": case.new_tokens,
@@ -298,6 +301,7 @@ def measure_models(
 
 def describe_rows(times: Sequence[Mapping[str, float]], tokens: int, keys: Row) -> list[Row]:
     """Returns a row for each model: milliseconds, tokens per second, and its time over every other's."""
+    # Times of the same round are compared.
     names = list(times[0])
     rows: list[Row] = []
     for name in names:

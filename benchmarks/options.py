@@ -45,6 +45,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="python -m scripts.benchmark", description="Measures.")
     parsers = parser.add_subparsers(dest="benchmark", required=True)
 
+    # One command for each benchmark.
     layer_help = "one sparse layer"
     exchange_help = "a layer and a training step on several ranks"
     model_help = "training step and decoding beside transformers' Switch and T5, on a CPU"
@@ -69,6 +70,7 @@ def build_parser() -> Parser:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
+    # Every benchmark saves what it prints.
     parser.add_argument("--json", help="file to save the table to")
     parser.add_argument("--rounds", type=int, default=7, help="results are medians over them (7)")
 
@@ -88,6 +90,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layer(parser: argparse.ArgumentParser) -> None:
+    # What is measured: by default everything that can run on this machine.
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="both")
     parser.add_argument(
         "--variants",
@@ -112,6 +115,7 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     # Sizes beyond these are those of google/switch-base-8.
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="both")
+
     parser.add_argument(
         "--experts",
         type=int,

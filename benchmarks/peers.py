@@ -38,6 +38,7 @@ class UnavailableError(Exception):
 
 def hf_grouped_mm(problem: Problem) -> Variant:
     """The `grouped_mm` experts of transformers under OLMoE's router."""
+    # The router of a model that has those experts in transformers.
     module = build_olmoe(problem)
     forward = partial(run_olmoe, module)
     return _variant("hf_grouped_mm", problem, forward, module, problem.case.rows)
@@ -172,6 +173,8 @@ def st_moe_pytorch(problem: Problem) -> Variant:
         capacity_factor_eval=factor,
         experts=nn.ModuleList(_feed_forwards(problem)),
     )
+
+    # The shared gate in the place of its own.
     module = module.to(problem.x.device)
     module.gate.to_gates.weight = nn.Parameter(problem.gate.detach())
 
@@ -217,6 +220,7 @@ def deepspeed(problem: Problem) -> Variant:
     def forward(x: Tensor) -> Tensor:
         return module(x)[0]
 
+    # Every expert has as many slots as the fullest needs.
     with torch.no_grad():
         counts = module(problem.x)[2]
     rows = case.num_experts * int(counts.max())

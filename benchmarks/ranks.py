@@ -61,6 +61,7 @@ def run_ranks(
     Raises:
         ProcessRaisedException: When a rank fails; the others are ended.
     """
+    # Ranks meet, and the first one answers, through files of a folder.
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
             _run_rank,
@@ -115,6 +116,7 @@ def measure_together(
     for _ in range(rounds + 1):
         rank_times: dict[str, float] = {}
         for job in generator.sample(jobs, len(jobs)):
+            # All ranks begin together: a rank that waits for another would measure that one.
             dist.barrier()
             rank_times[job.name] = 0.0 if job.run is None else measure(job.run, device)
             job.clear()

@@ -104,6 +104,7 @@ def scaling_meshes(num_ranks: int) -> dict[str, MeshConfig]:
 
 def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Callable[[], object]:
     """Returns a function that does one training step of a model of its own."""
+    # The same weights on every mesh.
     torch.manual_seed(0)
     config = STMoEConfig(
         vocab_size=case.vocab_size,
@@ -129,6 +130,8 @@ def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Ca
         optim=OptimRecipe(max_grad_norm=1.0),
         training=TrainingRecipe(batch_size=batch_size, precision=case.precision),
     )
+
+    # Everything that is not timed is built here.
     optimizer = Adafactor(parameter_groups(model))
     batch = build_batch(case, device)
     return partial(train_step, model, optimizer, recipe, batch, 0, mesh)
@@ -153,6 +156,7 @@ def build_batch(case: ScalingCase, device: torch.device) -> Batch:
 
 def format_scaling(results: Sequence[Mapping[str, Any]]) -> str:
     """Returns the tables of `scaling_on_ranks` as text."""
+    # One table for each dtype.
     tables: list[str] = []
     for result in results:
         cells: list[list[str]] = []

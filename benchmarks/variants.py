@@ -31,6 +31,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns <dtype>[..., D] of <dtype>[..., D]."""
+        # GEGLU, or a plain ReLU.
         hidden = F.linear(x, self.first)  # [..., 2F or F]
         if not self.gated:
             return F.linear(F.relu(hidden), self.down)
@@ -212,6 +213,7 @@ def build_config(
     dispatch: DispatchForm,
 ) -> SparseConfig:
     """Returns the settings of our layer for a case; every token asks for all its K experts."""
+    # All tokens are one group; no policy drops a choice, so that rows can be counted.
     case = problem.case
     return SparseConfig(
         d_model=case.d_model,
