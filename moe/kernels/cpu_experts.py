@@ -30,11 +30,15 @@ from torch import Tensor
 from moe.kernels.cpu_matmul import multiply
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
 
-_ROWS_PER_PIECE = (
-    512  # of a forward pass: enough for a full-speed product, few enough for the cache
-)
-_SEQUENTIAL_ROWS = 32  # up to so many, reading weights is all the work: one expert after the other
-_FEW_ROWS = 64  # mean rows of an expert below which its gradient's memory costs more than products
+# Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
+_ROWS_PER_PIECE = 512
+
+# Rows of a layer up to which reading weights is all the work: one expert at a time, on all cores.
+_SEQUENTIAL_ROWS = 32
+
+# Mean rows of an expert below which its gradient's memory costs more than its products.
+_FEW_ROWS = 64
+
 _HUGE_PAGE = 2**21  # bytes
 
 
@@ -70,7 +74,10 @@ class ExpertWeights(NamedTuple):
 
 @torch.compiler.disable()
 def fused_feed_forward(
-    tokens: Tensor, rows: ExpertRows, weights: ExpertWeights, form: ExpertForm
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
 ) -> Tensor:
     """Returns every token's weighted sum of its experts' outputs: gather, experts and sum in one node.
 
@@ -139,6 +146,7 @@ class _FusedFeedForward(torch.autograd.Function):
                 generator = torch.Generator().manual_seed(seed + piece.start)
                 kept_units[here].bernoulli_(1 - form.dropout_rate, generator=generator)
 
+            # One expert's rows go through both products while they are in the cache.
             x = tokens.index_select(0, rows.token[here])  # [n, D]
             product = products[here] if keep_products else None
             product = multiply(x, first[piece.expert], out=product)  # [n, 2F or F]
@@ -165,7 +173,7 @@ class _FusedFeedForward(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         d_output = grad_outputs[0]  # dy  [T, D]
@@ -277,10 +285,12 @@ class _HiddenLayer:
             bias: <float>[F] B of the expert.
             kept: <bool>[n, F] units that dropout keeps; empty without dropout.
         """
+        # p = act(z') * z'', or act(z') alone.
         plain = gate
         if self.is_gated:
             plain = gate * product.chunk(2, dim=-1)[1]
 
+        # h: the bias, then dropout, which scales up what it keeps.
         dropped = plain
         if bias is not None:
             dropped = plain * bias if self.multiplies_bias else plain + bias
@@ -297,6 +307,7 @@ class _HiddenLayer:
         d_bias: Tensor | None,
     ) -> Tensor:
         """Returns dp <float>[n, F] of dh <float>[n, F], and fills dB <float>[F] when it is given."""
+        # Through dropout, then through the bias: dB is a sum over the rows.
         if kept.numel():
             d_hidden = d_hidden * kept * self.keep_scale
         if d_bias is not None:
@@ -403,6 +414,7 @@ def split_rows(counts: list[int], most: int) -> list[Piece]:
         counts: Rows of each expert.
         most: Rows in a piece.
     """
+    # Borders are rounded down, so that pieces of an expert differ by one row at most.
     pieces: list[Piece] = []
     expert_start = 0
     for expert, count in enumerate(counts):

@@ -32,6 +32,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         <dtype of x>[..., O].
     """
+    # Tracers and transforms must see an operation that they know.
     needs_plain_product = torch.compiler.is_compiling() or _is_transformed() or x.dim() < 2
     if needs_plain_product or not _onednn_is_faster(x, weight):
         return F.linear(x, weight)
@@ -74,6 +75,7 @@ class _Linear(torch.autograd.Function):
         d_x = None
         d_weight = None
 
+        # y = x W^T, so dx = dy W and dW = dy^T x.
         if ctx.needs_input_grad[0]:
             d_x = linear(d_product, weight.t())
         if ctx.needs_input_grad[1]:

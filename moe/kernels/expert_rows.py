@@ -72,6 +72,7 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
     if not outputs.shape[0]:
         return outputs.new_zeros(num_tokens, outputs.shape[1])
 
+    # The rows of a token as one bag, in the order of the bags.
     if weight is not None:
         weight = weight.to(outputs.dtype).index_select(0, rows.by_token)
     return F.embedding_bag(
@@ -89,7 +90,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, None]:
         return sum_by_token(grad_outputs[0], ctx.rows, None), None
@@ -106,7 +107,7 @@ class _CombineRows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         outputs, weight = ctx.saved_tensors

@@ -26,12 +26,14 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         <float>[N, O].
     """
+    # One call for all experts, where the device can read the rows in whole words.
     row_bytes = [size * x.element_size() for size in weight.shape[1:]]
     is_aligned = all(num_bytes % 16 == 0 for num_bytes in row_bytes)
     if x.dtype != torch.float64 and is_aligned:
         ends = counts.cumsum(0).to(torch.int32)
         return _GroupedLinear.apply(x, weight, ends)
 
+    # Else one product after the other; this waits for the counts.
     rows_by_expert = x.split(counts.tolist())
     products = [
         F.linear(rows, expert_weight)
@@ -50,7 +52,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         x, weight, ends = ctx.saved_tensors

@@ -15,9 +15,11 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
         num_tokens: Tokens of the group with its padding, S.
         training: Whether the capacity factor of training counts, or that of evaluation.
     """
+    # A fixed number; more slots than tokens would never be filled.
     if config.expert_capacity is not None:
-        return min(config.expert_capacity, num_tokens)  # more would never be filled
+        return min(config.expert_capacity, num_tokens)
 
+    # Or a share of the group, which training and evaluation may set apart.
     factor = config.capacity_factor if training else config.eval_capacity_factor
     if factor is None:
         return None
@@ -57,6 +59,7 @@ def expert_capacity(
     capacity = num_tokens * numerator // divisor
     remainder = num_tokens * numerator % divisor
 
+    # Round half to even, as Python does; or down, and then to no more slots than tokens.
     if rounding == "round":
         is_half = 2 * remainder == divisor
         rounds_up = 2 * remainder > divisor or (is_half and capacity % 2 == 1)

@@ -149,6 +149,7 @@ class SparseConfig:
         check_router(self)
 
     def _check_sizes(self) -> None:
+        # Bounds that no machine reaches: beyond them a typing error is likelier than a wish.
         for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
             value = getattr(self, name)
             check_integer(name, value, least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE)
@@ -191,6 +192,7 @@ class SparseConfig:
 
     def _check_initialization(self) -> None:
         """Checks the settings of initialisation and dropout."""
+        # A rate of 1 would leave nothing of the hidden units.
         check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
         check_number(
             "initializer_scale",
@@ -219,6 +221,7 @@ class SparseConfig:
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
+        # What the caller sets goes before what the reference sets.
         settings = reference_fields(reference, overrides.get("router", cls.router))
         return cls(**{**settings, **overrides})
 
@@ -275,6 +278,7 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
             f"Known: {', '.join(sorted(REFERENCES))}."
         )
 
+    # Of the reference's options, those that the router has.
     known = option_names(ROUTER_REQUIREMENTS.get(router))
     options: dict[str, Any] = {}
     for name, value in REFERENCES[reference]["router_options"].items():

@@ -128,7 +128,7 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
 
     # For the way back: the rows of a token side by side, and where they start.
     row = torch.arange(order.numel(), device=order.device)
-    by_token = torch.empty_like(order).scatter(0, order, row)  # [N], the inverse of `order`
+    by_token = torch.empty_like(order).scatter(0, order, row)  # the inverse of `order`
     rows_of_token = accepted.sum(dim=-1)  # [T]
     return ExpertRows(
         counts=torch.bincount(expert, minlength=num_experts),  # [E]
@@ -156,12 +156,12 @@ class RowDispatcher(Dispatcher):
         self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Returns a row for each choice of the tokens <float>[T, D]."""
         x = tokens.index_select(0, self._rows.token)  # [N, D]
         return Arrived(SortedRows(x, self._rows.counts))
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the rows <float>[N, D]."""
         weight = self._rows.weight[:, None].to(outputs.dtype)  # [N, 1]
         num_tokens = self._rows.token_start.numel()
         combined = outputs.new_zeros(num_tokens, outputs.shape[1])  # [T, D]
@@ -178,7 +178,7 @@ class FusedDispatcher(Dispatcher):
         self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] with the rows that are to be made of them."""
         return Arrived(UngatheredRows(tokens, self._rows))
 
     def combine(self, outputs: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class SlotDispatcher(Dispatcher):
         self._slots = slots
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Returns the slots of the experts for tokens <float>[T, D]."""
         return Arrived(self.fill(tokens))
 
     def fill(self, tokens: Tensor) -> Tensor:
@@ -262,10 +262,10 @@ class SlotDispatcher(Dispatcher):
         return rearrange(rows, "(e n) d -> e n d", e=self._slots.token.shape[0])
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the slots <float>[E, G * C, D]."""
         num_tokens = self._slots.num_tokens
-        weighted = outputs * self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, D]
-        rows = rearrange(weighted, "e n d -> (e n) d")
+        weight = self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, 1]
+        rows = rearrange(outputs * weight, "e n d -> (e n) d")
 
         # What is in empty slots is added to a row behind the last token.
         combined = rows.new_zeros(num_tokens + 1, rows.shape[-1])

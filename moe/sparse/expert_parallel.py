@@ -60,12 +60,13 @@ class RowExchange(Dispatcher):
         self._counts = counts
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Sends a row for each choice of the tokens <float>[T, D]."""
         leaving = gather_rows(tokens, self._rows)  # [N, D], while the counts travel
         return RowsInFlight(send_rows(leaving, self._route, "dispatch").wait, self)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the outputs of the experts here."""
+        # Back to the order of arrival, to the ranks that they came from, and to their tokens.
         outputs = self.local_dispatcher.combine(outputs)  # [M, D]
         returned = send_rows(outputs, self._route, "combine", reverse=True).wait()  # [N, D]
         return combine_rows(returned, self._rows)
@@ -98,6 +99,7 @@ class RowsInFlight(NamedTuple):
 
     def wait(self) -> ExpertInputs:
         """Returns the received rows as the experts here take them."""
+        # Sorted by rank now; a second dispatch sorts them by expert.
         received = self.arrive()
         return self.exchange.local_dispatcher.dispatch(received).wait()
 
@@ -111,7 +113,8 @@ def sort_received(counts: Tensor) -> ExpertRows:
         counts: <int64>[ep, E / ep] rows from each rank for each expert; they arrive in this order.
     """
     # The expert of each row, in the order of arrival.
-    expert = torch.arange(counts.shape[1], device=counts.device).expand_as(counts).flatten()
+    expert = torch.arange(counts.shape[1], device=counts.device)
+    expert = expert.expand_as(counts).flatten()  # [ep * E / ep]
     expert = expert.repeat_interleave(counts.flatten())  # [M]
 
     # A received row is one row of one expert: it plays the part of a token.
@@ -141,6 +144,7 @@ class SlotExchange(Dispatcher):
     """
 
     def __init__(self, slots: Slots, axis: ExpertAxis) -> None:
+        # Every rank sends as many rows to every other: the route is known without asking.
         num_experts, slots_per_expert = slots.token.shape
         num_rows = num_experts * slots_per_expert
         self._local = SlotDispatcher(slots)
@@ -149,12 +153,13 @@ class SlotExchange(Dispatcher):
         self._route = equal_route(axis, num_rows, slots.token.device)
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """See `Dispatcher`."""
+        """Sends the slots of all experts for tokens <float>[T, D]."""
         slots = rearrange(self._local.fill(tokens), "e n d -> (e n) d")
         return SlotsInFlight(send_rows(slots, self._route, "dispatch").wait, self._sizes)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """See `Dispatcher`."""
+        """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
+        # Sorted by rank again, so that every rank gets back what it sent.
         outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
         returned = send_rows(outputs, self._route, "combine", reverse=True).wait()
         returned = rearrange(returned, "(e n) d -> e n d", e=self._num_experts)

@@ -17,7 +17,8 @@ from moe.kernels.grouped_matmul import grouped_linear
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertInputs, SortedRows, UngatheredRows
 
-_TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated at two deviations
+# Standard deviation of a standard normal that is truncated at two deviations.
+_TRUNCATED_STD = 0.87962566103423978
 
 
 class Experts(nn.Module):
@@ -33,14 +34,20 @@ class Experts(nn.Module):
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
         self.config = config
-        E, F_, D = config.num_experts, config.d_ff, config.d_model  # fmt: skip
+        E = config.num_experts
+        F_ = config.d_ff
+        D = config.d_model
 
+        # In the layout of transformers 5: PEFT, quantisers and expert sharding on dim 0 expect it.
         if config.gated:
             self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F_, D))
         else:
             self.up_proj = nn.Parameter(torch.empty(E, F_, D))
         self.down_proj = nn.Parameter(torch.empty(E, D, F_))
-        self.bias = nn.Parameter(torch.empty(E, F_)) if config.expert_bias != "none" else None
+
+        self.bias = None
+        if config.expert_bias != "none":
+            self.bias = nn.Parameter(torch.empty(E, F_))
         self.reset_parameters()
 
     @property
@@ -50,6 +57,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws every expert anew and independently: truncated normal with variance scale / fan_in."""
+        # The fan-in of the first product is D, that of the second F.
         scale = self.config.initializer_scale
         truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
         truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
@@ -69,6 +77,7 @@ class Experts(nn.Module):
             <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
             were not gathered come back combined, [T, D]: the CPU's kernel does it all.
         """
+        # One form of the products for each form of dispatch.
         if isinstance(inputs, UngatheredRows):
             return self.run_fused(inputs)
         if isinstance(inputs, SortedRows):
@@ -78,6 +87,7 @@ class Experts(nn.Module):
 
     def run_fused(self, inputs: UngatheredRows) -> Tensor:
         """Returns every token's weighted sum of its experts' outputs <dtype of the products>[T, D]."""
+        # The kernel knows no configuration and no training mode: it gets what it needs of both.
         form = ExpertForm(
             activation=self.config.activation,
             gated=self.config.gated,
@@ -98,7 +108,9 @@ class Experts(nn.Module):
         Returns:
             <float>[N, D].
         """
+        # Inputs and weights have the dtype of the products already.
         with torch.autocast(x.device.type, enabled=False):
+            # A bias belongs to an expert: each of its rows gets a copy.
             bias = weights.bias
             if bias is not None:
                 bias = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])  # [N, F]
@@ -121,6 +133,7 @@ class Experts(nn.Module):
             <float>[E, n, D].
         """
         with torch.autocast(slots.device.type, enabled=False):
+            # All experts in one batched product, since all have as many slots.
             bias = None if weights.bias is None else weights.bias[..., None]  # [E, F, 1]
 
             product = torch.bmm(
@@ -154,6 +167,7 @@ class Experts(nn.Module):
 
     def product_weights(self) -> ExpertWeights:
         """Returns this rank's weights in the dtype of the products, gate and up side by side."""
+        # The shard of this rank, in the numbers that a quantised weight stands for.
         dtype = self.product_dtype()
         first = _dequantized(local_shard(self.first_proj))
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
@@ -179,12 +193,14 @@ def activate(product: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
     Returns:
         <float>[..., F, ...].
     """
+    # A gated unit multiplies the activated gate with a second half, which has no activation.
     up = None
     gate = product
     if config.gated:
         gate, up = product.chunk(2, dim=dim)
 
-    gate = F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)
+    is_gelu = config.activation == "gelu"
+    gate = F.gelu(gate, approximate="tanh") if is_gelu else F.relu(gate)
     return gate if up is None else gate * up
 
 

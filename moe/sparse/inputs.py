@@ -36,6 +36,7 @@ def check_inputs(
     Raises:
         DataError: When one is no tensor, or has another shape or dtype.
     """
+    # x itself: three dimensions, the last as wide as the layer.
     _check_tensor("x", x)
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise DataError(
@@ -81,12 +82,15 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
 
 def _refuse_additive_mask(token_mask: Tensor) -> None:
     """Raises a DataError for a mask <any>[...] that holds more than 0 and 1, or may be additive."""
+    # Additive masks hold 0 for real tokens and a large negative number for padding.
     odd_values = token_mask[(token_mask != 0) & (token_mask != 1)]
     if odd_values.numel():
         raise DataError(
             f"token_mask holds {shown(odd_values[0].item())}; expected 0 for padding and 1 for real tokens. "
             f"{_MASK_ADVICE}; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
         )
+
+    # All 0 is nothing but padding in a mask of 0 and 1, and no padding in an additive one.
     if token_mask.is_floating_point() and token_mask.numel() and not token_mask.any():
         raise DataError(
             f"token_mask is 0 everywhere, in {token_mask.dtype}: nothing but padding, or an additive mask that "
@@ -105,7 +109,11 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _check_by_token(
-    name: str, value: Tensor | None, x: Tensor, shape: torch.Size, what: str
+    name: str,
+    value: Tensor | None,
+    x: Tensor,
+    shape: torch.Size,
+    what: str,
 ) -> None:
     """Raises a DataError unless an input, if given, is a tensor of the shape that x asks for."""
     if value is None:

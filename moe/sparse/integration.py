@@ -68,7 +68,8 @@ class SparseFeedForwardAdapter(nn.Module):
 
 @contextmanager
 def collect_routers(
-    module: nn.Module, token_mask: Tensor | None = None
+    module: nn.Module,
+    token_mask: Tensor | None = None,
 ) -> Iterator[list[RouterOutput]]:
     """Gives a list that fills with the RouterOutput of every sparse layer inside `module`.
 
@@ -99,6 +100,7 @@ def collect_routers(
     layers = [layer for layer in module.modules() if isinstance(layer, SparseFeedForward)]
     _check_layers(module, layers, token_mask)
 
+    # Two hooks on each layer: one gives the mask, the other records what the layer returns.
     collector = _Collector(token_mask)
     with ExitStack() as hooks:
         for layer in layers:
@@ -113,7 +115,9 @@ def collect_routers(
 
 
 def _check_layers(
-    module: nn.Module, layers: Sequence[SparseFeedForward], token_mask: Tensor | None
+    module: nn.Module,
+    layers: Sequence[SparseFeedForward],
+    token_mask: Tensor | None,
 ) -> None:
     """Raises a ConfigError when there are no sparse layers, or one mask for two kinds of them."""
     if not layers:
@@ -123,6 +127,7 @@ def _check_layers(
             "holds them."
         )
 
+    # Encoder and decoder have sequences of their own, and so masks of their own.
     num_stacks = len({layer.config.decoder for layer in layers})
     if token_mask is not None and num_stacks > 1:
         raise ConfigError(
@@ -184,6 +189,7 @@ def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
     Raises:
         DataError: When there are no routers, or they differ in the number of experts or of choices.
     """
+    # Loads of layers that differ in E or K have different shapes.
     _refuse_empty(routers)
     first_experts, first_choices = _num_experts_and_choices(routers[0])
     for index, router in enumerate(routers):
@@ -221,24 +227,32 @@ class _Collector:
         self.recomputed = False
 
     def give_mask(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns the layer's arguments with the mask, unless the caller gave one."""
         callers_mask = args[1] if len(args) > 1 else kwargs.get("token_mask")
         if self.token_mask is None or callers_mask is not None:
             return None
 
+        # A recomputation needs the mask, too: see `check_backward`.
         self.recomputed |= _in_backward()
         self.must_recompute |= is_in_checkpoint()
         return args[:1], {**kwargs, "token_mask": self.token_mask}
 
     def record(
-        self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        output: tuple[Tensor, RouterOutput],
     ) -> None:
         """Appends what the router did, unless activation checkpointing only calls the layer again."""
         if _in_backward():
             return
 
+        # Reentrant checkpointing runs the forward pass without gradient, and records it later.
         if self.wants_gradient and layer.training and not torch.is_grad_enabled():
             raise ConfigError(
                 "A sparse layer in training ran without gradient inside a context that was opened with it. If this is "

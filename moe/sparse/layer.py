@@ -39,6 +39,7 @@ class RouterOutput(NamedTuple):
 
     def within(self, totals: BalanceTotals) -> "RouterOutput":
         """Returns the same as a part of a wider scope of the balance loss; see `balance_within`."""
+        # The statistics report the loss of the wider scope, too.
         losses = balance_within(self.losses, totals)
         stats = self.stats._replace(
             load_balance_sum=losses.load_balance_sum.detach().double(),
@@ -116,6 +117,7 @@ class SparseFeedForward(nn.Module):
             DataError: When a shape or dtype does not fit, an input that the router needs is
                 missing, or the router's logits are not finite.
         """
+        # Tokens of whole sequences, side by side in groups.
         check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
         batch, length, _ = x.shape
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
@@ -142,6 +144,7 @@ class SparseFeedForward(nn.Module):
         combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
         plan = plan._replace(combine_weight=combine_weight)
 
+        # Rows or slots, here or over the ep axis.
         if self.config.dispatch == "ragged":
             rows = sort_rows(plan, self.config.num_experts)
             return row_dispatcher(rows) if self.ep is None else exchange_rows(rows, self.ep)
@@ -154,13 +157,14 @@ class SparseFeedForward(nn.Module):
         Returns:
             <dtype of the products>[G * S, D].
         """
-        # PEFT may have wrapped the experts.
+        # PEFT may have wrapped the experts into a module of its own.
         experts: Any = self.experts
         if hasattr(experts, "get_base_layer"):
             experts = experts.get_base_layer()
         return copy_to_tp_region(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
 
     def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
+        # Losses keep their gradient; statistics have none.
         losses = self.router.losses(scores, plan)
         return RouterOutput(
             router_logits=scores.logits,
@@ -189,6 +193,7 @@ def group_inputs(
     Raises:
         DataError: When the mask holds something else than 0 and 1.
     """
+    # Everything that belongs to a token goes where the token goes.
     if token_mask is not None:
         token_mask = to_groups(to_bool_mask(token_mask), sequences)  # [G, S]
     if token_ids is not None:

@@ -99,6 +99,8 @@ def router_losses(
         `all_positions` follows), so that padding changes nothing.
     """
     is_real = plan.token_mask.to(scores.probs.dtype)  # [G, S], 1 for a real token
+
+    # Eq. 5 and appendix A, each as a sum over tokens or groups and how many there are.
     z = _z_loss(scores, is_real, config)
     if balanced_by_construction:
         balance = _zero_balance_loss(scores, is_real, config)
@@ -116,6 +118,8 @@ def router_losses(
         group_load_balance=balance.group_loss,
         group_router_z=z.group_loss,
     )
+
+    # Shares of wider scopes than a group; those over ranks are made by whoever knows the ranks.
     if balanced_by_construction or config.balance_scope == "group":
         return losses
     return balance_within(losses, BalanceTotals(losses.choices, losses.num_positions))
@@ -131,9 +135,11 @@ class _ZLoss(NamedTuple):
 
 def _z_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _ZLoss:
     """Returns eq. 5: the mean over tokens of (log sum_i exp x_i)², with x the router's logits."""
+    # (log sum_i exp x_i)² of each token, and the tokens of each group.
     z = scores.log_normalizer.square()  # [G, S]
     num_tokens = is_real.sum(dim=-1)  # [G]
 
+    # Padding counts for nothing, or in Flaxformer as a token with logits of 0.
     if config.router_z_loss_over == "real_tokens":
         z = z * is_real
     else:
@@ -157,17 +163,22 @@ class _BalanceLoss(NamedTuple):
 
 
 def _balance_loss(
-    scores: RouterScores, plan: DispatchPlan, is_real: Tensor, config: SparseConfig
+    scores: RouterScores,
+    plan: DispatchPlan,
+    is_real: Tensor,
+    config: SparseConfig,
 ) -> _BalanceLoss:
     """Returns appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
     num_positions = _num_positions(is_real, config)  # n  [G]
 
     # n f_i: how many of the group's tokens chose expert i, before capacity; no gradient.  [G, E]
-    num_choices = 1 if config.balance_choices == "first" else config.num_selected_experts
+    counts_all = config.balance_choices == "all"
+    num_choices = config.num_selected_experts if counts_all else 1
     chosen = plan.expert_index[..., :num_choices].flatten(1)  # [G, S * K]
     counted = is_real[..., None].expand(*is_real.shape, num_choices).flatten(1)
-    choices = scores.probs.new_zeros(num_groups, num_experts).scatter_add(1, chosen, counted)
+    choices = scores.probs.new_zeros(num_groups, num_experts)
+    choices = choices.scatter_add(1, chosen, counted)
 
     # n P_i: probability of expert i, summed over the same tokens; the only factor with a gradient.
     # A sum, not a product of matrices, which autocast would round.  [G, E]
@@ -188,6 +199,7 @@ def _balance_loss(
 def _zero_balance_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _BalanceLoss:
     """Returns a balance loss of 0 that no group counts in."""
     num_groups, _, num_experts = scores.probs.shape
+    # Zeros without a graph: experts that choose their tokens have nothing to balance.
     zero = scores.probs.new_zeros(())
     zero_by_expert = scores.probs.new_zeros(num_experts)
     return _BalanceLoss(
@@ -223,6 +235,7 @@ def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> B
             rank.
     """
     with torch.no_grad():
+        # One collective for both.
         numbers = torch.cat([losses.choices, losses.num_positions[None]])  # [E + 1]
         totals = sum_over_ranks(numbers, group)
         return BalanceTotals(choices=totals[:-1], num_positions=totals[-1])
@@ -247,7 +260,10 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     num_experts = losses.prob_sums.shape[-1]
     overlap = (totals.choices * losses.prob_sums).sum()
     loss_sum = num_experts * overlap / totals.num_positions.clamp(min=1)
-    losses = losses._replace(load_balance_sum=loss_sum, load_balance_count=losses.num_positions)
+    losses = losses._replace(
+        load_balance_sum=loss_sum,
+        load_balance_count=losses.num_positions,
+    )
 
     group_loss = losses.load_balance_loss.expand_as(losses.group_load_balance)
     return losses._replace(group_load_balance=group_loss)

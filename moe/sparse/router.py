@@ -65,6 +65,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.options = self.Options(**config.router_options)
+
+        # A router without parameters, such as `hash`, has no gate.
         if self.num_parameters(config):
             self.gate = nn.Parameter(torch.empty(config.num_experts, self.gate_width(config)))
         self.reset_parameters()
@@ -92,6 +94,7 @@ class Router(nn.Module):
         if not self.num_parameters(self.config):
             return
 
+        # Flaxformer's normal, or the truncated normal of Mesh-TensorFlow.
         std = self.config.router_initializer_std
         if std is not None:
             nn.init.normal_(self.gate, std=std)
@@ -107,6 +110,7 @@ class Router(nn.Module):
         Raises:
             DataError: When the scores of a real token are not finite, or a needed input is missing.
         """
+        # Selective precision: the router computes in float32 at least, whatever runs around it.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
         with torch.autocast(inputs.tokens.device.type, enabled=False):
             gate_input = self.gate_input(inputs)  # [G, S, D or 2D]
@@ -135,11 +139,13 @@ class Router(nn.Module):
             ST-MoE (arXiv:2202.08906) appendix C: neutral after long training; the hidden state
             alone is the default.
         """
+        # The default: the hidden state alone.
         mode = self.config.router_input
         tokens = inputs.tokens
         if mode == "hidden":
             return tokens
 
+        # What the token is as a word, beside what it means here.
         words = inputs.word_embeddings
         if words is None:
             raise DataError(
@@ -166,7 +172,11 @@ class Router(nn.Module):
 
     @abstractmethod
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
         """Returns the plan for these scores.
 
@@ -204,6 +214,8 @@ class RouterRegistry(Registry[type[Router]]):
             ConfigError: When the name is taken, or the value is no router.
         """
         super().add(name, value)
+
+        # From now on a configuration may name it.
         requirements = RouterRequirements(
             options=value.Options, causal=value.causal, single=value.single
         )

@@ -73,6 +73,7 @@ def check_router(config: RouterSettings) -> None:
     requirements = ROUTER_REQUIREMENTS.get(config.router)
     _check_options(config, requirements)
 
+    # What the router asks of the layer around it.
     if config.decoder:
         check_causal(config.router, "Use it in the encoder only, and here")
     if requirements.single and config.num_selected_experts != 1:

@@ -72,6 +72,7 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
         plan: The plan made of them.
         losses: The losses of the same plan.
     """
+    # Who asked for an expert, who got one, and who did not.
     num_groups, group_size, num_experts = scores.probs.shape
     expert_load = _count_experts(plan.expert_index, plan.requested, num_experts)  # [E]
     accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)  # [E]
@@ -79,12 +80,15 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
     experts_reached = plan.accepted.sum(dim=-1)  # [G, S]
 
     # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i; a sum, which autocast does not round.
-    entropy = scores.log_normalizer - (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
+    mean_logit = (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
+    entropy = scores.log_normalizer - mean_logit
 
+    # Without a capacity there are as many slots as are used.
     if plan.capacity is None:
         num_slots = accepted_load.sum()
     else:
-        num_slots = torch.full_like(accepted_load[0], num_groups * num_experts * plan.capacity)
+        slots_of_all = num_groups * num_experts * plan.capacity
+        num_slots = torch.full_like(accepted_load[0], slots_of_all)
 
     return RouterStats(
         expert_load=expert_load,
@@ -137,11 +141,13 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         `dead_experts` (that no token asked for), `expert_usage` (filled slots over slots),
         `confidence` (mean combine weight of an accepted choice).
     """
+    # Where nothing was counted, shares are of 1 instead of 0.
     load = stats.expert_load.double()  # [E]
     mean_load = float(load.mean()) or 1.0
     num_tokens = float(stats.num_tokens) or 1.0
     num_accepted = float(stats.accepted_load.sum())
 
+    # One share for each choice, counted from 1.
     dropped_by_choice: dict[str, float] = {}
     for choice, count in enumerate(stats.dropped_by_choice.tolist(), start=1):
         dropped_by_choice[f"fraction_dropped_choice_{choice}"] = count / num_tokens

@@ -100,7 +100,7 @@ def test_without_them_torch_export_could_not_save_a_model_whose_outputs_are_reco
     assert "moe.sparse.losses.RouterLosses" in text
 
     _, unregistered = torch.utils._pytree.tree_flatten(BalanceTotals(*[torch.zeros(5)] * 2))
-    with pytest.raises(NotImplementedError, match="serialized_type_name"):
+    with pytest.raises(NotImplementedError, match=r"Can't serialize .*BalanceTotals"):
         torch.utils._pytree.treespec_dumps(unregistered)
 
 

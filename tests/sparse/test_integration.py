@@ -1,6 +1,6 @@
 """The sparse layer in transformers' T5 and torch's TransformerEncoder.
 
-Oracles: a slot with one expert is T5's own dense feed-forward with the same weights; real tokens
+Oracles: an adapter with one expert is T5's own dense feed-forward with the same weights; real tokens
 are counted by hand; checkpointed layers must do what layers that keep their activations do. The two
 parts marked `guide` hold the lines that docs/guides/layer.md shows.
 """
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import T5Config, T5ForConditionalGeneration
 
+import moe
 from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
@@ -111,13 +112,13 @@ def test_a_slot_with_one_expert_is_the_dense_feed_forward_of_t5(feed_forward):
                 d_model=D, d_ff=F, num_experts=1, num_selected_experts=1, gated=gated,
                 activation="gelu" if gated else "relu", decoder=stack is model.decoder,
             )  # fmt: skip
-            slot = SparseFeedForwardAdapter(SparseFeedForward(config))
-            weights = dict(slot.sparse.experts.named_parameters())
+            adapter = SparseFeedForwardAdapter(SparseFeedForward(config))
+            weights = dict(adapter.sparse.experts.named_parameters())
             first = torch.cat([old.wi_0.weight, old.wi_1.weight]) if gated else old.wi.weight
             with torch.no_grad():
                 weights["gate_up_proj" if gated else "up_proj"].copy_(first[None])
                 weights["down_proj"].copy_(old.wo.weight[None])
-            block.layer[-1].DenseReluDense = slot
+            block.layer[-1].DenseReluDense = adapter
     ids, mask, labels = t5_batch()
     ours, theirs = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (model, dense))
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
@@ -361,17 +362,26 @@ def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
     layer = SparseFeedForward(
         SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2)
     )
-    slot = SparseFeedForwardAdapter(wrap(layer))
-    assert any(module is layer for module in slot.modules())
+    adapter = SparseFeedForwardAdapter(wrap(layer))
+    assert any(module is layer for module in adapter.modules())
     if wrap is not torch.compile:  # which would compile for seconds
         x = torch.randn(B, L, D)
-        assert slot(x).shape == x.shape
+        assert adapter(x).shape == x.shape
     for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
         with pytest.raises(
             ConfigError,
             match=r"(?s)layer of a SparseFeedForwardAdapter is .*expected a SparseFeedForward",
         ):
             SparseFeedForwardAdapter(foreign)
+
+
+def test_the_name_of_the_release_before_stands_for_the_adapter_and_warns_once():
+    vars(moe).pop("FeedForwardSlot", None)
+    with pytest.warns(FutureWarning, match="FeedForwardSlot is now called moe.SparseFeedForward"):
+        assert moe.FeedForwardSlot is SparseFeedForwardAdapter
+    assert moe.FeedForwardSlot is SparseFeedForwardAdapter
+    with pytest.raises(AttributeError, match="has no attribute 'FeedForwardSlots'"):
+        _ = moe.FeedForwardSlots
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():

@@ -60,7 +60,8 @@ class BiasBalancedRouter(Router):
     def reset_parameters(self) -> None:
         """Draws the gate anew and sets the biases to zero."""
         super().reset_parameters()
-        if "load_steps" in self._buffers:
+        # The base class calls this before there are biases.
+        if hasattr(self, "load_steps"):
             nn.init.zeros_(self.load_steps)
 
     def load_bias(self) -> Tensor:
@@ -68,22 +69,29 @@ class BiasBalancedRouter(Router):
         return self.load_steps.double() * self.options.update_rate
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K experts of highest s_i + b_i: the bias decides who is chosen ...
         bias = self.load_bias().to(scores.probs.dtype)  # [E]
         biased_probs = scores.probs.detach() + bias  # [G, S, E]
-        expert_index = select_experts(biased_probs, self.config.num_selected_experts)  # [G, S, K]
+        num_selected = self.config.num_selected_experts
+        expert_index = select_experts(biased_probs, num_selected)  # [G, S, K]
 
         # ... and s_i alone with which weight.
         gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
         if self.options.normalize_gates:
             gates = normalize_gates(gates)
 
+        # Every choice of a real token asks for a slot.
         requested = token_mask[..., None].expand_as(expert_index)
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        slot, accepted = assign_slots(expert_index, requested, self.config.num_experts, capacity)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
             expert_index=expert_index,
             slot=slot,

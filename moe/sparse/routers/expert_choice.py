@@ -56,9 +56,13 @@ class ExpertChoiceRouter(Router):
         return config.num_experts
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_groups, group_size, num_experts = scores.logits.shape
         is_real = token_mask[..., None]  # [G, S, 1]
         is_over_tokens = self.options.softmax_over == "tokens"
@@ -73,12 +77,15 @@ class ExpertChoiceRouter(Router):
         # A token's slot is its rank in the expert's order; padding comes last, of equals the earlier.
         preference = weights.detach().masked_fill(~is_real, -1)
         order = preference.argsort(dim=1, descending=True, stable=True)  # [G, S, E]
-        rank = torch.arange(group_size, device=order.device)[None, :, None].expand_as(order)
+        rank = torch.arange(group_size, device=order.device)  # [S]
+        rank = rank[None, :, None].expand_as(order)
         slot = torch.empty_like(order).scatter(1, order, rank)  # [G, S, E]
 
         # The best C are accepted.
         capacity = self.capacity(group_size, drop_tokens)
-        accepted = is_real.expand_as(slot) if capacity is None else is_real & (slot < capacity)
+        accepted = is_real.expand_as(slot)  # [G, S, E]
+        if capacity is not None:
+            accepted = accepted & (slot < capacity)
         if is_over_tokens:
             num_experts_of_token = accepted.sum(dim=-1, keepdim=True)  # [G, S, 1]
             weights = weights / num_experts_of_token.clamp(min=1)

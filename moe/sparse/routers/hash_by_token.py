@@ -12,7 +12,8 @@ from moe.sparse.inputs import can_read_values
 from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
 from moe.sparse.router import ROUTERS, Router, RouterInputs
 
-_NEVER = -1e4  # exp of it is exactly 0 in float32 and float64, and it stays finite in every loss
+# A logit whose exp is exactly 0 in float32 and float64, and that stays finite in every loss.
+_NEVER = -1e4
 _31_BITS = 0x7FFFFFFF
 
 
@@ -67,23 +68,30 @@ class HashRouter(Router):
                 "tokens; a model does so when it is given input_ids, not inputs_embeds."
             )
         _refuse_negative(token_ids, inputs.token_mask)
-        expert = hash_expert(token_ids, self.config.num_experts, self.options.seed)  # [G, S]
+        num_experts = self.config.num_experts
+        expert = hash_expert(token_ids, num_experts, self.options.seed)  # [G, S]
 
         # Logit 0 for that expert, and probability 0 for all others.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
-        shape = (*expert.shape, self.config.num_experts)
+        shape = (*expert.shape, num_experts)
         logits = torch.full(shape, _NEVER, dtype=dtype, device=expert.device)
         logits = logits.scatter(-1, expert[..., None], 0.0)  # [G, S, E]
         return router_scores(logits)
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
+        # The one expert that is possible, with a weight of 1.
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
         requested = token_mask[..., None]
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        slot, accepted = assign_slots(expert_index, requested, self.config.num_experts, capacity)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
             expert_index=expert_index,
             slot=slot,
@@ -103,6 +111,7 @@ def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
     if not can_read_values(token_ids):
         return
 
+    # Padding may have any id.
     ids = token_ids if token_mask is None else token_ids[token_mask]
     if ids.numel() and ids.min() < 0:
         raise DataError(

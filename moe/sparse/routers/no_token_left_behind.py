@@ -55,14 +55,20 @@ class NoTokenLeftBehindRouter(Router):
     single: ClassVar[bool] = True
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_experts = self.config.num_experts
         num_groups, group_size = token_mask.shape
         capacity = self.capacity(group_size, drop_tokens)
-        expert_index = select_experts(scores.probs, self.options.num_candidates)  # [G, S, K]
+        num_candidates = self.options.num_candidates
+        expert_index = select_experts(scores.probs, num_candidates)  # [G, S, K]
 
+        # Who is still without an expert, and how many slots of each expert are filled.
         unserved = token_mask  # [G, S]
         filled_slots = expert_index.new_zeros(num_groups, num_experts)  # [G, E]
         slots: list[Tensor] = []
@@ -83,6 +89,7 @@ class NoTokenLeftBehindRouter(Router):
             filled_slots = filled_slots.scatter_add(-1, candidate, num_accepted)
             unserved = unserved & ~accepted
 
+        # Each round is a choice of the plan.
         accepted = torch.stack(acceptances, dim=-1)  # [G, S, K]
         gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
         return DispatchPlan(

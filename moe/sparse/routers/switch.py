@@ -67,6 +67,7 @@ class SwitchRouter(Router):
         if not self.training:
             return gate_input
 
+        # Each number of the input is multiplied with a number near 1, or dropped.
         if options.policy == "input_jitter":
             low = 1 - options.jitter
             high = 1 + options.jitter
@@ -76,19 +77,27 @@ class SwitchRouter(Router):
         return gate_input
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The expert of each token.  [G, S, 1]
         if self.training and self.options.policy == "sample":
             expert_index = sample_expert(scores.logits, self.options.temperature)
         else:
             expert_index = select_experts(scores.probs, 1)
 
+        # The raw probability is the weight, so that the router learns from the task.
         gate = scores.probs.gather(-1, expert_index)  # [G, S, 1]
+
+        # Every real token asks for its expert; the first C of an expert's tokens get it.
         requested = token_mask[..., None]
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        slot, accepted = assign_slots(expert_index, requested, self.config.num_experts, capacity)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
             expert_index=expert_index,
             slot=slot,

@@ -59,11 +59,16 @@ class TokenChoiceRouter(Router):
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K best experts of each token, and the gate of each.
-        expert_index = select_experts(scores.probs, self.config.num_selected_experts)  # [G, S, K]
+        num_selected = self.config.num_selected_experts
+        expert_index = select_experts(scores.probs, num_selected)  # [G, S, K]
         gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
         if self.options.normalize_gates:
             gates = normalize_gates(gates)
