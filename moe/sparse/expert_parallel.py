@@ -19,7 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.distributed.all_to_all import CountsInFlight, Route, equal_route, send_counts, send_rows
+from moe.distributed.all_to_all import PendingCounts, Route, equal_route, send_counts, send_rows
 from moe.distributed.mesh import ExpertAxis
 from moe.kernels.expert_rows import ExpertRows, combine_rows, gather_rows
 from moe.sparse.dispatch import (
@@ -55,7 +55,7 @@ class RowExchange(Dispatcher):
         counts: How many go from where to where, on its way.
     """
 
-    def __init__(self, rows: ExpertRows, counts: CountsInFlight) -> None:
+    def __init__(self, rows: ExpertRows, counts: PendingCounts) -> None:
         self._rows = rows
         self._counts = counts
 
