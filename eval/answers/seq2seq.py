@@ -1,6 +1,5 @@
 """A sequence-to-sequence checkpoint that is ready to answer: of this library or of transformers."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, Gener
 from eval.answers.batches import Request, TokenizedRequest
 from eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
 from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
+from moe.checksums import model_fingerprint
 from moe.data.tokenizer import check_tokenizer_files
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
@@ -23,8 +23,6 @@ _SPECIAL_TOKENS = (
     "decoder_start_token_id",
     "forced_bos_token_id",
 )
-_BYTES_AT_ONCE = 1 << 24
-_FINGERPRINT_DIGITS = 16
 
 
 class Seq2Seq(NamedTuple):
@@ -122,7 +120,7 @@ def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
         special_tokens["eos_token_id"] = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(**special_tokens)
 
-    digest = fingerprint(folder) if ranks.world.rank == 0 else ""
+    digest = model_fingerprint(folder) if ranks.world.rank == 0 else ""
     return Seq2Seq(model, tokenizer, digest, ranks)
 
 
@@ -166,18 +164,3 @@ def _load_tokenizer(folder: Path) -> Any:
             "model beside it, with the tokenizer's save_pretrained."
         )
     return tokenizer
-
-
-def fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that tell a checkpoint from others."""
-    files = [
-        *sorted(folder.glob("*.safetensors")),
-        *sorted(folder.glob("*.bin")),
-        folder / "config.json",
-    ]
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while content := file.read(_BYTES_AT_ONCE):
-                digest.update(content)
-    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
