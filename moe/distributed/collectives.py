@@ -30,7 +30,10 @@ class _Outcome(NamedTuple):
     error: Exception | None = None
 
 
-def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+def gather_or_raise(
+    function: Callable[[], T],
+    group: ProcessGroup | None = None,
+) -> list[T]:
     """Calls a function on every rank and returns all results, in the order of the ranks.
 
     No rank goes on before all have called it. A rank on which it failed raises its own error; the
