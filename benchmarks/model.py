@@ -26,6 +26,8 @@ from transformers import (
 
 from benchmarks.machine import describe_machine, machine_line, save_report
 from benchmarks.timing import measure_in_turn, median_ratio
+from moe.convert.hf_config import from_hf_config
+from moe.convert.hf_names import hf_weight_map
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig

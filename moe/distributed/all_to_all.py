@@ -149,7 +149,11 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
         return PendingCounts(axis, sent, relayed, transfer)
 
 
-def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
+def equal_route(
+    axis: ExpertAxis,
+    num_rows: int,
+    device: torch.device,
+) -> Route:
     """Returns the route of rows of which every rank gets an equal share; waits for nothing.
 
     Args:
@@ -210,7 +214,12 @@ class _Transfer(NamedTuple):
         return self.buffer
 
 
-def _all_to_all(x: Tensor, step: AllToAllStep, *, reverse: bool = False) -> _Transfer:
+def _all_to_all(
+    x: Tensor,
+    step: AllToAllStep,
+    *,
+    reverse: bool = False,
+) -> _Transfer:
     """Issues the exchange of <any>[N, ...]; in reverse, rows go back to where they came from."""
     send_splits = step.send_splits
     receive_splits = step.receive_splits

@@ -119,7 +119,11 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
         )
 
 
-def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) -> list[MeshConfig]:
+def valid_meshes(
+    limits: MeshLimits,
+    *,
+    nearest_to: MeshConfig | None = None,
+) -> list[MeshConfig]:
     """Returns every mesh of `limits.num_ranks` ranks that fits, the nearest to a given one first.
 
     Two meshes are near when the factors by which their axes differ are small: the distance is the

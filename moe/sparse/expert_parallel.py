@@ -11,7 +11,6 @@ weight, and a gradient of the combination in pieces that fit the cache were no f
 layer took 47.4 ms of CPU time either way).
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,7 +18,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.distributed.all_to_all import PendingCounts, Route, equal_route, send_counts, send_rows
+from moe.distributed.all_to_all import (
+    PendingCounts,
+    PendingRows,
+    Route,
+    equal_route,
+    send_counts,
+    send_rows,
+)
 from moe.distributed.mesh import ExpertAxis
 from moe.kernels.expert_rows import ExpertRows, combine_rows, gather_rows
 from moe.sparse.dispatch import (
@@ -62,7 +68,7 @@ class RowExchange(Dispatcher):
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Sends a row for each choice of the tokens <float>[T, D]."""
         leaving = gather_rows(tokens, self._rows)  # [N, D], while the counts travel
-        return RowsInFlight(send_rows(leaving, self._route, "dispatch").wait, self)
+        return RowsInFlight(send_rows(leaving, self._route, "dispatch"), self)
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the outputs of the experts here."""
@@ -90,17 +96,17 @@ class RowsInFlight(NamedTuple):
     """Rows on their way to this rank.
 
     Attributes:
-        arrive: Waits for them, and returns <float>[M, D] in the order of arrival.
+        pending: <float>[M, D] rows in the order of arrival, when they are there.
         exchange: The dispatcher that sent this rank's rows.
     """
 
-    arrive: Callable[[], Tensor]
+    pending: PendingRows
     exchange: RowExchange
 
     def wait(self) -> ExpertInputs:
         """Returns the received rows as the experts here take them."""
         # Sorted by rank now; a second dispatch sorts them by expert.
-        received = self.arrive()
+        received = self.pending.wait()
         return self.exchange.local_dispatcher.dispatch(received).wait()
 
 
@@ -155,7 +161,7 @@ class SlotExchange(Dispatcher):
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Sends the slots of all experts for tokens <float>[T, D]."""
         slots = rearrange(self._local.fill(tokens), "e n d -> (e n) d")
-        return SlotsInFlight(send_rows(slots, self._route, "dispatch").wait, self._sizes)
+        return SlotsInFlight(send_rows(slots, self._route, "dispatch"), self._sizes)
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
@@ -170,13 +176,13 @@ class SlotsInFlight(NamedTuple):
     """Slots on their way to this rank.
 
     Attributes:
-        arrive: Waits for them, and returns <float>[E * n, D], sorted by the rank that they are from.
+        pending: <float>[E * n, D] slots, sorted by the rank that they are from, when they are there.
         sizes: Ranks `p` of the axis, and experts `e` of each.
     """
 
-    arrive: Callable[[], Tensor]
+    pending: PendingRows
     sizes: dict[str, int]
 
     def wait(self) -> ExpertInputs:
         """Returns the slots <float>[E / ep, ep * n, D] of the experts here."""
-        return rearrange(self.arrive(), "(p e n) d -> e (p n) d", **self.sizes)
+        return rearrange(self.pending.wait(), "(p e n) d -> e (p n) d", **self.sizes)
