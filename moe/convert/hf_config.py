@@ -196,6 +196,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: When it has a value of another type, or one that this library cannot represent.
     """
     family = hf_family(raw)
+    # An empty value of these changes nothing.
     for name in sorted(_UNREPRESENTABLE_FIELDS & raw.keys()):
         if raw[name]:
             raise ConfigError(
@@ -233,6 +234,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     start = getattr(hf_config, "decoder_start_token_id", None)
     fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
 
+    # transformers 5 has another name for the dtype than earlier versions.
     fields["dtype"] = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     fields["architectures"] = raw.get("architectures")
 
@@ -285,6 +287,7 @@ def _check_types(raw: Mapping[str, Any], family: Family) -> None:
             continue
         check_size(name, raw[name])
 
+    # A T5 may have such fields left over, which nothing reads.
     if family == "switch_transformers":
         reason = "layers and tokens are counted by it"
         for name in _SWITCH_INTEGERS:
@@ -325,11 +328,13 @@ def _feed_forward_proj(hf_config: Any, written_name: str | None) -> str:
     kind = "gated" if gated else "plain"
     computed = f"{kind} feed-forward layers with {activation}, by is_gated_act and dense_act_fn"
 
+    # T5 1.0 and Switch.
     if not gated and activation == "relu":
         expected = f"'relu': the model has {computed}"
         check(written_name in (None, "relu"), "feed_forward_proj", written_name, expected)
         return "relu"
 
+    # T5 1.1 and its descendants; both are the tanh approximation.
     if gated and activation in ("gelu_new", "gelu_pytorch_tanh"):
         expected = f"'gated-gelu': the model has {computed}"
         check(written_name in (None, *_GATED_GELU), "feed_forward_proj", written_name, expected)
@@ -357,9 +362,11 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
                 "cannot be represented."
             )
 
+    # Their class builds layers by the step, and does not read the number of layers.
     num_encoder = _count_sparse_layers(hf_config, "encoder", hf_config.num_layers)
     num_decoder = _count_sparse_layers(hf_config, "decoder", hf_config.num_decoder_layers)
 
+    # Without noise the router takes the argmax.
     router_options: dict[str, Any] = {"policy": "argmax"}
     if hf_config.router_jitter_noise:
         router_options = {"policy": "input_jitter", "jitter": hf_config.router_jitter_noise}
@@ -425,6 +432,7 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
             "that such a model has, e.g. --set expert_capacity=64 capacity_scope=sequence."
         )
 
+    # Fields of the backbone, and those for callers.
     gated = config.feed_forward_proj == "gated-gelu"
     fields = {name: getattr(config, name) for name in _SAME_FIELDS}
     fields |= {

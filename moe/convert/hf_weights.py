@@ -68,6 +68,7 @@ def open_hf_checkpoint(
         if name in EXPLAINED:
             ignored[f"{name} of config.json"] = EXPLAINED[name]
 
+    # The table that the stacks compute with takes the place of the shared one.
     weight_map = []
     for mapping in hf_weight_map(config, family):
         if mapping.parts == (_SHARED,):
@@ -148,6 +149,7 @@ def _resolve_embeddings(
     Source:
         transformers 5.23.0: what is tied by the config, and stored with other numbers, is not tied.
     """
+    # A copy, for entries are renamed and added.
     stored = dict(stored)
     ignored: dict[str, str] = {}
     if _UNUSED in stored:

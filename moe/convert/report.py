@@ -51,12 +51,14 @@ class ConversionReport:
             f"{len(self.ignored)} ignored"
         ]
 
+        # Reasons in the order in which they came up.
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in self.ignored.items():
             names_by_reason.setdefault(reason, []).append(name)
         for reason, names in names_by_reason.items():
             lines.append(f"  ignored, {reason}: {first_names(names)}")
 
+        # What stands in the way of the conversion, one name a line.
         lines += [f"  missing: {name}" for name in self.missing]
         lines += [f"  unexpected: {name}" for name in self.unexpected]
         lines += [f"  reshaped: {name}" for name in self.reshaped]

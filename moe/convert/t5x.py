@@ -138,10 +138,12 @@ def _read_array(msgpack: Any, kind: int, data: bytes) -> object:
     if kind not in (_NDARRAY, _SCALAR):
         return data
 
+    # flax writes shape, dtype and bytes as a message of their own.
     shape, dtype_name, buffer = msgpack.unpackb(data, raw=True, strict_map_key=False)
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode()
     dtype = _find_dtype(dtype_name)
+    # torch makes no tensor of an empty buffer.
     if not buffer:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(tuple(shape))
@@ -258,6 +260,7 @@ def _infer_config(
             "Write the checkpoint with scan_layers = False in T5X, and convert that."
         )
 
+    # Blocks, and which of them are sparse, follow from the names; sizes from the shapes.
     encoder = _find_blocks(shapes, "encoder")
     decoder = _find_blocks(shapes, "decoder")
     fields = _backbone_fields(shapes)
@@ -270,6 +273,7 @@ def _infer_config(
     fields["num_sparse_encoder_layers"] = sum(encoder.values())
     fields["num_sparse_decoder_layers"] = sum(decoder.values())
     fields["sparse_dense_stacking"] = any("/extra_mlp/" in name for name in shapes)
+    # Ungated experts are those of Switch, which chooses one.
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
     if {**fields, **settings}.get("router") == "switch":

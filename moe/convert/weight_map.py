@@ -107,6 +107,7 @@ def convert_weights(
         ignored: Names of the source that no weight of ours needs, with the reason.
         leave_out: Patterns of our names that are not wanted.
     """
+    # Shapes of our weights; no memory is taken for them.
     with torch.device("meta"):
         expected = STMoEForConditionalGeneration(config).state_dict()
 
@@ -131,6 +132,7 @@ def convert_weights(
         report.mapped[mapping.name] = mapping.parts
         weights[mapping.name] = _join_parts(mapping, expected[mapping.name], stored, report)
 
+    # Whatever no weight of ours is made of.
     report.unexpected.extend(name for name in stored if name not in known)
     return ConvertedCheckpoint(config, weights, report)
 

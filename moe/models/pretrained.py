@@ -213,6 +213,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
                 cls._check_files(source, raw_config, download, kwargs)
                 result = super().from_pretrained(source, *args, **kwargs)
 
+        # With output_loading_info the result is a pair.
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
@@ -274,6 +275,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
                 if other_name in stored:
                     stored[name] = stored.pop(other_name)
 
+        # transformers would convert integers, and refuses shapes without saying what to do.
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         refuse_integers(source, expected, dtypes)
         stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
