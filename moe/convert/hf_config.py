@@ -172,7 +172,7 @@ _FIELDS_OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
 
 
 # ---------------------------------------------------------------------------
-# Theirs as ours
+# From transformers' to ours
 
 
 def hf_family(raw_config: Mapping[str, Any]) -> Family:
@@ -222,7 +222,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
     fields["initializer_scale"] = float(factor) ** 2
 
-    # A T5 says by another field whether its head is the embedding.
+    # In a T5 another field tells whether the head is the embedding.
     if family == "t5":
         fields["tie_word_embeddings"] = hf_config.scale_decoder_outputs
     else:
@@ -411,7 +411,7 @@ def _count_sparse_layers(
 
 
 # ---------------------------------------------------------------------------
-# Ours as theirs
+# From ours to transformers'
 
 
 def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class WeightMapping(NamedTuple):
 
     Attributes:
         name: Ours, in STMoEForConditionalGeneration.
-        parts: Names of the tensors, expert by expert, of each expert the gate before the rest.
+        parts: Names of those tensors, expert by expert, of each expert the gate before the rest.
         num_experts: Experts that are stacked along a new first dimension; 0 for none.
         transposed: Whether the last two dimensions of the parts are the other way round.
     """
@@ -66,8 +66,8 @@ class Stack(NamedTuple):
     """A stack of the model and of the other library's.
 
     Attributes:
-        name: Ours.
-        other_name: Theirs.
+        name: Name here.
+        other_name: Name in the other library.
         num_blocks: Blocks.
         decoder: Whether it is the decoder.
     """
@@ -132,7 +132,7 @@ def convert_weights(
         report.mapped[mapping.name] = mapping.parts
         weights[mapping.name] = _join_parts(mapping, expected[mapping.name], stored, report)
 
-    # Whatever no weight of ours is made of.
+    # Tensors that no weight of ours needs.
     report.unexpected.extend(name for name in stored if name not in known)
     return ConvertedCheckpoint(config, weights, report)
 

@@ -40,7 +40,7 @@ def lora_config(
 ) -> LoraConfig:
     """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
 
-    PEFT's own `target_modules="all-linear"` attaches nothing to the experts and says nothing: they
+    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they
     are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
     experts is one A and one B of `rank` for each expert; B starts at zero, so that attaching
     changes no output.

@@ -62,7 +62,7 @@ class FeedForward(nn.Module):
 
 
 class Context(NamedTuple):
-    """What every block of a stack reads beside the residual stream.
+    """Inputs of every block of a stack beside the residual stream.
 
     Attributes:
         self_bias: <float>[B, 1 or H, L, keys] positions and masks of self-attention.

@@ -37,7 +37,7 @@ def model_card(
 ) -> str:
     """Returns the text of a model's README.md.
 
-    It says nothing that is neither given nor in the config.
+    It holds only facts that are given, or follow from the config.
 
     Args:
         config: Of the model.

@@ -259,7 +259,7 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When it is of another model, or has a value that this library cannot
                 represent.
         """
-        # Of another library's config.json nothing is kept but what ours says in its place.
+        # The fields of another library's config.json are replaced by ours.
         raw, unused = cls._read(*args, **kwargs)
         checkpoint_format = find_format(raw)
         if checkpoint_format is not None:

@@ -74,7 +74,7 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
         ConfigError: With the reason where transformers' models have the argument, else with the
             nearest name.
     """
-    # None stands for an argument that was not given: callers pass all of theirs.
+    # Callers of transformers pass all of their arguments, with None for those not given.
     for name, value in further.items():
         unsupported = name in _UNSUPPORTED_ARGUMENTS
         if name in _IGNORED_ARGUMENTS or (unsupported and value is None):

@@ -201,7 +201,7 @@ def model_losses(
                 load_balance = load_balance + router.losses.load_balance_sum / num_balanced
                 router_z = router_z + router.losses.router_z_sum / num_z
 
-    # T5X takes the mean over layers in the place of the sum.
+    # Mesh-TensorFlow sums over layers, T5X takes the mean.
     if config.router_loss_reduction == "mean":
         num_layers = max(1, len(encoder_routers) + len(decoder_routers))
         load_balance = load_balance / num_layers
@@ -292,7 +292,7 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
             "compute_loss_func of your own, set these weights to 0."
         )
 
-    # The labels would also have said which tokens of the decoder are padding.
+    # The labels would also have told padding from the decoder's tokens.
     if config.num_sparse_decoder_layers and not decoder_masked:
         raise ConfigError(
             "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask "

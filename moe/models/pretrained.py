@@ -1,4 +1,4 @@
-"""What all models share: loading, saving, initialisation, activation checkpointing."""
+"""The base of all models: loading, saving, initialisation, activation checkpointing."""
 
 import os
 import tempfile
@@ -98,7 +98,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
-    # Of a dense model and of static dispatch; an instance that cannot be compiled whole says so.
+    # Holds for dense models and static dispatch; __init__ sets it for each instance.
     _can_compile_fullgraph = True
 
     def __init__(self, config: STMoEConfig) -> None:
@@ -489,7 +489,7 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
     try:
         return STMoEConfig.read_raw(source, **download)
     except OSError:
-        # An adapter, or nothing; transformers says so.
+        # An adapter, or nothing; transformers raises the error.
         return None
 
 
