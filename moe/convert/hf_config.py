@@ -525,20 +525,24 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
 def _router_obstacles(config: STMoEConfig) -> list[str]:
     """Returns why the routers of a model are not those of a Switch."""
     layers = []
+    names: set[str] = set()
+    policies: set[str] = set()
     for decoder in (False, True):
         _, num_sparse = config.stack_sizes(decoder)
         if num_sparse:
-            layers.append(config.sparse_config(decoder=decoder))
+            layer = config.sparse_config(decoder=decoder)
+            layers.append(layer)
+            names.add(layer.router)
+            policies.add(layer.router_options.get("policy", "input_jitter"))
 
-    routers = sorted({layer.router for layer in layers})
+    routers = sorted(names)
     if routers != ["switch"]:
         return [f"the router is {' and '.join(routers)}, not switch"]
 
     obstacles = []
-    policies = sorted({layer.router_options.get("policy", "input_jitter") for layer in layers})
-    if not set(policies) <= {"input_jitter", "argmax"}:
+    if not policies <= {"input_jitter", "argmax"}:
         obstacles.append(
-            f"the router's policy is {' and '.join(policies)}, not input_jitter or argmax"
+            f"the router's policy is {' and '.join(sorted(policies))}, not input_jitter or argmax"
         )
     if layers[0].router_options != layers[-1].router_options:
         obstacles.append("router_options of encoder and decoder differ")

@@ -45,7 +45,7 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """Returns the report as lines for a terminal."""
-        num_tensors = sum(len(parts) for parts in self.mapped.values())
+        num_tensors = sum(map(len, self.mapped.values()))
         lines = [
             f"{self.source}: {num_tensors} tensors mapped to {len(self.mapped)}, "
             f"{len(self.ignored)} ignored"
@@ -59,9 +59,13 @@ class ConversionReport:
             lines.append(f"  ignored, {reason}: {first_names(names)}")
 
         # What stands in the way of the conversion, one name a line.
-        lines += [f"  missing: {name}" for name in self.missing]
-        lines += [f"  unexpected: {name}" for name in self.unexpected]
-        lines += [f"  reshaped: {name}" for name in self.reshaped]
+        kinds = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "reshaped": self.reshaped,
+        }
+        for kind, names in kinds.items():
+            lines += [f"  {kind}: {name}" for name in names]
         return "\n".join(lines)
 
 
