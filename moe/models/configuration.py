@@ -89,7 +89,7 @@ class STMoEConfig(PreTrainedConfig):
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
-        output_router_logits: Whether outputs carry what the routers did.
+        output_router_logits: Whether outputs have the records of the routers.
         pad_token_id: Id of padding.
         eos_token_id: Id or ids at which generation ends; None for none.
         bos_token_id: Kept for tokenizers and harnesses; nothing here reads it.
