@@ -103,7 +103,7 @@ _DTYPE_FIELDS = {"dtype", "torch_dtype"}
 
 _GATED_GELU = ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh")
 
-EXPLAINED: Mapping[str, str] = {
+IGNORED_FIELDS: Mapping[str, str] = {
     "add_router_probs": "transformers does not read it",
     "classifier_dropout": "is of a classifier's head",
     "gradient_checkpointing": "is a setting of training",
@@ -244,7 +244,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         | _DTYPE_FIELDS
         | _FIELDS_OF_TRANSFORMERS
         | _UNREPRESENTABLE_FIELDS
-        | set(EXPLAINED)
+        | set(IGNORED_FIELDS)
     )
     for name in raw:
         if name in _CARRIED_FIELDS or name not in known:
