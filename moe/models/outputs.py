@@ -63,6 +63,7 @@ class RouterRecords(Sequence[RouterOutput]):
         return f"RouterRecords({list(self._records)!r})"
 
 
+# torch's trees see a list of records, so that compiled graphs and hooks reach their tensors.
 def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
     return list(records), None
 
