@@ -1,5 +1,6 @@
-"""The main job: a tiny ST-MoE is pre-trained, fine-tuned, evaluated and explained, on text that
-Python carries.
+"""The main job: a tiny ST-MoE is pre-trained, fine-tuned, evaluated and explained.
+
+All of it on text that Python carries.
 
     python -m scripts.demo --out runs/demo [--resume] [--data my.txt more.jsonl]
 
@@ -38,10 +39,8 @@ STAGES = ("pretrain", "finetune", "scratch")
 def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
     """Prints what it does and how to do it alone, then does it."""
     argv = [str(argument) for argument in arguments]
-    print(
-        f"\n== {title}\n   python -m {module.__name__.removesuffix('.__main__')} {shlex.join(argv)}",
-        flush=True,
-    )
+    name = module.__name__.removesuffix(".__main__")
+    print(f"\n== {title}\n   python -m {name} {shlex.join(argv)}", flush=True)
     module.main(argv)
 
 
@@ -49,23 +48,21 @@ def job_parser(name: str, description: str, *, finetune_config: str) -> Parser:
     """Returns the parser of a job of several stages, with the options that all of them have.
 
     Args:
-        name: Of the command, and of its folder in runs/.
+        name: Name of the command, and of its folder in runs/.
         description: What it does.
         finetune_config: Recipe of the fine-tuning, when no other is given.
     """
     parser = Parser(prog=f"python -m scripts.{name}", description=description)
     parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
+
     recipe = "recipes/st_moe_tiny_pretrain.yaml"
     parser.add_argument("--pretrain-config", type=word, default=recipe, help=f"recipe ({recipe})")
-    parser.add_argument(
-        "--finetune-config", type=word, default=finetune_config, help=f"recipe ({finetune_config})"
-    )
-    parser.add_argument(
-        "--vocab-size", type=integer(), default=2048, help="of the tokenizer (2048)"
-    )
-    parser.add_argument(
-        "--data", type=path, nargs="+", help="your text or JSONL files instead of Python's own text"
-    )
+    recipe = finetune_config
+    parser.add_argument("--finetune-config", type=word, default=recipe, help=f"recipe ({recipe})")
+    explanation = "of the tokenizer (2048)"
+    parser.add_argument("--vocab-size", type=integer(), default=2048, help=explanation)
+    explanation = "your text or JSONL files instead of Python's own text"
+    parser.add_argument("--data", type=path, nargs="+", help=explanation)
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
     return parser
 
@@ -74,18 +71,17 @@ def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
     """Raises before any stage runs when a later one would fail for what it is given.
 
     Args:
-        options: Of `job_parser`.
-        tokenizer: Where it will be, or is.
+        options: What `job_parser` has read.
+        tokenizer: Folder of the tokenizer, which may be made yet.
 
     Raises:
         ConfigError: When a recipe cannot be used, or its model has no room for the vocabulary.
         DataError: When a file of text is missing.
     """
-    stages = ["--tokenizer", "tokenizer", "--corpus", "corpus", "--out", "run"]
-    recipe, _ = pretrain_command().parse(["--config", options.pretrain_config, *stages])
-    finetune_command().parse(
-        ["--config", options.finetune_config, "--pretrained", "model", "--out", "run"]
-    )
+    argv = ["--config", options.pretrain_config, "--out", "run"]
+    recipe, _ = pretrain_command().parse([*argv, "--tokenizer", "tokenizer", "--corpus", "corpus"])
+    argv = ["--config", options.finetune_config, "--out", "run"]
+    finetune_command().parse([*argv, "--pretrained", "model"])
 
     size = recipe.build_config().vocab_size
     if options.vocab_size > size and not tokenizer.exists():
@@ -103,20 +99,66 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
     """Checks what a job is given, and holds its folder inside the block."""
     out = output_path(options.out, inputs=options.data or ())
     check_inputs(options, out / "tokenizer")
-    with claim_folder(
-        out, "job", taken=f"Another process works in {out}. Wait for it, or choose another --out."
-    ):
+    taken = f"Another process works in {out}. Wait for it, or choose another --out."
+    with claim_folder(out, "job", taken=taken):
         settings = {name: str(value) for name, value in vars(options).items() if name != "resume"}
         keep_settings(out, settings, options.resume)
         yield out
 
 
+def pretrain_model(
+    options: argparse.Namespace, out: Path, *corpus_options: str | Path
+) -> list[str | Path]:
+    """Makes corpus and tokenizer, unless they are there, and pre-trains a model on them.
+
+    Args:
+        options: What `job_parser` has read.
+        out: Folder of the job; the model is in its pretrain/model.
+        corpus_options: Options of the corpus when the user gives no text.
+
+    Returns:
+        The options with which other commands find the corpus.
+    """
+    corpus = out / "corpus"
+    if not corpus.exists():
+        if options.data:
+            corpus_options = ("--data", *options.data)
+        run("1 Corpus", build_corpus, "--out", corpus, *corpus_options)
+
+    text: list[str | Path] = ["--corpus", corpus]
+    tokenizer = out / "tokenizer"
+    if not tokenizer.exists():
+        size = ["--vocab-size", str(options.vocab_size)]
+        run("2 Tokenizer", train_tokenizer, *text, "--out", tokenizer, *size)
+
+    resume = ["--resume"] if options.resume else []
+    settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer, *resume]
+    run("3 Pre-train", pretrain, *settings, "--out", out / "pretrain")
+    return text
+
+
+def finetune_models(title: str, options: argparse.Namespace, out: Path, *task_options: str) -> None:
+    """Fine-tunes the pre-trained model, and one of the same architecture from scratch.
+
+    Args:
+        title: Title of the step.
+        options: What `job_parser` has read.
+        out: Folder of the job; the models are in its finetune/model and scratch/model.
+        task_options: Options that name the task, where the recipe does not.
+    """
+    resume = ["--resume"] if options.resume else []
+    settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
+    settings += [*task_options, *resume]
+    run(f"4 {title}", finetune, *settings, "--out", out / "finetune")
+    scratch = ["--init", "scratch", "--out", out / "scratch"]
+    run("  and the same from scratch", finetune, *settings, *scratch)
+
+
 def main(argv: list[str]) -> None:
     """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
     finetune_config = "recipes/st_moe_tiny_finetune.yaml"
-    options = job_parser("demo", "Runs the main job.", finetune_config=finetune_config).parse_args(
-        argv
-    )
+    parser = job_parser("demo", "Runs the main job.", finetune_config=finetune_config)
+    options = parser.parse_args(argv)
     logging.disable_progress_bar()
     with job_folder(options) as out:
         run_stages(options, out)
@@ -124,55 +166,19 @@ def main(argv: list[str]) -> None:
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not done."""
-    resume = ["--resume"] if options.resume else []
-    corpus, tokenizer, model, report = (
-        out / name for name in ("corpus", "tokenizer", "model", "report.html")
-    )
-    if not corpus.exists():
-        run(
-            "1 Corpus",
-            build_corpus,
-            "--out",
-            corpus,
-            *(["--data", *options.data] if options.data else []),
-        )
-    text = ["--corpus", corpus]
-    if not tokenizer.exists():
-        run(
-            "2 Tokenizer",
-            train_tokenizer,
-            *text,
-            "--out",
-            tokenizer,
-            "--vocab-size",
-            str(options.vocab_size),
-        )
-    settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer, *resume]
-    run("3 Pre-train", pretrain, *settings, "--out", out / "pretrain")
-    settings = [
-        "--config",
-        options.finetune_config,
-        "--pretrained",
-        out / "pretrain/model",
-        "--task",
-        TASK,
-        *resume,
-    ]
-    run("4 Fine-tune", finetune, *settings, "--out", out / "finetune")
-    run(
-        "  and the same from scratch",
-        finetune,
-        *settings,
-        "--init",
-        "scratch",
-        "--out",
-        out / "scratch",
-    )
+    text = pretrain_model(options, out)
+    finetune_models("Fine-tune", options, out, "--task", TASK)
+
+    # One folder for whoever wants the model, and one file of all metrics.
+    model = out / "model"
     with whole_folder(model, kind="model") as partial:
         shutil.copytree(out / "finetune/model", partial, dirs_exist_ok=True)
     merge_metrics(out, STAGES)
+
     models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={out / 'scratch/model'}"]
     run("5 Evaluate", evaluation, "run", *models, "--tasks", TASK, "--out", out / "eval")
+
+    report = out / "report.html"
     metrics = [f"{stage}={out / stage / METRICS_FILE}" for stage in STAGES]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
     run("6 Explain", inspect_router, *inputs, "--metrics", *metrics, "--out", report)

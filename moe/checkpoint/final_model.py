@@ -1,9 +1,9 @@
-"""The end of a run: a folder with the model and its tokenizer, for `from_pretrained`, whole or
-absent.
+"""The final model of a run: a folder with model and tokenizer, for `from_pretrained`.
+
+It is whole or absent. The best model (best_model.py) is written by the same function.
 """
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +12,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from moe.checkpoint.sharded_weights import write_model
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
+from moe.distributed.rank_zero import enter_on_rank_zero
 from moe.distributed.sharding import Layout
 from moe.distributed.verification import gather_damage
 from moe.errors import DataError
@@ -21,12 +22,12 @@ from moe.parsing import read_json
 
 
 def damage_of_model(folder: Path) -> str | None:
-    """Returns why the model in a folder is not whole, so that its run is not finished; None when it
-    is.
+    """Returns why the model in a folder is not whole; None when it is, and its run is complete.
 
     Every rank must call it: each reads a share of the weights.
     """
-    if (missing := broadcast_from_rank_zero(lambda: _missing_part(folder))) is not None:
+    missing = broadcast_from_rank_zero(lambda: _missing_part(folder))
+    if missing is not None:
         return missing
     damaged = gather_damage(folder)
     return str(damaged[0]) if damaged else None
@@ -34,15 +35,19 @@ def damage_of_model(folder: Path) -> str | None:
 
 def _missing_part(folder: Path) -> str | None:
     """Returns what a folder lacks of a model and its tokenizer; None when all is there."""
+
+    def has_one_of(*names: str) -> bool:
+        return any((folder / name).is_file() for name in names)
+
     if not (folder / CONFIG_NAME).is_file():
         return f"{CONFIG_NAME} is missing"
     try:
         read_json(folder / CONFIG_NAME)
     except DataError:
         return f"{CONFIG_NAME} is not JSON"
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model")):
+    if not has_one_of("tokenizer.json", "spiece.model"):
         return "the tokenizer is missing"
-    if not any((folder / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+    if not has_one_of(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         return f"{SAFE_WEIGHTS_NAME} is missing"
     return None
 
@@ -54,21 +59,19 @@ def export_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    """Writes model and tokenizer to `folder`, which all ranks must see and every rank must call;
-    see `write_model`.
+    """Writes model and tokenizer to a folder; every rank must call it.
+
+    Args:
+        model: Whole, or sharded by `shard_model`.
+        layouts: Where each parameter lies.
+        mesh: Mesh that the model is sharded over; None for one process.
+        folder: Folder on a file system that all ranks see.
+        tokenizer: Saved beside the model.
 
     Raises:
         DataError: When something else lies there.
         OSError: When the disk is full or fails on any rank.
     """
-    with ExitStack() as opened:
-        partial = broadcast_from_rank_zero(
-            lambda: opened.enter_context(whole_folder(folder, kind="model"))
-        )
+    with enter_on_rank_zero(lambda: whole_folder(folder, kind="model")) as partial:
         write_model(model, layouts, partial, mesh)
-
-        def finish() -> None:
-            tokenizer.save_pretrained(str(partial))
-            opened.close()
-
-        broadcast_from_rank_zero(finish)
+        broadcast_from_rank_zero(lambda: tokenizer.save_pretrained(str(partial)))

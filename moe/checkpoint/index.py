@@ -1,4 +1,4 @@
-"""The index and the shards of a checkpoint, read without running anything that stands in them.
+"""The index and the shards of a checkpoint, read without running any code that is in them.
 
 torch.distributed.checkpoint keeps the index as a pickle, which could call any function. Here it may
 only name the classes that an index consists of, and its content is checked before it is used.
@@ -27,39 +27,37 @@ from moe.errors import CheckpointError
 
 # What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch
 # unpickles such entries.
+_METADATA = "torch.distributed.checkpoint.metadata"
 _ADMITTED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
 }
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
+# What unpickling raises for a file that is torn or holds something else.
 _DAMAGE = (
-    *(
-        OSError,
-        EOFError,
-        pickle.UnpicklingError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ),
-    *(RuntimeError, OverflowError, MemoryError, AssertionError, struct.error),
+    OSError,
+    EOFError,
+    pickle.UnpicklingError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+    AssertionError,
+    struct.error,
 )
-"""What unpickling raises for a file that is torn or holds something else."""
 
 
 class _ForbiddenNameError(Exception):
@@ -67,11 +65,10 @@ class _ForbiddenNameError(Exception):
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint; whatever else a pickle could name is refused before it is
-    even imported.
+    """Reads the index of a checkpoint, and refuses any other name before it is even imported.
 
     It is Python's own form of the class: that in C makes room for any number that a damaged byte
-    gives as the place of a value, and the machine ends the process for the memory that it takes.
+    gives as the position of a value, and the machine ends the process for the memory that it takes.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -84,9 +81,9 @@ class _IndexUnpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
-        if (
-            module in ("pathlib", "pathlib._local") and name in _PATHS
-        ):  # where the checkpoint was written
+
+        # The folder in which the checkpoint was written.
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return PurePath
         raise _ForbiddenNameError(f"{module}.{name}")
 
@@ -123,7 +120,8 @@ def read_index(path: Path) -> Metadata:
             "earlier version of this library. Go on from another checkpoint, or start a new run."
         ) from error
 
-    if reason := _oddity(index):
+    reason = _find_anomaly(index)
+    if reason:
         raise CheckpointError(
             f"{file} is damaged: {reason}. Go on from another checkpoint, or restore the file from a copy."
         )
@@ -141,7 +139,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors <any>[...], whole or cut, from a checkpoint, by name.
+    """Fills tensors <any>[...], whole or sharded, from a checkpoint, by name.
 
     Raises:
         CheckpointError: When a rank cannot read its parts.
@@ -159,14 +157,14 @@ def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def cause_of(failed: CheckpointException) -> tuple[int, BaseException]:
     """Returns a rank that failed, and how: the first with an error of the disk, else the first."""
-    return min(
-        ((rank, wrapped[0]) for rank, wrapped in failed.failures.items()),
-        key=lambda item: (not isinstance(item[1], OSError), item[0]),
-    )
+    errors = {rank: wrapped[0] for rank, wrapped in failed.failures.items()}
+    disk_ranks = [rank for rank, error in errors.items() if isinstance(error, OSError)]
+    rank = min(disk_ranks or errors)
+    return rank, errors[rank]
 
 
-def _oddity(index: Any) -> str:
-    """Returns what in an index is not as torch writes it; empty when all is."""
+def _find_anomaly(index: Any) -> str:
+    """Returns what in an index is not as torch writes it; an empty text when all is."""
     if not isinstance(index, Metadata):
         return f"it holds a {type(index).__name__}"
     entries = getattr(index, "state_dict_metadata", None)
@@ -174,6 +172,7 @@ def _oddity(index: Any) -> str:
     if not isinstance(entries, dict) or not isinstance(pieces, dict):
         return "it has no list of tensors"
 
+    # Tensors: each has a shape, and so has each of its chunks.
     for name, entry in entries.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
             return f"the entry {name!r} is no tensor"
@@ -183,17 +182,17 @@ def _oddity(index: Any) -> str:
         if not all(_is_shape(size) for size in sizes):
             return f"the tensor {name} has no shape"
 
-    for piece, place in pieces.items():
-        file = getattr(place, "relative_path", None)
-        if (
-            not isinstance(piece, MetadataIndex)
-            or not isinstance(file, str)
-            or file != PurePath(file).name
-        ):
+    # Pieces: each lies in a file of the checkpoint, at a position, and as it is.
+    for piece, location in pieces.items():
+        file = getattr(location, "relative_path", None)
+        is_file_name = isinstance(file, str) and file == PurePath(file).name
+        if not isinstance(piece, MetadataIndex) or not is_file_name:
             return f"a shard is {file!r}, which is no file of the checkpoint"
-        if not _is_shape((getattr(place, "offset", None), getattr(place, "length", None))):
-            return f"a piece of {file} has no place in it"
-        if getattr(place, "transform_descriptors", None):
+        offset = getattr(location, "offset", None)
+        length = getattr(location, "length", None)
+        if not _is_shape((offset, length)):
+            return f"a piece of {file} has no position in it"
+        if getattr(location, "transform_descriptors", None):
             return f"a piece of {file} is encoded"
     return ""
 

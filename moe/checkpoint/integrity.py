@@ -35,29 +35,26 @@ def step_of(path: Path) -> int:
 
 
 def visible_damage(path: Path) -> Damage | None:
-    """Returns what is wrong with a checkpoint as far as it can be seen without reading its shards;
-    None for nothing.
-    """
+    """Returns what is wrong with a checkpoint; None when nothing is, as far as shards are not read."""
     if not path.is_dir():
         return Damage(path.name, "is no folder")
     try:
         state = read_state_file(path)
     except CheckpointError as error:
         reason = str(error).removeprefix(str(path / STATE_FILE)).lstrip(": ")
-        return Damage(
-            STATE_FILE, reason.removesuffix(" Go on from another checkpoint.").removesuffix(".")
-        )
+        reason = reason.removesuffix(" Go on from another checkpoint.").removesuffix(".")
+        return Damage(STATE_FILE, reason)
     if state.step != step_of(path):
         return Damage(STATE_FILE, f"says step {state.step}, and its folder is {path.name}")
 
     # Every file has the size it was written with.
     for name, size in state.sizes.items():
         try:
-            found = (path / name).stat().st_size
+            present_size = (path / name).stat().st_size
         except (OSError, ValueError):
             return Damage(name, "is missing")
-        if found != size:
-            return Damage(name, f"has {found:,} bytes instead of {size:,}")
+        if present_size != size:
+            return Damage(name, f"has {present_size:,} bytes instead of {size:,}")
 
     # Every file has a checksum.
     try:
@@ -66,13 +63,14 @@ def visible_damage(path: Path) -> Damage | None:
         return Damage(SUMS_FILE, f"cannot be read ({error.strerror or error})")
     if sums is None:
         return Damage(SUMS_FILE, "is missing") if state.format > 1 else None
-    if without := sorted({STATE_FILE, INDEX_FILE, *state.sizes} - sums.keys()):
-        return Damage(SUMS_FILE, f"has no checksum of {without[0]}")
+    without_sum = sorted({STATE_FILE, INDEX_FILE, *state.sizes} - sums.keys())
+    if without_sum:
+        return Damage(SUMS_FILE, f"has no checksum of {without_sum[0]}")
     return None
 
 
 def first_damage(path: Path) -> Damage | None:
-    """Returns what is wrong with a checkpoint, every file of which is read; None for nothing.
+    """Returns what is wrong with a checkpoint, by reading every file; None when nothing is.
 
     Every rank must call it: each reads a share of the files.
     """
@@ -93,10 +91,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, dict[Path, Damage]]:
     """Returns the newest whole checkpoint below `folder`, and those newer ones that are damaged.
 
-    Every rank must call it. Each damaged one that is passed over is said in a line on stderr.
+    Every rank must call it. A line on stderr names each damaged one that is passed over.
 
     Args:
-        folder: Of the checkpoints; may be absent.
+        folder: Folder of the checkpoints; may be absent.
         advice: What the user can do when all are damaged.
 
     Returns:
@@ -109,7 +107,7 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
     for path in reversed(broadcast_from_rank_zero(lambda: checkpoint_folders(folder))):
         damage = first_damage(path)
         if damage is None:
-            _say_passed_over(damaged, path)
+            _warn_of_damaged(damaged, path)
             return path, damaged
         damaged[path] = damage
 
@@ -124,13 +122,14 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
 def holds_only_checkpoint_files(path: Path) -> bool:
     """Returns whether everything in a folder may have been written as part of a checkpoint."""
     names = {STATE_FILE, INDEX_FILE, f"{INDEX_FILE}.tmp", SUMS_FILE, KIND_FILE}
-    return path.is_dir() and all(
-        child.name in names or _SHARD_NAME.fullmatch(child.name) for child in path.iterdir()
-    )
+    if not path.is_dir():
+        return False
+    others = [child.name for child in path.iterdir() if child.name not in names]
+    return all(_SHARD_NAME.fullmatch(name) for name in others)
 
 
-def _say_passed_over(damaged: Mapping[Path, Damage], chosen: Path) -> None:
-    """Says which checkpoints are damaged, and which is taken instead."""
+def _warn_of_damaged(damaged: Mapping[Path, Damage], chosen: Path) -> None:
+    """Prints which checkpoints are damaged, and which is taken instead."""
     if not is_rank_zero():
         return
     for path, damage in damaged.items():

@@ -1,6 +1,6 @@
 """Loading a model that must be complete: every weight is the folder's, or the folder is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from moe.models.weight_files import (
     find_weight_files,
     incomplete,
     refuse_integers,
+    reshaped_weights,
 )
 from moe.parsing import read_json, to_record
 
@@ -38,9 +39,8 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
     """Returns the model of a folder, each of whose weights fits.
 
     `from_pretrained` alone draws weights that the folder lacks at random and leaves out those that
-    it does not know,
-    with a warning: right for giving a model a new head, wrong for whoever trains on or measures
-    what was saved.
+    it does not know, with a warning: right for giving a model a new head, wrong for whoever trains
+    on or measures what was saved.
 
     Args:
         model_class: Any class of transformers with `from_pretrained`, an Auto class too.
@@ -52,22 +52,23 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
             of another shape; lists them.
     """
     check_model_folder(folder)
-    own = STMoEConfig.read_raw(folder).get("model_type") == STMoEConfig.model_type
-    if not own and not issubclass(model_class, STMoEPreTrainedModel):
-        check_weights(Path(folder))  # our own classes do so in from_pretrained
-    asked = {
-        **options,
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": not own,
-    }  # ours refuse other shapes
+
+    # Our own classes check sums and shapes in `from_pretrained`; others are made to report shapes.
+    is_ours = STMoEConfig.read_raw(folder).get("model_type") == STMoEConfig.model_type
+    if not is_ours and not issubclass(model_class, STMoEPreTrainedModel):
+        check_weights(Path(folder))
+    options["output_loading_info"] = True
+    options["ignore_mismatched_sizes"] = not is_ours
     try:
-        model, info = model_class.from_pretrained(folder, **asked)
+        model, info = model_class.from_pretrained(folder, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
+
     misfits = describe_misfits(
         info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"]
     )
-    _refuse_incomplete(folder, type(model).__name__, misfits)
+    if misfits:
+        raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
     return model
 
 
@@ -79,7 +80,7 @@ def load_model_on_mesh(
     bfloat16: bool = False,
     gather: bool = True,
 ) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
-    """Returns the model of a folder cut over a mesh, and where each parameter lies.
+    """Returns the model of a folder sharded over a mesh, and where each parameter lies.
 
     Equal to `load_complete` and then `shard_model`, but a rank reads and holds nothing beside its
     own shards.
@@ -96,42 +97,33 @@ def load_model_on_mesh(
             of another shape; lists them, before any memory is taken.
     """
     check_model_folder(folder)
-    kind = STMoEConfig.read_raw(folder).get("model_type")
-    if kind != STMoEConfig.model_type:
+    model_type = STMoEConfig.read_raw(folder).get("model_type")
+    if model_type != STMoEConfig.model_type:
         raise CheckpointError(
-            f"{folder} holds a model of type {kind!r}, and ranks read only {STMoEConfig.model_type!r}. Convert it once "
-            f"and for all: python -m scripts.convert_checkpoint --from {folder} --to OUT."
+            f"{folder} holds a model of type {model_type!r}, and ranks read only {STMoEConfig.model_type!r}. Convert "
+            f"it once and for all: python -m scripts.convert_checkpoint --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
     check_weights_together(Path(folder))
+
     with _open_weights(Path(folder)) as saved:
         with torch.device("meta"):
             model = STMoEForConditionalGeneration(config)
-        whole = whole_tensors(config, stored_tensors(model))
-        shapes = {name: tuple(piece.get_shape()) for name, piece in saved.items()}
-        refuse_integers(
-            folder, whole, {name: DTYPES.get(piece.get_dtype()) for name, piece in saved.items()}
-        )
-        both = [(name, shapes[name], whole[name].shape) for name in shapes.keys() & whole.keys()]
-        reshaped = [(name, there, here) for name, there, here in both if there != tuple(here)]
-        misfits = describe_misfits(
-            whole.keys() - shapes.keys(), shapes.keys() - whole.keys(), reshaped
-        )
-        _refuse_incomplete(folder, type(model).__name__, misfits)
+        _check_weights_fit(folder, model, saved)
 
+        # Sharded while it has no memory, so that a rank takes no more than its shards.
         torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
         layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
-        device = mesh.device_mesh.device_type
-        model.to_empty(
-            device=torch.device(device, torch.cuda.current_device()) if device == "cuda" else device
-        )
+        model.to_empty(device=local_device(mesh.device_mesh.device_type))
         model.tie_weights()
-        place = MeshCoordinate.of(mesh)
+
+        coordinate = MeshCoordinate.of(mesh)
         for name, tensor in stored_tensors(model).items():
-            box = tuple((0, size) for size in tensor.shape)
+            slices = tuple((0, size) for size in tensor.shape)
             if name in layouts:
-                box = shard_slices(layouts[name], mesh.config, place)
-            _read(saved[name], box, local_shard(tensor))
+                slices = shard_slices(layouts[name], mesh.config, coordinate)
+            _read_slices(saved[name], slices, local_shard(tensor))
+
     gather_or_raise(lambda: refuse_not_finite(model, folder))
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = load_generation_config(folder, {})
@@ -140,12 +132,25 @@ def load_model_on_mesh(
     return model.eval(), layouts
 
 
+def describe_shape_misfits(
+    stored: Mapping[str, Iterable[int]], expected: Mapping[str, Iterable[int]]
+) -> str:
+    """Returns which stored tensors are not those that a model has; an empty text when all fit.
+
+    Args:
+        stored: Shapes of the stored tensors, by name.
+        expected: Shapes of the tensors of the model, by name.
+    """
+    missing = expected.keys() - stored.keys()
+    unexpected = stored.keys() - expected.keys()
+    return describe_misfits(missing, unexpected, reshaped_weights(stored, expected))
+
+
 def check_model_folder(folder: Path | str) -> None:
     """Raises when there is no model in `folder`.
 
     Raises:
-        CheckpointError: When it has no config.json, or that does not say of which type the model
-            is.
+        CheckpointError: When it has no config.json, or one without a `model_type`.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -159,58 +164,87 @@ def check_model_folder(folder: Path | str) -> None:
     advice = "Copy the whole folder again from where it was saved."
     content = read_json(path, advice=advice, error=CheckpointError, nan=True)
     raw = to_record(dict[str, Any], content, where=str(path), advice=advice, error=CheckpointError)
-    kind = raw.get("model_type")
-    if not isinstance(kind, str):
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
         raise CheckpointError(
-            f"{path}: model_type is {shown(kind)}; expected a text such as 'st_moe'. {advice}"
+            f"{path}: model_type is {shown(model_type)}; expected a text such as 'st_moe'. {advice}"
         )
 
 
-def _refuse_incomplete(folder: Path | str, kind: str, misfits: str) -> None:
-    """Raises a CheckpointError when there are misfits between a folder's weights and its model."""
+def _check_weights_fit(
+    folder: Path | str, model: STMoEForConditionalGeneration, saved: dict[str, Any]
+) -> None:
+    """Raises unless the files hold exactly the tensors of a model, as numbers of floating point.
+
+    Raises:
+        CheckpointError: Lists what does not fit.
+    """
+    expected = whole_tensors(model.config, stored_tensors(model))
+    dtypes = {name: DTYPES.get(piece.get_dtype()) for name, piece in saved.items()}
+    refuse_integers(folder, expected, dtypes)
+
+    saved_shapes = {name: tuple(piece.get_shape()) for name, piece in saved.items()}
+    expected_shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    misfits = describe_shape_misfits(saved_shapes, expected_shapes)
     if misfits:
-        raise CheckpointError(incomplete(folder, kind, misfits))
+        raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
+
+
+def local_device(device_type: str) -> torch.device:
+    """Returns this rank's device of type `cuda` or `cpu`."""
+    if device_type == "cuda":
+        return torch.device(device_type, torch.cuda.current_device())
+    return torch.device(device_type)
 
 
 @contextmanager
 def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
-    """Gives the tensors of a folder by name, as things that can be sliced; nothing is read before
-    that.
+    """Gives the tensors of a folder by name, as safetensors' slices: nothing of them is read yet.
 
     Raises:
         CheckpointError: When files are missing or torn.
     """
     with ExitStack() as stack:
+        saved: dict[str, Any] = {}
         try:
-            paths = find_weight_files(folder, use_safetensors=True)
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-            saved = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118  no mapping
+            for path in find_weight_files(folder, use_safetensors=True):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():  # noqa: SIM118  no mapping
+                    saved[name] = file.get_slice(name)
         except (OSError, ValueError, LookupError, SafetensorError) as error:
             raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
         yield saved
 
 
 def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of a model's floating-point weights: the config's, or that in which they
-    are saved.
-    """
+    """Returns the dtype of floating-point weights: the config's, or that in which they are saved."""
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
-    dtypes = (DTYPES.get(piece.get_dtype()) for piece in saved.values())
-    return next((dtype for dtype in dtypes if dtype and dtype.is_floating_point), torch.float32)
+    for piece in saved.values():
+        dtype = DTYPES.get(piece.get_dtype())
+        if dtype is not None and dtype.is_floating_point:
+            return dtype
+    return torch.float32
 
 
 @torch.no_grad()
-def _read(saved: Any, box: ShardSlices, target: Tensor) -> None:
-    """Fills <any>[...] with a box of a saved tensor, which may be one with gate above up in place
-    of gate and up.
+def _read_slices(saved: Any, slices: ShardSlices, target: Tensor) -> None:
+    """Fills a tensor with a part of a saved one.
+
+    Args:
+        saved: The saved tensor; gate and up may stand in one dimension, [..., 2F, D].
+        slices: The part; with gate and up apart, [..., 2, F, D], one dimension more than saved.
+        target: <any>[...] of the shape of the part.
     """
-    if len(box) == len(saved.get_shape()):
-        target.copy_(saved[tuple(slice(*ends) for ends in box)])
+    if len(slices) == len(saved.get_shape()):
+        target.copy_(saved[tuple(slice(start, end) for start, end in slices)])
         return
-    *outer, (first, last), (start, end), columns = box
-    half = saved.get_shape()[-2] // 2
-    for number in range(first, last):
-        rows = (number * half + start, number * half + end)
-        part = saved[tuple(slice(*ends) for ends in (*outer, rows, columns))]
-        target.select(-3, number - first).copy_(part)
+
+    # Gate and up in turn: each is one half of the saved rows.
+    *outer, halves, rows, columns = slices
+    num_rows = saved.get_shape()[-2] // 2
+    for half in range(*halves):
+        saved_rows = (half * num_rows + rows[0], half * num_rows + rows[1])
+        ends = (*outer, saved_rows, columns)
+        part = saved[tuple(slice(start, end) for start, end in ends)]
+        target.select(-3, half - halves[0]).copy_(part)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run beside weights and the optimizer's state: the file state.json."""
+"""The file state.json of a checkpoint: step, data and settings of its run."""
 
 import json
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class RunState(NamedTuple):
-    """Where a run stands.
+    """The state of a run after some steps, beside weights and the optimizer's state.
 
     Attributes:
-        step: Updates behind it; also the position in the data.
-        fingerprint: Of the data, see `BatchSource`.
+        step: Updates so far; also the position in the data.
+        fingerprint: Fingerprint of the data, see `BatchSource`.
         recipe: All settings as plain values.
     """
 
@@ -35,14 +35,14 @@ class RunState(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """The content of state.json: a run's state, and what the checkpoint around it was written with.
+    """The content of state.json: the state of a run, and of the files beside it.
 
     Attributes:
         step: See `RunState`.
         fingerprint: See `RunState`.
         recipe: See `RunState`.
         sizes: Bytes of each other file.
-        versions: Of the libraries, for people.
+        versions: Versions of the libraries, for people.
         format: See `FORMAT`.
     """
 
@@ -59,9 +59,8 @@ def write_state(folder: Path, state: RunState) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     content = StateFile(**state._asdict(), sizes=sizes, versions=versions, format=FORMAT)
-    (folder / STATE_FILE).write_text(
-        json.dumps(content._asdict(), indent=1) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(content._asdict(), indent=1) + "\n"
+    (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
 def read_state_file(path: Path) -> StateFile:
@@ -82,30 +81,33 @@ def read_state_file(path: Path) -> StateFile:
 
 
 def load_state(path: Path) -> RunState:
-    """Returns what the checkpoint at `path` says of its run; see `read_state_file`."""
+    """Returns the state of the run in the checkpoint at `path`; see `read_state_file`."""
     content = read_state_file(path)
     return RunState(content.step, content.fingerprint, content.recipe)
 
 
-def check_same_run(path: Path, saved: RunState, current: RunState, free: frozenset[str]) -> None:
+def check_same_run(
+    path: Path, saved: RunState, current: RunState, changeable: frozenset[str]
+) -> None:
     """Refuses to go on with other data or settings than a checkpoint was made with.
 
     Args:
         path: The checkpoint, for the message.
-        saved: What it says.
-        current: What the command asks for.
-        free: Dotted names of settings that may differ.
+        saved: State in the checkpoint.
+        current: State that the command asks for.
+        changeable: Dotted names of settings that may differ.
 
     Raises:
         CheckpointError: When something else differs; names it with both values.
     """
     before = _flatten(saved.recipe)
     now = _flatten(current.recipe)
-    changed = [
-        f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and name not in free
-    ]
+    changed = []
+    for name in sorted(before.keys() | now.keys()):
+        old_value = before.get(name)
+        new_value = now.get(name)
+        if old_value != new_value and name not in changeable:
+            changed.append(f"{name} was {shown(old_value)} and is {shown(new_value)}")
     if changed:
         raise CheckpointError(
             f"{path} belongs to a run with other settings: {'; '.join(changed)}. Resume with the settings of that "
@@ -123,9 +125,8 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings under dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat.update(
-            _flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{name}": value}
-        )
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
     return flat

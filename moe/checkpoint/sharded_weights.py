@@ -1,11 +1,13 @@
-"""A model on a mesh to the files of `save_pretrained`: every rank writes its own part of each
-tensor into its place.
+"""A model on a mesh to the files of `save_pretrained`, written by all ranks at once.
+
+The files are laid out and their headers written first; then every rank writes its own part of each
+tensor at its position.
 """
 
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from moe.distributed.collectives import broadcast_from_rank_zero, gather_or_raise, is_rank_zero
 from moe.distributed.mesh import Mesh
-from moe.distributed.shard_slices import contiguous_runs, is_first_replica, shard_slices
+from moe.distributed.shard_slices import (
+    ShardSlices,
+    contiguous_runs,
+    is_first_replica,
+    shard_slices,
+)
 from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
 from moe.distributed.verification import gather_sha256
 from moe.models.card import model_card, write_card
@@ -28,13 +35,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightsFile(NamedTuple):
-    """What a safetensors file looks like before there is a number in it.
+    """The layout of a safetensors file.
 
     Attributes:
-        name: Of the file.
+        name: Name of the file.
         header: Its first bytes.
         starts: Byte at which each tensor starts, by name.
-        size: Of the whole file in bytes.
+        size: Bytes of the whole file.
     """
 
     name: str
@@ -44,10 +51,10 @@ class WeightsFile(NamedTuple):
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns every parameter and persistent buffer by name, as it lies on this rank; tied ones
-    once, by their first.
+    """Returns parameters and persistent buffers <any>[...] by name, as they lie on this rank.
 
-    FSDP lets go of what it has gathered, so that each is the shard that the optimizer knows.
+    Tied ones are there once, under their first name. FSDP lets go of what it has gathered, so that
+    each is the shard that the optimizer knows.
     """
     state = model.state_dict()
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -55,14 +62,18 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_tensors(config: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a tensor without memory for each of `tensors`, of the shape that it has in one
-    process.
+    """Returns tensors <any>[...] without memory, each of the shape that it has in one process.
+
+    Args:
+        config: Configuration of the model.
+        tensors: What `stored_tensors` returned of it, <any>[...].
     """
     with torch.device("meta"):
         whole = STMoEForConditionalGeneration(config).state_dict()  # pyright: ignore[reportArgumentType]
-    return {
-        name: torch.empty_like(whole[name], dtype=tensor.dtype) for name, tensor in tensors.items()
-    }
+    shapes = {}
+    for name, tensor in tensors.items():
+        shapes[name] = torch.empty_like(whole[name], dtype=tensor.dtype)
+    return shapes
 
 
 def write_model(
@@ -73,17 +84,16 @@ def write_model(
     *,
     max_shard_size: int | str = "50GB",
 ) -> None:
-    """Writes what `save_pretrained` would, byte for byte; no rank holds more than its shards and a
-    copy of one.
+    """Writes what `save_pretrained` would, byte for byte; every rank must call it.
 
-    Every rank must call it, and `folder` must be one file system that all ranks see: they write
-    into the same files. A failure on one rank is raised on all.
+    No rank holds more than its shards and a copy of one. A failure on one rank is raised on all.
 
     Args:
-        model: Whole, or cut by `shard_model`.
+        model: Whole, or sharded by `shard_model`.
         layouts: Where each parameter lies.
-        folder: Exists.
-        mesh: What the model is cut over; None for one process.
+        folder: A folder that exists, on a file system that all ranks see: they write into the same
+            files.
+        mesh: Mesh that the model is sharded over; None for one process.
         max_shard_size: Bytes of a file, see `save_pretrained`.
 
     Raises:
@@ -91,18 +101,19 @@ def write_model(
     """
     tensors = stored_tensors(model)
     whole = whole_tensors(model.config, tensors)
-    files, index = plan_files(
-        whole, max_shard_size, parameters={name for name, _ in model.named_parameters()}
-    )
+    parameters = {name for name, _ in model.named_parameters()}
+    files, index = plan_files(whole, max_shard_size, parameters=parameters)
 
-    def begin() -> None:
+    def write_headers() -> None:
         _write_config(model, folder)
         begin_files(folder, files, index)
 
-    broadcast_from_rank_zero(begin)
-    gather_or_raise(
-        lambda: [_write_parts(folder / file.name, file, tensors, layouts, mesh) for file in files]
-    )
+    def write_own_parts() -> None:
+        for file in files:
+            _write_parts(folder / file.name, file, tensors, layouts, mesh)
+
+    broadcast_from_rank_zero(write_headers)
+    gather_or_raise(write_own_parts)
     digests = gather_sha256(folder, [file.name for file in files])
     broadcast_from_rank_zero(lambda: write_weight_sums(folder, digests))
 
@@ -113,39 +124,49 @@ def plan_files(
     *,
     parameters: Container[str] | None = None,
 ) -> tuple[list[WeightsFile], str | None]:
-    """Returns the files of `save_pretrained` for tensors, and the text of their index when there
-    are several.
+    """Returns the layouts of the files of `save_pretrained`, and the text of their index.
+
+    The index is None for a single file.
 
     Args:
-        whole: Tensors by name; they need no memory.
+        whole: Tensors <any>[...] by name; they need no memory.
         max_shard_size: Bytes of a file.
         parameters: Names of those that are no buffers; None for all.
     """
     split = split_torch_state_dict_into_shards(
         dict(whole), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
-    files = [
-        plan_file(file, {name: whole[name] for name in names})
-        for file, names in split.filename_to_tensors.items()
-    ]
+    files = []
+    for file, names in split.filename_to_tensors.items():
+        files.append(plan_file(file, {name: whole[name] for name in names}))
     if not split.is_sharded:
         return files, None
-    numbers = sum(
-        tensor.numel() for name, tensor in whole.items() if parameters is None or name in parameters
-    )
-    metadata = {"total_parameters": numbers, **split.metadata}
+
+    num_parameters = 0
+    for name, tensor in whole.items():
+        if parameters is None or name in parameters:
+            num_parameters += tensor.numel()
+    metadata = {"total_parameters": num_parameters, **split.metadata}
     index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
     return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -> None:
-    """Writes the headers of files and their index, and makes room for the numbers; removes an
-    earlier save's files.
+    """Writes the headers of files and their index, and makes room for the numbers.
+
+    Weights of an earlier save are removed.
+
+    Args:
+        folder: Folder of the model.
+        files: Layouts of the files.
+        index: Text of the index; None for a single file.
     """
     files = list(files)
-    remove_replaced_weights(
-        folder, {*(file.name for file in files), *([SAFE_WEIGHTS_INDEX_NAME] if index else [])}
-    )
+    written = {file.name for file in files}
+    if index is not None:
+        written.add(SAFE_WEIGHTS_INDEX_NAME)
+    remove_replaced_weights(folder, written)
+
     for file in files:
         with (folder / file.name).open("wb") as stream:
             stream.write(file.header)
@@ -155,7 +176,7 @@ def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -
 
 
 def write_tensor(path: Path, tensor: Tensor, position: int) -> None:
-    """Writes the numbers of <any>[...] at a position of a file."""
+    """Writes the numbers of a tensor <any>[...] at a position of a file."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         _write_at(descriptor, _bytes_of(tensor), position)
@@ -171,28 +192,37 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
-    """Returns the layout of a safetensors file that holds `tensors`, as the library safetensors
-    lays them out.
+    """Returns the layout of a safetensors file, as the library safetensors lays one out.
+
+    Args:
+        name: Name of the file.
+        tensors: Its tensors <any>[...] by name; they need no memory.
     """
-    order = list(_NAMES)
+    dtype_order = list(_NAMES)
+
+    def position(key: str) -> tuple[int, str]:
+        return dtype_order.index(tensors[key].dtype), key
+
+    # Offsets count from the end of the header.
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts, end = {}, 0
-    for key, tensor in sorted(
-        tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])
-    ):
-        starts[key], end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
+    offsets: dict[str, int] = {}
+    end = 0
+    for key in sorted(tensors, key=position):
+        tensor = tensors[key]
+        offsets[key] = end
+        end += tensor.nbytes
         entries[key] = {
             "dtype": _NAMES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [starts[key], end],
+            "shape": list(tensor.shape),
+            "data_offsets": [offsets[key], end],
         }
+
+    # The header: its length in 8 bytes, and JSON padded to a multiple of 8.
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return WeightsFile(
-        name, header, {key: len(header) + start for key, start in starts.items()}, len(header) + end
-    )
+    starts = {key: len(header) + offset for key, offset in offsets.items()}
+    return WeightsFile(name, header, starts, len(header) + end)
 
 
 def _write_parts(
@@ -202,34 +232,27 @@ def _write_parts(
     layouts: Mapping[str, Layout],
     mesh: Mesh | None,
 ) -> None:
-    """Writes this rank's part of every tensor of a file that it is the first to hold; what all
-    hold, rank 0 writes.
+    """Writes this rank's part of every tensor of a file.
+
+    Of ranks that hold the same part the first writes it; what all ranks hold, rank zero writes.
     """
-    place = MeshCoordinate.of(mesh) if mesh else None
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for name, start in file.starts.items():
             local = local_shard(tensors[name].detach())
-            if name in layouts and mesh is not None and place is not None:
-                if not is_first_replica(layouts[name], mesh, place):
+            layout = layouts.get(name)
+            if layout is not None and mesh is not None:
+                coordinate = MeshCoordinate.of(mesh)
+                if not is_first_replica(layout, mesh, coordinate):
                     continue
-                shape, box = layouts[name].shape, shard_slices(layouts[name], mesh.config, place)
+                shape = layout.shape
+                slices = shard_slices(layout, mesh.config, coordinate)
             elif is_rank_zero():
-                shape, box = local.shape, tuple((0, size) for size in local.shape)
+                shape = local.shape
+                slices = tuple((0, size) for size in shape)
             else:
                 continue
-            sizes = [end - start for start, end in box]
-            assert local.numel() == math.prod(sizes), (
-                f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
-            )
-            data = _bytes_of(local)
-            done = 0
-            for offset, length in contiguous_runs(box, shape):
-                num_bytes = length * local.itemsize
-                _write_at(
-                    descriptor, data[done : done + num_bytes], start + offset * local.itemsize
-                )
-                done += num_bytes
+            _write_slices(descriptor, name, local, slices, shape, start)
         os.fsync(descriptor)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -237,13 +260,47 @@ def _write_parts(
         os.close(descriptor)
 
 
+def _write_slices(
+    descriptor: int,
+    name: str,
+    local: Tensor,
+    slices: ShardSlices,
+    shape: Sequence[int],
+    start: int,
+) -> None:
+    """Writes a part of a tensor, run by run, into a file that holds the whole one.
+
+    Args:
+        descriptor: The file.
+        name: Name of the tensor.
+        local: <any>[...] the part.
+        slices: Where it lies in the whole tensor.
+        shape: Shape of the whole tensor.
+        start: Byte of the file at which the whole tensor starts.
+    """
+    sizes = [end - start for start, end in slices]
+    assert local.numel() == math.prod(sizes), (
+        f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
+    )
+
+    data = _bytes_of(local)
+    done = 0
+    for offset, length in contiguous_runs(slices, shape):
+        num_bytes = length * local.itemsize
+        position = start + offset * local.itemsize
+        _write_at(descriptor, data[done : done + num_bytes], position)
+        done += num_bytes
+
+
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Writes all of `data` at a position of a file; not through mapped memory, where a full disk
-    kills the process.
+    """Writes all of `data` at a position of a file.
+
+    Not through mapped memory, where a full disk kills the process.
     """
     while data:
         written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written
+        data = data[written:]
+        position += written
 
 
 def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:

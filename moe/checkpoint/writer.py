@@ -1,10 +1,8 @@
-"""Checkpoints that are whole or absent: each rank writes its shards aside, while training goes on;
-then they appear.
+"""Checkpoints that are whole or absent: ranks write their shards aside, then the folder appears.
 
-A checkpoint is what snapshot.py says of model and optimizer, in the format of
-torch.distributed.checkpoint, a file state.json, and the checksums of all of them. All randomness of
-a run is a function of its seed and step, and so is the
-place in data and schedule: the step is all that is kept of them.
+A checkpoint is the train state of train_state.py in the format of torch.distributed.checkpoint, a
+file state.json, and the checksums of all files. All randomness of a run is a function of its seed
+and step, and so is the position in data and schedule: the step is all that is kept of them.
 """
 
 import os
@@ -33,7 +31,7 @@ from moe.checkpoint.integrity import (
     step_of,
     visible_damage,
 )
-from moe.checkpoint.loading import describe_misfits
+from moe.checkpoint.loading import describe_shape_misfits
 from moe.checkpoint.run_state import STATE_FILE, RunState, write_state
 from moe.checkpoint.train_state import (
     OPTIMIZER,
@@ -62,7 +60,7 @@ class CheckpointWriter:
 
     Args:
         folder: Receives a folder for each checkpoint: `step_` and 8 digits.
-        keep: Newest whole checkpoints that stay.
+        keep: Number of whole checkpoints that stay, the newest.
         damaged: Checkpoints that are known to be damaged and do not count as whole.
         timeout: How long a rank waits for the others to have written; None for torch's default.
     """
@@ -83,21 +81,20 @@ class CheckpointWriter:
         self._running: tuple[_Save, Future[Any]] | None = None
 
     def __enter__(self) -> "CheckpointWriter":
-        """Removes what killed runs have left; gives the background threads of all ranks a group of
-        their own.
-        """
+        """Makes a process group for the background threads, and removes what killed runs left."""
         if dist.is_initialized():
-            self._group = cast(
-                dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout)
-            )
-        else:  # said by torch at each save, in its thread, where it cannot be caught
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._group = cast(dist.ProcessGroup, group)
+        else:
+            # torch warns at each save, in its own thread, where no caller can catch it.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         broadcast_from_rank_zero(lambda: remove_leftovers(self._folder, "step_*"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the last checkpoint; after an error, which is then what counts, without raising
-        its own.
+        """Waits for the last checkpoint.
+
+        After an error in the block, which is then what counts, it raises none of its own.
         """
         try:
             if kind is None:
@@ -117,8 +114,7 @@ class CheckpointWriter:
         layouts: Mapping[str, Layout],
         state: RunState,
     ) -> Path:
-        """Copies weights and the optimizer's state, begins to write them in the background, and
-        returns where.
+        """Copies the train state, begins to write it in the background, and returns where to.
 
         Waits for the save before, if that is still running. When all ranks have written, the
         checkpoint appears and all but the newest are removed.
@@ -128,29 +124,38 @@ class CheckpointWriter:
             Others: Those of `wait`, for the save before.
         """
         self.wait()
+
+        # On rank zero the folder is filled aside; closing `folder_context` lets it appear.
         target = checkpoint_folder(self._folder, state.step)
-        opened = ExitStack()
+        folder_context = ExitStack()
 
-        def begin() -> Path:
+        def open_folder() -> Path:
             _remove_torn(target)
-            return opened.enter_context(whole_folder(target, kind="checkpoint"))
+            return folder_context.enter_context(whole_folder(target, kind="checkpoint"))
 
-        partial = broadcast_from_rank_zero(begin)
-        saving = _Save(target, opened)
-        with (
-            ExitStack() as after_failure,
-            closing(DefaultStager(StagingOptions(False, False, False, False))) as stager,
-        ):
-            after_failure.push(opened)
+        partial = broadcast_from_rank_zero(open_folder)
+        save = _Save(target, folder_context)
+
+        # The copy is made before `async_save` returns; a failure until then removes the folder.
+        options = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        with ExitStack() as on_failure, closing(DefaultStager(options)) as stager:
+            on_failure.push(folder_context)
+            tensors = model_tensors(model, layouts)
+            tensors.update(optimizer_tensors(model, optimizer, layouts))
             future = async_save(
-                {**model_tensors(model, layouts), **optimizer_tensors(model, optimizer, layouts)},
-                storage_writer=_Writer(partial, saving, state, self._keep, self._damaged),
+                tensors,
+                storage_writer=_Writer(partial, save, state, self._keep, self._damaged),
                 process_group=self._group,
                 no_dist=self._group is None,
                 async_stager=stager,
             )
-            after_failure.pop_all()
-        self._running = saving, cast(Future[Any], future)
+            on_failure.pop_all()
+        self._running = save, cast(Future[Any], future)
         return target
 
     def wait(self) -> None:
@@ -162,10 +167,11 @@ class CheckpointWriter:
         """
         if self._running is None:
             return
-        (target, opened), future = self._running
+        (target, folder_context), future = self._running
         self._running = None
         try:
-            with opened:  # empty when all went well
+            # Empty when all went well; after a failure it removes the folder.
+            with folder_context:
                 future.result()
         except CheckpointException as failed:
             rank, error = cause_of(failed)
@@ -181,18 +187,19 @@ class _Save(NamedTuple):
 
     Attributes:
         target: Where the checkpoint will appear.
-        opened: Holds the folder that is being filled; when it is closed, that becomes `target`.
+        folder_context: Holds the folder that is being filled; when it is closed, that becomes
+            `target`.
     """
 
     target: Path
-    opened: ExitStack
+    folder_context: ExitStack
 
 
 class _Written(NamedTuple):
-    """What a rank tells the first one of the files that it has written.
+    """The files that a rank has written, for rank zero.
 
     Attributes:
-        pieces: torch's list of what lies where.
+        pieces: torch's list of the tensors' parts in the files.
         digests: SHA-256 of each file, by name.
     """
 
@@ -201,7 +208,7 @@ class _Written(NamedTuple):
 
 
 class _Writer(FileSystemWriter):
-    """Writes one checkpoint; torch calls `finish` on the first rank once all ranks have written."""
+    """Writes one checkpoint; torch calls `finish` on rank zero once all ranks have written."""
 
     def __init__(
         self, partial: Path, save: _Save, state: RunState, keep: int, damaged: set[Path]
@@ -214,8 +221,7 @@ class _Writer(FileSystemWriter):
         self._damaged = damaged
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Writes this rank's shards, waits until they are on the disk, and computes their
-        checksums.
+        """Writes this rank's shards and computes their checksums.
 
         Raises:
             OSError: When the disk fails; torch says RuntimeError, and the reason would be lost on
@@ -236,9 +242,7 @@ class _Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Writes index, state.json and checksums, lets the checkpoint appear, and removes those
-        that are too many.
-        """
+        """Writes index, state.json and checksums, lets the checkpoint appear, and removes old ones."""
         super().finish(metadata, [written.pieces for written in results])
         write_state(self._partial, self._state)
 
@@ -255,7 +259,7 @@ class _Writer(FileSystemWriter):
         # All of it is on the disk before the checkpoint has its name.
         for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
             _flush(path)
-        self._save.opened.close()
+        self._save.folder_context.close()
         _flush(self._save.target.parent)
 
         self._damaged.discard(self._save.target)
@@ -270,8 +274,7 @@ def load_checkpoint(
     *,
     verified: bool = False,
 ) -> None:
-    """Puts weights and the optimizer's state of a checkpoint into `model` and `optimizer`, wherever
-    it was made.
+    """Loads a checkpoint, made on whatever mesh, into `model` and `optimizer`.
 
     Every rank must call it; it reads what it holds. Parameters whose state the checkpoint has not,
     since they never had a gradient, start fresh.
@@ -279,7 +282,7 @@ def load_checkpoint(
     Args:
         path: The checkpoint.
         model: On the mesh that training goes on with.
-        optimizer: Of its parameters, before the first step or after.
+        optimizer: Optimizer of its parameters, before the first step or after.
         layouts: Where each parameter lies.
         verified: Whether `newest_whole_checkpoint` has just read every file of it.
 
@@ -291,12 +294,18 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy."
         )
-    saved = read_shapes(path)
-    saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
+
+    saved_weights: dict[str, tuple[int, ...]] = {}
+    saved_state: dict[str, tuple[int, ...]] = {}
+    for name, shape in read_shapes(path).items():
+        if name.startswith(OPTIMIZER):
+            saved_state[name] = shape
+        else:
+            saved_weights[name] = shape
+
+    # Names and shapes are checked before the first number is read.
     weights = model_tensors(model, layouts)
-    refuse_misfits(
-        path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights
-    )
+    refuse_misfits(path, "model", "Weights", saved_weights, weights)
     with fresh_state(model, optimizer, {parameter_of(name) for name in saved_state}):
         state = optimizer_tensors(model, optimizer, layouts)
         refuse_misfits(path, "optimizer", "Its state:", saved_state, state)
@@ -309,23 +318,30 @@ def refuse_misfits(
     kind: str,
     subject: str,
     saved: Mapping[str, tuple[int, ...]],
-    own: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
 ) -> None:
     """Raises when tensors of a checkpoint and of a run differ in names or shapes.
+
+    Args:
+        path: The checkpoint.
+        kind: `model` or `optimizer`.
+        subject: Begins the list of what does not fit, e.g. `Weights`.
+        saved: Shapes of the checkpoint's tensors, by name.
+        expected: Tensors <any>[...] of the run, by name.
 
     Raises:
         CheckpointError: Lists what does not fit.
     """
-    both = [(name, saved[name], tuple(own[name].shape)) for name in own.keys() & saved.keys()]
-    reshaped = [(name, there, here) for name, there, here in both if there != here]
-    if text := describe_misfits(own.keys() - saved.keys(), saved.keys() - own.keys(), reshaped):
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    misfits = describe_shape_misfits(saved, shapes)
+    if misfits:
         raise CheckpointError(
-            f"{path} is a checkpoint of another {kind}. {subject} {text}. Use the recipe of its run."
+            f"{path} is a checkpoint of another {kind}. {subject} {misfits}. Use the recipe of its run."
         )
 
 
 def _not_written(target: Path, reason: str) -> CheckpointError:
-    """Returns the error that says so."""
+    """Returns the error of a save that failed."""
     return CheckpointError(
         f"{target} could not be written: {reason}. Earlier checkpoints are as they were: the same command with "
         "--resume goes on from the last."
@@ -333,27 +349,28 @@ def _not_written(target: Path, reason: str) -> CheckpointError:
 
 
 def _remove_torn(target: Path) -> None:
-    """Removes what is left of a checkpoint without its state and index: a removal that was killed
-    half-way.
-    """
+    """Removes what a removal that was killed half-way has left: files without state and index."""
     if target.is_dir() and kind_of(target) is None and holds_only_checkpoint_files(target):
         remove_folder(target)
 
 
 def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
-    """Removes the checkpoints that are older than the newest `keep` whole ones, and what is damaged
-    among them.
+    """Removes checkpoints, whole or damaged, that are older than the newest `keep` whole ones.
 
     Args:
         newest: The checkpoint that was just written; those of later steps are left alone.
-        keep: Whole checkpoints that stay.
+        keep: Number of whole checkpoints that stay.
         damaged: Checkpoints that do not count as whole.
     """
-    until_now = [
-        path for path in checkpoint_folders(newest.parent) if step_of(path) <= step_of(newest)
-    ]
-    whole = [path for path in until_now if path not in damaged and visible_damage(path) is None]
-    for path in until_now[: until_now.index(whole[-keep])] if len(whole) >= keep else ():
+    last_step = step_of(newest)
+    checkpoints = [path for path in checkpoint_folders(newest.parent) if step_of(path) <= last_step]
+    whole = [path for path in checkpoints if path not in damaged and visible_damage(path) is None]
+    if len(whole) < keep:
+        return
+
+    # Of a damaged one nothing is removed that was not written with a checkpoint.
+    oldest_kept = whole[-keep]
+    for path in checkpoints[: checkpoints.index(oldest_kept)]:
         if path in whole or holds_only_checkpoint_files(path):
             remove_folder(path)
 

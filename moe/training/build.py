@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe.checkpoint.loading import load_complete, load_model_on_mesh
+from moe.checkpoint.loading import load_complete, load_model_on_mesh, local_device
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
 from moe.models.configuration import STMoEConfig
@@ -83,7 +83,7 @@ def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> Bu
         layouts = shard_model(model, mesh, bfloat16=_in_bfloat16(recipe))
 
     # Only now is memory taken, and only for this rank's shards.
-    model.to_empty(device=_device(device_type))
+    model.to_empty(device=local_device(device_type))
     model.tie_weights()
     draw_weights(model, recipe.seed, layouts, mesh_config, coordinate)
     _set_activation_checkpointing(model, recipe)
@@ -102,7 +102,7 @@ def load_pretrained_model(
         mesh = None
         model = load_complete(STMoEForConditionalGeneration, folder, config=config)
         layouts = model_layouts(model, config, recipe.mesh)
-        torch.nn.Module.to(model, _device(device_type))
+        torch.nn.Module.to(model, local_device(device_type))
     else:
         mesh = build_mesh(recipe.mesh, device_type)
         bfloat16 = _in_bfloat16(recipe)
@@ -120,10 +120,3 @@ def _in_bfloat16(recipe: Recipe) -> bool:
 def _set_activation_checkpointing(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-
-
-def _device(device_type: str) -> torch.device:
-    """Returns this rank's device."""
-    if device_type == "cuda":
-        return torch.device(device_type, torch.cuda.current_device())
-    return torch.device("cpu")

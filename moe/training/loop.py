@@ -38,6 +38,7 @@ from moe.training.command import save_recipe
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
 from moe.training.recipe import Recipe
+from moe.training.recipe_files import rename_settings
 from moe.training.step import StepMetrics, train_step
 
 FOLDER_KIND = "training run"
@@ -365,6 +366,7 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     if path is None:
         return
     saved = load_state(path)
+    saved = saved._replace(recipe=rename_settings(saved.recipe))
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
     if saved.step > run.recipe.training.steps:
         raise CheckpointError(
