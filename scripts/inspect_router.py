@@ -86,45 +86,32 @@ def main(argv: list[str]) -> None:
     """Traces held-out text and writes the report."""
     options = build_parser().parse_args(argv)
 
-    # What can be refused before a model is loaded.
+    # What can be refused is refused before a model is loaded.
     out = page_path(options.out, inputs=[options.model, options.corpus, options.evaluation])
     stages = read_stages(options.metrics)
     evaluation = None
     if options.evaluation is not None:
         evaluation = read_evaluation(options.evaluation)
 
-    # What is traced, and on what.
+    # Trace held-out batches.
     model, tokenizer = load_with_tokenizer(options.model)
     corpus = load_corpus(options.corpus)
     source, num_tokens = held_out_batches(corpus, tokenizer, options.inputs_length)
+    trace = trace_tokens(model, map(source.batch, range(options.batches)))
 
-    trace = trace_tokens(model, (source.batch(index) for index in range(options.batches)))
-    noise = Noise()
+    traced_model = TracedModel(
+        folder=options.model,
+        fingerprint=fingerprint(options.model),
+        device=f"{model.device.type} ({platform.machine()})",
+        recipe=find_recipe(options.model),
+    )
     write_report(
         out,
         config=model.config,
         tokenizer=tokenizer,
         trace=trace,
-        model=TracedModel(
-            folder=options.model,
-            fingerprint=fingerprint(options.model),
-            device=f"{model.device.type} ({platform.machine()})",
-            recipe=find_recipe(options.model),
-        ),
-        text=TracedText(
-            corpus=options.corpus,
-            table=corpus_table(corpus),
-            num_documents=len(corpus.held_out),
-            num_tokens=num_tokens,
-            num_chunks=source.num_examples,
-            num_batches=options.batches,
-            batch_size=_BATCH_SIZE,
-            inputs_length=source.lengths[0],
-            targets_length=source.lengths[1],
-            noise_density=noise.density,
-            mean_span_length=noise.mean_span_length,
-            seed=_SEED,
-        ),
+        model=traced_model,
+        text=traced_text(options.corpus, corpus, source, num_tokens, options.batches),
         command=shlex.join(["python", "-m", "scripts.inspect_router", *argv]),
         stages=stages,
         evaluation=evaluation,
@@ -133,21 +120,60 @@ def main(argv: list[str]) -> None:
     print(f"The report is {printable(out.resolve())}.")
 
 
+def traced_text(
+    folder: Path, corpus: Corpus, source: SpanCorruptionSource, num_tokens: int, num_batches: int
+) -> TracedText:
+    """Returns what the page says about the traced batches.
+
+    Args:
+        folder: Folder of the corpus.
+        corpus: The corpus.
+        source: Gives the batches.
+        num_tokens: Tokens of the held-out text.
+        num_batches: Number of batches that are traced.
+    """
+    noise = Noise()
+    inputs_length, targets_length = source.lengths
+    return TracedText(
+        corpus=folder,
+        table=corpus_table(corpus),
+        num_documents=len(corpus.held_out),
+        num_tokens=num_tokens,
+        num_chunks=source.num_examples,
+        num_batches=num_batches,
+        batch_size=_BATCH_SIZE,
+        inputs_length=inputs_length,
+        targets_length=targets_length,
+        noise_density=noise.density,
+        mean_span_length=noise.mean_span_length,
+        seed=_SEED,
+    )
+
+
 def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     """Returns where the page goes.
 
+    Args:
+        text: The path, as it was given.
+        inputs: Files and folders that are read.
+
     Raises:
-        ConfigError: When it is no path of an .html file, or it would be mixed with a model or what
-            else is finished.
+        ConfigError: When it is no path of an .html file, or it lies among the files of a model or
+            of other results.
         DataError: When something else than a page of this command lies there.
     """
     page = output_path(text, suffix=".html", inputs=inputs)
-    parent = next(folder for folder in page.absolute().parents if folder.exists())
+
+    # The nearest thing above it that exists must be a folder.
+    parent = page.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
     if not parent.is_dir():
         raise DataError(
-            f"--out {page} would lie below {parent}, which is a file. Choose another place."
+            f"--out {page} would lie below {parent}, which is a file. Choose another path."
         )
 
+    # Only a page of this command is overwritten.
     if page.exists():
         with page.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1000)
@@ -170,7 +196,8 @@ def load_with_tokenizer(
     """
     model = load_complete(STMoEForConditionalGeneration, folder)
     config = model.config
-    if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
+    num_sparse_layers = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
+    if not num_sparse_layers:
         raise DataError(
             f"The model in {folder} has no sparse layer, so there is no router to explain. Give another."
         )
@@ -187,7 +214,7 @@ def load_with_tokenizer(
 def held_out_batches(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, inputs_length: int
 ) -> tuple[SpanCorruptionSource, int]:
-    """Returns batches of a corpus' held-out text, and how many tokens it has.
+    """Returns batches of a corpus' held-out text, and the number of its tokens.
 
     Raises:
         ConfigError: When an example would be longer than the text.

@@ -16,7 +16,6 @@ from eval.records import (
     ExampleDifference,
     MetricComparison,
     TaskComparison,
-    printable,
     to_json,
 )
 from eval.reports.formatting import format_score, markdown_cell, markdown_table, shorten
@@ -33,6 +32,7 @@ from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
+from moe.inspection.html_page import printable
 
 _SHOWN_EXAMPLES = 10
 _WRITTEN_CHARACTERS = 500
