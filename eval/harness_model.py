@@ -127,6 +127,7 @@ class HarnessModel(TemplateLM):
         encoded = EncodedInputs(encoder_output, mask)
 
         first, *forced = self.system.start
+        # A target begins with the token that the model was fine-tuned to begin with.
         targets: list[list[list[int]]] = []
         for continuations in batch.values():
             targets.append([[*forced, *continuation] for continuation in continuations])
@@ -177,6 +178,8 @@ class HarnessModel(TemplateLM):
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         eos_text = self.tokenizer.decode(self.eot_token_id)
         stop_strings = handle_stop_sequences(options.pop("until"), eos=eos_text)
+
+        # transformers warns of a temperature that does nothing.
         if not options["do_sample"]:
             options.pop("temperature", None)
 
