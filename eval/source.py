@@ -169,6 +169,7 @@ class HubData:
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
+        # A mirror may lack what another has; only without a network there is no use in going on.
         revisions = (revision,) if revision else self.revisions
         failures: list[str] = []
         for each in revisions:
@@ -212,6 +213,7 @@ class HubData:
 
     def _checked_dataset(self, dataset: datasets.Dataset, split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
+        # Another number of rows is another dataset.
         name = self._name_of(split, revision)
         require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
@@ -281,7 +283,7 @@ def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
 
-    # Each form in which the split is there, with a pattern for those of several files.
+    # The forms in which the split is there; one of several files as a pattern.
     forms: list[Path] = []
     for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
         if path.is_file():

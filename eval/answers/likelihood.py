@@ -282,6 +282,7 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
     max_logits = logits.max(dim=-1).values  # [N, T]
     normalizer = logits.logsumexp(dim=-1)  # [N, T]
 
+    # Several targets may belong to one row of logits.
     if rows is None:
         rows = torch.arange(len(tokens), device=tokens.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -315,6 +316,7 @@ def _by_input(
 
 def _select_rows(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
     """Returns a cache of the rows <int64>[R] of another, which is left as it is."""
+    # A shallow copy of each layer: selecting replaces its tensors, and leaves the other's alone.
     parts = [copy.copy(cache.self_attention_cache), copy.copy(cache.cross_attention_cache)]
     for part in parts:
         part.layers = [copy.copy(layer) for layer in part.layers]
@@ -344,6 +346,7 @@ def _pass_sizes(lengths: Sequence[int], bytes_per_row: int, bytes_per_token: int
     sizes: list[int] = []
     num_taken = 0
     while num_taken < len(lengths):
+        # All rows of a pass are as long as its first.
         bytes_of_longest = bytes_per_row + lengths[num_taken] * bytes_per_token
         size = max(1, _MAX_BYTES // bytes_of_longest)
         sizes.append(min(size, len(lengths) - num_taken))

@@ -137,7 +137,7 @@ def predict(
     header = _header(system, task, mode, batches, scoring)
     file = PredictionsFile(path if is_writer else None, header)
 
-    # What an interrupted run has answered; all ranks learn it from rank 0.
+    # What an interrupted run has answered; all ranks get it from rank 0.
     def num_reusable(num_answered: int) -> int:
         return ranks.num_reusable(num_answered, len(batches))
 
@@ -275,6 +275,7 @@ def _answer(
     if not batch:
         mask = torch.zeros_like(mask)
 
+    # One pass of the encoder, whatever the mode.
     options = {"output_router_logits": True} if system.sparse else {}
     encoder_output = system.model.get_encoder()(input_ids=input_ids, attention_mask=mask, **options)
     encoded = EncodedInputs(encoder_output, mask)
@@ -282,6 +283,7 @@ def _answer(
     answer = _generate if mode == "generate" else _rank
     answers = answer(system, task, batch, encoded)
 
+    # What the routers of both stacks did; a dense model has none.
     routers: dict[Stack, RouterCounts] = {}
     encoder_routers = getattr(encoder_output, "encoder_router_outputs", None)
     if encoder_routers:
@@ -321,11 +323,12 @@ def _generate(
             report_routers=system.sparse,
         )
 
+    # Text as the metrics compare it; a row of padding has no request and is left out.
     texts = system.tokenizer.batch_decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     predictions: list[Prediction] = []
-    for item, text in zip(batch, texts, strict=False):  # a row that fills in has no request
+    for item, text in zip(batch, texts, strict=False):
         predictions.append(Prediction(item.request.id, text, None, truncated=item.truncated))
     return _Answers(predictions, routers)
 
@@ -374,6 +377,7 @@ def _rank(
         system.model, encoded, first, targets, system.ranks, report_routers=system.sparse
     )
 
+    # The last log-probability of a target is that of the end token.
     predictions: list[Prediction] = []
     for item, texts, log_probs in zip(batch, choices, scored.log_probs, strict=False):
         likelihoods: dict[str, ChoiceLikelihood] = {}

@@ -224,6 +224,7 @@ def record(row: Row) -> list[Features]:
     entities = ", ".join(row["entities"])
     inputs = f"record query: {row['query']} entities: {entities} passage: {passage}"
 
+    # Every example has all answers, which its postprocessor needs.
     answers = list(row["answers"])
     examples: list[Features] = []
     for target in answers or [HIDDEN_TARGET]:
@@ -325,6 +326,7 @@ def rank_classification_formatter(
     num_choices = _num_choices(inputs_formats, targets_formats)
     right_choices = np.atleast_1d(row[label_field]).tolist()
 
+    # One example a choice: its text filled in, and whether it is right.
     examples: list[Features] = []
     for choice in range(num_choices):
         features: Features = {

@@ -59,6 +59,7 @@ def wsc(row: Row) -> list[Features]:
         T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as
         there.
     """
+    # The noun first, which may stand on either side of the pronoun.
     text = _mark(row["text"], row["span1_text"], row["span1_index"], "*")
 
     # The two asterisks before the pronoun count as words.
