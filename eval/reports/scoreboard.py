@@ -62,10 +62,9 @@ def build_scoreboard(report: Report) -> Scoreboard:
     average = published_scores("superglue", "average") if report.averages else []
 
     # Of the published systems those that have a result for anything in this report.
-    results = [*average]
+    with_results = {result.system for result in average}
     for task in report.tasks:
-        results += task.published
-    with_results = {result.system for result in results}
+        with_results.update(result.system for result in task.published)
     published = [system for system in SYSTEMS if system in with_results]
 
     lines = []
@@ -123,23 +122,27 @@ def _task_lines(
     metrics = metric_names(task)
 
     # The chart shows the first metric that has published results, or else the first.
-    charted = metrics[:1]
     with_results = {result.own_metric for result in task.published}
-    for metric in reversed(metrics):
-        if metric in with_results:
-            charted = [metric]
+    candidates = [metric for metric in metrics if metric in with_results] or metrics
 
     lines = []
     for metric in metrics:
+        # Scores of models by name and mode, and of baselines by name.
         scores: dict[tuple[str, str], MetricScore] = {}
+        baselines: dict[str, MetricScore] = {}
         for system in task.systems:
             for score in system.scores:
-                if score.metric == metric:
+                if score.metric != metric:
+                    continue
+                if system.mode in MODES:
                     scores[system.name, system.mode] = score
-        baselines = {name: score for (name, mode), score in scores.items() if mode not in MODES}
-        results = {
-            result.system: result for result in task.published if result.own_metric == metric
-        }
+                else:
+                    baselines[system.name] = score
+
+        results: dict[str, PublishedScore] = {}
+        for result in task.published:
+            if result.own_metric == metric:
+                results[result.system] = result
 
         lines.append(
             ScoreboardLine(
@@ -150,7 +153,7 @@ def _task_lines(
                 ours=[scores.get(system) for system in systems],
                 published=[results.get(name) for name in published],
                 baselines=baselines,
-                in_chart=metric in charted,
+                in_chart=metric == candidates[0],
             )
         )
     return lines

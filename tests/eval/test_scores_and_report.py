@@ -271,7 +271,7 @@ def test_two_metrics_of_some_tasks_are_one_part_of_the_average():
     assert TASKS.get("boolq").headline_score({"accuracy": 70.0}) == 70
     cb = TASKS.get("cb")
     assert cb.headline_score({"accuracy": 60.0, "mean_3class_f1": 80.0}) == 70
-    assert TASKS.get("squad").headline_score({"em": 60.0, "f1": 80.0}) == 60
+    assert TASKS.get("squad").headline_score({"f1": 60.0, "em": 80.0}) == 60
     assert np.isnan(cb.headline_score({"accuracy": 60.0, "mean_3class_f1": None}))
     draws = {"accuracy": np.asarray([50.0, 60.0]), "mean_3class_f1": np.asarray([70.0, 60.0])}
     assert cb.headline_score(draws).tolist() == [60, 60]
