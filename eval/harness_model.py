@@ -31,13 +31,13 @@ NO_ROLLING = (
 )
 """Why a task of rolling log-likelihoods is refused."""
 
-_MAX_NEW_TOKENS = 256  # lm_eval's own, for a task that says nothing
+_MAX_NEW_TOKENS = 256  # lm_eval's own default
 
 Tokens = tuple[int, ...]
 
 
 class TargetScore(NamedTuple):
-    """What lm-evaluation-harness wants to know of a continuation.
+    """The score of a continuation, as lm-evaluation-harness asks for it.
 
     Attributes:
         log_prob: Sum over its tokens, in nats.
@@ -141,7 +141,7 @@ class HarnessModel(TemplateLM):
                 )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Refuses.
+        """Raises: an encoder-decoder cannot score a text without an input.
 
         Raises:
             ConfigError: Always.

@@ -38,7 +38,7 @@ Postprocess = Callable[[str, Features, bool], Any]
 
 
 class Example(NamedTuple):
-    """One example.
+    """One example of a task.
 
     Attributes:
         id: Unique within the split; a row that comes twice has `#2` behind it.
@@ -80,7 +80,7 @@ class Source(Protocol):
 
     @property
     def splits(self) -> Sequence[str]:
-        """Splits that there are, of SPLITS."""
+        """Splits that the source has, in the order of SPLITS."""
         ...
 
     @property

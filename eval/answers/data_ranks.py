@@ -87,7 +87,7 @@ def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Da
     """Returns the ranks arranged for the models in `folders`, before any of them is loaded.
 
     Args:
-        world: The ranks that there are.
+        world: All ranks, and which of them this is.
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which attention heads and hidden units are sharded.
         folders: Checkpoints.

@@ -64,7 +64,7 @@ class Scoring:
             )
 
     def score(self, text: str, choice: ChoiceLikelihood) -> float:
-        """Returns the score of the choice that reads `text`; the highest wins.
+        """Returns the score of a choice; the highest wins.
 
         An empty choice is divided by 1.
         """
@@ -96,7 +96,7 @@ class EncodedInputs(NamedTuple):
         return {"encoder_outputs": self.output, "attention_mask": self.mask}
 
     def cached_inputs(self, rows: Tensor) -> dict[str, Any]:
-        """Returns these arguments where the rows <int64>[R] are continued with a cache.
+        """Returns the same for rows <int64>[R] that continue a cache.
 
         The cache holds keys and values of the hidden states, so only their shape is read.
         """
@@ -108,7 +108,7 @@ class EncodedInputs(NamedTuple):
 
 
 class TargetLogProbs(NamedTuple):
-    """What a model says of the targets of N inputs.
+    """Log-probabilities of the targets of N inputs.
 
     Attributes:
         log_probs: Of each token, by input and target.
@@ -259,7 +259,7 @@ def _common_prefix_length(tokens: Tensor, lengths: Tensor) -> int:
 
 
 class _ScoredTokens(NamedTuple):
-    """What a model says of the tokens of R targets.
+    """Log-probabilities of the tokens of R targets.
 
     Attributes:
         log_probs: <float32>[R, T] log-probability of each token.
@@ -299,7 +299,7 @@ def _by_input(
     is_greedy: list[bool],
     routers: list[RouterOutput],
 ) -> TargetLogProbs:
-    """Returns what was found of all targets in one list, by input and target."""
+    """Returns the scores of all targets, sorted by input."""
     log_probs_by_input: list[list[list[float]]] = []
     is_greedy_by_input: list[list[bool]] = []
     number = 0

@@ -50,7 +50,7 @@ _SIZES = (
 
 
 class Outcome(NamedTuple):
-    """What came of a case; both are lines to print.
+    """What running a case gave; both are lines to print.
 
     Attributes:
         difference: How it differs; None when it agrees.
@@ -111,7 +111,7 @@ def read_cases(file: Path) -> list[Any]:
 
 
 def check(case: Any, number: int = 0) -> Outcome:
-    """Returns what comes of a case, whatever it is; it never raises.
+    """Runs a case and returns how it differs; it never raises.
 
     Args:
         case: The content of a file, which may be anything.

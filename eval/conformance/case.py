@@ -38,7 +38,7 @@ class Deviation(NamedTuple):
 
 
 def find_function(functions: CaseFunctions, kind: str, name: str) -> CaseFunction:
-    """Returns the function of a name, in any case and with anything behind it.
+    """Returns the function of a name; its case and what stands behind it do not matter.
 
     Raises:
         DataError: When none is known.

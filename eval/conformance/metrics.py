@@ -28,7 +28,7 @@ MetricValues = dict[str, float]
 
 
 def _scores(*chosen: Metric) -> CaseFunction:
-    """Returns what gives the scores of metrics by name."""
+    """Returns a function that computes metrics by name."""
 
     def call(given: CaseInput) -> MetricValues:
         scores: MetricValues = {}
