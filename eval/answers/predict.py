@@ -42,6 +42,9 @@ _MAX_ROWS = {"generate": 128, "rank": 128}
 _MAX_TOKENS = 1 << 14  # of a batch's inputs, padding and beams included
 _MIN_ROWS = {"generate": 8, "rank": 4}  # of a batch, whatever the lengths of its inputs
 
+_NAMES_IN_FILE = {"dropped_by_choice": "dropped_by_place"}
+"""Fields of `RouterStats` that have another name in predictions files, since earlier versions."""
+
 
 class RouterSummary(NamedTuple):
     """What the routers of a stack did; see `moe.sparse.stats.summarize`. Padding is not counted.
@@ -412,7 +415,7 @@ def _to_counts(stats: RouterStats) -> RouterCounts:
     counts: RouterCounts = {}
     for name, value in stats._asdict().items():
         if not value.is_floating_point():
-            counts[name] = value.tolist()
+            counts[_NAMES_IN_FILE.get(name, name)] = value.tolist()
     return counts
 
 
@@ -420,5 +423,6 @@ def _to_stats(counts: RouterCounts) -> RouterStats:
     """Returns counts as statistics; the sums, which no file holds, are 0."""
     values: dict[str, Tensor] = {}
     for name in RouterStats._fields:
-        values[name] = torch.tensor(counts.get(name, 0.0))
+        count = counts.get(_NAMES_IN_FILE.get(name, name), 0.0)
+        values[name] = torch.tensor(count)
     return RouterStats(**values)
