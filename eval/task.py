@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-import eval.tasks
 from eval.scores.metrics import Metric
 from moe.errors import DataError
 from moe.registry import Registry
 
 SPLITS = ("train", "validation", "test")
+
+_TASKS_FOLDER = Path(__file__).with_name("tasks")
 
 Row = Mapping[str, Any]
 """A row of a dataset: values by column."""
@@ -37,7 +38,7 @@ Postprocess = Callable[[str, Features, bool], Any]
 
 
 class Example(NamedTuple):
-    """One example.
+    """One example of a task.
 
     Attributes:
         id: Unique within the split; a row that comes twice has `#2` behind it.
@@ -79,7 +80,7 @@ class Source(Protocol):
 
     @property
     def splits(self) -> Sequence[str]:
-        """Splits that there are, of SPLITS."""
+        """Splits that the source has, in the order of SPLITS."""
         ...
 
     @property
@@ -153,18 +154,26 @@ class Task:
     description: str
     licence: str
     source: Source
+
+    # From rows to texts, from texts to scores.
     preprocess: Preprocess
     postprocess: Postprocess
     metrics: tuple[Metric, ...]
     headline: tuple[Metric, ...] = ()
     choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
+
+    # Names of features, joined by slashes.
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+
+    # T5's settings.
     inputs_length: int = 512
     targets_length: int = 62
     decoding: Decoding = GREEDY
     split: str = "validation"
     for_training: Preprocess | None = None
+
+    # For people who compare results.
     prompt_source: str = "T5"
     variant_of: str | None = None
     family: str = "Offline"
@@ -238,17 +247,17 @@ class Task:
                 examples.append(example)
         return examples
 
-    def metric_inputs(self, examples: Sequence[Example], outputs: Sequence[str]) -> MetricInputs:
+    def values(self, examples: Sequence[Example], outputs: Sequence[str]) -> MetricInputs:
         """Returns the values that metrics compare."""
-        values = MetricInputs([], [])
+        inputs = MetricInputs([], [])
         for example, output in zip(examples, outputs, strict=True):
-            values.targets.append(self.postprocess(example.targets, example.fields, True))
-            values.answers.append(self.postprocess(output, example.fields, False))
-        return values
+            inputs.targets.append(self.postprocess(example.targets, example.fields, True))
+            inputs.answers.append(self.postprocess(output, example.fields, False))
+        return inputs
 
     def scores(self, examples: Sequence[Example], outputs: Sequence[str]) -> dict[str, float]:
         """Returns the score of every metric, without intervals; NaN where no example counts."""
-        targets, answers = self.metric_inputs(examples, outputs)
+        targets, answers = self.values(examples, outputs)
         return {metric.name: metric.score(targets, answers) for metric in self.metrics}
 
     def _to_example(self, features: Features, number: int) -> Example:
@@ -307,7 +316,7 @@ class _Tasks(Registry[Task]):
 
     def _find(self) -> None:
         """Imports every file of eval/tasks; each adds its tasks."""
-        for module in pkgutil.iter_modules(eval.tasks.__path__):
+        for module in pkgutil.iter_modules([str(_TASKS_FOLDER)]):
             importlib.import_module(f"eval.tasks.{module.name}")
 
 

@@ -249,8 +249,8 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
     groups = [example.group for example in examples]
 
     # Both sides are scored anew, from their answers.
-    scored_a = score_answers(task.metrics, *task.metric_inputs(examples, answers_a.outputs))
-    scored_b = score_answers(task.metrics, *task.metric_inputs(examples, answers_b.outputs))
+    scored_a = score_answers(task.metrics, *task.values(examples, answers_a.outputs))
+    scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
     metrics = []
     for metric in task.metrics:
         metrics.append(_compare_metric(metric, scored_a, scored_b, groups, task_seed(name)))
