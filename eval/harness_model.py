@@ -31,13 +31,13 @@ NO_ROLLING = (
 )
 """Why a task of rolling log-likelihoods is refused."""
 
-_MAX_NEW_TOKENS = 256  # lm_eval's own, for a task that says nothing
+_MAX_NEW_TOKENS = 256  # lm_eval's own default
 
 Tokens = tuple[int, ...]
 
 
 class TargetScore(NamedTuple):
-    """What lm-evaluation-harness wants to know of a continuation.
+    """The score of a continuation, as lm-evaluation-harness asks for it.
 
     Attributes:
         log_prob: Sum over its tokens, in nats.
@@ -127,6 +127,7 @@ class HarnessModel(TemplateLM):
         encoded = EncodedInputs(encoder_output, mask)
 
         first, *forced = self.system.start
+        # A target begins with the token that the model was fine-tuned to begin with.
         targets: list[list[list[int]]] = []
         for continuations in batch.values():
             targets.append([[*forced, *continuation] for continuation in continuations])
@@ -140,7 +141,7 @@ class HarnessModel(TemplateLM):
                 )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Refuses.
+        """Raises: an encoder-decoder cannot score a text without an input.
 
         Raises:
             ConfigError: Always.
@@ -177,6 +178,8 @@ class HarnessModel(TemplateLM):
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         eos_text = self.tokenizer.decode(self.eot_token_id)
         stop_strings = handle_stop_sequences(options.pop("until"), eos=eos_text)
+
+        # transformers warns of a temperature that does nothing.
         if not options["do_sample"]:
             options.pop("temperature", None)
 

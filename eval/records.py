@@ -13,6 +13,7 @@ from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.scores.intervals import Score
 from eval.task import Decoding
+from moe.inspection.html_page import printable
 
 # ---------------------------------------------------------------------------
 # Scores
@@ -460,8 +461,3 @@ def _fields_to_json(record: Any) -> dict[str, Any]:
             continue
         content[item.metadata.get("json", item.name)] = to_json(value)
     return content
-
-
-def printable(text: str) -> str:
-    """Returns a text that can be encoded: bytes that are not UTF-8 become escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()

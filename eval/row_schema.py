@@ -27,15 +27,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def require_columns(names: Iterable[str], columns: ColumnKinds, where: str) -> None:
-    """Refuses rows that lack a column.
+    """Raises when rows lack a column.
 
     Args:
-        names: Columns that there are.
+        names: Columns of the rows.
         columns: Columns that are read.
         where: The rows, in words.
 
     Raises:
-        DataError: With the names that there are and those that are expected.
+        DataError: When one is missing; names the columns of the rows and the expected ones.
     """
     names = list(names)
     for name in columns:
@@ -72,11 +72,11 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
 def require_label(
     value: Any, allowed: Collection[Any], column: str, where: str, *, hidden: bool
 ) -> None:
-    """Refuses a label out of range.
+    """Raises when a label is out of range.
 
     Args:
         value: The label.
-        allowed: Labels that there are.
+        allowed: Labels that the dataset has.
         column: Column of the label.
         where: The row, in words.
         hidden: Whether the split may hide its labels.

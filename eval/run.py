@@ -82,6 +82,7 @@ def evaluate(
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
 
+    # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
     ranks = arrange_ranks(world, ep, tp, models.values())
     systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
@@ -104,6 +105,7 @@ def evaluate(
         models={name: model_info(models[name], system) for name, system in systems.items()},
     )
 
+    # Lengths of inputs are counted in tokens of the first model.
     tokenizer = next(iter(systems.values())).tokenizer
     results: list[TaskResult] = []
     failed: list[FailedTask] = []
@@ -181,10 +183,12 @@ def read_task(
         DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide
             their labels.
     """
+    # All ranks read the rows; the failure of one is raised on all.
     folder = None if isinstance(task.source, BuiltIn) else data
     rows: list[Row] = []
     gather_or_raise(lambda: rows.extend(task.rows(split, folder, revision)))
 
+    # Examples without a label could be answered, but not judged.
     available = task.examples_of(rows, split)
     if not available:
         raise DataError(
@@ -198,6 +202,7 @@ def read_task(
             f"{task.split}."
         )
 
+    # The limit is reported only where it left examples out.
     examples = limit_examples(available, limit)
     return TaskExamples(
         task=task,

@@ -38,7 +38,7 @@ Postprocess = Callable[[str, Features, bool], Any]
 
 
 class Example(NamedTuple):
-    """One example.
+    """One example of a task.
 
     Attributes:
         id: Unique within the split; a row that comes twice has `#2` behind it.
@@ -80,7 +80,7 @@ class Source(Protocol):
 
     @property
     def splits(self) -> Sequence[str]:
-        """Splits that there are, of SPLITS."""
+        """Splits that the source has, in the order of SPLITS."""
         ...
 
     @property
@@ -247,17 +247,17 @@ class Task:
                 examples.append(example)
         return examples
 
-    def metric_inputs(self, examples: Sequence[Example], outputs: Sequence[str]) -> MetricInputs:
+    def values(self, examples: Sequence[Example], outputs: Sequence[str]) -> MetricInputs:
         """Returns the values that metrics compare."""
-        values = MetricInputs([], [])
+        inputs = MetricInputs([], [])
         for example, output in zip(examples, outputs, strict=True):
-            values.targets.append(self.postprocess(example.targets, example.fields, True))
-            values.answers.append(self.postprocess(output, example.fields, False))
-        return values
+            inputs.targets.append(self.postprocess(example.targets, example.fields, True))
+            inputs.answers.append(self.postprocess(output, example.fields, False))
+        return inputs
 
     def scores(self, examples: Sequence[Example], outputs: Sequence[str]) -> dict[str, float]:
         """Returns the score of every metric, without intervals; NaN where no example counts."""
-        targets, answers = self.metric_inputs(examples, outputs)
+        targets, answers = self.values(examples, outputs)
         return {metric.name: metric.score(targets, answers) for metric in self.metrics}
 
     def _to_example(self, features: Features, number: int) -> Example:

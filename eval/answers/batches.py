@@ -63,6 +63,7 @@ def make_batches(
         for request in remaining[:max_rows]:
             num_similar += len(request.tokens) >= _SIMILAR_LENGTH * longest
 
+        # A single request that is too long is a batch all the same.
         size = min(max_rows, max_tokens // longest, max(min_rows, num_similar))
         size = max(1, size)
         batches.append(remaining[:size])

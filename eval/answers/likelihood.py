@@ -64,7 +64,7 @@ class Scoring:
             )
 
     def score(self, text: str, choice: ChoiceLikelihood) -> float:
-        """Returns the score of the choice that reads `text`; the highest wins.
+        """Returns the score of a choice; the highest wins.
 
         An empty choice is divided by 1.
         """
@@ -96,7 +96,7 @@ class EncodedInputs(NamedTuple):
         return {"encoder_outputs": self.output, "attention_mask": self.mask}
 
     def cached_inputs(self, rows: Tensor) -> dict[str, Any]:
-        """Returns these arguments where the rows <int64>[R] are continued with a cache.
+        """Returns the same for rows <int64>[R] that continue a cache.
 
         The cache holds keys and values of the hidden states, so only their shape is read.
         """
@@ -108,7 +108,7 @@ class EncodedInputs(NamedTuple):
 
 
 class TargetLogProbs(NamedTuple):
-    """What a model says of the targets of N inputs.
+    """Log-probabilities of the targets of N inputs.
 
     Attributes:
         log_probs: Of each token, by input and target.
@@ -259,7 +259,7 @@ def _common_prefix_length(tokens: Tensor, lengths: Tensor) -> int:
 
 
 class _ScoredTokens(NamedTuple):
-    """What a model says of the tokens of R targets.
+    """Log-probabilities of the tokens of R targets.
 
     Attributes:
         log_probs: <float32>[R, T] log-probability of each token.
@@ -282,6 +282,7 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
     max_logits = logits.max(dim=-1).values  # [N, T]
     normalizer = logits.logsumexp(dim=-1)  # [N, T]
 
+    # Several targets may belong to one row of logits.
     if rows is None:
         rows = torch.arange(len(tokens), device=tokens.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -298,7 +299,7 @@ def _by_input(
     is_greedy: list[bool],
     routers: list[RouterOutput],
 ) -> TargetLogProbs:
-    """Returns what was found of all targets in one list, by input and target."""
+    """Returns the scores of all targets, sorted by input."""
     log_probs_by_input: list[list[list[float]]] = []
     is_greedy_by_input: list[list[bool]] = []
     number = 0
@@ -315,6 +316,7 @@ def _by_input(
 
 def _select_rows(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
     """Returns a cache of the rows <int64>[R] of another, which is left as it is."""
+    # A shallow copy of each layer: selecting replaces its tensors, and leaves the other's alone.
     parts = [copy.copy(cache.self_attention_cache), copy.copy(cache.cross_attention_cache)]
     for part in parts:
         part.layers = [copy.copy(layer) for layer in part.layers]
@@ -344,6 +346,7 @@ def _pass_sizes(lengths: Sequence[int], bytes_per_row: int, bytes_per_token: int
     sizes: list[int] = []
     num_taken = 0
     while num_taken < len(lengths):
+        # All rows of a pass are as long as its first.
         bytes_of_longest = bytes_per_row + lengths[num_taken] * bytes_per_token
         size = max(1, _MAX_BYTES // bytes_of_longest)
         sizes.append(min(size, len(lengths) - num_taken))

@@ -42,6 +42,9 @@ _MAX_ROWS = {"generate": 128, "rank": 128}
 _MAX_TOKENS = 1 << 14  # of a batch's inputs, padding and beams included
 _MIN_ROWS = {"generate": 8, "rank": 4}  # of a batch, whatever the lengths of its inputs
 
+_NAMES_IN_FILE = {"dropped_by_choice": "dropped_by_place"}
+"""Fields of `RouterStats` that have another name in predictions files, since earlier versions."""
+
 
 class RouterSummary(NamedTuple):
     """What the routers of a stack did; see `moe.sparse.stats.summarize`. Padding is not counted.
@@ -137,7 +140,7 @@ def predict(
     header = _header(system, task, mode, batches, scoring)
     file = PredictionsFile(path if is_writer else None, header)
 
-    # What an interrupted run has answered; all ranks learn it from rank 0.
+    # What an interrupted run has answered; all ranks get it from rank 0.
     def num_reusable(num_answered: int) -> int:
         return ranks.num_reusable(num_answered, len(batches))
 
@@ -275,6 +278,7 @@ def _answer(
     if not batch:
         mask = torch.zeros_like(mask)
 
+    # One pass of the encoder, whatever the mode.
     options = {"output_router_logits": True} if system.sparse else {}
     encoder_output = system.model.get_encoder()(input_ids=input_ids, attention_mask=mask, **options)
     encoded = EncodedInputs(encoder_output, mask)
@@ -282,6 +286,7 @@ def _answer(
     answer = _generate if mode == "generate" else _rank
     answers = answer(system, task, batch, encoded)
 
+    # What the routers of both stacks did; a dense model has none.
     routers: dict[Stack, RouterCounts] = {}
     encoder_routers = getattr(encoder_output, "encoder_router_outputs", None)
     if encoder_routers:
@@ -321,11 +326,12 @@ def _generate(
             report_routers=system.sparse,
         )
 
+    # Text as the metrics compare it; a row of padding has no request and is left out.
     texts = system.tokenizer.batch_decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     predictions: list[Prediction] = []
-    for item, text in zip(batch, texts, strict=False):  # a row that fills in has no request
+    for item, text in zip(batch, texts, strict=False):
         predictions.append(Prediction(item.request.id, text, None, truncated=item.truncated))
     return _Answers(predictions, routers)
 
@@ -374,6 +380,7 @@ def _rank(
         system.model, encoded, first, targets, system.ranks, report_routers=system.sparse
     )
 
+    # The last log-probability of a target is that of the end token.
     predictions: list[Prediction] = []
     for item, texts, log_probs in zip(batch, choices, scored.log_probs, strict=False):
         likelihoods: dict[str, ChoiceLikelihood] = {}
@@ -408,7 +415,7 @@ def _to_counts(stats: RouterStats) -> RouterCounts:
     counts: RouterCounts = {}
     for name, value in stats._asdict().items():
         if not value.is_floating_point():
-            counts[name] = value.tolist()
+            counts[_NAMES_IN_FILE.get(name, name)] = value.tolist()
     return counts
 
 
@@ -416,6 +423,6 @@ def _to_stats(counts: RouterCounts) -> RouterStats:
     """Returns counts as statistics; the sums, which no file holds, are 0."""
     values: dict[str, Tensor] = {}
     for name in RouterStats._fields:
-        old_name = name.replace("_choice", "_place")  # in files of the release before
-        values[name] = torch.tensor(counts.get(name, counts.get(old_name, 0.0)))
+        count = counts.get(_NAMES_IN_FILE.get(name, name), 0.0)
+        values[name] = torch.tensor(count)
     return RouterStats(**values)

@@ -186,10 +186,12 @@ class PredictionsFile:
         if self.path is None:
             return []
         try:
+            # What was answered must be what is asked.
             batches = self._read_batches(self.path)
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)
 
+            # Kept batches are scored anew, in case the file is of another scoring.
             scoring = Scoring(*self.header.scoring)
             num_kept = num_reusable(len(batches))
             batches = [batch.scored(scoring) for batch in batches[:num_kept]]
@@ -274,9 +276,10 @@ def read_predictions_file(
     Raises:
         DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
+    # Behind the last newline a line was still being written.
     if not path.exists():
         return _NO_CONTENT
-    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]  # behind the last newline it is torn
+    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]
     if not lines:
         return _NO_CONTENT
 

@@ -53,20 +53,22 @@ class Seq2Seq(NamedTuple):
         They are the decoder's start and, for a model that was fine-tuned with one, the sentinel.
         """
         generation = self.model.generation_config
-        candidates = (
-            generation.decoder_start_token_id,
-            self.model.config.decoder_start_token_id,
-            self.pad,
-        )
-        first = next(token for token in candidates if token is not None)
+        first = generation.decoder_start_token_id
+        if first is None:
+            first = self.model.config.decoder_start_token_id
+        if first is None:
+            first = self.pad
+
         forced = generation.forced_bos_token_id
         return [first] if forced is None else [first, forced]
 
     @property
     def pad(self) -> int:
         """Token that fills short rows."""
-        candidates = (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0)
-        return next(token for token in candidates if token is not None)
+        pad = self.tokenizer.pad_token_id
+        if pad is None:
+            pad = self.model.config.pad_token_id
+        return 0 if pad is None else pad
 
     @property
     def end_tokens(self) -> list[int]:
@@ -83,6 +85,7 @@ class Seq2Seq(NamedTuple):
         """
         if not requests:
             return []
+        # All texts at once, which is faster; the few that are too long once more, truncated.
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
         all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
@@ -115,11 +118,13 @@ def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
     model = _load_model(folder, ranks)
     tokenizer = _load_tokenizer(folder)
 
+    # Of the settings of generation the special tokens alone.
     special_tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
     if special_tokens["eos_token_id"] is None:
         special_tokens["eos_token_id"] = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(**special_tokens)
 
+    # Rank 0 alone writes the predictions that the fingerprint is for.
     digest = model_fingerprint(folder) if ranks.world.rank == 0 else ""
     return Seq2Seq(model, tokenizer, digest, ranks)
 

@@ -16,7 +16,6 @@ from eval.records import (
     ExampleDifference,
     MetricComparison,
     TaskComparison,
-    printable,
     to_json,
 )
 from eval.reports.formatting import format_score, markdown_cell, markdown_table, shorten
@@ -33,6 +32,7 @@ from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
+from moe.inspection.html_page import printable
 
 _SHOWN_EXAMPLES = 10
 _WRITTEN_CHARACTERS = 500
@@ -247,8 +247,8 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
     groups = [example.group for example in examples]
 
     # Both sides are scored anew, from their answers.
-    scored_a = score_answers(task.metrics, *task.metric_inputs(examples, answers_a.outputs))
-    scored_b = score_answers(task.metrics, *task.metric_inputs(examples, answers_b.outputs))
+    scored_a = score_answers(task.metrics, *task.values(examples, answers_a.outputs))
+    scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
     metrics = []
     for metric in task.metrics:
         metrics.append(_compare_metric(metric, scored_a, scored_b, groups, task_seed(name)))

@@ -122,6 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
     if report is None:  # rank 0 prints
         return
 
+    # Scores, where the reports are, and what failed.
     print_scores(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
     if report.earlier:
@@ -148,6 +149,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
             name = "model"
             folder = value
 
+        # Two models of one name would write to one file.
         if not name or not folder.strip():
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:

@@ -3,8 +3,9 @@
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.answers.predict import MODES
-from eval.records import MetricScore, Report, SystemResult, TaskResult, printable
+from eval.records import MetricScore, Report, SystemResult, TaskResult
 from eval.reports.formatting import format_interval, format_score, markdown_table
+from moe.inspection.html_page import printable
 
 _HEADER = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]
 

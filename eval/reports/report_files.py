@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from eval.answers.seq2seq import Seq2Seq
-from eval.records import ModelInfo, Report, Selection, printable, to_json
+from eval.records import ModelInfo, Report, Selection, to_json
 from eval.reports.card import model_card
 from eval.reports.html_report import html_report
 from eval.reports.markdown_report import markdown_report
@@ -27,6 +27,7 @@ from eval.sealed_json import seal
 from moe.checks import is_kind
 from moe.errors import CheckpointError
 from moe.files import write_text
+from moe.inspection.html_page import printable
 from moe.models.configuration import STMoEConfig
 from moe.parsing import read_json, to_record
 

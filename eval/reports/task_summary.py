@@ -167,7 +167,7 @@ def score_system(
         mode: How it answered.
         router: What its routers did; None for a dense model.
     """
-    scored = score_answers(task.metrics, *task.metric_inputs(examples, outputs))
+    scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
     scores, draws = score_metrics(scored, groups, task_seed(task.name))
 

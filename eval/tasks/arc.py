@@ -22,7 +22,7 @@ LETTERS = "ABCDE"
 
 
 def ask_letter(name: str) -> Preprocess:
-    """Returns the preprocessor whose target is the letter of the right choice.
+    """Returns the preprocessor that maps a question with its choices to a letter.
 
     Args:
         name: What the prompt begins with.
@@ -44,7 +44,7 @@ def ask_letter(name: str) -> Preprocess:
 
 
 def unifiedqa(row: Row) -> list[Features]:
-    """Returns the example whose target is the text of the right choice, all in lower case.
+    """Maps a question with its choices to the text of the right one, all in lower case.
 
     Source:
         UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts

@@ -27,7 +27,7 @@ _COLUMNS = {"id": str, "context": str, "question": str, "answers": {"text": [str
 
 
 def squad_v2(row: Row) -> list[Features]:
-    """Returns T5's example, to its first answer or to UNANSWERABLE."""
+    """Maps a question to its first answer, as T5 does, or to UNANSWERABLE."""
     examples = squad(row)
     for features in examples:
         if not features["answers"]:

@@ -205,7 +205,7 @@ register_task(
 
 
 def _record_train(row: Row) -> list[Features]:
-    """Returns an example for each answer; entities are sorted, as in T5's copy of the data."""
+    """Maps a query to each of its answers; entities are sorted, as in T5's copy of the data."""
     entities = sorted(set(row["entities"]))
     examples = preprocess.record({**row, "entities": entities})
     for number, features in enumerate(examples):
@@ -215,7 +215,7 @@ def _record_train(row: Row) -> list[Features]:
 
 
 def _record(row: Row) -> list[Features]:
-    """Returns the query once, to its first answer."""
+    """Maps a query to its first answer alone."""
     return _record_train(row)[:1]
 
 

@@ -101,6 +101,7 @@ def wsc_simple(text: str, fields: Features, is_target: bool) -> int:
     if is_target:
         return fields["label"]
 
+    # "his father's", for instance, agrees with "the father's" but not with "the father".
     answer = _without_determiners(text)
     referent = _without_determiners(fields["targets"])
     if not answer:

@@ -196,7 +196,7 @@ def label_text(label: int, labels: Sequence[str]) -> str:
 
 
 def stsb(row: Row) -> list[Features]:
-    """Returns two sentences to their similarity as text, rounded to the nearest 0.2.
+    """Maps two sentences to their similarity as text, rounded to the nearest 0.2.
 
     Rounding is half to even, in float32.
 
@@ -210,7 +210,7 @@ def stsb(row: Row) -> list[Features]:
 
 
 def record(row: Row) -> list[Features]:
-    """Returns one example for each answer, with all answers; without any, a hidden target.
+    """Maps a query to each of its answers; without any, to a hidden target.
 
     Entities stand in the order of the row. T5's copy of the data has them sorted; that of the hub
     has not.
@@ -224,6 +224,7 @@ def record(row: Row) -> list[Features]:
     entities = ", ".join(row["entities"])
     inputs = f"record query: {row['query']} entities: {entities} passage: {passage}"
 
+    # Every example has all answers, which its postprocessor needs.
     answers = list(row["answers"])
     examples: list[Features] = []
     for target in answers or [HIDDEN_TARGET]:
@@ -244,7 +245,7 @@ def record(row: Row) -> list[Features]:
 
 
 def summarize(text_field: str, summary_field: str) -> Preprocess:
-    """Returns the preprocessor that has one field summarized to another.
+    """Returns the preprocessor that maps a text to its summary, given their fields.
 
     Source:
         T5 `summarize`. Differs: no.
@@ -325,6 +326,7 @@ def rank_classification_formatter(
     num_choices = _num_choices(inputs_formats, targets_formats)
     right_choices = np.atleast_1d(row[label_field]).tolist()
 
+    # One example a choice: its text filled in, and whether it is right.
     examples: list[Features] = []
     for choice in range(num_choices):
         features: Features = {
@@ -358,7 +360,7 @@ def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Seq
 
 
 def _in_lists(examples: Sequence[Features]) -> Features:
-    """Returns one example whose features are the lists of those of all."""
+    """Returns one example whose features are lists over all examples."""
     in_lists: Features = {name: [] for name in examples[0]}
     for features in examples:
         for name, value in features.items():
@@ -371,7 +373,7 @@ def _format_of(formats: str | Sequence[str], choice: int) -> str:
 
 
 def _fill_in(text: str, row: Row) -> str:
-    """Returns a format with the texts of the row in place of its braces."""
+    """Returns a format in which texts of the row replace the braces."""
 
     def text_of_field(match: re.Match[str]) -> str:
         # Follow the path into the row, one field after the other.

@@ -34,7 +34,7 @@ def pad_punctuation(text: str) -> str:
 
 
 def squad(row: Row, *, include_context: bool = True) -> list[Features]:
-    """Returns a question to its first answer; punctuation is padded everywhere.
+    """Maps a question to its first answer; punctuation is padded everywhere.
 
     Args:
         row: A row of SQuAD.
@@ -63,7 +63,7 @@ def squad(row: Row, *, include_context: bool = True) -> list[Features]:
 
 
 def trivia_qa(row: Row) -> list[Features]:
-    """Returns an example for each context and each alias that occurs in it.
+    """Maps a question to an alias, for each context and each alias that occurs in it.
 
     Source:
         T5 `trivia_qa`. Differs: an alias is looked for to the letter, where T5 takes it for a
@@ -91,7 +91,7 @@ def trivia_qa(row: Row) -> list[Features]:
 
 
 def natural_questions_open(row: Row) -> list[Features]:
-    """Returns a question to the first of its answers.
+    """Maps a question to the first of its answers.
 
     Source:
         t5_cbqa `natural_questions_open`. Differs: no.
@@ -100,7 +100,7 @@ def natural_questions_open(row: Row) -> list[Features]:
 
 
 def web_questions(row: Row) -> list[Features]:
-    """Returns a question to the first of its answers.
+    """Maps a question to the first of its answers.
 
     Source:
         t5_cbqa `web_questions_open`. Differs: no.
@@ -109,7 +109,7 @@ def web_questions(row: Row) -> list[Features]:
 
 
 def trivia_qa_open(row: Row) -> list[Features]:
-    """Returns a question to its answer; all aliases count as right.
+    """Maps a question to its answer; all aliases count as right.
 
     Source:
         t5_cbqa `trivia_qa_open`. Differs: no.
@@ -121,7 +121,7 @@ def trivia_qa_open(row: Row) -> list[Features]:
 def _closed_book(
     prompt: str, row: Row, answers: Sequence[str], target: str | None = None
 ) -> list[Features]:
-    """Returns a question without context; the target is the first answer unless given."""
+    """Maps a question without context to an answer; the target is the first answer unless given."""
     if target is None:
         target = answers[0] if answers else HIDDEN_TARGET
     return [{"inputs": prompt + row["question"], "targets": target, "answers": list(answers)}]
@@ -138,7 +138,7 @@ def natural_questions_nocontext(
     max_tokens: int | None = None,
     max_answers: int | None = None,
 ) -> list[Features]:
-    """Returns a question to all its answers, `answer: A1 answer: A2`; nothing when there is none.
+    """Maps a question to all its answers, `answer: A1 answer: A2`; without any gives no example.
 
     Args:
         row: A row of Natural Questions; `annotations` has a yes_no_answer and short_answers for

@@ -149,10 +149,14 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
         DataError: When something else than a page of this command lies there.
     """
     page = output_path(text, suffix=".html", inputs=inputs)
-    parent = next(folder for folder in page.absolute().parents if folder.exists())
+
+    # The nearest thing above it that exists must be a folder.
+    parent = page.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
     if not parent.is_dir():
         raise DataError(
-            f"--out {page} would lie below {parent}, which is a file. Choose another place."
+            f"--out {page} would lie below {parent}, which is a file. Choose another path."
         )
 
     # Only a page of this command is replaced.

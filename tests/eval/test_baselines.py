@@ -114,7 +114,7 @@ def test_the_offline_tasks_have_baselines_that_score_above_the_majority(name):
     examples = task.examples("test")
     outputs = baseline_outputs(task, task.examples("train"), examples)
     scores = {
-        name: task.metrics[0].score(*task.metric_inputs(examples, answers))
+        name: task.metrics[0].score(*task.values(examples, answers))
         for name, answers in outputs.items()
     }
     assert scores.pop("majority") < max(scores.values())

@@ -237,7 +237,7 @@ def test_answers_without_a_value_are_counted_where_values_are_numbers(name, outp
     task = TASKS.get(name)
     examples = task.examples(task.split, FIXTURES)
     outputs += [examples[-1].targets] * (len(examples) - len(outputs))
-    assert count_unparsable(*task.metric_inputs(examples, outputs)) == expected
+    assert count_unparsable(*task.values(examples, outputs)) == expected
 
 
 def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):
