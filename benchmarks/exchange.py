@@ -135,7 +135,7 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     jobs, facts = [], {}
     for name, settings in LAYERS.items():
         alone, spread, local = (build_layer(problem, *settings) for problem in (whole, mine, apart))
-        spread.spread(mesh.ep, None)
+        spread.set_parallel_axes(mesh.ep, None)
         sent, router = watch(spread, mine)
         facts[name] = describe_bytes(sent, router, mine)
         bare = [sending.repeat(device) for sending in sent if sending.is_rows]

@@ -25,8 +25,8 @@ from transformers import (
 
 from benchmarks.machine import describe_machine, save_report
 from benchmarks.timing import measure_in_turn, median_ratio
-from moe.convert.hf_config import own_fields
-from moe.convert.hf_names import transformers_names
+from moe.convert.hf_config import from_hf_config
+from moe.convert.hf_names import hf_weight_map
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
@@ -158,12 +158,12 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
     torch.manual_seed(0)
     dropless = {"expert_capacity": None, "capacity_factor": None, "eval_capacity_factor": None}
     ours = STMoEForConditionalGeneration(
-        STMoEConfig(**{**own_fields(config.to_diff_dict()), **dropless})
+        STMoEConfig(**{**from_hf_config(config.to_diff_dict()), **dropless})
     )
     with torch.device("meta"):
         switch = SwitchTransformersForConditionalGeneration(config)
     weights, parts = ours.state_dict(), {}
-    for weight in transformers_names(ours.config, "switch_transformers"):
+    for weight in hf_weight_map(ours.config, "switch_transformers"):
         parts |= weight.split(weights[weight.name])
     switch.load_state_dict(
         parts, strict=False, assign=True

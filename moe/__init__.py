@@ -3,12 +3,15 @@
 Importing the package registers its models with transformers' Auto classes.
 """
 
+import warnings
+from typing import Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
 from moe.cli import run_main
 from moe.convert.formats import conversion_report
-from moe.convert.hf_weights import ConversionReport
+from moe.convert.report import ConversionReport
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
@@ -30,8 +33,14 @@ from moe.models.parallelize import mesh_limits, shard_model
 from moe.models.presets import PRESETS
 from moe.models.subsets import select_parameters
 from moe.registry import Registry
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import SparseConfig
-from moe.sparse.integration import FeedForwardSlot, collect_routers, router_loss, total_stats
+from moe.sparse.integration import (
+    SparseFeedForwardAdapter,
+    collect_routers,
+    router_loss,
+    total_stats,
+)
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import (
     BalanceTotals,
@@ -40,9 +49,8 @@ from moe.sparse.losses import (
     balance_totals,
     balance_within,
 )
-from moe.sparse.plan import DispatchPlan, assign_slots
-from moe.sparse.router import ROUTERS, Router, RouterInputs, load_routers
-from moe.sparse.scores import RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.router import ROUTERS, Router, RouterInputs
 from moe.sparse.stats import RouterStats, add_stats, sum_stats, summarize
 from moe.training.callback import RouterStatsCallback
 
@@ -56,7 +64,6 @@ __all__ = [
     "DataError",
     "DispatchPlan",
     "DistributedError",
-    "FeedForwardSlot",
     "Mesh",
     "MeshConfig",
     "MoEError",
@@ -74,6 +81,7 @@ __all__ = [
     "STMoEModel",
     "SparseConfig",
     "SparseFeedForward",
+    "SparseFeedForwardAdapter",
     "World",
     "add_stats",
     "add_totals",
@@ -104,6 +112,27 @@ __all__ = [
     "total_stats",
     "whole_file",
 ]
+
+_DEPRECATED = {
+    "FeedForwardSlot": "SparseFeedForwardAdapter",
+}
+"""Public names of the release before, and what they are called now. They go with the next release."""
+
+
+def __getattr__(name: str) -> Any:
+    """Returns what a deprecated name stands for, with a warning at its first use."""
+    if name not in _DEPRECATED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    new_name = _DEPRECATED[name]
+    value = globals()[name] = globals()[new_name]
+    warnings.warn(
+        f"moe.{name} is now called moe.{new_name}; the old name goes with the next release.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return value
+
 
 AutoConfig.register("st_moe", STMoEConfig)
 AutoModel.register(STMoEConfig, STMoEModel)

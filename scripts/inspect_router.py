@@ -27,8 +27,8 @@ from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
-from moe.inspection.html_parts import GENERATOR
-from moe.inspection.report import printable, write_report
+from moe.inspection.html_page import printable
+from moe.inspection.report import GENERATOR, write_report
 from moe.inspection.report_data import (
     TracedModel,
     TracedText,
@@ -43,7 +43,8 @@ from moe.models.modeling import STMoEForConditionalGeneration
 _BATCH_SIZE = 64
 _SEED = 0
 _MOST_BATCHES = 100_000
-# What a page of an earlier version says instead of GENERATOR.
+_GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
+# What a page of an earlier version has in the place of this tag.
 _EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>"
 
 
@@ -149,7 +150,7 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     if page.exists():
         with page.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1000)
-        if head and GENERATOR not in head and _EARLIER_TITLE not in head:
+        if head and _GENERATOR_TAG not in head and _EARLIER_TITLE not in head:
             raise DataError(
                 f"--out {page} exists and is no page of this command, so it is not overwritten. Choose another name, "
                 "or move it away."

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.answers.batches import Request, TokenizedRequest, make_batches
+from eval.answers.batches import Request, TokenizedRequest, make_batches, pad_tokens
 from eval.answers.beam import generate_beams, generate_greedily
 from eval.answers.likelihood import ChoiceLikelihood, EncodedInputs, Scoring, target_log_probs
 from eval.answers.predictions_file import (
@@ -139,10 +138,11 @@ def predict(
     file = PredictionsFile(path if is_writer else None, header)
 
     # What an interrupted run has answered; all ranks learn it from rank 0.
-    ids = [[item.request.id for item in batch] for batch in batches]
+    def num_reusable(num_answered: int) -> int:
+        return ranks.num_reusable(num_answered, len(batches))
 
     def resume() -> list[Batch]:
-        return file.resume(ids, lambda number: ranks.num_reusable(number, len(batches)))
+        return file.resume(list(map(_ids, batches)), num_reusable)
 
     answered = gather_or_raise(resume)[0]
 
@@ -167,9 +167,11 @@ def predict(
             answered += new
             progress.update(_num_predictions(new))
 
+    # In the order of the requests; the batches were sorted by length.
     by_id: dict[str, Prediction] = {}
     for batch in answered:
-        by_id.update((prediction.id, prediction) for prediction in batch.predictions)
+        for prediction in batch.predictions:
+            by_id[prediction.id] = prediction
     return Predicted([by_id[request.id] for request in requests], summarize_routers(answered))
 
 
@@ -180,7 +182,9 @@ def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | 
 
     summaries: dict[Stack, RouterSummary] = {}
     for stack in batches[0].routers:
-        total = reduce(add_stats, [_to_stats(batch.routers[stack]) for batch in batches])
+        total = _to_stats(batches[0].routers[stack])
+        for batch in batches[1:]:
+            total = add_stats(total, _to_stats(batch.routers[stack]))
         numbers = summarize(total)
         summaries[stack] = RouterSummary(
             fraction_dropped=numbers["fraction_dropped"],
@@ -246,6 +250,10 @@ def _check_scores(batches: Sequence[Batch], header: Header) -> None:
                     )
 
 
+def _ids(batch: Sequence[TokenizedRequest]) -> list[str]:
+    return [item.request.id for item in batch]
+
+
 def _num_predictions(batches: Sequence[Batch]) -> int:
     return sum(len(batch.predictions) for batch in batches)
 
@@ -261,13 +269,11 @@ def _answer(
     """Returns the predictions of a batch; an empty one only keeps ranks in lockstep."""
     device = system.model.device
 
-    # Inputs, padded; without a request one row of padding, of which nothing is real.
+    # Inputs [N, L]; without a request one row of padding, of which nothing is real.
     rows = [item.tokens for item in batch] or [[system.pad]]
-    longest = max(map(len, rows))
-    padded = [row + [system.pad] * (longest - len(row)) for row in rows]
-    input_ids = torch.tensor(padded, device=device)  # [N, L]
-    lengths = torch.tensor([len(row) for row in rows] if batch else [0], device=device)  # [N]
-    mask = (torch.arange(longest, device=device) < lengths[:, None]).long()  # [N, L]
+    input_ids, mask = pad_tokens(rows, system.pad, device)
+    if not batch:
+        mask = torch.zeros_like(mask)
 
     options = {"output_router_logits": True} if system.sparse else {}
     encoder_output = system.model.get_encoder()(input_ids=input_ids, attention_mask=mask, **options)
@@ -282,7 +288,7 @@ def _answer(
         routers["encoder"] = _to_counts(total_stats(encoder_routers))
     if answers.routers:
         routers["decoder"] = _to_counts(total_stats(answers.routers))
-    return Batch([prediction.scored(scoring) for prediction in answers.predictions], routers)
+    return Batch(answers.predictions, routers).scored(scoring)
 
 
 def _generate(
@@ -351,7 +357,11 @@ def _rank(
     system: Seq2Seq, task: Task, batch: Sequence[TokenizedRequest], encoded: EncodedInputs
 ) -> _Answers:
     """Returns the log-probabilities of the choices of each request."""
-    choices = [list(dict.fromkeys(item.request.choices)) for item in batch] or [[""]]
+    # Each choice once; an empty batch, which only keeps ranks in lockstep, has an empty one.
+    choices: list[list[str]] = []
+    for item in batch:
+        choices.append(list(dict.fromkeys(item.request.choices)))
+    choices = choices or [[""]]
     tokens = _tokens_of_choices(system, choices)
 
     # A target is what the decoder writes: a sentinel that the model learnt, the choice, the end.
@@ -404,4 +414,8 @@ def _to_counts(stats: RouterStats) -> RouterCounts:
 
 def _to_stats(counts: RouterCounts) -> RouterStats:
     """Returns counts as statistics; the sums, which no file holds, are 0."""
-    return RouterStats(*(torch.tensor(counts.get(name, 0.0)) for name in RouterStats._fields))
+    values: dict[str, Tensor] = {}
+    for name in RouterStats._fields:
+        old_name = name.replace("_choice", "_place")  # in files of the release before
+        values[name] = torch.tensor(counts.get(name, counts.get(old_name, 0.0)))
+    return RouterStats(**values)

@@ -102,7 +102,10 @@ class Prediction(NamedTuple):
         """Returns the line of the file."""
         fields = self._asdict()
         if self.choices is not None:
-            fields["choices"] = {text: c._asdict() for text, c in self.choices.items()}
+            choices: dict[str, dict[str, float]] = {}
+            for text, choice in self.choices.items():
+                choices[text] = choice._asdict()
+            fields["choices"] = choices
         return json.dumps(fields)
 
 
@@ -116,6 +119,11 @@ class Batch(NamedTuple):
 
     predictions: list[Prediction]
     routers: Mapping[Stack, RouterCounts]
+
+    def scored(self, scoring: Scoring) -> "Batch":
+        """Returns the batch with its predictions under a scoring."""
+        predictions = [prediction.scored(scoring) for prediction in self.predictions]
+        return self._replace(predictions=predictions)
 
 
 class _ClosingLine(NamedTuple):
@@ -182,9 +190,9 @@ class PredictionsFile:
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)
 
-            batches = batches[: num_reusable(len(batches))]
             scoring = Scoring(*self.header.scoring)
-            batches = [_scored(batch, scoring) for batch in batches]
+            num_kept = num_reusable(len(batches))
+            batches = [batch.scored(scoring) for batch in batches[:num_kept]]
             self._rewrite(self.path, batches)
         except OSError as error:
             raise self._write_error(error) from error
@@ -246,11 +254,6 @@ class PredictionsFile:
             "holds is kept. Make room or give another --out, and run the same command again: it "
             "goes on from there."
         )
-
-
-def _scored(batch: Batch, scoring: Scoring) -> Batch:
-    predictions = [prediction.scored(scoring) for prediction in batch.predictions]
-    return batch._replace(predictions=predictions)
 
 
 # ---------------------------------------------------------------------------

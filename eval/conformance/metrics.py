@@ -18,6 +18,7 @@ from eval.conformance.case import (
 )
 from eval.scores import metrics
 from eval.scores.metrics import Metric
+from eval.scores.superglue import superglue_average
 from moe.checks import check_integer
 
 MetricValues = dict[str, float]
@@ -94,7 +95,7 @@ def _normalize_trivia_qa(given: CaseInput) -> str:
 
 
 def _superglue_average(given: CaseInput) -> MetricValues:
-    return {"average": metrics.superglue_average(given["scores"])}
+    return {"average": float(superglue_average(given["scores"]))}
 
 
 def _auc(given: CaseInput) -> MetricValues:

@@ -87,6 +87,7 @@ def _register_round(number: int, *, num_train: int, num_eval: int) -> None:
         )
     )
 
+    # Published prompts for the same rows.
     register_task(
         replace(
             task,

@@ -52,7 +52,7 @@ def unifiedqa(row: Row) -> list[Features]:
         anew, since some have digits.
     """
     right = right_choice(row)
-    texts = [text.lower() for text in row["choices"]["text"]]
+    texts = list(map(str.lower, row["choices"]["text"]))
     return [
         {
             "id": row["id"],
@@ -98,6 +98,8 @@ def _with_letters(texts: list[str]) -> str:
 def _register_level(name: str, config: str, counts: Mapping[str, int]) -> None:
     """Registers ARC-Easy or ARC-Challenge, and its variant."""
     question = "A science question for school grades 3 to 9 with three to five choices"
+
+    # Our own prompt: T5's rule for GLUE, with lettered choices.
     task = register_task(
         Task(
             name=name,
@@ -125,6 +127,8 @@ def _register_level(name: str, config: str, counts: Mapping[str, int]) -> None:
             family="ARC",
         )
     )
+
+    # UnifiedQA's prompt for the same rows.
     register_task(
         replace(
             task,

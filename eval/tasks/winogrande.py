@@ -92,6 +92,7 @@ def choices_of_row(features: Features) -> tuple[str, ...]:
 
 def _register_size(size: str, num_train: int) -> Task:
     """Registers the task of one size of training data, and returns it."""
+    # All sizes share the rows that are evaluated.
     return register_task(
         Task(
             name=f"winogrande_{size}",
@@ -116,6 +117,7 @@ def _register_size(size: str, num_train: int) -> Task:
     )
 
 
+# Sizes with the number of rows to train on.
 _register_size("xs", 160)
 _register_size("s", 640)
 _register_size("m", 2558)
@@ -123,6 +125,7 @@ _register_size("l", 10234)
 _xl = _register_size("xl", 40398)
 _register_size("debiased", 9248)
 
+# Published prompts, on the rows of the largest size.
 register_task(
     replace(
         _xl,

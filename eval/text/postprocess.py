@@ -143,8 +143,9 @@ def natural_questions(text: str, fields: Features, is_target: bool) -> list[tupl
         t5_cbqa `postprocessors.natural_questions` (google-research/google-research). Differs: no.
     """
     if not is_target:
-        return [tuple(answer.strip() for answer in text.split("answer:")[1:])]
+        return [tuple(map(str.strip, text.split("answer:")[1:]))]
 
+    # Short answers of all annotators stand in one list; a start says where each one's begin.
     values = fields["short_answers/values"]
     starts = fields["short_answers/row_starts"]
     ends = [*starts[1:], len(values)]

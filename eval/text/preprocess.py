@@ -131,10 +131,12 @@ def glue(
     """
 
     def preprocess(row: Row) -> list[Features]:
-        names = fields or sorted(set(row) - {"label", "idx"})
-        inputs = " ".join([name, *(f"{field}: {row[field]}" for field in names)])
+        inputs = name
+        for field in fields or sorted(set(row) - {"label", "idx"}):
+            inputs += f" {field}: {row[field]}"
         features: Features = {"inputs": inputs, "targets": label_text(row["label"], labels)}
 
+        # The one task with HTML in its texts, and with three numbers instead of one.
         if name == "multirc":
             features["inputs"] = re.sub("</?b>", "", inputs.replace("<br>", " "))
             for part in ("paragraph", "question", "answer"):
@@ -335,22 +337,17 @@ def rank_classification_formatter(
             features["weight"] = float(row[weight_field])
         examples.append(features)
 
-    if mode == "fewshot_eval":
-        in_lists: Features = {}
-        for name in examples[0]:
-            in_lists[name] = [features[name] for features in examples]
-        return [in_lists]
     if mode == "train":
         return [features for features in examples if features["is_correct"]]
-    return examples
+    return [_in_lists(examples)] if mode == "fewshot_eval" else examples
 
 
 def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Sequence[str]) -> int:
     """Returns the length of the formats that are lists."""
-    lists = [
-        formats for formats in (inputs_formats, targets_formats) if not isinstance(formats, str)
-    ]
-    lengths = {len(formats) for formats in lists}
+    lengths: set[int] = set()
+    for formats in (inputs_formats, targets_formats):
+        if not isinstance(formats, str):
+            lengths.add(len(formats))
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(
             f"The formats are {inputs_formats!r} and {targets_formats!r}; expected a list of "
@@ -358,6 +355,15 @@ def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Seq
             "two lists."
         )
     return lengths.pop()
+
+
+def _in_lists(examples: Sequence[Features]) -> Features:
+    """Returns one example whose features are the lists of those of all."""
+    in_lists: Features = {name: [] for name in examples[0]}
+    for features in examples:
+        for name, value in features.items():
+            in_lists[name].append(value)
+    return in_lists
 
 
 def _format_of(formats: str | Sequence[str], choice: int) -> str:
@@ -368,6 +374,7 @@ def _fill_in(text: str, row: Row) -> str:
     """Returns a format with the texts of the row in place of its braces."""
 
     def text_of_field(match: re.Match[str]) -> str:
+        # Follow the path into the row, one field after the other.
         value: Any = row
         for name in match[1].split("/"):
             if not isinstance(value, Mapping) or name not in value:

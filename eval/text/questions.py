@@ -43,7 +43,7 @@ def squad(row: Row, *, include_context: bool = True) -> list[Features]:
     Source:
         T5 `squad`. Differs: a question without answers, on which T5 fails, has a hidden target.
     """
-    answers = [pad_punctuation(answer) for answer in row["answers"]["text"]]
+    answers = list(map(pad_punctuation, row["answers"]["text"]))
     question = pad_punctuation(row["question"])
     context = pad_punctuation(row["context"])
 
@@ -73,7 +73,7 @@ def trivia_qa(row: Row) -> list[Features]:
         *row.get("entity_pages", {}).get("wiki_context", ()),
         *row.get("search_results", {}).get("search_context", ()),
     ]
-    aliases = [pad_punctuation(alias) for alias in row["answer"]["normalized_aliases"]]
+    aliases = list(map(pad_punctuation, row["answer"]["normalized_aliases"]))
     question = pad_punctuation(row["question"])
 
     examples: list[Features] = []
@@ -151,10 +151,15 @@ def natural_questions_nocontext(
         t5_cbqa `natural_questions_nocontext`. Differs: no.
     """
     annotations = row["annotations"]
+
+    # Labels are 1 for yes, 0 for no, and -1 where an annotator gave neither.
     yes_no_labels: list[int] = list(annotations["yes_no_answer"])
     if drop_yes_no:
         yes_no_labels = [-1] * len(yes_no_labels)
-    yes_no_answers = ["yes" if label == 1 else "no" for label in yes_no_labels if label > -1]
+    answers: list[str] = []
+    for label in yes_no_labels:
+        if label > -1:
+            answers.append("yes" if label == 1 else "no")
 
     # The short answers of all annotators in one list, and where those of each begin.
     short_answers: list[str] = []
@@ -163,7 +168,7 @@ def natural_questions_nocontext(
         row_starts.append(len(short_answers))
         short_answers += _short_answers(annotation, max_tokens)
 
-    answers = yes_no_answers + short_answers
+    answers += short_answers
     if not answers:
         return []
     return [

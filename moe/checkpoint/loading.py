@@ -17,11 +17,12 @@ from moe.distributed.mesh import Mesh
 from moe.distributed.shard_slices import ShardSlices, shard_slices
 from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
 from moe.errors import CheckpointError
-from moe.models.card import origin
+from moe.models.card import find_source_model
 from moe.models.configuration import STMoEConfig
+from moe.models.generation_config import load_generation_config
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
-from moe.models.pretrained import STMoEPreTrainedModel, load_generation_config, refuse_not_finite
+from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
 from moe.models.weight_checksums import check_weights, check_weights_together
 from moe.models.weight_files import (
     DTYPES,
@@ -135,7 +136,7 @@ def load_model_on_mesh(
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = load_generation_config(folder, {})
     model.config.name_or_path = str(folder)
-    model.origin = origin(folder)
+    model.source_model = find_source_model(folder)
     return model.eval(), layouts
 
 

@@ -1,5 +1,6 @@
-"""The optimizer's slots of an earlier run, kept for fine-tuning; the paper finds that better than
-fresh ones.
+"""The optimizer's state of an earlier run, kept for fine-tuning.
+
+The paper calls it the optimizer's slots, and finds that keeping it is better than fresh state.
 """
 
 from collections.abc import Mapping
@@ -12,30 +13,32 @@ from typing_extensions import TypedDict
 from moe.checkpoint.index import read_into, read_shapes
 from moe.checkpoint.integrity import newest_whole_checkpoint
 from moe.checkpoint.run_state import STATE_FILE, load_state
-from moe.checkpoint.train_state import fresh_state, optimizer_state, put_numbers
-from moe.checkpoint.writer import owner, refuse_misfits
+from moe.checkpoint.train_state import fresh_state, optimizer_tensors, parameter_of, set_numbers
+from moe.checkpoint.writer import refuse_misfits
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
 from moe.parsing import to_record
 
+_ADVICE = "or start without optimizer state: --optimizer_state reset."
 
-class _Steps(TypedDict):
-    """Of a recipe's `training`, what slots depend on."""
+
+class _TrainingSettings(TypedDict):
+    """The settings of a recipe's `training` that optimizer state depends on."""
 
     steps: int
 
 
-class _Optimizer(TypedDict):
-    """Of a recipe's `optim`, likewise."""
+class _OptimSettings(TypedDict):
+    """Those of `optim`."""
 
     optimizer: str
 
 
 class _Settings(TypedDict):
-    """Of a recipe, likewise."""
+    """Those of a recipe."""
 
-    training: _Steps
-    optim: _Optimizer
+    training: _TrainingSettings
+    optim: _OptimSettings
 
 
 def load_optimizer_state(
@@ -45,18 +48,17 @@ def load_optimizer_state(
     layouts: Mapping[str, Layout],
     name: str,
 ) -> None:
-    """Gives a new optimizer the state that an earlier run ended with, for the parameters that train
-    now.
+    """Gives a new optimizer the state at the end of an earlier run, for the parameters that train.
 
     Adafactor's count of steps comes with its moments: at a count of 0 it would forget them in one
     step.
 
     Args:
-        folder: The checkpoints of that run.
+        folder: Checkpoints of that run.
         model: With the weights that the run ended with, on any mesh; every rank must call it.
-        optimizer: Of the parameters that train.
+        optimizer: Optimizer of the parameters that train.
         layouts: Where each parameter lies.
-        name: Of the optimizer, as in a recipe.
+        name: Name of the optimizer, as in a recipe.
 
     Raises:
         CheckpointError: When there is no checkpoint of the run's last step, or it is of another
@@ -66,39 +68,67 @@ def load_optimizer_state(
         ST-MoE (arXiv:2202.08906) table 20: 86.9 with slots kept and 85.9 with new ones, for the
         best sparse setting.
     """
-    advice = "or start without slots: --optimizer_slots reset."
-    path, _ = newest_whole_checkpoint(folder, advice=f"Restore their files from a copy, {advice}")
-    if path is None:
+    path = _last_checkpoint(folder)
+    _check_settings(path, name)
+
+    # State of parameters that are frozen now stays in the file.
+    trained = {
+        parameter_name
+        for parameter_name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    saved = {key: shape for key, shape in read_shapes(path).items() if parameter_of(key) in trained}
+    if not saved:
         raise CheckpointError(
-            f"{folder} holds no checkpoint whose optimizer slots could be kept. Give the model/ folder of a run that "
-            f"still has its checkpoints beside it, {advice}"
+            f"{path} has no optimizer state of any parameter that trains now. Train others, {_ADVICE}"
         )
 
-    # They are of the run's last step, and of the same optimizer.
+    with fresh_state(model, optimizer, {parameter_of(key) for key in saved}):
+        state = optimizer_tensors(model, optimizer, layouts)
+        refuse_misfits(path, "optimizer", "Its state:", saved, state)
+        read_into(path, state)
+    set_numbers(model, optimizer, state)
+
+
+def _last_checkpoint(folder: Path) -> Path:
+    """Returns the newest whole checkpoint of a run.
+
+    Raises:
+        CheckpointError: When there is none.
+    """
+    advice = f"Restore their files from a copy, {_ADVICE}"
+    path, _ = newest_whole_checkpoint(folder, advice=advice)
+    if path is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
+            f"still has its checkpoints beside it, {_ADVICE}"
+        )
+    return path
+
+
+def _check_settings(path: Path, name: str) -> None:
+    """Raises unless a checkpoint is of its run's last step and of the optimizer `name`.
+
+    Raises:
+        CheckpointError: When it is not, or its state.json is damaged.
+    """
     state = load_state(path)
-    where = f"{path / STATE_FILE}: recipe"
     settings = to_record(
-        _Settings, state.recipe, where=where, advice=f"Restore it, {advice}", error=CheckpointError
+        _Settings,
+        state.recipe,
+        where=f"{path / STATE_FILE}: recipe",
+        advice=f"Restore it, {_ADVICE}",
+        error=CheckpointError,
     )
+
     steps = settings["training"]["steps"]
     if steps != state.step:
         raise CheckpointError(
-            f"{path} is not of the last step, {steps}, as the model is. Finish that run, {advice}"
+            f"{path} is not of the last step, {steps}, as the model is. Finish that run, {_ADVICE}"
         )
-    before = settings["optim"]["optimizer"]
-    if before != name:
+    earlier_name = settings["optim"]["optimizer"]
+    if earlier_name != name:
         raise CheckpointError(
-            f"{path} has slots of {before}, not of {name}. Set optim.optimizer to {before}, {advice}"
+            f"{path} has optimizer state of {earlier_name}, not of {name}. Set optim.optimizer to {earlier_name}, "
+            f"{_ADVICE}"
         )
-
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    saved = {key: shape for key, shape in read_shapes(path).items() if owner(key) in trained}
-    if not saved:
-        raise CheckpointError(
-            f"{path} has no slots of any parameter that trains now. Train others, {advice}"
-        )
-    with fresh_state(model, optimizer, {owner(key) for key in saved}):
-        slots = optimizer_state(model, optimizer, layouts)
-        refuse_misfits(path, "optimizer", "Its state:", saved, slots)
-        read_into(path, slots)
-    put_numbers(model, optimizer, slots)

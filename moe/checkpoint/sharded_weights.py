@@ -253,4 +253,4 @@ def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    write_card(folder, model_card(model.config, base_model=model.origin))
+    write_card(folder, model_card(model.config, base_model=model.source_model))

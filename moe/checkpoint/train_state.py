@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer, in a form that is the same on every mesh.
+"""The train state of a checkpoint: tensors of model and optimizer, by names alike on every mesh.
 
 Parameters and buffers stand under their names, the optimizer's state under `optimizer/NAME/KEY`.
 Gate and up are apart, as on a mesh; see Layout. DTensors say which part of it all a rank has.
@@ -15,63 +15,74 @@ from moe.checkpoint.sharded_weights import stored_tensors
 from moe.distributed.sharding import Layout
 
 OPTIMIZER = "optimizer/"
-_ROWS = "v_row"
-"""The one state that has a number for each row of a parameter: the last dimension is summed out."""
+
+# The one state of an optimizer that has a number for each row of a parameter: Adafactor's second
+# moments with the last dimension summed out.
+_ROW_STATE = "v_row"
 
 
-def weights_of(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name, gate and up apart, in the model's own memory."""
-    tensors = stored_tensors(model)
-    return {
-        name: _apart(x.detach(), layouts[name].shape) if name in layouts else x
-        for name, x in tensors.items()
-    }
+def model_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+    """Returns parameters and buffers <any>[...] by name, gate and up apart, in the model's memory."""
+    tensors = {}
+    for name, tensor in stored_tensors(model).items():
+        if name in layouts:
+            tensor = _unpack(tensor.detach(), layouts[name].shape)
+        tensors[name] = tensor
+    return tensors
 
 
-def optimizer_state(
+def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
 ) -> dict[str, Tensor]:
-    """Returns the optimizer's state as `optimizer/NAME/KEY`, likewise; numbers as tensors without
-    dimensions.
+    """Returns the optimizer's state <any>[...] as `optimizer/NAME/KEY`; numbers as <any>[].
 
-    Call `weights_of` first: only then parameters are those that the optimizer knows.
+    Call `model_tensors` first: only then parameters are those that the optimizer knows.
     """
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         shape = layouts[name].shape
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 value = torch.tensor(value)
             elif value.shape == parameter.shape:
-                value = _apart(value, shape)
-            elif key == _ROWS:
-                value = _apart(value, shape[:-1])
-            found[f"{OPTIMIZER}{name}/{key}"] = value
-    return found
+                value = _unpack(value, shape)
+            elif key == _ROW_STATE:
+                value = _unpack(value, shape[:-1])
+            tensors[f"{OPTIMIZER}{name}/{key}"] = value
+    return tensors
 
 
-def _apart(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns <any>[...] in the shape that it has on a mesh; a view."""
-    return x if tuple(x.shape) == shape else x.view(shape)
+def parameter_of(key: str) -> str:
+    """Returns the parameter that a checkpoint's `optimizer/NAME/KEY` belongs to.
+
+    An empty string for other entries.
+    """
+    return key.split("/")[1] if key.startswith(OPTIMIZER) else ""
 
 
 @contextmanager
 def fresh_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
 ) -> Iterator[None]:
-    """Gives the optimizer state of exactly the named parameters, to be loaded into; an error puts
-    back what it had.
+    """Gives the optimizer state of exactly the named parameters, to be loaded into.
 
     State that is missing is made by a step of zero gradients at rate zero, which every optimizer
-    knows how to take and which changes no weight.
+    knows how to take and which changes no weight. An error in the block puts back what the
+    optimizer had.
     """
     parameters = dict(model.named_parameters())
-    before: dict[Tensor, Any] = {
-        p: optimizer.state[p] for p in parameters.values() if p in optimizer.state
-    }
-    lacking = {p for name, p in parameters.items() if name in names and not before.get(p)}
-    if lacking:
-        _step_of_nothing(optimizer, lacking)
+    earlier: dict[Tensor, Any] = {}
+    for parameter in parameters.values():
+        if parameter in optimizer.state:
+            earlier[parameter] = optimizer.state[parameter]
+
+    without_state = set()
+    for name, parameter in parameters.items():
+        if name in names and not earlier.get(parameter):
+            without_state.add(parameter)
+    if without_state:
+        _take_empty_step(optimizer, without_state)
+
     for name, parameter in parameters.items():
         if name not in names:
             optimizer.state.pop(parameter, None)
@@ -80,32 +91,36 @@ def fresh_state(
     except BaseException:
         for parameter in parameters.values():
             optimizer.state.pop(parameter, None)
-        optimizer.state.update(before)
+        optimizer.state.update(earlier)
         raise
 
 
-def put_numbers(
+def set_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Tensor]
 ) -> None:
-    """Puts the plain numbers among what was loaded into the optimizer's state; tensors were loaded
-    in place.
-    """
+    """Sets the plain numbers of the optimizer's state from <any>[]; tensors were loaded in place."""
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
             if not isinstance(value, Tensor):
-                optimizer.state[parameter][key] = type(value)(
-                    loaded[f"{OPTIMIZER}{name}/{key}"].item()
-                )
+                number = loaded[f"{OPTIMIZER}{name}/{key}"].item()
+                state[key] = type(value)(number)
 
 
-def _step_of_nothing(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
+def _unpack(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns <any>[...] in the shape that it has on a mesh, gate and up apart; a view."""
+    return x if tuple(x.shape) == shape else x.view(shape)
+
+
+def _take_empty_step(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
     """Takes a step of zero gradients at rate zero with these parameters alone."""
-    grads = {
-        parameter: parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    # Gradients and rates as they are now, for afterwards.
+    grads: dict[nn.Parameter, Tensor | None] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grads[parameter] = parameter.grad
     rates = [group["lr"] for group in optimizer.param_groups]
+
     for parameter in grads:
         parameter.grad = torch.zeros_like(parameter) if parameter in parameters else None
     for group in optimizer.param_groups:

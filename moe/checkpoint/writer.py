@@ -38,9 +38,10 @@ from moe.checkpoint.run_state import STATE_FILE, RunState, write_state
 from moe.checkpoint.train_state import (
     OPTIMIZER,
     fresh_state,
-    optimizer_state,
-    put_numbers,
-    weights_of,
+    model_tensors,
+    optimizer_tensors,
+    parameter_of,
+    set_numbers,
 )
 from moe.checksums import SUMS_FILE, sha256_of, write_sums
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -142,7 +143,7 @@ class CheckpointWriter:
         ):
             after_failure.push(opened)
             future = async_save(
-                {**weights_of(model, layouts), **optimizer_state(model, optimizer, layouts)},
+                {**model_tensors(model, layouts), **optimizer_tensors(model, optimizer, layouts)},
                 storage_writer=_Writer(partial, saving, state, self._keep, self._damaged),
                 process_group=self._group,
                 no_dist=self._group is None,
@@ -292,22 +293,15 @@ def load_checkpoint(
         )
     saved = read_shapes(path)
     saved_state = {name: shape for name, shape in saved.items() if name.startswith(OPTIMIZER)}
-    weights = weights_of(model, layouts)
+    weights = model_tensors(model, layouts)
     refuse_misfits(
         path, "model", "Weights", {k: v for k, v in saved.items() if k not in saved_state}, weights
     )
-    with fresh_state(model, optimizer, {owner(name) for name in saved_state}):
-        state = optimizer_state(model, optimizer, layouts)
+    with fresh_state(model, optimizer, {parameter_of(name) for name in saved_state}):
+        state = optimizer_tensors(model, optimizer, layouts)
         refuse_misfits(path, "optimizer", "Its state:", saved_state, state)
         read_into(path, {**weights, **state})
-    put_numbers(model, optimizer, state)
-
-
-def owner(key: str) -> str:
-    """Returns the parameter that a checkpoint's `optimizer/NAME/KEY` belongs to; an empty string
-    for other entries.
-    """
-    return key.split("/")[1] if key.startswith(OPTIMIZER) else ""
+    set_numbers(model, optimizer, state)
 
 
 def refuse_misfits(

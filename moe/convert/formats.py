@@ -1,5 +1,6 @@
-"""One checkpoint to another format, once and for all: transformers' T5 and Switch, T5X and ours,
-tensor by tensor.
+"""One checkpoint written in another format, tensor by tensor.
+
+Sources are transformers' T5 and Switch, T5X and ours; formats are ours and transformers' two.
 """
 
 import json
@@ -15,25 +16,33 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
-from moe.checkpoint.sharded_weights import begin_files, plan_files, stored_tensors, write_tensor
+from moe.checkpoint.sharded_weights import (
+    begin_files,
+    plan_files,
+    stored_tensors,
+    write_tensor,
+)
 from moe.checks import check, check_choice
-from moe.convert.hf_config import Family, family_of, their_fields
-from moe.convert.hf_names import Weight, transformers_names
-from moe.convert.hf_weights import ConversionReport, Foreign, convert_weights, open_transformers
+from moe.convert.hf_config import Family, to_hf_config
+from moe.convert.hf_names import hf_weight_map
+from moe.convert.hf_weights import open_hf_checkpoint
+from moe.convert.report import ConversionReport, ConvertedCheckpoint
 from moe.convert.t5x import is_t5x, open_t5x
+from moe.convert.weight_map import WeightMapping, convert_weights
 from moe.errors import CheckpointError
+from moe.models.checkpoint_formats import find_format
 from moe.models.configuration import STMoEConfig
+from moe.models.generation_config import load_generation_config
+from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.pretrained import DOWNLOAD, load_generation_config
+from moe.models.pretrained import DOWNLOAD
 from moe.models.weight_checksums import write_weight_sums
 from moe.models.weight_files import (
-    COPY_AGAIN,
     LazyTensor,
     check_finite,
     find_weight_files,
     open_weights,
 )
-from moe.parsing import read_json, to_record
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
@@ -47,9 +56,12 @@ _TOKENIZER_FILES = (
 )
 
 
+# ---------------------------------------------------------------------------
+# Reading
+
+
 def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
-    """Returns what becomes of every tensor of a T5, Switch or T5X checkpoint as a model of ours;
-    converts nothing.
+    """Returns what becomes of every tensor of a T5, Switch or T5X checkpoint; converts nothing.
 
     Args:
         source: A folder, or a name of the hub.
@@ -63,9 +75,10 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
     return open_checkpoint(source, **settings).report
 
 
-def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
-    """Returns any checkpoint that this library reads, ours too, as weights of ours; see
-    `conversion_report`.
+def open_checkpoint(source: Path | str, **settings: Any) -> ConvertedCheckpoint:
+    """Returns any checkpoint that this library reads, ours too, as weights of ours.
+
+    See `conversion_report` for the arguments and errors.
     """
     if str(source).startswith(("/", ".", "~")) and not Path(source).exists():
         raise CheckpointError(
@@ -73,22 +86,30 @@ def open_checkpoint(source: Path | str, **settings: Any) -> Foreign:
         )
     if is_t5x(source):
         return open_t5x(source, **settings)
+
     download = {name: settings.pop(name) for name in DOWNLOAD if name in settings}
     try:
         config = STMoEConfig.from_pretrained(source, **download)
+        raw_config = STMoEConfig.read_raw(source, **download)
     except OSError as error:
         if error.errno is not None:
             raise
         raise CheckpointError(str(error)) from error
     config = config.replaced(**settings)
-    if family_of(STMoEConfig.read_raw(source, **download)):
-        return open_transformers(source, config, **download)
+
+    if find_format(raw_config) is not None:
+        return open_hf_checkpoint(source, raw_config, config, **download)
+
+    # Ours: every weight is a tensor of the same name.
     stored = open_weights(find_weight_files(source, **download))
     with torch.device("meta"):
         names = stored_tensors(STMoEForConditionalGeneration(config))
-    return convert_weights(
-        str(source), config, [Weight(name, (name,)) for name in names], stored, ignored={}
-    )
+    weight_map = [WeightMapping(name, (name,)) for name in names]
+    return convert_weights(str(source), config, weight_map, stored, ignored={})
+
+
+# ---------------------------------------------------------------------------
+# Writing
 
 
 def convert_checkpoint(
@@ -105,7 +126,7 @@ def convert_checkpoint(
     Args:
         source: A folder of T5, Switch, T5X or ours, or a name of the hub.
         folder: Exists, and is empty.
-        form: `ours`, or what transformers' own `switch` or `t5` classes load.
+        form: `ours`, or `switch` or `t5` for transformers' own classes.
         dtype: Of the floating-point weights; None for the source's.
         max_shard_size: Bytes of a file, see `save_pretrained`.
         settings: Fields of STMoEConfig that differ from the source's; `revision`, `token`,
@@ -119,44 +140,39 @@ def convert_checkpoint(
         CheckpointError: When a tensor of the source is not accounted for.
     """
     check_choice("form", form, get_args(Format))
-    check(
-        dtype is None or isinstance(dtype, torch.dtype),
-        "dtype",
-        dtype,
-        "a torch.dtype such as torch.bfloat16, or None",
-    )
+    expected = "a torch.dtype such as torch.bfloat16, or None"
+    check(dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, expected)
+
+    # The model, and the files that lie beside it.
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
-    config, weights, report = open_checkpoint(source, **settings)
-    report.refuse_unexplained()
-    tokenizer_files = {} if is_t5x(source) else _find_tokenizer_files(source, download)
-    generation = GenerationConfig.from_model_config(config)
-    if not is_t5x(source):
-        generation = load_generation_config(source, download)
-    dtype = dtype or next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    checkpoint = open_checkpoint(source, **settings)
+    checkpoint.report.refuse_unexplained()
+    config = checkpoint.config
+    tokenizer_files: dict[str, Path] = {}
+    if is_t5x(source):
+        generation_config = GenerationConfig.from_model_config(config)
+    else:
+        tokenizer_files = _find_tokenizer_files(source, download)
+        generation_config = load_generation_config(source, download)
+
+    # config.json, and the weights under the names of the format.
+    dtype = dtype or _float_dtype(checkpoint.weights)
     config.dtype = str(dtype).removeprefix("torch.")
     if form == "ours":
         config.architectures = [STMoEForConditionalGeneration.__name__]
         config.save_pretrained(folder)
+        weights = checkpoint.weights
     else:
-        fields = {**their_fields(config, _FAMILY[form]), "dtype": config.dtype}
-        (folder / "config.json").write_text(
-            json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-        weights = _split(weights, transformers_names(config, _FAMILY[form]))
-        if (
-            form == "switch" and not config.tie_word_embeddings
-        ):  # its class then has a table for each stack
-            weights |= {
-                f"{stack}.embed_tokens.weight": weights["shared.weight"]
-                for stack in ("encoder", "decoder")
-            }
-    cast = {name: _cast(weight, dtype) for name, weight in weights.items()}
-    write_weights(folder, cast, max_shard_size, source=source)
+        _write_hf_config(config, _FAMILY[form], folder)
+        weights = _hf_weights(checkpoint, _FAMILY[form])
+
+    weights_of_dtype = {name: _cast(weight, dtype) for name, weight in weights.items()}
+    write_weights(folder, weights_of_dtype, max_shard_size, source=source)
     write_weight_sums(folder)
-    generation.save_pretrained(folder)
+    generation_config.save_pretrained(folder)
     for name, path in tokenizer_files.items():
         shutil.copyfile(path, folder / name)
-    return report
+    return checkpoint.report
 
 
 def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:
@@ -165,18 +181,36 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
     Raises:
         CheckpointError: When one of JSON is torn, or holds no object.
     """
-    found = {}
+    files: dict[str, Path] = {}
     for name in _TOKENIZER_FILES:
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
+        path = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            **download,
+        )
         if path is None:
             continue
         if name.endswith(".json"):
-            content = read_json(Path(path), advice=COPY_AGAIN, error=CheckpointError, nan=True)
-            to_record(
-                dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
-            )
-        found[name] = Path(path)
-    return found
+            read_json_object(path)
+        files[name] = Path(path)
+    return files
+
+
+def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
+    """Returns the dtype of the first weight of floating point."""
+    return next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+
+
+def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """Returns a weight <any>[...] that is read as `dtype` if it is of floating point."""
+    if not weight.is_floating_point():
+        return weight
+
+    def read() -> Tensor:
+        return weight.read().to(dtype)
+
+    return LazyTensor(weight.shape, dtype, read)
 
 
 def write_weights(
@@ -188,54 +222,89 @@ def write_weights(
 ) -> None:
     """Writes weights as `save_pretrained` does, reading them one after the other.
 
+    Args:
+        folder: Where.
+        weights: <any>[...] by name.
+        max_shard_size: Bytes of a file.
+        source: Folder or hub name of the weights, for messages.
+
     Raises:
         CheckpointError: When a weight of `source` holds NaN or infinity, or does so as the dtype
             that was asked for.
     """
-    files, index = plan_files(
-        {name: weight.empty() for name, weight in weights.items()}, max_shard_size
-    )
+    empty = {name: weight.empty() for name, weight in weights.items()}
+    files, index = plan_files(empty, max_shard_size)
     begin_files(folder, files, index)
-    places = {
-        name: (folder / file.name, start) for file in files for name, start in file.starts.items()
-    }
+
+    # The file of each tensor, and the byte at which it starts.
+    positions: dict[str, tuple[Path, int]] = {}
+    for file in files:
+        for name, start in file.starts.items():
+            positions[name] = (folder / file.name, start)
+
     for name, weight in tqdm(weights.items(), desc="Converting", unit="tensor"):
         tensor = weight.read()
         check_finite(name, tensor, source)
-        path, start = places[name]
+        path, start = positions[name]
         write_tensor(path, tensor, start)
 
 
-def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """Returns a weight <any>[...] that is read as `dtype` if it is of floating point."""
-    return (
-        LazyTensor(weight.shape, dtype, lambda: weight.read().to(dtype))
-        if weight.is_floating_point()
-        else weight
-    )
+# ---------------------------------------------------------------------------
+# transformers' T5 and Switch
 
 
-class _LastSplit:
-    """Keeps the parts of the weight that was split last: parts are asked for weight by weight."""
+def _write_hf_config(
+    config: STMoEConfig,
+    family: Family,
+    folder: Path,
+) -> None:
+    """Writes the config.json of a T5 or Switch."""
+    fields = {**to_hf_config(config, family), "dtype": config.dtype}
+    text = json.dumps(fields, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, LazyTensor]:
+    """Returns the tensors <any>[...] of a T5 or Switch by name."""
+    config = checkpoint.config
+    weights = _split_weights(checkpoint.weights, hf_weight_map(config, family))
+
+    # A Switch with a head of its own has a table for each stack.
+    if family == "switch_transformers" and not config.tie_word_embeddings:
+        for stack in ("encoder", "decoder"):
+            weights[f"{stack}.embed_tokens.weight"] = weights["shared.weight"]
+    return weights
+
+
+class _WeightSplitter:
+    """Splits our weights into parts, and keeps those of the last: they are asked for in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
-    def read(self, weight: Weight, whole: LazyTensor, name: str) -> Tensor:
-        """Returns their tensor <any>[...] called `name`, a part of our weight."""
+    def read(
+        self,
+        mapping: WeightMapping,
+        weight: LazyTensor,
+        name: str,
+    ) -> Tensor:
+        """Returns the part <any>[...] called `name` of our weight."""
         if name not in self._parts:
+            # Let go of the last weight before the next is read.
             self._parts = {}
-            self._parts = weight.split(whole.read())
+            self._parts = mapping.split(weight.read())
         return self._parts[name]
 
 
-def _split(weights: Mapping[str, LazyTensor], table: Iterable[Weight]) -> dict[str, LazyTensor]:
-    """Returns their tensors by name, weight by weight in the order of the table."""
-    last, parts = _LastSplit(), {}
-    for weight in table:
-        whole = weights[weight.name]
-        for name, part in weight.split(whole.empty()).items():
-            parts[name] = LazyTensor(
-                part.shape, whole.dtype, partial(last.read, weight, whole, name)
-            )
+def _split_weights(
+    weights: Mapping[str, LazyTensor], weight_map: Iterable[WeightMapping]
+) -> dict[str, LazyTensor]:
+    """Returns the parts <any>[...] of our weights by name, in the order of the map."""
+    splitter = _WeightSplitter()
+    parts: dict[str, LazyTensor] = {}
+    for mapping in weight_map:
+        weight = weights[mapping.name]
+        for name, part in mapping.split(weight.empty()).items():
+            read = partial(splitter.read, mapping, weight, name)
+            parts[name] = LazyTensor(part.shape, weight.dtype, read)
     return parts

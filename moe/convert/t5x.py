@@ -10,15 +10,23 @@ import torch
 from torch import Tensor
 
 from moe.checks import shown
-from moe.convert.hf_names import t5x_names
-from moe.convert.hf_weights import Foreign, convert_weights
+from moe.convert.hf_names import up_names, up_proj_name
+from moe.convert.report import ConvertedCheckpoint
+from moe.convert.weight_map import (
+    Stack,
+    WeightMapping,
+    convert_weights,
+    stacks_of,
+)
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
 
 _FILE = "checkpoint"
-_NDARRAY, _SCALAR = 1, 3
-"""Kinds of msgpack extension that flax writes for arrays."""
+
+# Kinds of msgpack extension that flax writes for arrays.
+_NDARRAY = 1
+_SCALAR = 3
 
 _DAMAGE = (
     ValueError,
@@ -34,17 +42,21 @@ _DAMAGE = (
 _SCANNED = r"subblock_|^(en|de)coder/((en|de)coder|layers)/"
 
 
+# ---------------------------------------------------------------------------
+# The checkpoint
+
+
 def is_t5x(folder: Path | str) -> bool:
     """Returns whether a folder holds a checkpoint of T5X."""
     return (Path(folder) / _FILE).is_file() and not (Path(folder) / "config.json").is_file()
 
 
-def open_t5x(folder: Path | str, **settings: Any) -> Foreign:
-    """Returns a checkpoint of T5X as a model of ours; tensors are read from their zarr folders when
-    they are indexed.
+def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
+    """Returns a checkpoint of T5X as a model of ours; tensors are read when they are indexed.
 
-    The architecture is read off names and shapes. What they do not say is a default: of a model
-    with experts the conventions of Flaxformer, and the router `switch` where experts are not gated.
+    The architecture follows from names and shapes. Settings that do not follow from them are
+    defaults: of a model with experts the conventions of Flaxformer, and the router `switch` where
+    experts are not gated.
 
     Args:
         folder: With the msgpack file `checkpoint`.
@@ -55,29 +67,46 @@ def open_t5x(folder: Path | str, **settings: Any) -> Foreign:
             installed.
         CheckpointError: When the files are torn or hold no encoder-decoder.
     """
-    tree = _read_tree(Path(folder) / _FILE)
+    folder = Path(folder)
+    tree = _read_tree(folder / _FILE)
+
+    # Beside the weights, `target`, the tree has the state of the optimizer.
     root = tree.get("optimizer", tree) if isinstance(tree, Mapping) else None
     if not isinstance(root, Mapping) or not isinstance(root.get("target"), Mapping):
         raise CheckpointError(
             f"{folder} holds no T5X model: {_FILE} has no tree called target or optimizer/target."
         )
-    stored = {name: _lazy(Path(folder), name, leaf) for name, leaf in _leaves(root["target"])}
-    config = _infer_config({name: tensor.shape for name, tensor in stored.items()}, settings)
+
+    stored: dict[str, LazyTensor] = {}
+    for name, leaf in _leaves(root["target"]):
+        stored[name] = _lazy_tensor(folder, name, leaf)
+    ignored: dict[str, str] = {}
+    for name, _ in _leaves(root.get("state", {})):
+        ignored[f"state/{name}"] = "is of the optimizer"
+
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    config = _infer_config(shapes, settings)
     config.dtype = stored["token_embedder/embedding"].dtype
-    ignored = {f"state/{name}": "is of the optimizer" for name, _ in _leaves(root.get("state", {}))}
-    return convert_weights(str(folder), config, t5x_names(config), stored, ignored=ignored)
+    return convert_weights(
+        str(folder),
+        config,
+        t5x_weight_map(config),
+        stored,
+        ignored=ignored,
+    )
 
 
 def _read_tree(path: Path) -> object:
-    """Returns what a msgpack file holds: a tree, when flax wrote it.
+    """Returns the content of a msgpack file: a tree, when flax wrote it.
 
     Raises:
         CheckpointError: When it is torn.
     """
-    msgpack: Any = _need("msgpack")
+    msgpack: Any = _import_optional("msgpack")
+    read_array = partial(_read_array, msgpack)
     try:
         return msgpack.unpackb(
-            path.read_bytes(), ext_hook=partial(_array, msgpack), raw=False, strict_map_key=False
+            path.read_bytes(), ext_hook=read_array, raw=False, strict_map_key=False
         )
     except (*_DAMAGE, msgpack.exceptions.UnpackException) as error:
         raise CheckpointError(
@@ -85,7 +114,7 @@ def _read_tree(path: Path) -> object:
         ) from error
 
 
-def _need(name: str) -> Any:
+def _import_optional(name: str) -> Any:
     """Returns an optional module.
 
     Raises:
@@ -95,26 +124,30 @@ def _need(name: str) -> Any:
         return __import__(name)
     except ImportError as error:
         raise ConfigError(
-            f"Checkpoints of T5X are read with {name}, which is not installed. Run pip install 'stmoe[t5x]'."
+            f"Checkpoints of T5X are read with {name}, which is not installed. Run pip install "
+            "'stmoe[t5x]'."
         ) from error
 
 
-def _array(msgpack: Any, kind: int, data: bytes) -> object:
-    """Returns an array that flax wrote as a tensor <any>[...]; what is no array as its bytes.
+def _read_array(msgpack: Any, kind: int, data: bytes) -> object:
+    """Returns an array that flax wrote as a tensor <any>[...]; other data as its bytes.
 
     Source:
         google/flax serialization.py, `_msgpack_ext_unpack`.
     """
     if kind not in (_NDARRAY, _SCALAR):
         return data
-    shape, dtype, buffer = msgpack.unpackb(data, raw=True, strict_map_key=False)
-    kind_of = _dtype(dtype.decode() if isinstance(dtype, bytes) else dtype)
+
+    shape, dtype_name, buffer = msgpack.unpackb(data, raw=True, strict_map_key=False)
+    if isinstance(dtype_name, bytes):
+        dtype_name = dtype_name.decode()
+    dtype = _find_dtype(dtype_name)
     if not buffer:
-        return torch.empty(tuple(shape), dtype=kind_of)
-    return torch.frombuffer(bytearray(buffer), dtype=kind_of).reshape(tuple(shape))
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(tuple(shape))
 
 
-def _dtype(name: str) -> torch.dtype:
+def _find_dtype(name: str) -> torch.dtype:
     """Returns the dtype that numpy and torch call `name`.
 
     Raises:
@@ -126,31 +159,30 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+# ---------------------------------------------------------------------------
+# Leaves of the tree: arrays, arrays in chunks, and files of tensorstore
+
+
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a tree with their path: tensors, and what says where a tensor is."""
-    for name, value in tree.items() if isinstance(tree, Mapping) else ():
-        leaf = (
-            not isinstance(value, Mapping)
-            or "kvstore" in value
-            or "__msgpack_chunked_array__" in value
+    """Yields the leaves of a tree with their paths."""
+    if not isinstance(tree, Mapping):
+        return
+    for name, value in tree.items():
+        is_branch = isinstance(value, Mapping) and not (
+            "kvstore" in value or "__msgpack_chunked_array__" in value
         )
-        yield from [(f"{prefix}{name}", value)] if leaf else _leaves(value, f"{prefix}{name}/")
+        if is_branch:
+            yield from _leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def _lazy(folder: Path, name: str, leaf: Any) -> LazyTensor:
+def _lazy_tensor(folder: Path, name: str, leaf: Any) -> LazyTensor:
     """Returns a leaf of the tree as a tensor <any>[...] that is read when it is indexed."""
     if isinstance(leaf, Mapping) and "kvstore" in leaf:
-        return _stored(folder, name, leaf)
+        return _open_zarr(folder, name, leaf)
     if isinstance(leaf, Mapping):
-        try:
-            shape = [leaf["shape"][str(i)] for i in range(len(leaf["shape"]))]
-            leaf = torch.cat(
-                [leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]
-            ).reshape(shape)
-        except _DAMAGE as error:
-            raise CheckpointError(
-                f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}"
-            ) from error
+        leaf = _join_chunks(folder, name, leaf)
     if not isinstance(leaf, Tensor):
         raise CheckpointError(
             f"target/{name} in {folder / _FILE} is a {type(leaf).__name__}; expected a tensor."
@@ -158,29 +190,52 @@ def _lazy(folder: Path, name: str, leaf: Any) -> LazyTensor:
     return LazyTensor(leaf.shape, leaf.dtype, lambda: leaf)
 
 
-def _stored(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
-    """Returns the tensor <any>[...] of a tensorstore spec; its path may name the place where it was
-    written.
-    """
-    tensorstore: Any = _need("tensorstore")
-    written = str(
-        spec["kvstore"].get("path", "") if isinstance(spec["kvstore"], Mapping) else spec["kvstore"]
-    )
-    path = folder / Path(written.rstrip("/")).name
-    spec = {"driver": spec.get("driver", "zarr"), "kvstore": {"driver": "file", "path": f"{path}/"}}
+def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
+    """Returns an array <any>[...] that flax wrote in chunks, for it was larger than 2 GB."""
     try:
-        store = tensorstore.open(spec, open=True, read=True).result()
-        dtype = _dtype(store.dtype.name)
+        shape = [leaf["shape"][str(dim)] for dim in range(len(leaf["shape"]))]
+        chunks = [leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]
+        return torch.cat(chunks).reshape(shape)
+    except _DAMAGE as error:
+        raise CheckpointError(
+            f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}"
+        ) from error
+
+
+def _open_zarr(
+    folder: Path,
+    name: str,
+    spec: Mapping[str, Any],
+) -> LazyTensor:
+    """Returns the tensor <any>[...] of a tensorstore spec."""
+    tensorstore: Any = _import_optional("tensorstore")
+
+    # The spec names the folder in which it was written; the arrays were copied with it.
+    kvstore = spec["kvstore"]
+    written_path = str(kvstore.get("path", "") if isinstance(kvstore, Mapping) else kvstore)
+    path = folder / Path(written_path.rstrip("/")).name
+    local_spec = {
+        "driver": spec.get("driver", "zarr"),
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+    }
+    try:
+        store = tensorstore.open(local_spec, open=True, read=True).result()
+        dtype = _find_dtype(store.dtype.name)
     except _DAMAGE as error:
         raise CheckpointError(f"target/{name} cannot be read from {path}: {error}") from error
 
     def read() -> Tensor:
         array = store.read().result()
-        bfloat16 = array.dtype.name == "bfloat16"  # which torch does not know in numpy
-        tensor = torch.from_numpy(array.view("uint16") if bfloat16 else array)
-        return tensor.view(torch.bfloat16) if bfloat16 else tensor
+        # torch knows no bfloat16 of numpy.
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view("uint16")).view(torch.bfloat16)
+        return torch.from_numpy(array)
 
     return LazyTensor(store.shape, dtype, read)
+
+
+# ---------------------------------------------------------------------------
+# The architecture
 
 
 def _infer_config(
@@ -188,64 +243,87 @@ def _infer_config(
 ) -> STMoEConfig:
     """Returns the configuration that tensors of these shapes are of.
 
+    Args:
+        shapes: By the tensors' names below `target`.
+        settings: Fields of STMoEConfig that are known better.
+
     Raises:
-        CheckpointError: When a tensor is missing that says it.
+        CheckpointError: When a tensor that it needs is missing.
         ConfigError: When it cannot be represented.
     """
-    if scanned := next((name for name in shapes if re.search(_SCANNED, name)), None):
+    scanned = next((name for name in shapes if re.search(_SCANNED, name)), None)
+    if scanned is not None:
         raise ConfigError(
-            f"target/{scanned} is of scanned layers, which hold all blocks in one tensor. Write the checkpoint with "
-            "scan_layers = False in T5X, and convert that."
+            f"target/{scanned} is of scanned layers, which hold all blocks in one tensor. "
+            "Write the checkpoint with scan_layers = False in T5X, and convert that."
         )
-    stacks = {stack: _blocks(shapes, stack) for stack in ("encoder", "decoder")}
+
+    encoder = _find_blocks(shapes, "encoder")
+    decoder = _find_blocks(shapes, "decoder")
+    fields = _backbone_fields(shapes)
+    fields["num_layers"] = len(encoder)
+    fields["num_decoder_layers"] = len(decoder)
+    if not any(encoder.values()) and not any(decoder.values()):
+        return STMoEConfig(**{**fields, **settings})
+
+    fields["num_experts"] = _shape(shapes, r"(en|de)coder/layers_\d+/mlp/expert/wo/kernel")[0]
+    fields["num_sparse_encoder_layers"] = sum(encoder.values())
+    fields["num_sparse_decoder_layers"] = sum(decoder.values())
+    fields["sparse_dense_stacking"] = any("/extra_mlp/" in name for name in shapes)
+    if fields["feed_forward_proj"] == "relu":
+        fields["router"] = "switch"
+    if {**fields, **settings}.get("router") == "switch":
+        fields["num_selected_experts"] = 1
+
+    # The position of the sparse block is the one that gives the blocks of the checkpoint.
+    for position in ("last", "second"):
+        all_settings = {**fields, "sparse_position": position, **settings}
+        config = STMoEConfig.after("flaxformer", **all_settings)
+        if _matches(config, encoder, decoder=False) and _matches(config, decoder, decoder=True):
+            return config
+
+    encoder_blocks = [block for block, sparse in encoder.items() if sparse]
+    decoder_blocks = [block for block, sparse in decoder.items() if sparse]
+    raise ConfigError(
+        f"The checkpoint of T5X has sparse blocks {encoder_blocks} in the encoder and "
+        f"{decoder_blocks} in the decoder; expected the last or the second of equal stretches. "
+        "Such a model cannot be represented here."
+    )
+
+
+def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Returns the fields of STMoEConfig that dense models have too, but for the blocks."""
     vocab_size, d_model = _shape(shapes, r"token_embedder/embedding")
     num_heads, num_buckets = _shape(shapes, r"encoder/relpos_bias/rel_embedding")
+    width = _shape(shapes, r"encoder/layers_\d+/attention/query/kernel")[-1]
+    d_ff = _shape(shapes, r"encoder/layers_\d+/mlp/(expert/)?wi(_0)?/kernel")[-1]
     gated = any(name.endswith("/wi_0/kernel") for name in shapes)
-    fields: dict[str, Any] = {
+    return {
         "vocab_size": vocab_size,
         "d_model": d_model,
-        "d_kv": _shape(shapes, r"encoder/layers_\d+/attention/query/kernel")[-1] // num_heads,
-        "d_ff": _shape(shapes, r"encoder/layers_\d+/mlp/(expert/)?wi(_0)?/kernel")[-1],
-        "num_layers": len(stacks["encoder"]),
-        "num_decoder_layers": len(stacks["decoder"]),
+        "d_kv": width // num_heads,
+        "d_ff": d_ff,
         "num_heads": num_heads,
         "relative_attention_num_buckets": num_buckets,
         "feed_forward_proj": "gated-gelu" if gated else "relu",
         "tie_word_embeddings": "decoder/logits_dense/kernel" not in shapes,
     }
-    if not any(any(blocks.values()) for blocks in stacks.values()):
-        return STMoEConfig(**{**fields, **settings})
-    fields |= {
-        "num_experts": _shape(shapes, r"(en|de)coder/layers_\d+/mlp/expert/wo/kernel")[0],
-        "num_sparse_encoder_layers": sum(stacks["encoder"].values()),
-        "num_sparse_decoder_layers": sum(stacks["decoder"].values()),
-        "sparse_dense_stacking": any("/extra_mlp/" in name for name in shapes),
-        **({} if gated else {"router": "switch"}),
-    }
-    if {**fields, **settings}.get("router") == "switch":
-        fields["num_selected_experts"] = 1
-    for position in ("last", "second"):
-        config = STMoEConfig.after(
-            "flaxformer", **{**fields, "sparse_position": position, **settings}
-        )
-        if all(
-            config.is_sparse_block(block, decoder=stack == "decoder") == sparse
-            for stack, blocks in stacks.items()
-            for block, sparse in blocks.items()
-        ):
-            return config
-    found = {
-        stack: [block for block, sparse in blocks.items() if sparse]
-        for stack, blocks in stacks.items()
-    }
-    raise ConfigError(
-        f"The checkpoint of T5X has sparse blocks {found['encoder']} in the encoder and {found['decoder']} in the "
-        "decoder; expected the last or the second of equal stretches. Such a model cannot be represented here."
+
+
+def _matches(
+    config: STMoEConfig,
+    blocks: Mapping[int, bool],
+    *,
+    decoder: bool,
+) -> bool:
+    """Returns whether a stack has its sparse blocks where a checkpoint has them."""
+    return all(
+        config.is_sparse_block(block, decoder=decoder) == sparse for block, sparse in blocks.items()
     )
 
 
 def _shape(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ...]:
-    """Returns the shape of the first tensor whose name is of a pattern.
+    """Returns the shape of the first tensor whose name fits a pattern.
 
     Raises:
         CheckpointError: When there is none.
@@ -254,15 +332,125 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ..
         if re.fullmatch(pattern, name):
             return shape
     raise CheckpointError(
-        f"The checkpoint of T5X has no target/{pattern}: it is no encoder-decoder of T5, Switch or ST-MoE."
+        f"The checkpoint of T5X has no target/{pattern}: it is no encoder-decoder of T5, "
+        "Switch or ST-MoE."
     )
 
 
-def _blocks(shapes: Iterable[str], stack: str) -> dict[int, bool]:
+def _find_blocks(shapes: Iterable[str], stack: str) -> dict[int, bool]:
     """Returns the blocks of a stack in order, and whether each is sparse."""
     pattern = re.compile(rf"{stack}/layers_(\d+)/(mlp/expert/)?")
-    found: dict[int, bool] = {}
+    is_sparse: dict[int, bool] = {}
     for name in shapes:
-        if match := pattern.match(name):
-            found[int(match[1])] = found.get(int(match[1]), False) or bool(match[2])
-    return dict(sorted(found.items()))
+        match = pattern.match(name)
+        if match:
+            block = int(match[1])
+            is_sparse[block] = is_sparse.get(block, False) or bool(match[2])
+    return dict(sorted(is_sparse.items()))
+
+
+# ---------------------------------------------------------------------------
+# Names
+
+
+def t5x_weight_map(config: STMoEConfig) -> list[WeightMapping]:
+    """Returns our weights with their names in a checkpoint of T5X, below its `target`.
+
+    Source:
+        google/flaxformer at 399ea3a8, t5x/architectures/moe; google-research/t5x, unscanned
+        checkpoints.
+    """
+    weight_map = [WeightMapping("model.encoder.embed_tokens.weight", ("token_embedder/embedding",))]
+    for stack in stacks_of(config):
+        ours = stack.name
+        theirs = stack.other_name
+        table = f"{theirs}/relpos_bias/rel_embedding"
+        weight_map.append(WeightMapping(f"{ours}.position_bias.table", (table,), transposed=True))
+        for number in range(stack.num_blocks):
+            weight_map += _block(config, stack, number)
+        weight_map.append(_scale(f"{ours}.final_norm.weight", f"{theirs}/{theirs}_norm"))
+
+    if not config.tie_word_embeddings:
+        weight_map.append(_kernels("lm_head.weight", "decoder/logits_dense"))
+    return weight_map
+
+
+def _block(
+    config: STMoEConfig,
+    stack: Stack,
+    number: int,
+) -> list[WeightMapping]:
+    """Returns the weights of a block: attention, then sparse and dense feed-forward layers."""
+    ours = f"{stack.name}.blocks.{number}"
+    layer = f"{stack.other_name}/layers_{number}"
+
+    if stack.decoder:
+        weight_map = _attention(ours, layer, "self", "self_attention", "self_attention")
+        weight_map += _attention(
+            ours, layer, "cross", "encoder_decoder_attention", "cross_attention"
+        )
+    else:
+        weight_map = _attention(ours, layer, "self", "attention", "attention")
+
+    # A dense layer after a sparse one is called extra_mlp.
+    module = "mlp"
+    if config.is_sparse_block(number, decoder=stack.decoder):
+        weight_map += _sparse_feed_forward(config, ours, layer)
+        if not config.sparse_dense_stacking:
+            return weight_map
+        module = "extra_mlp"
+    return weight_map + _feed_forward(config, ours, layer, module)
+
+
+def _attention(
+    ours: str,
+    layer: str,
+    kind: str,
+    module: str,
+    norm: str,
+) -> list[WeightMapping]:
+    projections = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    weight_map = [_scale(f"{ours}.{kind}_attention_norm.weight", f"{layer}/pre_{norm}_layer_norm")]
+    for letter, projection in projections.items():
+        name = f"{ours}.{kind}_attention.{letter}_proj.weight"
+        weight_map.append(_kernels(name, f"{layer}/{module}/{projection}"))
+    return weight_map
+
+
+def _feed_forward(
+    config: STMoEConfig,
+    ours: str,
+    layer: str,
+    module: str,
+) -> list[WeightMapping]:
+    ups = [f"{layer}/{module}/{name}" for name in up_names(config)]
+    return [
+        _scale(f"{ours}.feed_forward_norm.weight", f"{layer}/pre_{module}_layer_norm"),
+        _kernels(f"{ours}.feed_forward.up_proj.weight", *ups),
+        _kernels(f"{ours}.feed_forward.down_proj.weight", f"{layer}/{module}/wo"),
+    ]
+
+
+def _sparse_feed_forward(
+    config: STMoEConfig,
+    ours: str,
+    layer: str,
+) -> list[WeightMapping]:
+    sparse = f"{ours}.sparse_feed_forward"
+    ups = [f"{layer}/mlp/expert/{name}" for name in up_names(config)]
+    return [
+        _scale(f"{ours}.sparse_norm.weight", f"{layer}/pre_mlp_layer_norm"),
+        _kernels(f"{sparse}.router.gate", f"{layer}/mlp/router/router_weights/w"),
+        _kernels(f"{sparse}.experts.{up_proj_name(config)}", *ups),
+        _kernels(f"{sparse}.experts.down_proj", f"{layer}/mlp/expert/wo"),
+    ]
+
+
+def _scale(name: str, norm: str) -> WeightMapping:
+    """Returns the weight of a norm."""
+    return WeightMapping(name, (f"{norm}/scale",))
+
+
+def _kernels(name: str, *layers: str) -> WeightMapping:
+    """Returns a weight that is made of the kernels of these layers, which are transposed there."""
+    return WeightMapping(name, tuple(f"{layer}/kernel" for layer in layers), transposed=True)

@@ -48,7 +48,7 @@ class Route(NamedTuple):
     steps: tuple[AllToAllStep, ...]
 
 
-class CountsInFlight(NamedTuple):
+class PendingCounts(NamedTuple):
     """Numbers of rows on their way to the ranks that will receive those rows.
 
     Attributes:
@@ -128,7 +128,7 @@ class CountsInFlight(NamedTuple):
         return Route((inside, across))
 
 
-def send_counts(counts: Tensor, axis: ExpertAxis) -> CountsInFlight:
+def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
     """Tells every rank how many rows it will get; issues the exchange and does not wait for it.
 
     Args:
@@ -142,11 +142,11 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> CountsInFlight:
         steps = equal_route(axis, axis.size, counts.device).steps
         if len(steps) == 1:
             transfer = _all_to_all(sent, steps[0])
-            return CountsInFlight(axis, sent, None, transfer)
+            return PendingCounts(axis, sent, None, transfer)
 
         relayed = _all_to_all(sent, steps[0]).wait()  # [ep, E / ep]
         transfer = _all_to_all(relayed, steps[1])
-        return CountsInFlight(axis, sent, relayed, transfer)
+        return PendingCounts(axis, sent, relayed, transfer)
 
 
 def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
@@ -316,7 +316,7 @@ class _Await(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
-class RowsInFlight(NamedTuple):
+class PendingRows(NamedTuple):
     """Rows on their way to other ranks.
 
     Attributes:
@@ -338,7 +338,7 @@ def send_rows(
     name: str,
     *,
     reverse: bool = False,
-) -> RowsInFlight:
+) -> PendingRows:
     """Issues an exchange of rows; `wait` of the result gives those that arrive.
 
     Args:
@@ -354,4 +354,4 @@ def send_rows(
         name=name,
     )
     issued = _Issue.apply(x, exchange)
-    return RowsInFlight(issued, exchange)
+    return PendingRows(issued, exchange)

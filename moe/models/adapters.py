@@ -1,9 +1,8 @@
-"""LoRA presets for PEFT: adapters on attention and on the stacked experts, refused where they
-attach to nothing.
-"""
+"""LoRA configurations for PEFT: adapters on attention and on the stacked experts."""
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +17,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-_NOT_FOR_EXPERTS = (
+_SET_HERE = {"r", "lora_alpha", "target_modules", "target_parameters"}
+"""Fields of LoraConfig that follow from the arguments of `lora_config`."""
+
+_IGNORED_BY_EXPERTS = (
     "use_dora",
     "lora_bias",
     "exclude_modules",
@@ -36,7 +38,7 @@ def lora_config(
     alpha: float = 16,
     **options: Any,
 ) -> LoraConfig:
-    """Returns a PEFT configuration whose adapters all find their place in `model`.
+    """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
 
     PEFT's own `target_modules="all-linear"` attaches nothing to the experts and says nothing: they
     are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
@@ -68,28 +70,37 @@ def lora_config(
         raise ConfigError(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
+
     check_flag("experts", experts)
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)
     check_number("alpha", alpha, above=0)
-    _check_options(options, experts, LoraConfig)
+    known = LoraConfig.__dataclass_fields__.keys() - _SET_HERE
+    _check_options(options, known)
+    if experts:
+        _check_options_of_experts(options)
     if isinstance(model, STMoEForConditionalGeneration):
         options = {"task_type": "SEQ_2_SEQ_LM", **options}
     if not isinstance(model, STMoEPreTrainedModel):
         raise ConfigError(
-            f"lora_config got a {type(model).__name__}; expected a model of this library without adapters. Call it "
-            "before get_peft_model, or after merge_and_unload."
+            f"lora_config got a {type(model).__name__}; expected a model of this library "
+            "without adapters. Call it before get_peft_model, or after merge_and_unload."
         )
-    named = rule_names(model).items()
-    projections = {name.split(".")[-2] for name, rule in named if rule.startswith("attention")}
-    stacks = {
-        ".".join(name.split(".")[-2:])
-        for name, rule in named
-        if rule in ("experts in", "experts out")
-    }
-    if experts and not stacks:
+
+    # PEFT finds modules and parameters by the ends of their names.
+    projections: set[str] = set()
+    expert_weights: set[str] = set()
+    for name, rule in rule_names(model).items():
+        *_, owner, leaf = name.split(".")
+        if rule.startswith("attention"):
+            projections.add(owner)
+        elif rule in ("experts in", "experts out"):
+            expert_weights.add(f"{owner}.{leaf}")
+
+    if experts and not expert_weights:
         raise ConfigError(
-            "lora_config was asked for adapters on experts, but the model is dense: it has none. Pass experts=False."
+            "lora_config was asked for adapters on experts, but the model is dense: it has "
+            "none. Pass experts=False."
         )
     if not (experts or attention):
         raise ConfigError(
@@ -99,40 +110,41 @@ def lora_config(
         r=rank,
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft's annotation says int
         target_modules=sorted(projections) if attention else None,
-        target_parameters=sorted(stacks) if experts else None,
+        target_parameters=sorted(expert_weights) if experts else None,
         **options,
     )
 
 
-def _check_options(options: dict[str, Any], experts: bool, kind: type) -> None:
-    """Raises a ConfigError when `LoraConfig` would not understand an option, or experts cannot
-    serve it.
-    """
-    known = kind.__dataclass_fields__.keys() - {
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "target_parameters",
-    }
+def _check_options(options: dict[str, Any], known: AbstractSet[str]) -> None:
+    """Raises a ConfigError for an option that `LoraConfig` would not understand."""
     if "target_modules" in options:
         raise ConfigError(
-            f"lora_config was given target_modules {options['target_modules']!r}, but chooses by experts and "
-            "attention. For some projections only, make a peft.LoraConfig with the names of this library: "
-            "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here; wi and wo are up_proj and down_proj."
+            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
+            "by experts and attention. For some projections only, make a peft.LoraConfig with "
+            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
+            "o_proj here; wi and wo are up_proj and down_proj."
         )
     for name in options:
         if name not in known:
-            own = known | {"rank", "alpha", "experts", "attention"}
+            candidates = known | {"rank", "alpha", "experts", "attention"}
             raise ConfigError(
-                f"lora_config has no option {name!r}.{did_you_mean(name, own)} See peft.LoraConfig."
+                f"lora_config has no option {name!r}.{did_you_mean(name, candidates)} See "
+                "peft.LoraConfig."
             )
-    if experts and (idle := [name for name in _NOT_FOR_EXPERTS if options.get(name)]):
+
+
+def _check_options_of_experts(options: dict[str, Any]) -> None:
+    """Raises a ConfigError for an option that does not work on stacked parameters."""
+    ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
+    if ignored:
+        settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)
         raise ConfigError(
-            f"{', '.join(f'{name} {options[name]!r}' for name in idle)}: PEFT does not heed that for the stacked "
-            "parameters of experts. Leave it out, or pass experts=False."
+            f"{settings}: PEFT does not heed that for the stacked parameters of experts. Leave "
+            "it out, or pass experts=False."
         )
-    if experts and options.get("lora_dropout"):
+    if options.get("lora_dropout"):
         raise ConfigError(
-            f"lora_dropout is {options['lora_dropout']}, but adapters of experts are added to the weights and cannot "
-            "drop inputs. Set it to 0 and use the model's expert_dropout_rate, or pass experts=False."
+            f"lora_dropout is {options['lora_dropout']}, but adapters of experts are added to "
+            "the weights and cannot drop inputs. Set it to 0 and use the model's "
+            "expert_dropout_rate, or pass experts=False."
         )

@@ -28,7 +28,14 @@ class Projection(nn.Linear):
     leaf by leaf.
     """
 
-    def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        std: float,
+        truncated: bool = False,
+    ) -> None:
         # Before the constructor of nn.Linear, which calls reset_parameters.
         self.std = std
         self.truncated = truncated
@@ -207,7 +214,14 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         dropout = self.dropout_rate if self.training else 0.0
         heads, weights = attend(
-            self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False
+            self,
+            query,
+            key,
+            value,
+            bias,
+            dropout=dropout,
+            scaling=1.0,
+            is_causal=False,
         )
 
         y = self.o_proj(heads.flatten(2))  # [B, L, H, d_kv] -> [B, L, D]

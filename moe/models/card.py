@@ -17,6 +17,7 @@ from moe.sparse.stats import RouterStats, summarize
 
 CARD_NAME = "README.md"
 _GENERATES = "STMoEForConditionalGeneration"
+_ARGUMENTS = ("base_model", "license", "language", "datasets", "metrics", "tags", "stats")
 _TAGS = ("moe", "st-moe", "mixture-of-experts", "encoder-decoder")
 _SEAL = re.compile(r"\n<!-- Written by moe, ([0-9a-f]{16}): .* -->\n")
 
@@ -34,8 +35,9 @@ def model_card(
     tags: Sequence[str] = (),
     stats: Mapping[str, RouterStats] | None = None,
 ) -> str:
-    """Returns the text of a model's README.md; what is not given and not in the config is not in
-    it.
+    """Returns the text of a model's README.md.
+
+    It says nothing that is neither given nor in the config.
 
     Args:
         config: Of the model.
@@ -48,38 +50,53 @@ def model_card(
         datasets: Names on the hub.
         metrics: Names on the hub.
         tags: Beside those of every card.
-        stats: What the routers did in an evaluation, by stack: `encoder`, `decoder`; see
+        stats: Statistics of the routers in an evaluation, by stack: `encoder`, `decoder`; see
             `total_stats`.
     """
     check_card({"stats": stats})
     total, active = parameters or (config.num_parameters(), config.num_active_parameters())
-    sparse: dict[str, Any] = {}
+
+    # The header, which the hub reads.
+    sparse_fields: dict[str, Any] = {}
     if config.num_experts:
-        factors = {"training": config.capacity_factor, "evaluation": config.eval_capacity_factor}
-        capacity = {"capacity_factor": factors} if config.expert_capacity is None else {}
-        sparse |= capacity or {"expert_capacity": config.expert_capacity}
-        sparse["drop_rate"] = _drop_rate(config, stats)
-    data = ModelCardData(
+        if config.expert_capacity is None:
+            sparse_fields["capacity_factor"] = {
+                "training": config.capacity_factor,
+                "evaluation": config.eval_capacity_factor,
+            }
+        else:
+            sparse_fields["expert_capacity"] = config.expert_capacity
+        sparse_fields["drop_rate"] = _drop_rate(config, stats)
+
+    generates = model_class == _GENERATES
+    header = ModelCardData(
         library_name="moe",
         license=license,
         language=language,
         base_model=base_model,
         datasets=datasets,
         metrics=metrics,
-        pipeline_tag="text-generation" if model_class == _GENERATES else "feature-extraction",
+        pipeline_tag="text-generation" if generates else "feature-extraction",
         tags=[*_TAGS, *([tags] if isinstance(tags, str) else tags)],
         parameters={"total": total, "active": active},
-        **sparse,
+        **sparse_fields,
     )
+
+    # The text, for people.
     rows = [
         ("class", f"`{model_class}` of the library `moe`"),
         ("parameters", f"{total:,}; a token uses {active:,}"),
+        *_backbone_rows(config),
     ]
-    rows += _describe(config, sparse.get("drop_rate"))
+    if config.num_experts:
+        rows += _sparse_rows(config, sparse_fields["drop_rate"])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    title = f"# A {'sparse' if config.num_experts else 'dense'} encoder-decoder of {total:,} parameters\n"
-    body = f"\n{title}\n| | |\n|---|---|\n{table}\n\n{_how_to_use(model_class)}\n{_limits(config)}"
-    return _seal(ModelCard(f"---\n{data.to_yaml()}\n---\n{body}"))
+
+    kind = "sparse" if config.num_experts else "dense"
+    title = f"# A {kind} encoder-decoder of {total:,} parameters\n"
+    usage = _how_to_use(model_class)
+    body = f"\n{title}\n| | |\n|---|---|\n{table}\n\n{usage}\n{_limits(config)}"
+    return _seal(ModelCard(f"---\n{header.to_yaml()}\n---\n{body}"))
 
 
 def check_card(given: Mapping[str, Any]) -> None:
@@ -88,17 +105,23 @@ def check_card(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: When one is unknown, or statistics are of no stack.
     """
-    known = ("base_model", "license", "language", "datasets", "metrics", "tags", "stats")
     for name in given:
-        if name not in known:
+        if name not in _ARGUMENTS:
             raise ConfigError(
-                f"A card has no {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+                f"A card has no {name!r}.{did_you_mean(name, _ARGUMENTS)} Known: "
+                f"{', '.join(_ARGUMENTS)}."
             )
+
     stats = given.get("stats") or {}
     if not isinstance(stats, Mapping) or not set(stats) <= {"encoder", "decoder"}:
         raise ConfigError(
-            f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, 'decoder': ...}}."
+            f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, "
+            "'decoder': ...}."
         )
+
+
+# ---------------------------------------------------------------------------
+# The file
 
 
 def write_card(folder: Path | str, text: str) -> None:
@@ -108,189 +131,212 @@ def write_card(folder: Path | str, text: str) -> None:
     kept.
     """
     path = Path(folder) / CARD_NAME
-    if _is_others(path):
+    if _belongs_to_user(path):
         return
-    found = read_card(path)
+
+    replaced = read_card(path)
     path.write_text(text, encoding="utf-8")
-    if found:
-        add_tags(folder, found.data.tags or [])
+    if replaced:
+        add_tags(folder, replaced.data.tags or [])
 
 
 def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
     """Adds tags to the header of a folder's card."""
     path = Path(folder) / CARD_NAME
     card = read_card(path)
-    if card and (new := [tag for tag in tags if tag not in (card.data.tags or [])]):
-        card.data.tags = [*(card.data.tags or []), *new]
+    if card is None:
+        return
+
+    present = card.data.tags or []
+    new_tags = [tag for tag in tags if tag not in present]
+    if new_tags:
+        card.data.tags = [*present, *new_tags]
         card.save(path)
 
 
-def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> bool:
-    """Returns whether a repository on the hub has a card; puts it into a folder, unless somebody
-    else's lies there.
+def fetch_card(
+    repo_id: str,
+    folder: Path,
+    token: str | bool | None = None,
+) -> bool:
+    """Returns whether a repository on the hub has a card, and puts it into a folder.
+
+    A card of somebody else that lies in the folder stays.
     """
     try:
         fetched = hf_hub_download(repo_id, CARD_NAME, token=token)
     except EntryNotFoundError:
         return False
-    if not _is_others(folder / CARD_NAME):
+
+    path = folder / CARD_NAME
+    if not _belongs_to_user(path):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CARD_NAME).write_bytes(Path(fetched).read_bytes())
+        path.write_bytes(Path(fetched).read_bytes())
     return True
 
 
 def read_card(path: Path) -> Any:
     """Returns the ModelCard in a file; None when there is none, or no header that can be read."""
     try:
-        return ModelCard.load(path) if path.read_text(encoding="utf-8").startswith("---") else None
+        has_header = path.read_text(encoding="utf-8").startswith("---")
+        return ModelCard.load(path) if has_header else None
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         return None
 
 
-def origin(name_or_path: Path | str) -> str | None:
-    """Returns the name on the hub of what is being loaded: the name itself, or the base model in a
-    folder's card.
+def find_source_model(name_or_path: Path | str) -> str | None:
+    """Returns the name on the hub of the model that is being loaded.
+
+    It is the name itself, or the base model in a folder's card.
     """
     path = Path(name_or_path)
-    if path.exists():
-        card = read_card(path / CARD_NAME)
-        base_model = card.data.get("base_model") if card else None
-        return base_model if isinstance(base_model, str) else None
-    return str(name_or_path)
+    if not path.exists():
+        return str(name_or_path)
+
+    card = read_card(path / CARD_NAME)
+    base_model = card.data.get("base_model") if card else None
+    return base_model if isinstance(base_model, str) else None
+
+
+def _seal(card: ModelCard) -> str:
+    """Returns a card with a last line that shows whether more than its tags was changed since."""
+    rule = "rewritten when the model is saved, unless anything but the tags was changed"
+    return f"{card}\n<!-- Written by moe, {_digest(card)}: {rule} -->\n"
+
+
+def _belongs_to_user(path: Path) -> bool:
+    """Returns whether there is a card that, but for its tags, is not as it was written here."""
+    if not path.exists():
+        return False
+    card = read_card(path)
+    if card is None:
+        return True
+    seal = _SEAL.search(card.text)
+    if seal is None:
+        return True
+
+    unsealed = ModelCard(str(card).replace(seal.group(), ""))
+    return _digest(unsealed) != seal.group(1)
+
+
+def _digest(card: ModelCard) -> str:
+    """Returns 16 hexadecimal digits of a card without its tags."""
+    header = card.data.to_dict()
+    header.pop("tags", None)
+    content = json.dumps([header, card.text], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------
+# The text
 
 
 def _drop_rate(
     config: STMoEConfig, stats: Mapping[str, RouterStats] | None
 ) -> float | str | dict[str, float]:
-    """Returns the share of tokens that reached no expert in evaluation, by stack, as far as it is
-    known.
-    """
-    if stats:
-        return {
-            stack: round(summarize(found)["fraction_dropped"], 6) for stack, found in stats.items()
-        }
-    return 0.0 if config.eval_capacity_field is None else "not measured"
+    """Returns the fraction of tokens dropped in evaluation, by stack, as far as it is known."""
+    if not stats:
+        return 0.0 if config.eval_capacity_field is None else "not measured"
+
+    fractions = {}
+    for stack, stack_stats in stats.items():
+        fractions[stack] = round(summarize(stack_stats)["fraction_dropped"], 6)
+    return fractions
 
 
-def _describe(
-    config: STMoEConfig, drop_rate: float | str | dict[str, float] | None
-) -> list[tuple[str, str]]:
-    """Returns the rows of the table that come from the config."""
+def _backbone_rows(config: STMoEConfig) -> list[tuple[str, str]]:
+    """Returns the rows of the table that every model has."""
     activation = "GEGLU" if config.feed_forward_proj == "gated-gelu" else "ReLU"
-    rows = [
-        (
-            "blocks",
-            f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder",
-        ),
-        (
-            "width",
-            f"d_model {config.d_model}, d_ff {config.d_ff} ({activation}), {config.num_heads} heads",
-        ),
+    blocks = f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder"
+    width = f"d_model {config.d_model}, d_ff {config.d_ff} ({activation}), {config.num_heads} heads"
+    return [
+        ("blocks", blocks),
+        ("width", width),
         ("vocabulary", f"{config.vocab_size:,}"),
     ]
-    if not config.num_experts:
-        return rows
-    stacks = [
-        (False, "encoder", config.num_sparse_encoder_layers),
-        (True, "decoder", config.num_sparse_decoder_layers),
-    ]
-    routers = [
-        (stack, config.sparse_config(decoder=decoder).router)
-        for decoder, stack, layers in stacks
-        if layers
-    ]
-    if isinstance(drop_rate, dict):
-        dropped = ", ".join(
-            f"{100 * share:.2f} % in the {stack}" for stack, share in drop_rate.items()
-        )
-    else:
-        dropped = "0, there is no capacity" if drop_rate == 0 else str(drop_rate)
-    factors = [
-        "none" if f is None else f"{f:g}"
-        for f in (config.capacity_factor, config.eval_capacity_factor)
-    ]
-    capacity = f"factor {factors[0]} in training, {factors[1]} in evaluation"
-    if config.expert_capacity is not None:
-        capacity = f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+
+
+def _sparse_rows(
+    config: STMoEConfig, drop_rate: float | str | dict[str, float]
+) -> list[tuple[str, str]]:
+    """Returns the rows of the table about sparse layers."""
+    layers = []
+    routers = []
+    for stack, decoder in (("encoder", False), ("decoder", True)):
+        _, num_sparse = config.stack_sizes(decoder)
+        if num_sparse:
+            router = config.sparse_config(decoder=decoder).router
+            layers.append(f"{num_sparse} in the {stack}")
+            routers.append(f"`{router}` in the {stack}")
+
+    experts = f"{config.num_experts} in each, at most {config.num_selected_experts} for a token"
     return [
-        *rows,
-        (
-            "sparse layers",
-            ", ".join(f"{layers} in the {stack}" for _, stack, layers in stacks if layers),
-        ),
-        (
-            "experts",
-            f"{config.num_experts} in each, at most {config.num_selected_experts} for a token",
-        ),
-        (
-            "router",
-            ", ".join(f"`{router}` in the {stack}" for stack, router in routers)
-            + "; computed in float32",
-        ),
-        ("capacity", f"{capacity}; `generate` drops nothing it decodes"),
-        ("tokens dropped in evaluation", dropped),
+        ("sparse layers", ", ".join(layers)),
+        ("experts", experts),
+        ("router", f"{', '.join(routers)}; computed in float32"),
+        ("capacity", f"{_capacity(config)}; `generate` drops nothing it decodes"),
+        ("tokens dropped in evaluation", _percentages(drop_rate)),
     ]
+
+
+def _capacity(config: STMoEConfig) -> str:
+    if config.expert_capacity is not None:
+        return f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+    training = _factor(config.capacity_factor)
+    evaluation = _factor(config.eval_capacity_factor)
+    return f"factor {training} in training, {evaluation} in evaluation"
+
+
+def _factor(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _percentages(drop_rate: float | str | dict[str, float]) -> str:
+    """Returns a drop rate as text."""
+    if isinstance(drop_rate, dict):
+        parts = [f"{100 * share:.2f} % in the {stack}" for stack, share in drop_rate.items()]
+        return ", ".join(parts)
+    return "0, there is no capacity" if drop_rate == 0 else str(drop_rate)
 
 
 def _how_to_use(model_class: str) -> str:
     """Returns the section with a snippet that runs in the card's folder."""
-    lines = [f"from moe import {model_class}", "", 'folder = "."  # or its name on the hub']
-    lines.append(f"model = {model_class}.from_pretrained(folder)")
-    if model_class == _GENERATES:
+    generates = model_class == _GENERATES
+    needs = "The library `moe` (distribution `stmoe`)"
+    needs += " and a tokenizer beside the model are needed." if generates else " is needed."
+
+    lines = [
+        f"from moe import {model_class}",
+        "",
+        'folder = "."  # or its name on the hub',
+        f"model = {model_class}.from_pretrained(folder)",
+    ]
+    if generates:
         lines = [
             "from transformers import AutoTokenizer",
             *lines,
             "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            'batch = tokenizer(["Some text"], return_tensors="pt")',
+            "print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=16)))",
         ]
-        lines.append('batch = tokenizer(["Some text"], return_tensors="pt")')
-        lines.append("print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=16)))")
-    needs = "The library `moe` (distribution `stmoe`)"
-    needs += (
-        " and a tokenizer beside the model are needed."
-        if model_class == _GENERATES
-        else " is needed."
-    )
     return "\n".join(["## How to use", "", needs, "", "```python", *lines, "```", ""])
 
 
 def _limits(config: STMoEConfig) -> str:
     """Returns the section on what not to expect."""
     limits = [
-        "What it was trained on, and how good it is, this card does not know; whoever publishes it should say so."
+        "What it was trained on, and how good it is, this card does not know; whoever "
+        "publishes it should say so."
     ]
     if config.eval_capacity_field is not None:
         limits.append(
-            "With a capacity in evaluation, what an encoder or a forward with labels makes of a sequence may "
-            "depend on padding and on the other sequences of the batch; load it with "
-            "`eval_capacity_factor=None, expert_capacity=None` to drop nothing."
+            "With a capacity in evaluation, what an encoder or a forward with labels makes of "
+            "a sequence may depend on padding and on the other sequences of the batch; load it "
+            "with `eval_capacity_factor=None, expert_capacity=None` to drop nothing."
         )
     if config.num_experts and "expert_choice" in (config.router, config.decoder_router):
         limits.append(
-            "Router `expert_choice` compares the tokens of a batch: a sequence's output may depend on the others."
+            "Router `expert_choice` compares the tokens of a batch: a sequence's output may "
+            "depend on the others."
         )
     return "## Limits\n\n" + "".join(f"- {limit}\n" for limit in limits)
-
-
-def _seal(card: ModelCard) -> str:
-    """Returns a card with a last line that tells whether anything but its tags was changed since."""
-    rule = "rewritten when the model is saved, unless anything but the tags was changed"
-    return f"{card}\n<!-- Written by moe, {_digest(card)}: {rule} -->\n"
-
-
-def _is_others(path: Path) -> bool:
-    """Returns whether there is a file that is not, but for its tags, as it was written here."""
-    if not path.exists():
-        return False
-    card = read_card(path)
-    seal = _SEAL.search(card.text) if card else None
-    return (
-        card is None
-        or seal is None
-        or _digest(ModelCard(str(card).replace(seal.group(), ""))) != seal.group(1)
-    )
-
-
-def _digest(card: ModelCard) -> str:
-    """Returns 16 hexadecimal digits of a card without its tags."""
-    data = {name: value for name, value in card.data.to_dict().items() if name != "tags"}
-    return hashlib.sha256(json.dumps([data, card.text], sort_keys=True).encode()).hexdigest()[:16]

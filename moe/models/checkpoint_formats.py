@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries that `from_pretrained` reads: one entry for each `model_type`.
+"""Registry of other libraries' checkpoints that `from_pretrained` reads, by `model_type`.
 
 The models know no other library. `moe.convert` enters its formats here when `moe` is imported.
 """
@@ -22,6 +22,7 @@ class OpenWeights(Protocol):
     def __call__(
         self,
         source: Path | str,
+        raw_config: Mapping[str, Any],
         config: Any,
         *,
         leave_out: Iterable[str] = (),
@@ -32,6 +33,7 @@ class OpenWeights(Protocol):
 
         Args:
             source: Folder or hub name of the checkpoint.
+            raw_config: Content of its config.json.
             config: STMoEConfig of the model that takes the weights.
             leave_out: Regular expressions of our names that the model does not have.
             use_safetensors: See `find_weight_files`.
@@ -76,7 +78,8 @@ def find_format(raw_config: Mapping[str, Any]) -> CheckpointFormat | None:
     known = CHECKPOINT_FORMATS.names()
     if model_type not in known:
         raise ConfigError(
-            f"config.json is of a model of type {shown(model_type)}; expected {OUR_MODEL_TYPE}, or "
-            f"{' or '.join(known)}, which are converted. Load it with its own class."
+            f"config.json is of a model of type {shown(model_type)}; expected "
+            f"{OUR_MODEL_TYPE}, or {' or '.join(known)}, which are converted. Load it with its "
+            "own class."
         )
     return CHECKPOINT_FORMATS.get(model_type)

@@ -1,5 +1,6 @@
-"""STMoEConfig: every setting of a model, checked at the door, and its parameter counts before
-anything is built.
+"""STMoEConfig: every setting of a model, and the sizes that follow from them.
+
+The settings are flat, as config.json is; `sparse_config` gathers those of a sparse layer.
 """
 
 import numbers
@@ -19,14 +20,13 @@ from moe.models.configuration_checks import (
     Reduction,
     SparsePosition,
     check_config,
-    check_keywords,
-    check_names,
-    check_savable,
     check_source,
 )
+from moe.models.configuration_keywords import check_keywords, check_names, check_savable
+from moe.models.json_files import COPY_AGAIN, read_json_object, write_config
 from moe.models.presets import PRESETS
-from moe.models.remote_code import write_config
-from moe.parsing import read_json, to_record
+from moe.parsing import to_record
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
     BalanceScope,
     CapacityScope,
@@ -39,7 +39,6 @@ from moe.sparse.config import (
     SparseConfig,
     reference_fields,
 )
-from moe.sparse.router import load_routers
 
 _REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
 
@@ -76,13 +75,13 @@ class STMoEConfig(PreTrainedConfig):
         sparse_position: Which block of a stretch is sparse: the `last`, or the `second` as in
             transformers' Switch (the only one where a stretch is one block).
         sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
-        num_selected_experts: See `SparseConfig` for this and the fields that follow, where nothing
-            else is said.
         router: Name in ROUTERS of the encoder's router.
-        router_options: Its settings; what is not named is at its default, and None names nothing.
+        router_options: Its settings by name; those not named are at their defaults. None names none.
         decoder_router: The decoder's router; None for the same.
         decoder_router_options: Its settings; None for those of the encoder when it is the same,
             else the defaults.
+        num_selected_experts: See `SparseConfig` for this and for the fields that follow, up to
+            `router_initializer_std`.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
         router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers
@@ -120,6 +119,7 @@ class STMoEConfig(PreTrainedConfig):
         "head_dim": "d_kv",
     }
 
+    # The backbone.
     vocab_size: int = 32128
     d_model: int = 768
     d_kv: int = 64
@@ -134,37 +134,47 @@ class STMoEConfig(PreTrainedConfig):
     layer_norm_epsilon: float = 1e-6
     dropout_rate: float = 0.0
     expert_dropout_rate: float | None = None
-    initializer_scale: float = 0.1
+    initializer_scale: float = SparseConfig.initializer_scale
+
+    # Where the sparse layers are.
     num_experts: int = 0
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
     sparse_position: SparsePosition = "last"
     sparse_dense_stacking: bool = False
-    num_selected_experts: int = 2
-    router: str = "token_choice"
+
+    # Their routers.
+    router: str = SparseConfig.router
     router_options: dict[str, Any] | None = None
     decoder_router: str | None = None
     decoder_router_options: dict[str, Any] | None = None
-    router_input: RouterInput = "hidden"
-    capacity_factor: float | None = 1.25
-    eval_capacity_factor: float | None = 2.0
-    min_expert_capacity: int = 4
-    capacity_rounding: Rounding = "floor"
-    expert_capacity: int | None = None
-    capacity_scope: CapacityScope = "group"
-    group_size: int = 4096
-    balance_choices: Choices = "first"
-    balance_over: Positions = "real_tokens"
-    balance_scope: BalanceScope = "group"
-    router_z_loss_over: Positions = "real_tokens"
-    dispatch: Dispatch = "ragged"
-    expert_bias: ExpertBias = "none"
-    router_initializer_std: float | None = 0.02
+
+    # Fields of SparseConfig under the same names and with the same defaults.
+    num_selected_experts: int = SparseConfig.num_selected_experts
+    router_input: RouterInput = SparseConfig.router_input
+    capacity_factor: float | None = SparseConfig.capacity_factor
+    eval_capacity_factor: float | None = SparseConfig.eval_capacity_factor
+    min_expert_capacity: int = SparseConfig.min_expert_capacity
+    capacity_rounding: Rounding = SparseConfig.capacity_rounding
+    expert_capacity: int | None = SparseConfig.expert_capacity
+    capacity_scope: CapacityScope = SparseConfig.capacity_scope
+    group_size: int = SparseConfig.group_size
+    balance_choices: Choices = SparseConfig.balance_choices
+    balance_over: Positions = SparseConfig.balance_over
+    balance_scope: BalanceScope = SparseConfig.balance_scope
+    router_z_loss_over: Positions = SparseConfig.router_z_loss_over
+    dispatch: Dispatch = SparseConfig.dispatch
+    expert_bias: ExpertBias = SparseConfig.expert_bias
+    router_initializer_std: float | None = SparseConfig.router_initializer_std
+
+    # The loss.
     load_balance_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001
     router_loss_reduction: Reduction = "sum"
     z_loss_weight: float = 1e-4
     label_smoothing: float = 0.0
+
+    # What transformers asks of every model.
     output_router_logits: bool = True
     use_cache: bool = True
     is_encoder_decoder: bool = True
@@ -176,7 +186,9 @@ class STMoEConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Fills derived values and checks all of them; see the class for each field."""
         check_keywords(self, kwargs)
-        kwargs.pop("auto_map", None)  # of a config.json; the next one says it anew
+
+        # A config.json has it, and the next one gets it anew.
+        kwargs.pop("auto_map", None)
 
         # Derived values, and values as JSON has them.
         for item in fields(self):
@@ -187,6 +199,9 @@ class STMoEConfig(PreTrainedConfig):
         check_config(self)
         super().__post_init__(**kwargs)
 
+    # -----------------------------------------------------------------------
+    # Ways to make one
+
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
         """Returns the published configuration called `name`, with `overrides` on top.
@@ -195,107 +210,6 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When there is no such preset; the message names the closest.
         """
         return cls(**{**PRESETS.get(name).fields, **overrides})
-
-    @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the fields of a config.json, those of a T5 or Switch as ours, and the arguments
-        not used.
-
-        Raises:
-            ConfigError: When it is of another model, or says what this library cannot represent.
-        """
-        raw, unused = cls._read(*args, **kwargs)
-        checkpoint_format = find_format(raw)
-        if checkpoint_format is not None:
-            raw = checkpoint_format.convert_config(raw)
-        return raw, unused
-
-    @classmethod
-    def read_raw(cls, source: Path | str, **download: Any) -> dict[str, Any]:
-        """Returns the config.json of a folder or hub name as it stands, be it ours or of another
-        library.
-
-        Args:
-            source: The folder or name.
-            download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
-
-        Raises:
-            CheckpointError: When the file is torn or holds no object.
-            OSError: When there is none.
-        """
-        return cls._read(source, **download)[0]
-
-    @classmethod
-    def _read(cls, source: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the config.json of a folder or hub name as it stands, and the arguments not used.
-
-        Raises:
-            ConfigError: When the source cannot be a folder or name.
-            OSError: When there is no config.json, which transformers takes for one without a field.
-        """
-        check_source(source)
-        try:
-            raw, unused = super().get_config_dict(source, **kwargs)
-        except OSError as error:
-            if error.errno is not None or Path(source).exists():
-                raise
-            raise OSError(
-                f"{str(source)!r} is no folder here, and the hub gives no such model: {' '.join(str(error).split())} "
-                "Correct the name, or give a folder."
-            ) from error
-        if not raw:
-            raise OSError(
-                f"{source} holds no model: it has no config.json, or one without a field. Give a folder made by "
-                "save_pretrained, e.g. the model/ folder of a run."
-            )
-        return raw, unused
-
-    @classmethod
-    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
-        """Returns the object in a config.json; transformers reads each of them by this.
-
-        Raises:
-            CheckpointError: When the file is torn or holds something else.
-        """
-        advice = "Copy or download the model again."
-        content = read_json(Path(json_file), advice=advice, error=CheckpointError, nan=True)
-        raw = to_record(
-            dict[str, Any], content, where=str(json_file), advice=advice, error=CheckpointError
-        )
-        files = raw.get("configuration_files", [])
-        to_record(
-            list[str],
-            files,
-            where=f"{json_file}: configuration_files",
-            advice=advice,
-            error=CheckpointError,
-        )
-        return cls._decode_special_floats(raw)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Returns the configuration that a config.json says; see `PreTrainedConfig.from_dict`.
-
-        What it has beyond the fields of this class is kept as attributes, with a warning.
-
-        Raises:
-            ConfigError: When a value is out of range.
-        """
-        return super().from_dict(
-            {"transformers_version": transformers_version, **config_dict}, **kwargs
-        )
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        """Writes config.json into a folder; see `PreTrainedConfig.save_pretrained`.
-
-        Raises:
-            ConfigError: When a field was set to what could not be loaded again.
-        """
-        check_config(self)
-        check_savable(self)
-        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":
@@ -308,14 +222,14 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
-        conventions = reference_fields(reference, overrides.get("router", cls.router))
-        if overrides.get("decoder_router") is not None:
-            conventions["decoder_router_options"] = reference_fields(
-                reference, overrides["decoder_router"]
-            )["router_options"]
-        return cls(
-            **{**conventions, "router_loss_reduction": _REFERENCE_REDUCTION[reference], **overrides}
-        )
+        settings = reference_fields(reference, overrides.get("router", cls.router))
+        settings["router_loss_reduction"] = _REFERENCE_REDUCTION[reference]
+
+        decoder_router = overrides.get("decoder_router")
+        if decoder_router is not None:
+            decoder_settings = reference_fields(reference, decoder_router)
+            settings["decoder_router_options"] = decoder_settings["router_options"]
+        return cls(**{**settings, **overrides})
 
     def replaced(self, **settings: Any) -> "STMoEConfig":
         """Returns a copy with other settings, checked anew.
@@ -329,21 +243,138 @@ class STMoEConfig(PreTrainedConfig):
         check_names(self, settings)
         return type(self)(**{**self.to_dict(), **settings})
 
-    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Writes config.json, and beside it the file by which `trust_remote_code=True` finds this
-        library.
+    # -----------------------------------------------------------------------
+    # config.json
+
+    @classmethod
+    def get_config_dict(
+        cls,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the fields of a config.json, ours or converted, and the arguments not used.
+
+        Raises:
+            ConfigError: When it is of another model, or has a value that this library cannot
+                represent.
         """
+        raw, unused = cls._read(*args, **kwargs)
+        checkpoint_format = find_format(raw)
+        if checkpoint_format is not None:
+            raw = checkpoint_format.convert_config(raw)
+        return raw, unused
+
+    @classmethod
+    def read_raw(cls, source: Path | str, **download: Any) -> dict[str, Any]:
+        """Returns the config.json of a folder or hub name as it is, ours or of another library.
+
+        Args:
+            source: The folder or name.
+            download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
+
+        Raises:
+            CheckpointError: When the file is torn or holds no object.
+            OSError: When there is none.
+        """
+        return cls._read(source, **download)[0]
+
+    @classmethod
+    def _read(
+        cls,
+        source: Any,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the config.json of a folder or hub name as it is, and the arguments not used.
+
+        Raises:
+            ConfigError: When the source cannot be a folder or name.
+            OSError: When there is no config.json, which transformers takes for one without a field.
+        """
+        check_source(source)
+        try:
+            raw, unused = super().get_config_dict(source, **kwargs)
+        except OSError as error:
+            if error.errno is not None or Path(source).exists():
+                raise
+            reason = " ".join(str(error).split())
+            raise OSError(
+                f"{str(source)!r} is no folder here, and the hub gives no such model: {reason} "
+                "Correct the name, or give a folder."
+            ) from error
+
+        if not raw:
+            raise OSError(
+                f"{source} holds no model: it has no config.json, or one without a field. Give "
+                "a folder made by save_pretrained, e.g. the model/ folder of a run."
+            )
+        return raw, unused
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        """Returns the object in a config.json; transformers reads each of them by this.
+
+        Raises:
+            CheckpointError: When the file is torn or holds something else.
+        """
+        raw = read_json_object(Path(json_file))
+        to_record(
+            list[str],
+            raw.get("configuration_files", []),
+            where=f"{json_file}: configuration_files",
+            advice=COPY_AGAIN,
+            error=CheckpointError,
+        )
+        return cls._decode_special_floats(raw)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Returns the configuration of a config.json; see `PreTrainedConfig.from_dict`.
+
+        Fields that this class does not have are kept as attributes, with a warning.
+
+        Raises:
+            ConfigError: When a value is out of range.
+        """
+        # The version marks the fields as those of a file, where unknown ones are no mistake.
+        fields_of_file = {"transformers_version": transformers_version, **config_dict}
+        return super().from_dict(fields_of_file, **kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Writes config.json into a folder; see `PreTrainedConfig.save_pretrained`.
+
+        Raises:
+            ConfigError: When a field was set to what could not be loaded again.
+        """
+        check_config(self)
+        check_savable(self)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    def to_json_file(
+        self,
+        json_file_path: str | os.PathLike[str],
+        use_diff: bool = True,
+    ) -> None:
+        """Writes config.json, and the module by which `trust_remote_code=True` finds this library."""
         write_config(self.to_json_string(use_diff), Path(json_file_path))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Does nothing: transformers would copy this file into every checkpoint, and ours have
-        `auto_map` already.
+        """Does nothing: config.json has `auto_map` already.
+
+        transformers would copy this file into every checkpoint.
         """
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> "STMoEConfig":
         """Returns the config itself: encoder and decoder share it."""
         return self
+
+    # -----------------------------------------------------------------------
+    # What follows from the settings
 
     def sparse_config(self, *, decoder: bool) -> SparseConfig:
         """Returns the settings of each sparse layer of a stack.
@@ -351,52 +382,45 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When one of them is out of range, or the model is dense.
         """
-        router, options = self.router, self.router_options
+        # Another router of the decoder does not have the options of the encoder's.
+        router = self.router
+        options = self.router_options
         if decoder and self.decoder_router not in (None, router):
-            router, options = self.decoder_router, None
+            router = self.decoder_router
+            options = None
         if decoder and self.decoder_router_options is not None:
             options = self.decoder_router_options
-        gated, activation = (
-            (True, "gelu") if self.feed_forward_proj == "gated-gelu" else (False, "relu")
-        )
-        return SparseConfig(
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            num_experts=self.num_experts,
-            num_selected_experts=self.num_selected_experts,
-            router=router,
-            router_options=options or {},
-            router_input=self.router_input,
-            decoder=decoder,
-            capacity_factor=self.capacity_factor,
-            eval_capacity_factor=self.eval_capacity_factor,
-            min_expert_capacity=self.min_expert_capacity,
-            capacity_rounding=self.capacity_rounding,
-            expert_capacity=self.expert_capacity,
-            capacity_scope=self.capacity_scope,
-            group_size=self.group_size,
-            balance_choices=self.balance_choices,
-            balance_over=self.balance_over,
-            balance_scope=self.balance_scope,
-            router_z_loss_over=self.router_z_loss_over,
-            dispatch=self.dispatch,
-            activation=activation,
-            gated=gated,
-            expert_bias=self.expert_bias,
-            expert_dropout_rate=self.dropout_rate
-            if self.expert_dropout_rate is None
-            else self.expert_dropout_rate,
-            initializer_scale=self.initializer_scale,
-            router_initializer_std=self.router_initializer_std,
-        )
+
+        expert_dropout_rate = self.expert_dropout_rate
+        if expert_dropout_rate is None:
+            expert_dropout_rate = self.dropout_rate
+
+        gated = self.feed_forward_proj == "gated-gelu"
+        settings: dict[str, Any] = {
+            "router": router,
+            "router_options": options or {},
+            "decoder": decoder,
+            "activation": "gelu" if gated else "relu",
+            "gated": gated,
+            "expert_dropout_rate": expert_dropout_rate,
+        }
+
+        # All others are fields of this class under the same name.
+        for item in fields(SparseConfig):
+            if item.name not in settings:
+                settings[item.name] = getattr(self, item.name)
+        return SparseConfig(**settings)
 
     @property
     def eval_capacity_field(self) -> str | None:
-        """Name of the field that limits the tokens of an expert in evaluation; None when no token
-        can be dropped.
-        """
-        names = ("expert_capacity", "eval_capacity_factor") if self.num_experts else ()
-        return next((name for name in names if getattr(self, name) is not None), None)
+        """Name of the field that bounds an expert's tokens in evaluation; None for no bound."""
+        if not self.num_experts:
+            return None
+        if self.expert_capacity is not None:
+            return "expert_capacity"
+        if self.eval_capacity_factor is not None:
+            return "eval_capacity_factor"
+        return None
 
     def is_sparse_block(self, block: int, *, decoder: bool) -> bool:
         """Returns whether block number `block`, counted from 0, holds a sparse layer.
@@ -405,56 +429,69 @@ class STMoEConfig(PreTrainedConfig):
             flaxformer `LayerLayout.MIXED` at 399ea3a8: the last block of each of `num_sparse` equal
             stretches; transformers 5.23.0 `SwitchTransformersStack`: the second.
         """
-        layers, sparse = self.stack_sizes(decoder)
-        if not sparse:
+        num_layers, num_sparse = self.stack_sizes(decoder)
+        if not num_sparse:
             return False
-        stretch = layers // sparse
-        return block % stretch == (
-            stretch - 1 if self.sparse_position == "last" else min(1, stretch - 1)
-        )
 
-    def num_parameters(self) -> int:
-        """Returns the number of parameters, before anything is built."""
-        return self._count(self.num_experts)
-
-    def num_active_parameters(self) -> int:
-        """Returns the parameters that one token uses: all of the dense ones and K of every E
-        experts.
-
-        Where experts choose their tokens, a token has as many experts as the capacity factor on
-        average, not K.
-        """
-        return self._count(min(self.num_selected_experts, self.num_experts))
-
-    def _count(self, experts_per_layer: int) -> int:
-        """Returns the parameters with so many experts counted in each sparse layer, and every
-        router whole.
-        """
-        D = self.d_model
-        attention = 4 * D * self.num_heads * self.d_kv
-        feed_forward = (3 if self.feed_forward_proj == "gated-gelu" else 2) * D * self.d_ff
-        bias = self.d_ff if self.expert_bias != "none" else 0
-        total = self.vocab_size * D * (1 if self.tie_word_embeddings else 2)
-        for decoder in (False, True):
-            layers, sparse = self.stack_sizes(decoder)
-            extra = sparse if self.sparse_dense_stacking else 0
-            attentions = 2 if decoder else 1
-            total += layers * attentions * attention
-            total += (layers - sparse + extra) * feed_forward
-            if sparse:
-                layer = self.sparse_config(decoder=decoder)
-                router = load_routers().get(layer.router).num_parameters(layer)
-                total += sparse * (experts_per_layer * (feed_forward + bias) + router)
-            total += (layers * (attentions + 1) + extra + 1) * D
-            total += self.relative_attention_num_buckets * self.num_heads
-        return total
+        stretch = num_layers // num_sparse
+        position = stretch - 1
+        if self.sparse_position == "second":
+            position = min(1, stretch - 1)
+        return block % stretch == position
 
     def stack_sizes(self, decoder: bool) -> tuple[int, int]:
-        """Returns blocks and sparse layers of a stack."""
+        """Returns the number of blocks and the number of sparse layers of a stack."""
         assert self.num_decoder_layers is not None, "__post_init__ fills it"
         if decoder:
             return self.num_decoder_layers, self.num_sparse_decoder_layers
         return self.num_layers, self.num_sparse_encoder_layers
+
+    def num_parameters(self) -> int:
+        """Returns the number of parameters, before anything is built."""
+        return self._count_parameters(self.num_experts)
+
+    def num_active_parameters(self) -> int:
+        """Returns the parameters that one token uses: all dense ones, and K of every E experts.
+
+        Where experts choose their tokens, a token has as many experts as the capacity factor on
+        average, not K.
+        """
+        return self._count_parameters(min(self.num_selected_experts, self.num_experts))
+
+    def _count_parameters(self, experts_per_layer: int) -> int:
+        """Returns the parameters with that many experts in each sparse layer, and whole routers."""
+        D = self.d_model
+        F = self.d_ff
+        attention = 4 * D * self.num_heads * self.d_kv  # query, key, value, output
+        gated = self.feed_forward_proj == "gated-gelu"
+        feed_forward = (3 if gated else 2) * D * F
+        expert_bias = F if self.expert_bias != "none" else 0
+        position_bias = self.relative_attention_num_buckets * self.num_heads
+
+        # The embedding, and a head of its own.
+        total = self.vocab_size * D
+        if not self.tie_word_embeddings:
+            total += self.vocab_size * D
+
+        for decoder in (False, True):
+            num_layers, num_sparse = self.stack_sizes(decoder)
+            num_stacked = num_sparse if self.sparse_dense_stacking else 0
+            num_dense = num_layers - num_sparse + num_stacked
+            attentions = 2 if decoder else 1  # of one block
+
+            total += position_bias
+            total += num_layers * attentions * attention
+            total += num_dense * feed_forward
+            if num_sparse:
+                layer = self.sparse_config(decoder=decoder)
+                router = load_routers().get(layer.router).num_parameters(layer)
+                experts = experts_per_layer * (feed_forward + expert_bias)
+                total += num_sparse * (experts + router)
+
+            # A norm before each layer of a block, and one at the end.
+            num_norms = num_layers * (attentions + 1) + num_stacked + 1
+            total += num_norms * D
+        return total
 
 
 def _plain_value(value: Any) -> Any:
@@ -463,4 +500,6 @@ def _plain_value(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, int):
         return float(value)
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value

@@ -40,7 +40,10 @@ def can_drop_tokens(model: PreTrainedModel) -> bool:
 
 
 def warn_of_drops(
-    model: nn.Module, config: STMoEConfig, stack: str, routers: Sequence[RouterOutput]
+    model: nn.Module,
+    config: STMoEConfig,
+    stack: str,
+    routers: Sequence[RouterOutput],
 ) -> None:
     """Warns once for each model when a sparse layer dropped more than 1 % of the real tokens.
 
@@ -75,8 +78,8 @@ def warn_of_drops(
     if name == "expert_capacity":
         remedy += ", expert_capacity=None"
     text = (
-        f"A sparse layer of the {stack} dropped {100 * worst_fraction:.1f} % of the tokens in evaluation ({name} "
-        f"{getattr(config, name)}: {routers[0].plan.capacity} slots an expert); "
-        f"from_pretrained(..., {remedy}) drops none."
+        f"A sparse layer of the {stack} dropped {100 * worst_fraction:.1f} % of the tokens in "
+        f"evaluation ({name} {getattr(config, name)}: {routers[0].plan.capacity} slots an "
+        f"expert); from_pretrained(..., {remedy}) drops none."
     )
     warning_once(_LOGGER, _DropMessage(weakref.ref(model), text))

@@ -92,7 +92,13 @@ class STMoEEncoder(STMoEPreTrainedModel):
             encoder_router_outputs=routers,
         )
 
-    def embed(self, ids: Tensor | None, vectors: Tensor | None, *, prefix: str = "") -> Tensor:
+    def embed(
+        self,
+        ids: Tensor | None,
+        vectors: Tensor | None,
+        *,
+        prefix: str = "",
+    ) -> Tensor:
         """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
 
         Args:
@@ -106,8 +112,9 @@ class STMoEEncoder(STMoEPreTrainedModel):
         if (ids is None) == (vectors is None):
             given = "neither" if ids is None else "both"
             raise DataError(
-                f"Exactly one of token ids and embeddings is needed, but {given} were given. Pass input_ids or "
-                "inputs_embeds, and for the decoder labels, decoder_input_ids or decoder_inputs_embeds."
+                f"Exactly one of token ids and embeddings is needed, but {given} were given. "
+                "Pass input_ids or inputs_embeds, and for the decoder labels, "
+                "decoder_input_ids or decoder_inputs_embeds."
             )
 
         if ids is not None:

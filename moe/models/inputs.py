@@ -83,8 +83,9 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
                 f"The model was given {name}, but {_UNSUPPORTED_ARGUMENTS[name]}. Leave it out."
             )
         raise ConfigError(
-            f"The model was given an argument {name!r}, which it does not have."
-            f"{did_you_mean(name, signature(forward).parameters)} Leave it out or correct its name."
+            f"The model was given an argument {name!r}, which it does not "
+            f"have.{did_you_mean(name, signature(forward).parameters)} Leave it out or correct "
+            "its name."
         )
 
 
@@ -149,7 +150,11 @@ def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
 # Masks and segments
 
 
-def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -> None:
+def check_segments(
+    name: str,
+    segments: Tensor | None,
+    shape: tuple[int, int],
+) -> None:
     """Refuses anything but numbers of packed examples <int64>[B, L], one for each token.
 
     Args:
@@ -170,7 +175,11 @@ def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -
         _refuse(name, segments, expected)
 
 
-def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+def real_tokens(
+    name: str,
+    mask: Tensor | None,
+    shape: tuple[int, int],
+) -> Tensor | None:
     """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which means all.
 
     Args:
@@ -193,15 +202,16 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
         _refuse(
             name,
             mask,
-            f"a mask [{batch}, {num_keys}], one value for each token and not for each pair: it also says which tokens "
-            f"the experts see. The decoder is causal by itself, and {_PACKING}",
+            f"a mask [{batch}, {num_keys}], one value for each token and not for each pair: "
+            "it also says which tokens the experts see. The decoder is causal by itself, and "
+            f"{_PACKING}",
         )
     if mask.shape[1] != num_keys or mask.shape[0] not in (1, batch):
         _refuse(
             name,
             mask,
-            f"a mask [{batch}, {num_keys}], one column for each key: all tokens of this call and, with a cache, of "
-            "earlier ones; with a static cache all of its positions",
+            f"a mask [{batch}, {num_keys}], one column for each key: all tokens of this call "
+            "and, with a cache, of earlier ones; with a static cache all of its positions",
         )
 
     _check_ones_and_zeros(name, mask)
@@ -229,8 +239,8 @@ def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
         invalid = (mask != 0) & (mask != 1)
         if bool(invalid.any()):
             expected = (
-                "1 for a token and 0 for padding. Of a mask that is added to scores, 0 and -inf, give "
-                "(mask == 0)"
+                "1 for a token and 0 for padding. Of a mask that is added to scores, 0 and "
+                "-inf, give (mask == 0)"
             )
             _refuse_values(name, mask, invalid, expected)
 
@@ -280,8 +290,8 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
     """
     if memory.shape[0] not in (1, decoder.shape[0]):
         raise DataError(
-            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; expected as many, or one "
-            "of the encoder for all. Give each target its input."
+            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; "
+            "expected as many, or one of the encoder for all. Give each target its input."
         )
 
 
@@ -297,8 +307,9 @@ def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
     """
     if labels.shape != decoder_inputs.shape[:2]:
         raise DataError(
-            f"labels is {list(labels.shape)}, but the decoder's inputs are {list(decoder_inputs.shape[:2])}; expected "
-            "one label for each. Leave the decoder's inputs out to have them made of the labels."
+            f"labels is {list(labels.shape)}, but the decoder's inputs are "
+            f"{list(decoder_inputs.shape[:2])}; expected one label for each. Leave the "
+            "decoder's inputs out to have them made of the labels."
         )
 
 
@@ -329,7 +340,8 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
         is_divisor = value > 0 or (value == 0 and without_target)
         if not math.isfinite(value) or not is_divisor:
             raise DataError(
-                f"num_items_in_batch is {value:g}; expected {expected}: the losses are divided by it."
+                f"num_items_in_batch is {value:g}; expected {expected}: the losses are divided "
+                "by it."
             )
     return torch.as_tensor(num_items, device=labels.device).reshape(())
 
@@ -352,7 +364,8 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
         _refuse("logits_to_keep", logits_to_keep, expected)
     if labels is not None and not keeps_all:
         raise DataError(
-            "logits_to_keep and labels were both given, but the loss needs the logits of every label. Leave one out."
+            "logits_to_keep and labels were both given, but the loss needs the logits of every "
+            "label. Leave one out."
         )
 
 
@@ -378,12 +391,17 @@ def _values_are_free(tensor: Tensor) -> bool:
 
 def _expected_token_id(vocab_size: int) -> str:
     return (
-        f"a token id from 0 to {vocab_size - 1}. Use the model's tokenizer, or enlarge the vocabulary with "
-        "resize_token_embeddings"
+        f"a token id from 0 to {vocab_size - 1}. Use the model's tokenizer, or enlarge the "
+        "vocabulary with resize_token_embeddings"
     )
 
 
-def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) -> NoReturn:
+def _refuse_values(
+    name: str,
+    tensor: Tensor,
+    invalid: Tensor,
+    expected: str,
+) -> NoReturn:
     """Raises a DataError that names the first of the invalid values <bool>[B, L]."""
     position = invalid.nonzero()[0].tolist()
     value = tensor[tuple(position)].item()
@@ -392,7 +410,8 @@ def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) ->
 
 def _refuse_empty(name: str, tensor: Tensor) -> NoReturn:
     raise DataError(
-        f"{name} is empty, {list(tensor.shape)}; expected at least one sequence of at least one token."
+        f"{name} is empty, {list(tensor.shape)}; expected at least one sequence of at least "
+        "one token."
     )
 
 

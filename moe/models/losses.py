@@ -80,7 +80,10 @@ class Losses(NamedTuple):
 
 
 def count_losses(
-    config: STMoEConfig, encoder_mask: Tensor, decoder_mask: Tensor, labels: Tensor
+    config: STMoEConfig,
+    encoder_mask: Tensor,
+    decoder_mask: Tensor,
+    labels: Tensor,
 ) -> LossCounts:
     """Returns the counts of a batch.
 
@@ -224,7 +227,12 @@ def _share_of_targets(
     losses = router.losses
     targets = (labels != IGNORED_LABEL).long()
     num_groups = losses.group_router_z.shape[0]
-    targets_per_group = reduce(targets, "(g b) t -> g", "sum", g=num_groups)  # [G]
+    targets_per_group = reduce(
+        targets,
+        "(g b) t -> g",
+        "sum",
+        g=num_groups,
+    )  # [G]
 
     load_balance = (losses.group_load_balance * targets_per_group).sum() / target_tokens
     router_z = (losses.group_router_z * targets_per_group).sum() / target_tokens
@@ -272,13 +280,15 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
     lost = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name)]
     if lost:
         raise ConfigError(
-            f"The Trainer gave num_items_in_batch without labels, so that the losses of {', '.join(lost)} would be "
-            "left out. In place of label_smoothing_factor of the training arguments, set label_smoothing of the "
-            "model's config; with a compute_loss_func of your own, set these weights to 0."
+            "The Trainer gave num_items_in_batch without labels, so that the losses of "
+            f"{', '.join(lost)} would be left out. In place of label_smoothing_factor of the "
+            "training arguments, set label_smoothing of the model's config; with a "
+            "compute_loss_func of your own, set these weights to 0."
         )
 
     if config.num_sparse_decoder_layers and not decoder_masked:
         raise ConfigError(
-            "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask tells the decoder's "
-            "tokens from padding, which would be routed and take capacity. Let the data collator add one."
+            "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask "
+            "tells the decoder's tokens from padding, which would be routed and take capacity. "
+            "Let the data collator add one."
         )

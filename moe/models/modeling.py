@@ -28,7 +28,12 @@ from moe.models.inputs import (
     encoder_hidden_states,
     refuse_unknown_arguments,
 )
-from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
+from moe.models.losses import (
+    LossCounts,
+    count_losses,
+    model_losses,
+    refuse_missing_labels,
+)
 from moe.models.outputs import (
     RouterRecords,
     STMoEEncoderOutput,
@@ -177,8 +182,9 @@ class STMoEModel(STMoEPreTrainedModel):
         checkpointed = cast(Block, self.decoder.blocks[0]).gradient_checkpointing
         if cache_is_wanted and self.training and checkpointed:
             raise ConfigError(
-                "A cache cannot be used with activation checkpointing in training: the second forward pass of a block "
-                "would extend it again. Call model.eval(), pass use_cache=False, or switch checkpointing off."
+                "A cache cannot be used with activation checkpointing in training: the second "
+                "forward pass of a block would extend it again. Call model.eval(), pass "
+                "use_cache=False, or switch checkpointing off."
             )
 
 
@@ -200,7 +206,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = STMoEModel(config)
         std = math.sqrt(config.initializer_scale / config.d_model)
-        self.lm_head = Projection(config.d_model, config.vocab_size, std=std, truncated=True)
+        self.lm_head = Projection(
+            config.d_model,
+            config.vocab_size,
+            std=std,
+            truncated=True,
+        )
         self.post_init()
 
     def get_encoder(self, modality: str | None = None) -> STMoEEncoder:
@@ -229,7 +240,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         check_labels(labels, self.config.vocab_size)
         return self._shift_right(labels, decoder_segment_ids)
 
-    def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
+    def _shift_right(
+        self,
+        labels: Tensor,
+        decoder_segment_ids: Tensor | None,
+    ) -> Tensor:
         """Returns the decoder's inputs <int64>[B, T] of labels <int64>[B, T] that were checked."""
         shape = (labels.shape[0], labels.shape[1])
         check_segments("decoder_segment_ids", decoder_segment_ids, shape)
@@ -350,8 +365,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
         if loss_counts is not None and num_items_in_batch is not None:
             raise DataError(
-                "loss_counts and num_items_in_batch were both given, and both say what the losses are divided by. "
-                "Leave one of them out."
+                "loss_counts and num_items_in_batch were both given, and both say what the "
+                "losses are divided by. Leave one of them out."
             )
         check_logits_to_keep(logits_to_keep, labels)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
@@ -446,11 +461,16 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """Raises a ConfigError for a replica of torch.nn.DataParallel."""
         if getattr(self, "_is_replica", False):
             raise ConfigError(
-                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start one process for each "
-                "device with torchrun or accelerate, or show the process one device with CUDA_VISIBLE_DEVICES."
+                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start "
+                "one process for each device with torchrun or accelerate, or show the process "
+                "one device with CUDA_VISIBLE_DEVICES."
             )
 
-    def _vocabulary_logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    def _vocabulary_logits(
+        self,
+        hidden: Tensor,
+        logits_to_keep: int | Tensor,
+    ) -> Tensor:
         """Returns logits <float>[B, positions, V] of the decoder's output <float>[B, T, D]."""
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]
@@ -473,17 +493,23 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         generation_config = kwargs.get("generation_config") or self.generation_config
         if kwargs.get("token_healing", getattr(generation_config, "token_healing", False)):
             raise ConfigError(
-                "token_healing is True, but transformers heals the prompts of decoders alone: it needs a "
-                "tokenizer with a token for the beginning of a text, which encoder-decoders lack. Leave it out."
+                "token_healing is True, but transformers heals the prompts of decoders alone: "
+                "it needs a tokenizer with a token for the beginning of a text, which "
+                "encoder-decoders lack. Leave it out."
             )
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
-                "generate() has no place to return output_router_logits in. Leave it out, and give the generated "
-                "tokens to the model as decoder_input_ids, with decoder_drop_tokens=False, to see how they are routed."
+                "generate() has no place to return output_router_logits in. Leave it out, and "
+                "give the generated tokens to the model as decoder_input_ids, with "
+                "decoder_drop_tokens=False, to see how they are routed."
             )
         return cast(Any, super()).generate(*args, **kwargs)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         """Returns the arguments of a decoding step, which drops no token of the decoder.
 
         transformers hands all that `generate` was given on to the model, tokenizers for stop
@@ -496,7 +522,10 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        *, attention_mask: Tensor | None, past_key_values: EncoderDecoderCache, **_: Any
+        *,
+        attention_mask: Tensor | None,
+        past_key_values: EncoderDecoderCache,
+        **_: Any,
     ) -> Tensor | None:
         """Returns the decoder's mask <int64 or bool>[B, keys] for all positions of a static cache.
 

@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie on a mesh, and what its modules must know of it."""
+"""A model on a mesh: layouts of its parameters, process groups of its modules, units of FSDP."""
 
 import warnings
 from typing import cast
@@ -27,7 +27,7 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: experts over data rows, hidden units over model columns;
-        Megatron-LM (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not cut
+        Megatron-LM (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not sharded
         over `tp`.
     """
     gated = config.feed_forward_proj == "gated-gelu"
@@ -39,47 +39,82 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
         Rule("attention in", r".*_attention\.[qkv]_proj\.weight", tp_dim=-2),
         Rule("attention out", r".*_attention\.o_proj\.weight", tp_dim=-1),
         Rule("router", r".*\.sparse_feed_forward\.router\.gate"),
-        Rule("experts in", r".*\.experts\.(gate_)?up_proj", tp_dim=-2, expert=True, packed=gated),
+        Rule(
+            "experts in",
+            r".*\.experts\.(gate_)?up_proj",
+            tp_dim=-2,
+            expert=True,
+            packed=gated,
+        ),
         Rule("experts out", r".*\.experts\.down_proj", tp_dim=-1, expert=True),
         Rule("expert bias", r".*\.experts\.bias", tp_dim=-1, expert=True),
-        Rule("feed-forward in", r".*\.feed_forward\.up_proj\.weight", tp_dim=-2, packed=gated),
+        Rule(
+            "feed-forward in",
+            r".*\.feed_forward\.up_proj\.weight",
+            tp_dim=-2,
+            packed=gated,
+        ),
         Rule("feed-forward out", r".*\.feed_forward\.down_proj\.weight", tp_dim=-1),
     )
 
 
-def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
+def mesh_limits(
+    config: STMoEConfig,
+    num_ranks: int,
+    num_groups: int | None = None,
+) -> MeshLimits:
     """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
-    sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
-    return MeshLimits(
-        num_ranks, config.num_experts if sparse else 0, config.num_heads, config.d_ff, num_groups
-    )
+    is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
+    num_experts = config.num_experts if is_sparse else 0
+    return MeshLimits(num_ranks, num_experts, config.num_heads, config.d_ff, num_groups)
 
 
-def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> dict[str, Layout]:
-    """Returns where each parameter of a model with whole parameters lies, by name.
+def model_layouts(
+    model: nn.Module,
+    config: STMoEConfig,
+    mesh: MeshConfig,
+) -> dict[str, Layout]:
+    """Returns the layout of each parameter by name.
+
+    Args:
+        model: With whole parameters.
+        config: Of the model.
+        mesh: Sizes of the mesh.
 
     Raises:
         ConfigError: When no rule covers one of them.
     """
     rules = sharding_rules(config)
-    return {name: find_layout(name, p.shape, rules, mesh) for name, p in model.named_parameters()}
+    layouts: dict[str, Layout] = {}
+    for name, parameter in model.named_parameters():
+        layouts[name] = find_layout(name, parameter.shape, rules, mesh)
+    return layouts
 
 
 def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
-    """Returns the name of the rule of each parameter, whole or on a mesh, by the parameter's name:
-    what kind it is.
+    """Returns the name of each parameter's rule, which says its kind, by the parameter's name.
+
+    Args:
+        model: With parameters whole or on a mesh.
 
     Raises:
         ConfigError: When no rule covers one of them.
     """
     rules = sharding_rules(model.config)
-    return {name: find_rule(name, p.shape, rules).name for name, p in model.named_parameters()}
+    names: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        names[name] = find_rule(name, parameter.shape, rules).name
+    return names
 
 
 def shard_model(
-    model: STMoEForConditionalGeneration, mesh: Mesh, *, bfloat16: bool = False, gather: bool = True
+    model: STMoEForConditionalGeneration,
+    mesh: Mesh,
+    *,
+    bfloat16: bool = False,
+    gather: bool = True,
 ) -> dict[str, Layout]:
-    """Cuts a model over a mesh and returns where each parameter lies.
+    """Shards a model over a mesh and returns the layout of each parameter.
 
     Every block is a unit of FSDP, its experts and its router are units of their own; the router,
     the embedding and the head are gathered as they are, so that routing and loss stay float32.
@@ -91,37 +126,39 @@ def shard_model(
         gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for
             inference.
     """
-    config = model.config
-    layouts = model_layouts(model, config, mesh.config)
+    layouts = model_layouts(model, model.config, mesh.config)
     if not gather:
         layouts = {name: layout._replace(num_shards=1) for name, layout in layouts.items()}
     distribute_parameters(model, layouts, mesh)
+
+    # The ranks with which each module computes.
     for module in model.modules():
         if isinstance(module, SparseFeedForward):
-            module.spread(mesh.ep, mesh.tp)
+            module.set_parallel_axes(mesh.ep, mesh.tp)
         elif isinstance(module, Attention | FeedForward | Stack):
             module.tp = mesh.tp
+
     if gather and mesh.config.num_data_ranks > 1:
         _shard_over_data_ranks(model, mesh, layouts, bfloat16)
     return layouts
 
 
 def _shard_over_data_ranks(
-    model: STMoEForConditionalGeneration, mesh: Mesh, layouts: dict[str, Layout], bfloat16: bool
+    model: STMoEForConditionalGeneration,
+    mesh: Mesh,
+    layouts: dict[str, Layout],
+    bfloat16: bool,
 ) -> None:
     """Makes the model, its blocks, and their experts and routers units of FSDP."""
-    dims = {p: layouts[name].shard_dim for name, p in model.named_parameters()}
-    for block in (
-        block for module in model.modules() if isinstance(module, Stack) for block in module.blocks
-    ):
-        block = cast(Block, block)
-        if block.sparse:
-            layer = block.sparse_feed_forward
-            if mesh.experts.size() > 1:
-                shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
-            if bfloat16 and any(True for _ in layer.router.parameters()):
-                shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
-        shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
+    dims: dict[nn.Parameter, int] = {}
+    for name, parameter in model.named_parameters():
+        dims[parameter] = layouts[name].shard_dim
+
+    # From the inside out: FSDP leaves out what belongs to a unit already.
+    for module in model.modules():
+        if isinstance(module, Stack):
+            for block in module.blocks:
+                _shard_block(cast(Block, block), mesh, dims, bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
 
     # Of all that the model returns, only the router's logits by sequence are views of a tensor that
@@ -129,3 +166,22 @@ def _shard_over_data_ranks(
     # nothing here does.
     message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
     warnings.filterwarnings("ignore", message, UserWarning)
+
+
+def _shard_block(
+    block: Block,
+    mesh: Mesh,
+    dims: dict[nn.Parameter, int],
+    bfloat16: bool,
+) -> None:
+    """Makes a block, its experts and its router units of FSDP."""
+    if block.sparse:
+        layer = block.sparse_feed_forward
+        if mesh.experts.size() > 1:
+            shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
+
+        # A router is a unit of its own only where it must stay wider than its block.
+        has_gate = next(layer.router.parameters(), None) is not None
+        if bfloat16 and has_gate:
+            shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
+    shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)

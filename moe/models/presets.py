@@ -16,10 +16,10 @@ class Preset:
 
 PRESETS: Registry[Preset] = Registry("preset")
 
-_ST_MOE = {"sparse_dense_stacking": True}
 _ST_MOE_L_SOURCE = (
-    "ST-MoE (arXiv:2202.08906) §4.1, §7 and Table 11. Table 11 prints 27 layers; 24 blocks with an extra "
-    "feed-forward layer beside each of the 6 sparse ones are the same 54 sub-layers, and give the printed 4.1B"
+    "ST-MoE (arXiv:2202.08906) §4.1, §7 and Table 11. Table 11 prints 27 layers; 24 blocks "
+    "with an extra feed-forward layer beside each of the 6 sparse ones are the same 54 "
+    "sub-layers, and give the printed 4.1B"
 )
 _FLAXFORMER = "google/flaxformer@399ea3a8 flaxformer/t5x/configs/moe/models"
 _T5_SOURCE = (
@@ -28,7 +28,6 @@ _T5_SOURCE = (
 
 
 def _add(name: str, source: str, **fields: Any) -> None:
-    """Adds a preset under `name`."""
     PRESETS.add(name, Preset(fields, source))
 
 
@@ -41,7 +40,13 @@ def _sparse(count: int, experts: int) -> dict[str, int]:
     }
 
 
-def _shape(layers: int, d_model: int, d_ff: int, num_heads: int, d_kv: int = 64) -> dict[str, int]:
+def _shape(
+    layers: int,
+    d_model: int,
+    d_ff: int,
+    num_heads: int,
+    d_kv: int = 64,
+) -> dict[str, int]:
     """Returns fields for the size of a backbone."""
     return {
         "num_layers": layers,
@@ -60,6 +65,7 @@ _add("t5-1.1-xl", _T5_SOURCE, **_shape(24, 2048, 5120, 32))
 _add("t5-1.1-xxl", _T5_SOURCE, **_shape(24, 4096, 10240, 64))
 
 # ST-MoE: top-2, every fourth layer sparse, a dense feed-forward layer after each sparse one.
+_ST_MOE = {"sparse_dense_stacking": True}
 _add(
     "st-moe-base",
     f"{_FLAXFORMER}/st_moe_base.gin",
@@ -117,8 +123,8 @@ _add(
 )
 _add(
     "switch-xxl-128",
-    f"{_SWITCH_SOURCE} prints 64 experts, which would be 201B; {_FLAXFORMER}/switch_xxl.gin and the released "
-    "checkpoint have 128 and the printed 395B",
+    f"{_SWITCH_SOURCE} prints 64 experts, which would be 201B; {_FLAXFORMER}/switch_xxl.gin "
+    "and the released checkpoint have 128 and the printed 395B",
     **_shape(24, 4096, 10240, 64),
     **_sparse(12, 128),
     **_SWITCH,

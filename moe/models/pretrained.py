@@ -10,12 +10,11 @@ from typing import Any, cast
 import torch
 from huggingface_hub import CommitInfo, HfApi
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
-from transformers.utils.hub import cached_file
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from moe.checks import check, check_flag, check_integer, check_number, is_kind
+from moe.checks import check
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
@@ -24,17 +23,19 @@ from moe.models.card import (
     add_tags,
     check_card,
     fetch_card,
+    find_source_model,
     model_card,
-    origin,
     write_card,
 )
 from moe.models.checkpoint_formats import CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_config, check_savable, check_source
+from moe.models.configuration_checks import check_config, check_source
+from moe.models.configuration_keywords import check_savable
+from moe.models.generation_config import load_generation_config
+from moe.models.json_files import read_json_object
 from moe.models.quantized import warn_of_plain_experts
 from moe.models.weight_checksums import checking_weights, forget_weight_sums, write_weight_sums
 from moe.models.weight_files import (
-    COPY_AGAIN,
     check_finite,
     describe_misfits,
     find_weight_files,
@@ -42,9 +43,9 @@ from moe.models.weight_files import (
     open_weights,
     refuse_integers,
     remove_replaced_weights,
+    reshaped_weights,
     saved_weights,
 )
-from moe.parsing import read_json, to_record
 from moe.sparse.experts import Experts
 from moe.sparse.router import Router
 
@@ -59,55 +60,76 @@ DOWNLOAD = (
 )
 """Arguments that say where a file of the hub comes from."""
 
-_PRODUCTS_OF_DISPATCH = {"ragged": "grouped_mm", "static": "batched_mm"}  # in transformers' words
-_QUIETLY = {
-    "_raise_exceptions_for_missing_entries": False,
-    "_raise_exceptions_for_connection_errors": False,
-}
+_COMMIT_OPTIONS = (
+    "commit_message",
+    "commit_description",
+    "create_pr",
+    "revision",
+)
 
-_OF_A_COMMIT = ("commit_message", "commit_description", "create_pr", "revision")
+_EXPERTS_IMPLEMENTATIONS = {"ragged": "grouped_mm", "static": "batched_mm"}
+"""transformers' word for the products of experts, by the field dispatch."""
+
+_MODULES_WITH_WEIGHTS = (
+    Experts,
+    Projection,
+    RelativePositionBias,
+    RMSNorm,
+    Router,
+    nn.Embedding,
+)
+
+_ALIGNMENT = 64  # bytes
 
 
 class STMoEPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
-        origin: Name on the hub of the model that this one was loaded from, or that its folder's
-            card calls its base.
+        source_model: Name on the hub of the model that this one was loaded from, or that its
+            folder's card calls its base.
     """
 
-    origin: str | None = None
+    source_model: str | None = None
     config: STMoEConfig
     config_class = STMoEConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _can_compile_fullgraph = (
-        True  # of a dense model and of static dispatch; an instance that cannot says so
-    )
     _no_split_modules = ["Block"]
 
+    # Of a dense model and of static dispatch; an instance that cannot be compiled whole says so.
+    _can_compile_fullgraph = True
+
     def __init__(self, config: STMoEConfig) -> None:
-        check_config(config)  # from_pretrained sets fields after the config has checked them
+        # from_pretrained sets fields after the config has checked them.
+        check_config(config)
         super().__init__(config)
         self._can_compile_fullgraph = config.num_experts == 0 or config.dispatch == "static"
+
+    def argument_or_config(self, name: str, argument: bool | None) -> bool:
+        """Returns an argument of `forward`, or when it is None the config's field of that name."""
+        return bool(getattr(self.config, name) if argument is None else argument)
+
+    # -----------------------------------------------------------------------
+    # Choices of transformers
 
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
-        """Returns what computes attention, as transformers decides.
+        """Returns the implementation of attention that transformers takes.
 
         Raises:
             ConfigError: For kinds of attention that cannot add T5's bias of positions to the
                 scores.
         """
-        if requested_attention is not None and (
-            "flash" in requested_attention or "flex" in requested_attention
-        ):
+        requested = requested_attention or ""
+        if "flash" in requested or "flex" in requested:
             raise ConfigError(
-                f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. Every score of attention "
-                "has a trained bias of the distance added, and masks with it: flash attention has no place for them, "
-                "and flex attention would need a kernel of its own. On a GPU 'sdpa' takes torch's memory-efficient one."
+                f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. "
+                "Every score of attention has a trained bias of the distance added, and masks "
+                "with it: flash attention has no place for them, and flex attention would need "
+                "a kernel of its own. On a GPU 'sdpa' takes torch's memory-efficient one."
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
@@ -117,19 +139,49 @@ class STMoEPreTrainedModel(PreTrainedModel):
         Raises:
             ConfigError: For an implementation other than that of the config's `dispatch`.
         """
-        products = _PRODUCTS_OF_DISPATCH[self.config.dispatch]
+        products = _EXPERTS_IMPLEMENTATIONS[self.config.dispatch]
         if requested_experts not in (None, "eager", products):
             raise ConfigError(
-                f"experts_implementation is {requested_experts!r}, but experts run as the field dispatch says: with "
-                f"{self.config.dispatch!r}, by {products!r}. Expected that or 'eager', which both stand for it; the "
-                "other is dispatch='static' for 'batched_mm' and dispatch='ragged' for 'grouped_mm'."
+                f"experts_implementation is {requested_experts!r}, but experts run as the "
+                f"field dispatch says: with {self.config.dispatch!r}, by {products!r}. "
+                "Expected that or 'eager', which both stand for it; the other is "
+                "dispatch='static' for 'batched_mm' and dispatch='ragged' for 'grouped_mm'."
             )
         return "eager"
 
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """Switches activation checkpointing; both public names of transformers come through here.
+
+        Raises:
+            ConfigError: When it would be reentrant, as it is by torch's default.
+        """
+        function = kwargs.get("gradient_checkpointing_func")
+        keywords = getattr(function, "keywords", {})
+        if function is not None and keywords.get("use_reentrant") is not False:
+            raise ConfigError(
+                "Activation checkpointing was asked for without use_reentrant=False: the "
+                "reentrant kind loses the gradient of the routers' losses. Add it to the "
+                "keyword arguments, or give none."
+            )
+        cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws the weights of one module anew; transformers keeps those that were loaded."""
+        if isinstance(module, _MODULES_WITH_WEIGHTS):
+            module.reset_parameters()
+
+    # -----------------------------------------------------------------------
+    # Loading
+
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model of a folder or hub name, with weights that compute bit for bit what was
-        saved.
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the model of a folder or hub name, which computes bit for bit what was saved.
 
         A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
         unless every one of its tensors is accounted for; see `conversion_report`. `save_pretrained`
@@ -142,41 +194,45 @@ class STMoEPreTrainedModel(PreTrainedModel):
         Raises:
             CheckpointError: When a file is damaged, weights are of another shape or no finite
                 numbers, or tensors of a T5 or Switch are missing or unexpected.
-            ConfigError: When its config.json holds what this library cannot represent.
+            ConfigError: When its config.json holds a value that this library cannot represent.
         """
-        source, download = (
-            pretrained_model_name_or_path,
-            {name: kwargs[name] for name in DOWNLOAD if name in kwargs},
-        )
+        source = pretrained_model_name_or_path
+        download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         if source is not None:
             check_source(source)
-        _refuse_adapter_of_foreign(source, download)
+        _refuse_adapter_of_other_library(source, download)
+
         with _checking_local_weights(source, download):
-            checkpoint_format = _find_format(source, download)
-            if checkpoint_format is not None:
-                result = cls._from_foreign(
-                    source, checkpoint_format, *args, download=download, **kwargs
+            raw_config = _read_raw_config(source, download)
+            checkpoint_format = None if raw_config is None else find_format(raw_config)
+            if raw_config is not None and checkpoint_format is not None:
+                result = cls._convert(
+                    source, raw_config, checkpoint_format, *args, download=download, **kwargs
                 )
             else:
-                cls._check_files(source, download, kwargs)
+                cls._check_files(source, raw_config, download, kwargs)
                 result = super().from_pretrained(source, *args, **kwargs)
+
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
-        model.origin = None if source is None else origin(source)
-        for parameter in model.parameters():
-            if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
-                parameter.data = parameter.data.clone()
+        _align_weights(model)
+        model.source_model = None if source is None else find_source_model(source)
         return result
 
     @classmethod
     def _check_files(
-        cls, source: Any, download: dict[str, Any], options: Mapping[str, Any]
+        cls,
+        source: Any,
+        raw_config: dict[str, Any] | None,
+        download: dict[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
         """Checks the files of a folder before transformers reads them.
 
         Args:
             source: The folder; names of the hub are left to transformers.
+            raw_config: Content of its config.json.
             download: Of `options`, where files come from.
             options: Arguments of `from_pretrained`.
 
@@ -184,10 +240,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
             CheckpointError: When a file is damaged, or holds other than a model's numbers.
             ConfigError: When a setting of generation cannot be used.
         """
-        if (
-            source is None
-            or not (Path(source) / download.get("subfolder", "") / CONFIG_NAME).is_file()
-        ):
+        if source is None or raw_config is None:
+            return
+        if not (Path(source) / download.get("subfolder", "") / CONFIG_NAME).is_file():
             return
         if options.get("generation_config") is None:
             load_generation_config(source, download)
@@ -195,72 +250,77 @@ class STMoEPreTrainedModel(PreTrainedModel):
             return
 
         # What is in the files, of which only names and shapes are read.
-        chosen = {name: options.get(name) for name in ("use_safetensors", "variant")}
-        stored = open_weights(find_weight_files(source, **chosen, **download))
+        paths = find_weight_files(
+            source,
+            use_safetensors=options.get("use_safetensors"),
+            variant=options.get("variant"),
+            **download,
+        )
+        stored = open_weights(paths)
 
-        # What the model expects under those names: a part of the whole model, or the whole, by
-        # names of either.
+        # What the model expects.
         config = options.get("config")
         if not isinstance(config, STMoEConfig):
-            settings = {name: value for name, value in options.items() if name != "config"}
-            config, _ = cast(Any, STMoEConfig).from_pretrained(
-                config or source, return_unused_kwargs=True, **settings
-            )
+            config, _ = _config_with_options(raw_config, config, options)
         if hasattr(config, "quantization_config") or options.get("quantization_config") is not None:
             return
         with torch.device("meta"):
             expected = cls(config).state_dict()
+
+        # The file may hold the whole model and this class a part of it, or the other way round.
         prefix = f"{cls.base_model_prefix}."
         for name in expected.keys() - stored.keys():
-            for other in (f"{prefix}{name}", name.removeprefix(prefix)):
-                if other in stored:
-                    stored[name] = stored.pop(other)
-        refuse_integers(source, expected, {name: tensor.dtype for name, tensor in stored.items()})
+            for other_name in (f"{prefix}{name}", name.removeprefix(prefix)):
+                if other_name in stored:
+                    stored[name] = stored.pop(other_name)
 
-        shapes = {name: tensor.shape for name, tensor in stored.items()}
-        both = [
-            (name, shapes[name], tuple(expected[name].shape))
-            for name in shapes.keys() & expected.keys()
-        ]
-        reshaped = [(name, saved, own) for name, saved, own in both if saved != own]
+        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        refuse_integers(source, expected, dtypes)
+        stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
+        expected_shapes = {name: tensor.shape for name, tensor in expected.items()}
+        reshaped = reshaped_weights(stored_shapes, expected_shapes)
         if reshaped and not options.get("ignore_mismatched_sizes"):
-            misfits = describe_misfits(
-                expected.keys() - shapes.keys(), shapes.keys() - expected.keys(), reshaped
-            )
+            missing = expected.keys() - stored.keys()
+            unexpected = stored.keys() - expected.keys()
+            misfits = describe_misfits(missing, unexpected, reshaped)
             raise CheckpointError(incomplete(source, cls.__name__, misfits))
 
     @classmethod
-    def _from_foreign(
+    def _convert(
         cls,
         source: Any,
+        raw_config: dict[str, Any],
         checkpoint_format: CheckpointFormat,
         *args: Any,
         download: dict[str, Any],
         **kwargs: Any,
     ) -> Any:
-        """Returns the model of a T5 or Switch of transformers; see `from_pretrained`."""
+        """Returns the model of another library's checkpoint; see `from_pretrained`."""
         for name in ("variant", "key_mapping", "state_dict"):
             if kwargs.get(name) is not None:
                 raise ConfigError(
-                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of another library that is "
-                    f"converted. Leave {name} out."
+                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of "
+                    f"another library that is converted. Leave {name} out."
                 )
-        kwargs = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
-        dtypes = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
-        config = kwargs.pop("config", None)
+
+        # The dtype is of the weights, and no field of the config.
+        options = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
+        dtypes = {name: options.pop(name) for name in ("dtype", "torch_dtype") if name in options}
+        config = options.pop("config", None)
         if not isinstance(config, STMoEConfig):
-            settings = {"return_unused_kwargs": True, **download, **kwargs}
-            config, kwargs = cast(Any, STMoEConfig.from_pretrained(config or source, **settings))
-            kwargs = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
-        generation = kwargs.pop("generation_config", None) or load_generation_config(
-            source, download
-        )
-        use_safetensors = kwargs.pop("use_safetensors", None)
+            fields = checkpoint_format.convert_config(raw_config) if config is None else {}
+            config, options = _config_with_options(fields, config, {**download, **options})
+            options = {name: value for name, value in options.items() if name not in DOWNLOAD}
+
+        generation_config = options.pop("generation_config", None)
+        if generation_config is None:
+            generation_config = load_generation_config(source, download)
         weights = checkpoint_format.open_weights(
             source,
+            raw_config,
             config,
             leave_out=cls._keys_to_ignore_on_load_unexpected or (),
-            use_safetensors=use_safetensors,
+            use_safetensors=options.pop("use_safetensors", None),
             **download,
         )
         result = super().from_pretrained(
@@ -268,17 +328,17 @@ class STMoEPreTrainedModel(PreTrainedModel):
             *args,
             config=config,
             state_dict=weights,
-            generation_config=generation,
+            generation_config=generation_config,
             **dtypes,
-            **kwargs,
+            **options,
         )
         model = result[0] if isinstance(result, tuple) else result
-        model.config.name_or_path = model.name_or_path = str(source)
+        model.name_or_path = str(source)
+        model.config.name_or_path = str(source)
         return result
 
-    def argument_or_config(self, name: str, argument: bool | None) -> bool:
-        """Returns an argument of `forward`, or when it is None the config's field of that name."""
-        return bool(getattr(self.config, name) if argument is None else argument)
+    # -----------------------------------------------------------------------
+    # Saving
 
     def save_pretrained(
         self,
@@ -288,34 +348,39 @@ class STMoEPreTrainedModel(PreTrainedModel):
         card: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves config, weights and a model card, README.md; a card that somebody else wrote or
-        changed stays.
+        """Saves config, weights and a model card, README.md.
+
+        A card that somebody else wrote or changed stays.
 
         Args:
             save_directory: The folder.
             args: As in transformers.
-            push_to_hub: Whether to upload what is new in the folder; its arguments are those of
+            push_to_hub: Whether to upload the new files of the folder; its arguments are those of
                 `push_to_hub`.
             card: Arguments of `model_card`: `license`, `datasets`, `metrics`, `stats` and others.
             kwargs: As in transformers.
         """
+        folder = Path(save_directory)
         if push_to_hub:
-            self._save_and_push(Path(save_directory), card, args, kwargs)
+            self._save_and_push(folder, card, args, kwargs)
             return
-        text = self._card(card or {})  # what is wrong with it is said before anything is written
+
+        # Whatever is wrong is refused before anything is written.
+        text = self._card_text(card or {})
         check_config(self.config)
         check_savable(self.config)
 
-        folder, variant = Path(save_directory), kwargs.get("variant")
+        is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
-        writes = (
-            self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and not adapters_only
-        )
-        if writes:  # killed from here on, the folder holds no checksums rather than wrong ones
+        writes_weights = is_writer and not adapters_only
+
+        # Killed from here on, the folder holds no checksums rather than wrong ones.
+        if writes_weights:
             forget_weight_sums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)
 
-        if writes:
+        if writes_weights:
+            variant = kwargs.get("variant")
             remove_replaced_weights(folder, saved_weights(folder, variant), variant)
             write_weight_sums(folder)
             write_card(folder, text)
@@ -323,8 +388,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> CommitInfo | None:
-        """Uploads config, weights and a model card, unless the repository's card was written or
-        changed by others.
+        """Uploads config, weights and a model card.
+
+        The repository's card stays when it was written or changed by others.
 
         Args:
             repo_id: Name on the hub.
@@ -341,68 +407,61 @@ class STMoEPreTrainedModel(PreTrainedModel):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> CommitInfo | None:
-        """Saves into a folder and uploads what is new there; transformers would upload an empty
-        card.
-        """
-        commit = {name: kwargs.pop(name) for name in _OF_A_COMMIT if name in kwargs}
-        repo_id, token = kwargs.pop("repo_id", folder.name), kwargs.get("token")
-        private, tags, before = kwargs.pop("private", None), kwargs.pop("tags", None) or [], {}
-        speaks = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
-        if speaks:
-            repo_id = (
-                HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
-            )
-            before = self._get_files_timestamps(folder) if folder.is_dir() else {}
-            if not fetch_card(repo_id, folder, token):
-                before.pop(CARD_NAME, None)  # the folder's own, be it older, is better than none
-        self.save_pretrained(folder, *args, card=card, **kwargs)
-        if not speaks:
-            return None
-        add_tags(folder, [*(self.model_tags or []), *([tags] if isinstance(tags, str) else tags)])
-        return self._upload_modified_files(folder, repo_id, before, token=token, **commit)
+        """Saves into a folder and uploads its new files; transformers would upload an empty card."""
+        commit = {name: kwargs.pop(name) for name in _COMMIT_OPTIONS if name in kwargs}
+        repo_id = kwargs.pop("repo_id", folder.name)
+        private = kwargs.pop("private", None)
+        tags = kwargs.pop("tags", None) or []
+        token = kwargs.get("token")
 
-    def _card(self, given: Mapping[str, Any]) -> str:
-        """Returns the model card, of what is given and what the model knows."""
-        total = self.num_parameters()
-        idle = 0
+        # Of several ranks one talks to the hub.
+        is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
+        if not is_writer:
+            self.save_pretrained(folder, *args, card=card, **kwargs)
+            return None
+
+        repository = HfApi().create_repo(
+            repo_id,
+            private=private,
+            token=token,
+            exist_ok=True,
+        )
+        timestamps = self._get_files_timestamps(folder) if folder.is_dir() else {}
+        if not fetch_card(repository.repo_id, folder, token):
+            # The folder's own card, though it is older, is better than none.
+            timestamps.pop(CARD_NAME, None)
+
+        self.save_pretrained(folder, *args, card=card, **kwargs)
+        new_tags = [tags] if isinstance(tags, str) else tags
+        add_tags(folder, [*(self.model_tags or []), *new_tags])
+        return self._upload_modified_files(
+            folder, repository.repo_id, timestamps, token=token, **commit
+        )
+
+    def _card_text(self, card: Mapping[str, Any]) -> str:
+        """Returns the model card, of the arguments given and of what the model knows."""
+        check_card(card)
+
+        # A token uses K of the E experts of each layer.
+        num_parameters = self.num_parameters()
+        num_idle = 0
         for module in self.modules():
             if isinstance(module, Experts):
-                num_experts, used = module.config.num_experts, module.config.num_selected_experts
-                share = max(0, num_experts - used)
-                idle += sum(weight.numel() // num_experts * share for weight in module.parameters())
-        check_card(given)
+                num_experts = module.config.num_experts
+                num_unused = max(0, num_experts - module.config.num_selected_experts)
+                for weight in module.parameters():
+                    num_idle += weight.numel() // num_experts * num_unused
+
         return model_card(
             self.config,
             model_class=type(self).__name__.removeprefix("FSDP"),
-            parameters=(total, total - idle),
-            **{"base_model": self.origin, **given},
+            parameters=(num_parameters, num_parameters - num_idle),
+            **{"base_model": self.source_model, **card},
         )
 
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """Switches activation checkpointing on or off; both public names of transformers come
-        through here.
 
-        Raises:
-            ConfigError: When it would be reentrant, as it is by torch's default.
-        """
-        function = kwargs.get("gradient_checkpointing_func")
-        if (
-            function is not None
-            and getattr(function, "keywords", {}).get("use_reentrant") is not False
-        ):
-            raise ConfigError(
-                "Activation checkpointing was asked for without use_reentrant=False: the reentrant kind loses the "
-                "gradient of the routers' losses. Add it to the keyword arguments, or give none."
-            )
-        cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draws the weights of one module anew; transformers keeps those that were loaded."""
-        if isinstance(
-            module, Experts | nn.Embedding | Projection | RelativePositionBias | RMSNorm | Router
-        ):
-            module.reset_parameters()
+# ---------------------------------------------------------------------------
+# Checks around loading
 
 
 @torch.no_grad()
@@ -414,108 +473,68 @@ def refuse_not_finite(model: nn.Module, source: Any) -> None:
             check_finite(name, weight, source)
 
 
-def _find_format(source: Any, download: dict[str, Any]) -> CheckpointFormat | None:
-    """Returns the format of a folder or hub name of another library; None for ours and for none."""
+def _align_weights(model: nn.Module) -> None:
+    """Moves weights on a CPU to addresses by which products do not depend on the file."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
+
+
+def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the config.json of a folder or hub name as it is; None when there is none."""
     if source is None:
         return None
     try:
-        return find_format(STMoEConfig.read_raw(source, **download))
+        return STMoEConfig.read_raw(source, **download)
     except OSError:
-        return None  # no config.json: an adapter, or nothing; transformers says so
+        # An adapter, or nothing; transformers says so.
+        return None
 
 
-def _refuse_adapter_of_foreign(source: Any, download: dict[str, Any]) -> None:
-    """Raises a ConfigError for adapters of PEFT whose base is a T5 or Switch, which transformers
-    would draw anew.
+def _config_with_options(
+    fields: dict[str, Any], config: Any, options: Mapping[str, Any]
+) -> tuple[STMoEConfig, dict[str, Any]]:
+    """Returns a config with those options that are fields of it, and the options that are not.
+
+    Args:
+        fields: Fields of the checkpoint's config.
+        config: Folder or name of another one that is to be taken; None for the checkpoint's.
+        options: Arguments of `from_pretrained`.
     """
-    path = (
-        find_adapter_config_file(str(source), **download)
-        if isinstance(source, str | os.PathLike)
-        else None
-    )
+    settings = {name: value for name, value in options.items() if name != "config"}
+    if config is not None:
+        return cast(Any, STMoEConfig).from_pretrained(config, return_unused_kwargs=True, **settings)
+    return STMoEConfig.from_dict(dict(fields), return_unused_kwargs=True, **settings)
+
+
+def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> None:
+    """Raises a ConfigError for PEFT adapters of a T5 or Switch, which would be drawn anew."""
+    if not isinstance(source, str | os.PathLike):
+        return
+    path = find_adapter_config_file(str(source), **download)
     if path is None:
         return
-    adapters = _read_object(Path(path))
-    if (Path(source) / "config.json").is_file():
+
+    adapter_config = read_json_object(path)
+    if (Path(source) / CONFIG_NAME).is_file():
         return
-    base = adapters.get("base_model_name_or_path")
-    check(
-        base is None or isinstance(base, str),
-        f"base_model_name_or_path of {path}",
-        base,
-        "a folder or hub name",
-    )
-    if base and _find_format(base, download) is not None:
+
+    base = adapter_config.get("base_model_name_or_path")
+    name = f"base_model_name_or_path of {path}"
+    check(base is None or isinstance(base, str), name, base, "a folder or hub name")
+    raw_config = _read_raw_config(base, download) if base else None
+    if raw_config is not None and find_format(raw_config) is not None:
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "
-            f"from_pretrained({base!r}) and then the adapters by PeftModel.from_pretrained(model, {str(source)!r})."
+            f"from_pretrained({base!r}) and then the adapters by "
+            f"PeftModel.from_pretrained(model, {str(source)!r})."
         )
 
 
 def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractContextManager[None]:
-    """Returns a block at whose end a CheckpointError says whether the weights of a folder are those
-    that were saved.
-    """
+    """Returns a context that checks the weights of a folder beside the block; see `check_weights`."""
     if isinstance(source, str | os.PathLike):
         folder = Path(source) / (download.get("subfolder") or "")
         if folder.is_dir():
             return checking_weights(folder)
     return nullcontext()
-
-
-def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:
-    """Returns the generation settings of a folder or hub name: those of their own file, or else of
-    config.json.
-
-    Raises:
-        CheckpointError: When the file is damaged.
-        ConfigError: When a setting is of another type than it has.
-    """
-    path = cached_file(source, GENERATION_CONFIG_NAME, **_QUIETLY, **download)
-    if path is None:
-        settings = {"config_file_name": "config.json", "_from_model_config": True, **download}
-        return GenerationConfig.from_pretrained(source, **settings)
-
-    _check_generation_types(_read_object(Path(path)), path)
-    try:
-        return GenerationConfig.from_pretrained(source, **download)
-    except (ValueError, TypeError, AttributeError, LookupError) as failure:
-        raise ConfigError(f"{path} has settings that cannot be used: {failure}") from failure
-
-
-def _check_generation_types(settings: Mapping[str, Any], path: str) -> None:
-    """Raises a ConfigError when a setting of generation is of another type than its default, or an
-    id is no number.
-    """
-    defaults = GenerationConfig._get_default_generation_params()
-    for name, value in settings.items():
-        if name.endswith("_token_id"):
-            ids = value if isinstance(value, list) else [value]
-            check(
-                all(one is None or is_kind(one, int) for one in ids),
-                f"{name} of {path}",
-                value,
-                "a token id",
-            )
-        elif (
-            value is None or defaults.get(name) is None or name == "early_stopping"
-        ):  # which may be "never"
-            continue
-        elif isinstance(defaults[name], bool):
-            check_flag(f"{name} of {path}", value)
-        elif isinstance(defaults[name], int):
-            check_integer(f"{name} of {path}", value)
-        elif isinstance(defaults[name], float):
-            check_number(f"{name} of {path}", value)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file of a model folder.
-
-    Raises:
-        CheckpointError: When the file is damaged.
-    """
-    content = read_json(path, advice=COPY_AGAIN, error=CheckpointError, nan=True)
-    return to_record(
-        dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
-    )

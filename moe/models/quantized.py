@@ -1,4 +1,4 @@
-"""Quantised models: what a quantiser of transformers left as it was, said with a number."""
+"""Quantised models: the warning that a quantiser of transformers left the experts as they were."""
 
 import warnings
 
@@ -15,10 +15,9 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
     all of it.
 
     Args:
-        model: Just loaded; one that is not quantised says nothing.
+        model: Just loaded; one that is not quantised is left alone.
     """
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None:
+    if getattr(model, "hf_quantizer", None) is None:
         return
 
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -28,15 +27,13 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
             plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
     if plain:
         warnings.warn(
-            f"The quantization_config left the stacked experts as they were: {plain:,} of {total:,} parameters "
-            f"({plain / total:.0%}). torchao reaches them by name, with the linear modules: TorchAoConfig(FqnToConfig("
-            "{'re:.*_proj': config})).",
+            f"The quantization_config left the stacked experts as they were: {plain:,} of "
+            f"{total:,} parameters ({plain / total:.0%}). torchao reaches them by name, with "
+            "the linear modules: TorchAoConfig(FqnToConfig({'re:.*_proj': config})).",
             stacklevel=3,
         )
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Returns whether a weight is as wide as it was: floating point numbers, and no stand-in for
-    them.
-    """
+    """Returns whether a weight is of floating-point numbers, and no stand-in for them."""
     return weight.is_floating_point() and not hasattr(weight, "qdata")

@@ -1,6 +1,4 @@
-"""Which parameters of a model train: the subsets that the paper compares, and how much of the model
-each of them is.
-"""
+"""Subsets of the parameters that train, as the paper compares them, and how large they are."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -62,18 +60,19 @@ class Selection(NamedTuple):
     def __str__(self) -> str:
         share = self.num_trainable / self.num_total
         lines = [
-            f"{self.subset}: {self.num_trainable:,} of {self.num_total:,} parameters train ({share:.1%})"
+            f"{self.subset}: {self.num_trainable:,} of {self.num_total:,} parameters train "
+            f"({share:.1%})"
         ]
-        width = max(len(f"{count:,}") for count in self.total.values())
+
+        width = len(f"{max(self.total.values()):,}")
         for kind, count in self.total.items():
-            lines.append(
-                f"  {kind:<9} {count:>{width},}  {'trains' if self.trainable[kind] else 'frozen'}"
-            )
+            state = "trains" if self.trainable[kind] else "frozen"
+            lines.append(f"  {kind:<9} {count:>{width},}  {state}")
         return "\n".join(lines)
 
 
 def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
-    """Lets one subset of the parameters train, freezes the others, and returns how many these are.
+    """Lets one subset of the parameters train, freezes the others, and returns their numbers.
 
     Call it before the optimizer is made. The model may lie on a mesh. The subsets, and what the
     paper found on SuperGLUE with each:
@@ -103,26 +102,33 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     check_subset(subset)
     if not isinstance(model, STMoEPreTrainedModel):
         raise ConfigError(
-            f"select_parameters got a {type(model).__name__}; expected a model of this library. Adapters choose by "
-            "themselves what trains: give the model before they are attached."
+            f"select_parameters got a {type(model).__name__}; expected a model of this "
+            "library. Adapters choose by themselves what trains: give the model before they "
+            "are attached."
         )
+
     kinds = {name: _KIND_OF_RULE[rule] for name, rule in rule_names(model).items()}
-    chosen, present = SUBSETS[subset], set(kinds.values())
+    chosen = SUBSETS[subset]
+    present = set(kinds.values())
     if not chosen & present:
         raise ConfigError(
-            f"The subset {subset!r} holds {' and '.join(sorted(chosen))}, and this model has none. Choose another."
+            f"The subset {subset!r} holds {' and '.join(sorted(chosen))}, and this model has "
+            "none. Choose another."
         )
     if subset != "all" and present <= chosen:
         raise ConfigError(
-            f"The subset {subset!r} freezes {' and '.join(sorted(_ALL - chosen))}, and this model has none. "
-            "Choose 'all'."
+            f"The subset {subset!r} freezes {' and '.join(sorted(_ALL - chosen))}, and this "
+            "model has none. Choose 'all'."
         )
-    total, trainable = Counter[str](), Counter[str]()
+
+    total = Counter[str]()
+    trainable = Counter[str]()
     for name, parameter in model.named_parameters():
         kind = kinds[name]
-        parameter.requires_grad_(kind in chosen)
+        trains = kind in chosen
+        parameter.requires_grad_(trains)
         total[kind] += parameter.numel()
-        trainable[kind] += parameter.numel() * (kind in chosen)
+        trainable[kind] += parameter.numel() if trains else 0
     return Selection(subset, dict(trainable), dict(total))
 
 
@@ -134,6 +140,6 @@ def check_subset(subset: str) -> None:
     """
     if subset not in SUBSETS:
         raise ConfigError(
-            f"There is no subset of parameters called {subset!r}.{did_you_mean(subset, SUBSETS)} "
-            f"Known: {', '.join(SUBSETS)}."
+            "There is no subset of parameters called "
+            f"{subset!r}.{did_you_mean(subset, SUBSETS)} Known: {', '.join(SUBSETS)}."
         )

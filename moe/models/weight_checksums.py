@@ -20,17 +20,17 @@ _THREADS = 4
 
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the files with a model's weights, and of their index."""
-    return sorted(
-        {path.name for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
-    )
+    names: set[str] = set()
+    for pattern in _PATTERNS:
+        names.update(path.name for path in folder.glob(pattern) if path.is_file())
+    return sorted(names)
 
 
 def forget_weight_sums(folder: Path) -> None:
-    """Removes the checksums of a folder's weights, which are about to be written; those of other
-    files stay.
-    """
+    """Removes the checksums of weights that are about to be written; those of other files stay."""
     if not (folder / SUMS_FILE).is_file():
         return
+
     others = _other_sums(folder)
     if others:
         write_sums(folder, others)
@@ -47,32 +47,41 @@ def write_weight_sums(folder: Path, digests: dict[str, str] | None = None) -> No
     """
     known = digests or {}
     unknown = [name for name in weight_files(folder) if name not in known]
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashing lets go of Python's lock
-        computed = pool.map(sha256_of, [folder / name for name in unknown])
-        weights = {**known, **dict(zip(unknown, computed, strict=True))}
+
+    # Hashing lets go of Python's lock.
+    with ThreadPoolExecutor(_THREADS) as pool:
+        paths = [folder / name for name in unknown]
+        computed = dict(zip(unknown, pool.map(sha256_of, paths), strict=True))
+
+    weights = {**known, **computed}
     if weights:
         write_sums(folder, {**_other_sums(folder), **weights})
 
 
 def check_weights(folder: Path) -> None:
-    """Raises when the weights in a folder are not those that were saved; a folder without checksums
-    is not checked.
+    """Raises when the weights in a folder are not those that were saved.
+
+    A folder without checksums is not checked.
 
     Raises:
         CheckpointError: Names the first damaged file.
     """
+
+    def find_in_part(part: int) -> list[Damage]:
+        return list(find_damage(folder, part=part, num_parts=_THREADS))
+
+    damaged: list[Damage] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        shares = pool.map(
-            lambda part: find_damage(folder, part=part, num_parts=_THREADS), range(_THREADS)
-        )
-        damaged = [damage for share in shares for damage in share]
+        for part in pool.map(find_in_part, range(_THREADS)):
+            damaged += part
     _refuse(folder, damaged)
 
 
 @contextmanager
 def checking_weights(folder: Path) -> Iterator[None]:
-    """Does what `check_weights` does beside the block, on other cores; what is damaged is said
-    before other errors.
+    """Runs `check_weights` beside the block, on other cores.
+
+    Damage is raised in the place of other errors, which may follow from it.
 
     Raises:
         CheckpointError: At the end of the block; see `check_weights`.
@@ -86,24 +95,24 @@ def checking_weights(folder: Path) -> Iterator[None]:
 
 
 def check_weights_together(folder: Path) -> None:
-    """Does what `check_weights` does, dealt out over the ranks; every rank must call it."""
+    """Runs `check_weights` with the files shared out over the ranks; every rank must call it."""
     _refuse(folder, gather_damage(folder))
 
 
 def _other_sums(folder: Path) -> dict[str, str]:
     """Returns the checksums in a folder that are of no weights."""
-    sums = read_sums(folder) or {}
-    return {
-        name: digest
-        for name, digest in sums.items()
-        if digest and not any(fnmatch(name, pattern) for pattern in _PATTERNS)
-    }
+    others: dict[str, str] = {}
+    for name, digest in (read_sums(folder) or {}).items():
+        is_weights = any(fnmatch(name, pattern) for pattern in _PATTERNS)
+        if digest and not is_weights:
+            others[name] = digest
+    return others
 
 
 def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
-    """Raises a CheckpointError when there is damage."""
     if damaged:
         raise CheckpointError(
-            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from where it was saved; "
-            f"if another tool rewrote the weights on purpose, remove {folder / SUMS_FILE}."
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from "
+            "where it was saved; if another tool rewrote the weights on purpose, remove "
+            f"{folder / SUMS_FILE}."
         )

@@ -1,6 +1,4 @@
-"""Weights in files, read one at a time: safetensors or torch's .bin, sharded or not, of a folder or
-the hub.
-"""
+"""Weights in files, read one at a time: safetensors or torch's .bin, of a folder or the hub."""
 
 import pickle
 import re
@@ -24,17 +22,22 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from moe.checks import shown
 from moe.errors import CheckpointError
-from moe.parsing import read_json, to_record
+from moe.models.json_files import COPY_AGAIN
+from moe.parsing import read_record, to_record
 
 _UNREADABLE = (
-    *(OSError, LookupError, RuntimeError, ValueError, TypeError, AttributeError, EOFError),
+    OSError,
+    LookupError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
     SafetensorError,
 )
 """What torch and safetensors raise for files that are torn or hold something else."""
 
-_SHOWN_NAMES = 5
-
-COPY_AGAIN = "Copy or download the model again."
+_MAX_NAMES = 5
 
 DTYPES = {
     "U64": torch.uint64,
@@ -51,6 +54,12 @@ DTYPES = {
 }
 """Names of safetensors, in the order in which it lays tensors into a file."""
 
+_CHECKED_FOR_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+# ---------------------------------------------------------------------------
+# Tensors that are read when they are needed
+
 
 class LazyTensor:
     """A tensor <any>[...] of known shape and dtype whose numbers are read when it is indexed.
@@ -62,7 +71,9 @@ class LazyTensor:
     def __init__(
         self, shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> None:
-        self.shape, self.dtype, self.read = tuple(shape), dtype, read
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.read = read
 
     def is_floating_point(self) -> bool:
         """Returns whether its numbers are."""
@@ -76,93 +87,109 @@ class LazyTensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-class _LastFile:
-    """Keeps the file that was read last open and lets go of the one before: of many shards one is
-    in memory.
-    """
+class _FileReader:
+    """Reads tensors of files, and keeps only the last file open: one shard of many in memory."""
 
     def __init__(self) -> None:
-        self._lock, self._path = Lock(), None
-        self._get: Callable[[str], Tensor] = lambda name: torch.empty(0)
+        self._lock = Lock()
+        self._path: Path | None = None
+        self._get_tensor: Callable[[str], Tensor] = lambda name: torch.empty(0)
 
     def read(self, path: Path, name: str) -> Tensor:
         """Returns a tensor <any>[...] of a file; it may be a view of the file's pages."""
         with self._lock:
             if path != self._path:
-                self._path, self._get = path, _open(path)
-            return self._get(name)
+                self._get_tensor = _open_file(path)
+                self._path = path
+            return self._get_tensor(name)
 
 
-def _open(path: Path) -> Callable[[str], Tensor]:
-    """Returns a function from names to tensors of a file; of all but .bin files of before torch 1.6
-    nothing is read.
+def _open_file(path: Path) -> Callable[[str], Tensor]:
+    """Returns a function from names to tensors of a file; nothing is read yet.
+
+    Of a .bin file of before torch 1.6, which is no zip file, everything is.
     """
     if path.suffix == ".safetensors":
         return safe_open(path, framework="pt").get_tensor
-    return torch.load(
-        path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)
-    ).__getitem__
+    tensors = torch.load(
+        path,
+        map_location="cpu",
+        weights_only=True,
+        mmap=is_zipfile(path),
+    )
+    return tensors.__getitem__
 
 
 def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
-    """Returns the tensors of files by name; nothing but names and shapes is read before they are
-    indexed.
+    """Returns the tensors of files by name; only names and shapes are read before they are indexed.
 
     Raises:
         CheckpointError: When a file is missing, torn, or holds something else.
     """
-    files, weights = _LastFile(), {}
+    reader = _FileReader()
+    weights: dict[str, LazyTensor] = {}
     for path in paths:
         try:
-            for name, (shape, dtype) in _shapes(path).items():
-                weights[name] = LazyTensor(shape, dtype, partial(files.read, path, name))
+            for name, header in _read_headers(path).items():
+                read = partial(reader.read, path, name)
+                weights[name] = LazyTensor(header.shape, header.dtype, read)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"The weights in {path} cannot be read: the file is torn, or holds more than tensors, which "
-                f"could run code. {COPY_AGAIN}"
+                f"The weights in {path} cannot be read: the file is torn, or holds more than "
+                f"tensors, which could run code. {COPY_AGAIN}"
             ) from error
         except _UNREADABLE as error:
-            raise CheckpointError(
-                f"The weights in {path} cannot be read: {_first_line(error)}"
-            ) from error
+            reason = _first_line(error)
+            raise CheckpointError(f"The weights in {path} cannot be read: {reason}") from error
     return weights
 
 
 def _first_line(error: Exception) -> str:
-    """Returns what an error says, without the advice that torch gives after it."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Returns the text of an error without the advice that torch gives after it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0]
 
 
-def _shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Returns shape and dtype of each tensor of a file."""
+def _read_headers(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors <any>[...] of a file without memory, by name."""
+    headers: dict[str, Tensor] = {}
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
-            pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
-            return {
-                name: (tuple(p.get_shape()), dtype_of(p.get_dtype(), name))
-                for name, p in pieces.items()
-            }
+            for name in file.keys():  # noqa: SIM118  no mapping
+                piece = file.get_slice(name)
+                dtype = dtype_of(piece.get_dtype(), name)
+                headers[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+        return headers
 
-    held = torch.load(path, map_location="meta", weights_only=True)
-    if not isinstance(held, dict):
-        raise TypeError(f"it holds {shown(held)}; expected tensors by name")
-    for name, value in held.items():
+    content = torch.load(path, map_location="meta", weights_only=True)
+    if not isinstance(content, dict):
+        raise TypeError(f"it holds {shown(content)}; expected tensors by name")
+    for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise TypeError(
                 f"it holds {shown(value)} under {shown(name)}; expected a tensor under a name"
             )
-    return {name: (tuple(value.shape), value.dtype) for name, value in held.items()}
+        headers[name] = value
+    return headers
 
 
 def dtype_of(name: str, tensor: str) -> torch.dtype:
     """Returns the dtype that safetensors calls `name`.
 
+    Args:
+        name: Of the dtype.
+        tensor: Name of the tensor that has it, for the message.
+
     Raises:
-        ValueError: When it is none that is read here; names the tensor.
+        ValueError: When it is none that is read here.
     """
     if name not in DTYPES:
         raise ValueError(f"{tensor} is of dtype {name}; expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+# ---------------------------------------------------------------------------
+# Finding the files
 
 
 def find_weight_files(
@@ -172,8 +199,7 @@ def find_weight_files(
     variant: str | None = None,
     **download: Any,
 ) -> list[Path]:
-    """Returns the files of a model's weights, downloaded where need be; in the order in which
-    transformers looks.
+    """Returns the files of a model's weights, downloaded where need be.
 
     Args:
         source: A folder or a name of the hub.
@@ -184,8 +210,13 @@ def find_weight_files(
     Raises:
         CheckpointError: When there are none, or their index is damaged.
     """
-    safe, pickled = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-    names = {None: safe + pickled, True: safe, False: pickled}[use_safetensors]
+    # The order in which transformers looks.
+    names: list[str] = []
+    if use_safetensors is not False:
+        names += [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
+    if use_safetensors is not True:
+        names += [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+
     for name in names:
         path = cached_file(
             source,
@@ -195,36 +226,50 @@ def find_weight_files(
         )
         if path is None:
             continue
-        if not name.endswith(".json"):
-            return [Path(path)]
+        if name.endswith(".json"):
+            return _find_shards_of_index(source, path, download)
+        return [Path(path)]
 
-        # Shards lie beside their index; of the hub they are downloaded.
-        shards = read_index(Path(path))
-        try:
-            files, _ = get_checkpoint_shard_files(source, path, **download)
-        except _UNREADABLE as error:
-            raise CheckpointError(
-                f"The index of weights {path} cannot be used: {error}. {COPY_AGAIN}"
-            ) from error
-        if missing := [str(file) for file in files or () if not Path(file).is_file()]:
-            raise CheckpointError(
-                f"{missing[0]} is missing, one of the {len(shards)} files in the index {path}. {COPY_AGAIN}"
-            )
-        return [Path(file) for file in files or ()]
     raise CheckpointError(
         f"{source} has no weights: expected one of {', '.join(names)}. {COPY_AGAIN}"
     )
 
 
+def _find_shards_of_index(
+    source: Path | str,
+    path: str,
+    download: Mapping[str, Any],
+) -> list[Path]:
+    """Returns the files that an index names: beside it, or downloaded from the hub."""
+    names = read_index(Path(path))
+    try:
+        files, _ = get_checkpoint_shard_files(source, path, **download)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"The index of weights {path} cannot be used: {error}. {COPY_AGAIN}"
+        ) from error
+
+    paths = [Path(file) for file in files or ()]
+    for file in paths:
+        if not file.is_file():
+            raise CheckpointError(
+                f"{file} is missing, one of the {len(names)} files in the index {path}. "
+                f"{COPY_AGAIN}"
+            )
+    return paths
+
+
 def read_index(path: Path) -> list[str]:
-    """Returns the names of the files that an index of shards names.
+    """Returns the names of the files in an index of shards.
 
     Raises:
         CheckpointError: When the index is damaged, or names a file in another folder.
     """
-    content = read_json(path, advice=COPY_AGAIN, error=CheckpointError)
-    index = to_record(
-        dict[str, Any], content, where=str(path), advice=COPY_AGAIN, error=CheckpointError
+    index = read_record(
+        path,
+        dict[str, Any],
+        advice=COPY_AGAIN,
+        error=CheckpointError,
     )
     for field, kind in (("weight_map", dict[str, str]), ("metadata", dict[str, Any])):
         to_record(
@@ -244,26 +289,6 @@ def read_index(path: Path) -> list[str]:
     return names
 
 
-def remove_replaced_weights(
-    folder: Path, written: Container[str], variant: str | None = None
-) -> None:
-    """Removes weights that an earlier save left in a folder, which would be read in the place of
-    the new ones.
-
-    Args:
-        folder: Of a model.
-        written: Names of the safetensors files of the new save, and of its index when there is one.
-        variant: See `find_weight_files`.
-    """
-    whole, index = (
-        _with_variant(SAFE_WEIGHTS_NAME, variant),
-        _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant),
-    )
-    for name in (whole, index, *find_shards(folder, variant)):
-        if name not in written:
-            (folder / name).unlink(missing_ok=True)
-
-
 def find_shards(folder: Path, variant: str | None = None) -> list[str]:
     """Returns the names of the files in a folder that hold a part of a model each."""
     stem, ending = _with_variant(SAFE_WEIGHTS_NAME, variant).rsplit(".", 1)
@@ -272,14 +297,30 @@ def find_shards(folder: Path, variant: str | None = None) -> list[str]:
 
 
 def saved_weights(folder: Path, variant: str | None = None) -> list[str]:
-    """Returns the names of what transformers has just saved into a folder; of earlier shards it
-    leaves none.
+    """Returns the names of the files that transformers has just saved into a folder.
+
+    Of earlier shards it leaves none.
     """
     shards = find_shards(folder, variant)
-    return [
-        *shards,
-        _with_variant(SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME, variant),
-    ]
+    other = SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME
+    return [*shards, _with_variant(other, variant)]
+
+
+def remove_replaced_weights(
+    folder: Path, written: Container[str], variant: str | None = None
+) -> None:
+    """Removes weights of an earlier save, which would be read in the place of the new ones.
+
+    Args:
+        folder: Of a model.
+        written: Names of the safetensors files of the new save, and of its index when there is one.
+        variant: See `find_weight_files`.
+    """
+    whole = _with_variant(SAFE_WEIGHTS_NAME, variant)
+    index = _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+    for name in (whole, index, *find_shards(folder, variant)):
+        if name not in written:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -290,15 +331,20 @@ def _with_variant(name: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{ending}"
 
 
+# ---------------------------------------------------------------------------
+# Weights that do not fit a model
+
+
 def refuse_integers(
-    source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, torch.dtype | None]
+    source: Path | str,
+    expected: Mapping[str, Tensor],
+    stored: Mapping[str, torch.dtype | None],
 ) -> None:
-    """Raises when a weight of floating point is stored as integers, which would be taken for its
-    numbers.
+    """Raises when a weight of floating point is stored as integers, which are no such numbers.
 
     Args:
         source: The folder or hub name.
-        expected: Tensors of a model by name; they need no memory.
+        expected: Tensors <any>[...] of a model by name; they need no memory.
         stored: Dtype of each stored tensor by name; None for one that torch has not.
 
     Raises:
@@ -308,7 +354,8 @@ def refuse_integers(
         dtype = stored.get(name)
         if tensor.is_floating_point() and dtype is not None and not dtype.is_floating_point:
             raise CheckpointError(
-                f"{name} in {source} holds numbers of type {dtype}; expected floating-point ones. {COPY_AGAIN}"
+                f"{name} in {source} holds numbers of type {dtype}; expected floating-point "
+                f"ones. {COPY_AGAIN}"
             )
 
 
@@ -317,29 +364,50 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
 
     Args:
         name: Of the weight.
-        weight: <any>[...] its numbers; of quantised ones nothing is said.
+        weight: <any>[...] its numbers; quantised ones are not checked.
         source: The folder or hub name.
 
     Raises:
         CheckpointError: Names the weight, with its least and largest number.
     """
-    ordinary = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if weight.dtype not in ordinary or weight.numel() == 0:
+    if weight.dtype not in _CHECKED_FOR_NAN or weight.numel() == 0:
         return
-    least, largest = weight.aminmax()  # one pass over them
-    if not (largest.float() - least.float()).isfinite():
+
+    # One pass over the numbers; NaN comes through both.
+    least, largest = weight.aminmax()
+    span = largest.float() - least.float()
+    if not span.isfinite():
         raise CheckpointError(
-            f"{name} in {source} holds numbers that are not finite: from {least.item()} to {largest.item()}. Load "
-            "an earlier checkpoint: training diverged, or the file is damaged."
+            f"{name} in {source} holds numbers that are not finite: from {least.item()} to "
+            f"{largest.item()}. Load an earlier checkpoint: training diverged, or the file is "
+            "damaged."
         )
 
 
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
-    """Returns what is wrong with a folder whose weights are not those of a class, and what to do."""
+    """Returns the message of a folder whose weights are not those of a class, and what to do."""
     return (
-        f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from where it was saved, or "
-        "give another; if config.json was edited, undo that."
+        f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from "
+        "where it was saved, or give another; if config.json was edited, undo that."
     )
+
+
+def reshaped_weights(
+    stored: Mapping[str, Iterable[int]], expected: Mapping[str, Iterable[int]]
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Returns names of both with another shape, the shape in the file and that in the model.
+
+    Args:
+        stored: Shapes of the tensors in the file, by name.
+        expected: Shapes of the weights of the model, by name.
+    """
+    reshaped = []
+    for name in sorted(stored.keys() & expected.keys()):
+        stored_shape = tuple(stored[name])
+        expected_shape = tuple(expected[name])
+        if stored_shape != expected_shape:
+            reshaped.append((name, stored_shape, expected_shape))
+    return reshaped
 
 
 def describe_misfits(
@@ -347,22 +415,48 @@ def describe_misfits(
     unexpected: Iterable[str],
     reshaped: Iterable[tuple[str, Iterable[int], Iterable[int]]],
 ) -> str:
-    """Returns how many weights of a file do not fit a model, with the first names; an empty string
-    when all fit.
+    """Returns how many weights of a file do not fit a model, with the first names.
 
     Args:
         missing: Names that the model has and the file has not.
         unexpected: Names that the file has and the model has not.
         reshaped: Names that both have, with the shape in the file and the shape in the model.
+
+    Returns:
+        An empty text when all fit.
     """
-    shapes = [f"{name} {tuple(saved)} instead of {tuple(own)}" for name, saved, own in reshaped]
-    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-    return "; ".join(
-        f"{len(names)} {kind}: {_some(names)}" for kind, found in kinds if (names := sorted(found))
-    )
+    shapes = []
+    for name, stored, expected in reshaped:
+        shapes.append(describe_reshaped(name, stored, expected))
+    return count_by_kind(sorted(missing), sorted(unexpected), sorted(shapes))
 
 
-def _some(names: list[str]) -> str:
+def describe_reshaped(
+    name: str,
+    stored: Iterable[int],
+    expected: Iterable[int],
+) -> str:
+    """Returns the name of a weight with both of its shapes."""
+    return f"{name} {tuple(stored)} instead of {tuple(expected)}"
+
+
+def count_by_kind(
+    missing: list[str],
+    unexpected: list[str],
+    reshaped: list[str],
+) -> str:
+    """Returns how many weights are of each kind of misfit, with the first of each."""
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    parts = []
+    for kind, names in kinds.items():
+        if names:
+            parts.append(f"{len(names)} {kind}: {first_names(names)}")
+    return "; ".join(parts)
+
+
+def first_names(names: list[str]) -> str:
     """Returns the first few names and how many more there are."""
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
+    text = ", ".join(names[:_MAX_NAMES])
+    if len(names) > _MAX_NAMES:
+        text += f" and {len(names) - _MAX_NAMES} more"
+    return text

@@ -54,7 +54,7 @@ def check_run_fits(
         check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups=None))
         return
 
-    # Groups of the whole batch, in a number that the data ranks must divide in both stacks.
+    # The data ranks share the groups of the whole batch evenly, in both stacks.
     batch_size = recipe.training.batch_size
     group_size = tokens_per_group(config)
     num_groups = common_num_groups(lengths, batch_size, group_size)

@@ -74,7 +74,7 @@ def on_two_ranks(rank, num_ranks, slots):
                     True,
                 )
     stage = Stage("adafactor", build_mesh(MeshConfig(*MESHES["ep 2"]), "cpu"))
-    with pytest.raises(CheckpointError, match="has slots of adafactor, not of adamw"):
+    with pytest.raises(CheckpointError, match="has optimizer state of adafactor, not of adamw"):
         load_optimizer_state(slots, stage.model, stage.optimizer, stage.layouts, "adamw")
     changed = {key for key in expected["ffn", False][0] if not key.startswith("optimizer/")}
     changed = {

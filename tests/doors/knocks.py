@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -31,6 +32,7 @@ from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.distributed.mesh import MeshLimits
 from moe.sparse.losses import BalanceTotals
+from moe.sparse.router_options import ROUTER_REQUIREMENTS
 from moe.training.recipe import (
     FinetuneRecipe,
     MixtureRecipe,
@@ -342,8 +344,8 @@ def SparseFeedForward_forward(
     )[0].shape
 
 
-def FeedForwardSlot(layer: Any, x: Any) -> Any:
-    return moe.FeedForwardSlot(layer)(x)
+def SparseFeedForwardAdapter(layer: Any, x: Any) -> Any:
+    return moe.SparseFeedForwardAdapter(layer)(x)
 
 
 def collect_routers(module: Any, token_mask: Any = None) -> Any:
@@ -376,7 +378,8 @@ def ROUTERS_add(name: Any, value: Any) -> Any:
     registry = type(moe.ROUTERS)
     routers = object.__new__(registry)
     routers.__dict__.update({**moe.ROUTERS.__dict__, "_entries": dict(moe.ROUTERS._entries)})
-    return routers.add(name, value)
+    with mock.patch.dict(ROUTER_REQUIREMENTS._entries):
+        return routers.add(name, value)
 
 
 def PRESETS_get(name: Any) -> Any:

@@ -101,7 +101,7 @@ def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(
         assert baseline_outputs(other, bodies, bodies) == {}
     assert baseline_outputs(summaries, [], bodies) == {}
     monkeypatch.setattr(
-        baselines, "MOST_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
+        baselines, "MAX_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
     )
     assert baseline_outputs(summaries, bodies, bodies) == {}
 
@@ -114,7 +114,7 @@ def test_the_offline_tasks_have_baselines_that_score_above_the_majority(name):
     examples = task.examples("test")
     outputs = baseline_outputs(task, task.examples("train"), examples)
     scores = {
-        name: task.metrics[0].score(*task.values(examples, answers))
+        name: task.metrics[0].score(*task.metric_inputs(examples, answers))
         for name, answers in outputs.items()
     }
     assert scores.pop("majority") < max(scores.values())

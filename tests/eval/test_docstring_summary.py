@@ -60,7 +60,7 @@ def test_perfect_answers_score_100_and_empty_ones_0():
     examples = TASK.examples("validation")
     for answers, expected in (([e.targets for e in examples], 100.0), ([""] * len(examples), 0.0)):
         for metric in TASK.metrics:
-            assert metric.score(*TASK.values(examples, answers)) == pytest.approx(expected)
+            assert metric.score(*TASK.metric_inputs(examples, answers)) == pytest.approx(expected)
 
 
 def test_a_pair_is_a_summary_line_a_blank_line_and_a_longer_body(library):

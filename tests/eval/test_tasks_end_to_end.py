@@ -80,7 +80,7 @@ def fixture(path: Path) -> list[dict]:
 
 
 def scores(task: Task, examples: list[Example], outputs: list[str]) -> dict[str, float]:
-    targets, answers = task.values(examples, outputs)
+    targets, answers = task.metric_inputs(examples, outputs)
     return {metric.name: metric.score(targets, answers) for metric in task.metrics}
 
 
@@ -182,12 +182,12 @@ def test_each_score_counts_for_itself_and_the_order_does_not_matter(name):
 def test_scores_of_examples_have_the_score_of_the_task_as_their_mean(name):
     task = TASKS.get(name)
     examples = examples_of(task, task.split)
-    targets, answers = task.values(
+    targets, answers = task.metric_inputs(
         examples, [*best(task, examples)[:2], *worst(task, examples)[2:]]
     )
     for metric in task.metrics:
-        if metric.each is not None:
-            each = metric.each(targets, answers)
+        if metric.score_examples is not None:
+            each = metric.score_examples(targets, answers)
             assert each.shape == (len(examples),)
             assert np.nanmean(each) == pytest.approx(metric.score(targets, answers))
 

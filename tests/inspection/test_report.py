@@ -267,7 +267,7 @@ def numbers_of_the_model(inputs):
             probs = logits.softmax(-1)
             plan = router.plan
             firsts[side] += zip(ids.flatten().tolist(), logits.argmax(-1).tolist(), strict=True)
-            loads[side] += plan.expert_index[plan.wanted].tolist()
+            loads[side] += plan.expert_index[plan.requested].tolist()
             accepted[side].append(int(plan.accepted.sum()))
             slots[side].append(plan.capacity * NUM_EXPERTS * plan.expert_index.shape[0])
             entropies[side] += (-(probs * probs.log()).sum(-1)).tolist()

@@ -25,7 +25,7 @@ from moe import (
     total_stats,
 )
 from moe.data.tokenizer import train_tokenizer
-from moe.models.card import origin
+from moe.models.card import find_source_model
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_run import write_texts
 
@@ -219,7 +219,7 @@ def test_a_model_of_this_machine_names_no_base_model(tmp_path):
     )
     assert card_of(tmp_path / "next").data.base_model is None
     (tmp_path / "next" / "README.md").write_text("---\n[\n---\n")
-    assert origin(tmp_path / "next") is None
+    assert find_source_model(tmp_path / "next") is None
 
 
 # ---- the hub ----

@@ -16,7 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import T5Config, T5ForConditionalGeneration
 
 from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
-from moe.sparse.integration import FeedForwardSlot, collect_routers, router_loss, total_stats
+from moe.sparse.integration import (
+    SparseFeedForwardAdapter,
+    collect_routers,
+    router_loss,
+    total_stats,
+)
 
 B, L, T, D, F, E = 3, 13, 11, 21, 17, 5
 LAYERS = 2
@@ -43,7 +48,7 @@ def sparse_t5(seed=0, dropout_rate=0.0):
             eval_capacity_factor=None,
         )
         for block in stack.block:
-            block.layer[-1].DenseReluDense = FeedForwardSlot(config)
+            block.layer[-1].DenseReluDense = SparseFeedForwardAdapter(config)
     # end of guide
     return model
 
@@ -68,7 +73,7 @@ def sparse_encoder(seed=0, **changes):
     encoder = nn.TransformerEncoder(layer, num_layers=LAYERS, enable_nested_tensor=False)
     for layer in encoder.layers:
         config = SparseConfig(**{"d_model": D, "d_ff": F, "num_experts": E, **changes})
-        layer.linear1, layer.linear2 = FeedForwardSlot(config), nn.Identity()
+        layer.linear1, layer.linear2 = SparseFeedForwardAdapter(config), nn.Identity()
     return encoder
 
 
@@ -106,7 +111,7 @@ def test_a_slot_with_one_expert_is_the_dense_feed_forward_of_t5(feed_forward):
                 d_model=D, d_ff=F, num_experts=1, num_selected_experts=1, gated=gated,
                 activation="gelu" if gated else "relu", decoder=stack is model.decoder,
             )  # fmt: skip
-            slot = FeedForwardSlot(SparseFeedForward(config))
+            slot = SparseFeedForwardAdapter(SparseFeedForward(config))
             weights = dict(slot.sparse.experts.named_parameters())
             first = torch.cat([old.wi_0.weight, old.wi_1.weight]) if gated else old.wi.weight
             with torch.no_grad():
@@ -356,21 +361,23 @@ def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
     layer = SparseFeedForward(
         SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2)
     )
-    slot = FeedForwardSlot(wrap(layer))
+    slot = SparseFeedForwardAdapter(wrap(layer))
     assert any(module is layer for module in slot.modules())
     if wrap is not torch.compile:  # which would compile for seconds
         x = torch.randn(B, L, D)
         assert slot(x).shape == x.shape
     for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
         with pytest.raises(
-            ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"
+            ConfigError,
+            match=r"(?s)layer of a SparseFeedForwardAdapter is .*expected a SparseFeedForward",
         ):
-            FeedForwardSlot(foreign)
+            SparseFeedForwardAdapter(foreign)
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
     with pytest.raises(
-        ConfigError, match=r"no SparseFeedForward in this Linear.*FeedForwardSlot\(config\)"
+        ConfigError,
+        match=r"no SparseFeedForward in this Linear.*SparseFeedForwardAdapter\(config\)",
     ):
         collect_routers(nn.Linear(2, 3)).__enter__()
     model = sparse_t5()
@@ -394,6 +401,6 @@ def test_statistics_of_layers_of_different_shape_are_not_added():
     with collect_routers(few) as few_routers, collect_routers(many) as many_routers:
         many(few(torch.randn(B, L, D)))
     with pytest.raises(
-        DataError, match="Layer 2 has 5 experts and 1 places for each token, layer 0 has 3 and 2"
+        DataError, match="Layer 2 has 5 experts and 1 choices for each token, layer 0 has 3 and 2"
     ):
         total_stats(few_routers + many_routers)

@@ -33,12 +33,12 @@ def one_thread():
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
 @pytest.mark.parametrize("router", load_routers().names())
 def test_nothing_is_larger_than_the_logits_and_the_rows(router, dispatch, one_thread):
-    places = 1 if load_routers().get(router).single else 2
+    choices = 1 if load_routers().get(router).single else 2
     config = SparseConfig(
         D,
         F,
         EXPERTS,
-        places,
+        choices,
         router=router,
         dispatch=dispatch,
         capacity_factor=5.0,

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, select_parameters
 from moe.checkpoint.integrity import latest_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
-from moe.checkpoint.train_state import optimizer_state
+from moe.checkpoint.train_state import optimizer_tensors
 from moe.checkpoint.writer import load_checkpoint
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.mesh import MeshConfig
@@ -82,7 +82,7 @@ def state_of(run, subset="all"):
     layouts = model_layouts(model, model.config, MeshConfig())
     optimizer = Adafactor(parameter_groups(model))
     load_checkpoint(latest_checkpoint(run / "checkpoints"), model, optimizer, layouts)
-    return optimizer_state(model, optimizer, layouts)
+    return optimizer_tensors(model, optimizer, layouts)
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     load_optimizer_state(inputs["run"] / "checkpoints", model, optimizer, layouts, "adafactor")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kept = optimizer_state(model, optimizer, layouts)
+    kept = optimizer_tensors(model, optimizer, layouts)
     assert kept.keys() == {key for key in expected if key.split("/")[1] in trained}
     for key, value in kept.items():
         assert torch.equal(value, expected[key]), key
@@ -183,7 +183,7 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
             inputs["run"],
             ("--optim.optimizer", "adamw"),
             CheckpointError,
-            "has slots of adafactor, not of adamw",
+            "has optimizer state of adafactor, not of adamw",
         ),
         (
             inputs["run"],
@@ -195,7 +195,9 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
         with pytest.raises(error, match=message):
             tune(inputs, tmp_path / "run", *keep, *more, pretrained=pretrained / "model")
     frozen = tune(inputs, tmp_path / "frozen", "--parameters", "attention")
-    with pytest.raises(CheckpointError, match="has no slots of any parameter that trains now"):
+    with pytest.raises(
+        CheckpointError, match="has no optimizer state of any parameter that trains now"
+    ):
         tune(inputs, tmp_path / "run", *keep, "--parameters", "ffn", pretrained=frozen / "model")
     tune(inputs, tmp_path / "run", pretrained=alone / "model")  # the default needs the model alone
 

@@ -4,10 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from eval.task import TASKS
 from moe import ConfigError, STMoEConfig
 from moe.commands.finetune import finetune_command
+from moe.commands.plan import read_workload
+from moe.planning.plan import build_model, make_plan
+from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, save_recipe
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 
@@ -40,9 +44,12 @@ def kind_of(path):
 
 
 def files_of(path):
-    """Returns the files of the command in the header of a recipe, up to itself; itself when none is
-    given.
+    """Returns the files of the command in the header of a recipe, up to itself.
+
+    A recipe that names its parent, or that no command names, needs no other file.
     """
+    if re.search(r"^extends:", path.read_text(), re.M):
+        return ["--config", path]
     files = re.findall(r"--config (recipes/\S+)", header_of(path)) or [f"recipes/{path.name}"]
     own = files.index(f"recipes/{path.name}")
     return [part for file in files[: own + 1] for part in ("--config", path.parents[1] / file)]
@@ -73,9 +80,14 @@ def test_the_tasks_of_a_recipe_exist_and_can_be_trained_on_and_scored(path):
 def test_a_family_of_tasks_is_tuned_with_the_papers_settings_for_sparse_and_dense(
     path, kind, lr, tokens
 ):
-    recipe = parse(
-        "--config", path.parent / f"finetune_{kind}.yaml", "--config", path, kind=FinetuneRecipe
-    )
+    settings = path.parent / f"finetune_{kind}.yaml"
+    for files in ((settings, path), (path, settings)):
+        argv = [part for file in files for part in ("--config", file)]
+        recipe = parse(*argv, kind=FinetuneRecipe)
+        check_family(recipe, lr, tokens)
+
+
+def check_family(recipe, lr, tokens):
     assert (recipe.optim.lr, recipe.training.batch_size * recipe.data.inputs_length) == (lr, tokens)
     assert recipe.mixture.tasks and recipe.mixture.maximum == 65536
 
@@ -106,9 +118,48 @@ def test_superglue_is_one_recipe_for_sparse_and_one_on_top_for_dense():
     )
 
 
-def test_the_recipe_of_the_base_model_is_the_preset():
-    config = parse("--config", RECIPES[0].parent / "st_moe_base_pretrain.yaml").build_config()
-    assert config.to_dict() == STMoEConfig.from_preset("st-moe-base").to_dict()
+PRESETS = {
+    "st_moe_base": "st-moe-base",
+    "st_moe_l": "st-moe-l",
+    "st_moe_xl": "st-moe-xl",
+    "st_moe_32b": "st-moe-32b",
+    "switch_base_8": "switch-base-8",
+    "switch_base_128": "switch-base-128",
+    "switch_large_128": "switch-large-128",
+    "dense_base": "t5-1.1-base",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_recipe_of_a_published_model_is_the_preset(name):
+    config = parse("--config", RECIPES[0].parent / f"{name}_pretrain.yaml").build_config()
+    assert config.to_dict() == STMoEConfig.from_preset(PRESETS[name]).to_dict()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_recipe_of_a_published_model_fits_on_its_mesh_with_the_memory_that_its_header_says(
+    name,
+):
+    path = RECIPES[0].parent / f"{name}_pretrain.yaml"
+    recipe = parse("--config", path)
+    config = recipe.build_config()
+    workload = read_workload(recipe)
+    check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
+    plan = make_plan(build_model(config), workload, recipe.mesh)
+    assert plan.memory < 80 * 2**30
+    memory = re.search(r"80 GiB: ([\d.]+) GiB", header_of(path).replace("\n# ", " "))
+    assert memory is None or float(memory[1]) == pytest.approx(plan.memory / 2**30, abs=0.06)
+    assert memory or name == "st_moe_base"
+
+
+def test_the_tiny_recipes_on_four_ranks_fit_with_experts_balanced_over_groups_or_over_all_ranks():
+    scopes = {}
+    for name in ("four_ranks", "four_ranks_global_balance"):
+        recipe = parse("--config", RECIPES[0].parent / f"{name}.yaml")
+        config = recipe.build_config()
+        check_run_fits(recipe, config, 4, read_workload(recipe).lengths)
+        scopes[name] = config.balance_scope
+    assert scopes == {"four_ranks": "group", "four_ranks_global_balance": "global"}
 
 
 def test_the_tiny_recipe_has_the_papers_loss_weights():
@@ -144,6 +195,143 @@ def test_later_files_and_arguments_win_and_a_saved_recipe_reads_back(tmp_path):
     assert (recipe.seed, recipe.optim.lr, recipe.training.steps) == (3, 0.25, 7)
     save_recipe(recipe, tmp_path / "c.yaml")
     assert parse("--config", tmp_path / "c.yaml") == recipe
+
+
+# ---- extends ----
+
+
+def write(folder, **texts):
+    """Writes recipe files; returns their paths by name."""
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return {name: folder / f"{name}.yaml" for name in texts}
+
+
+def test_a_recipe_says_what_differs_from_its_parent_at_any_depth(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "root.yaml").write_text(
+        "seed: 3\noptim:\n  lr: 0.5\n  warmup_steps: 7\nmodel:\n  router: switch\n"
+        "  num_selected_experts: 1\n  router_options:\n    policy: sample\n    temperature: 2e-1\n"
+    )
+    (tmp_path / "below" / "parent.yaml").write_text("extends: ../root.yaml\noptim:\n  lr: 0.25\n")
+    (tmp_path / "child.yaml").write_text(
+        "extends: below/parent.yaml\nmodel:\n  router_options:\n    temperature: 3\n"
+    )
+    recipe = parse("--config", tmp_path / "child.yaml")
+    assert (recipe.seed, recipe.optim.lr, recipe.optim.warmup_steps) == (3, 0.25, 7)
+    assert recipe.model["router_options"] == {"policy": "sample", "temperature": 3}
+
+
+def test_a_list_replaces_that_of_the_parent(tmp_path):
+    files = write(
+        tmp_path,
+        a="mixture:\n  tasks: [boolq, cb]\n  temperature: 2.0\n",
+        b="extends: a.yaml\nmixture:\n  tasks: [rte]\n",
+    )
+    mixture = parse("--config", files["b"], kind=FinetuneRecipe).mixture
+    assert (mixture.tasks, mixture.temperature) == (["rte"], 2.0)
+
+
+def test_later_files_and_arguments_win_over_what_a_recipe_inherits(tmp_path):
+    files = write(
+        tmp_path,
+        a="seed: 3\noptim:\n  lr: 0.5\n",
+        b="extends: a.yaml\ntraining:\n  steps: 11\n",
+        c="optim:\n  lr: 0.125\n",
+    )
+    argv = ("--config", files["b"], f"--config={files['c']}", "--training.steps", 7)
+    recipe = parse(*argv)
+    assert (recipe.seed, recipe.optim.lr, recipe.training.steps) == (3, 0.125, 7)
+    assert parse("--optim.lr", 1, "--config", files["b"]).optim.lr == 0.5
+
+
+def test_numbers_and_texts_that_are_inherited_stay_what_they_were_written_as(tmp_path):
+    files = write(
+        tmp_path,
+        a="out: \"1e3\"\npretrained: '0x10'\noptim: {lr: 1e-3}\n",
+        b="extends: a.yaml\nseed: 1\n",
+    )
+    recipe, arguments = finetune_command().parse(["--config", str(files["b"])])
+    assert recipe.optim.lr == 1e-3
+    assert (arguments.out, arguments.pretrained) == ("1e3", Path("0x10"))
+
+
+def test_a_recipe_that_extends_itself_is_refused_with_the_way_it_goes(tmp_path):
+    files = write(tmp_path, a="extends: b.yaml\n", b="extends: c.yaml\n", c="extends: a.yaml\n")
+    a, b, c = (re.escape(str(files[name])) for name in "abc")
+    with pytest.raises(ConfigError, match=f"{a} extends itself: {a} -> {b} -> {c} -> {a}"):
+        parse("--config", files["a"])
+
+
+@pytest.mark.parametrize(
+    ("parent", "message"),
+    [
+        (
+            "extends: none.yaml",
+            r"child\.yaml: extends is 'none\.yaml', and there is no file .*none\.yaml",
+        ),
+        (
+            "extends: [a.yaml]",
+            r"child\.yaml: extends is \['a\.yaml'\]; expected the path of one recipe",
+        ),
+        ("extends: ''", r"child\.yaml: extends is ''; expected the path of one recipe"),
+        (
+            "extends: wrong.yaml",
+            r"wrong\.yaml: there is no setting 'optim\.lrr'.*Did you mean 'optim\.lr'",
+        ),
+        (
+            "extends: value.yaml",
+            r"value\.yaml: training\.precision is float16; expected one of float32",
+        ),
+        (
+            "extends: range.yaml",
+            r"range\.yaml: optim\.lr is -1\.0; expected a finite number above 0",
+        ),
+        (
+            "extend: value.yaml",
+            r"child\.yaml: there is no setting 'extend'.*Did you mean 'extends'",
+        ),
+    ],
+)
+def test_a_mistake_names_the_file_in_which_it_stands(tmp_path, parent, message):
+    write(
+        tmp_path,
+        child=f"{parent}\nseed: 1\n",
+        wrong="optim:\n  lrr: 1\n",
+        value="training:\n  precision: float16\n",
+        range="optim:\n  lr: -1.0\n",
+    )
+    with pytest.raises(ConfigError, match=message):
+        parse("--config", tmp_path / "child.yaml")
+
+
+def test_a_mistake_on_the_command_line_names_no_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("optim:\n  lr: 1.0\n")
+    with pytest.raises(ConfigError, match=r"^optim\.lr is -1\.0; expected"):
+        parse("--config", tmp_path / "a.yaml", "--optim.lr", -1.0)
+
+
+def test_print_config_shows_the_whole_recipe(tmp_path, capsys):
+    files = write(tmp_path, a="optim:\n  lr: 0.5\n", b="extends: a.yaml\nseed: 5\n")
+    with pytest.raises(SystemExit):
+        parse("--config", files["b"], "--print_config")
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["seed"], shown["optim"]["lr"], shown["training"]["batch_size"]) == (5, 0.5, 128)
+    assert "extends" not in shown
+
+
+def test_the_old_name_of_a_setting_is_read_with_a_warning(tmp_path):
+    (tmp_path / "old.yaml").write_text("optimizer_slots: keep\n")
+    with pytest.warns(
+        FutureWarning, match=r"old\.yaml: optimizer_slots is now called optimizer_state"
+    ):
+        recipe = parse("--config", tmp_path / "old.yaml", kind=FinetuneRecipe)
+    assert recipe.optimizer_state == "keep"
+    for argv in (["--optimizer_slots", "keep"], ["--optimizer_slots=keep"]):
+        with pytest.warns(FutureWarning, match="--optimizer_slots is now called --optimizer_state"):
+            assert parse(*argv, kind=FinetuneRecipe).optimizer_state == "keep"
+    with pytest.raises(ConfigError, match="no option --optimizer_slots"):
+        parse("--optimizer_slots", "keep")
 
 
 def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on_the_command_line(

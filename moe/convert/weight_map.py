@@ -1,0 +1,174 @@
+"""Which tensors of another library each of our weights is made of, and making it of them."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.convert.report import ConversionReport, ConvertedCheckpoint
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.weight_files import LazyTensor, describe_reshaped, refuse_integers
+
+
+class WeightMapping(NamedTuple):
+    """One of our weights and the tensors of another library that it is made of.
+
+    Attributes:
+        name: Ours, in STMoEForConditionalGeneration.
+        parts: Names of the tensors, expert by expert, of each expert the gate before the rest.
+        num_experts: Experts that are stacked along a new first dimension; 0 for none.
+        transposed: Whether the last two dimensions of the parts are the other way round.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    num_experts: int = 0
+    transposed: bool = False
+
+    def join(
+        self,
+        parts: Iterable[Tensor],
+        shape: Iterable[int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Returns our tensor <dtype>[...] of `shape`, copied from its parts one at a time.
+
+        Args:
+            parts: Tensors <any>[...] in the order of `self.parts`.
+            shape: Of our tensor.
+            dtype: Of our tensor.
+        """
+        joined = torch.empty(tuple(shape), dtype=dtype)
+        for part, piece in zip(parts, self.pieces(joined), strict=True):
+            piece.copy_(part)
+        return joined
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the parts by name as views of our tensor <any>[...]."""
+        return dict(zip(self.parts, self.pieces(tensor), strict=True))
+
+    def pieces(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yields the views <any>[...] of our tensor that are its parts, in their order."""
+        experts = tensor.unbind(0) if self.num_experts else [tensor]
+        pieces_per_expert = len(self.parts) // max(self.num_experts, 1)
+        for expert in experts:
+            # The gate stands above the rest, in one tensor.
+            pieces = expert.chunk(pieces_per_expert, dim=-2) if pieces_per_expert > 1 else [expert]
+            for piece in pieces:
+                yield piece.transpose(-1, -2) if self.transposed else piece
+
+
+class Stack(NamedTuple):
+    """A stack of the model and of the other library's.
+
+    Attributes:
+        name: Ours.
+        other_name: Theirs.
+        num_blocks: Blocks.
+        decoder: Whether it is the decoder.
+    """
+
+    name: str
+    other_name: str
+    num_blocks: int
+    decoder: bool
+
+
+def stacks_of(config: STMoEConfig) -> tuple[Stack, Stack]:
+    """Returns the encoder and the decoder of a model."""
+    num_encoder_blocks, _ = config.stack_sizes(False)
+    num_decoder_blocks, _ = config.stack_sizes(True)
+    return (
+        Stack("model.encoder.stack", "encoder", num_encoder_blocks, decoder=False),
+        Stack("model.decoder", "decoder", num_decoder_blocks, decoder=True),
+    )
+
+
+def convert_weights(
+    source: str,
+    config: STMoEConfig,
+    weight_map: Iterable[WeightMapping],
+    stored: Mapping[str, LazyTensor],
+    *,
+    ignored: Mapping[str, str],
+    leave_out: Iterable[str] = (),
+) -> ConvertedCheckpoint:
+    """Returns stored tensors as weights of ours, and what became of each.
+
+    Args:
+        source: The folder or hub name, for messages.
+        config: Of our model.
+        weight_map: Our weights and the names of their parts.
+        stored: Tensors <any>[...] of the source by name.
+        ignored: Names of the source that no weight of ours needs, with the reason.
+        leave_out: Patterns of our names that are not wanted.
+    """
+    with torch.device("meta"):
+        expected = STMoEForConditionalGeneration(config).state_dict()
+
+    report = ConversionReport(source, ignored=dict(ignored))
+    weights: dict[str, LazyTensor] = {}
+    known = set(ignored)
+    for mapping in weight_map:
+        known |= set(mapping.parts)
+
+        # A class that is a part of the whole model.
+        if any(re.search(pattern, mapping.name) for pattern in leave_out):
+            for part in mapping.parts:
+                if part in stored:
+                    report.ignored[part] = "is not part of this class"
+            continue
+
+        missing = [part for part in mapping.parts if part not in stored]
+        if missing:
+            report.missing.extend(missing)
+            continue
+
+        report.mapped[mapping.name] = mapping.parts
+        weights[mapping.name] = _join_parts(mapping, expected[mapping.name], stored, report)
+
+    report.unexpected.extend(name for name in stored if name not in known)
+    return ConvertedCheckpoint(config, weights, report)
+
+
+def _join_parts(
+    mapping: WeightMapping,
+    expected: Tensor,
+    stored: Mapping[str, LazyTensor],
+    report: ConversionReport,
+) -> LazyTensor:
+    """Returns our weight, joined of its parts when it is indexed; reports parts of another shape.
+
+    Args:
+        mapping: Names of its parts.
+        expected: <any>[...] our weight without memory.
+        stored: Tensors <any>[...] of the source by name.
+        report: Gains the parts of another shape.
+
+    Raises:
+        CheckpointError: When a part holds integers in the place of floating-point numbers.
+    """
+    parts = [stored[name] for name in mapping.parts]
+    pieces = mapping.pieces(expected)
+    for name, part, piece in zip(mapping.parts, parts, pieces, strict=True):
+        if part.shape != tuple(piece.shape):
+            report.reshaped.append(describe_reshaped(name, part.shape, piece.shape))
+        refuse_integers(report.source, {name: expected}, {name: part.dtype})
+
+    shape = tuple(expected.shape)
+    dtype = parts[0].dtype
+    return LazyTensor(shape, dtype, partial(_read_and_join, mapping, parts, shape, dtype))
+
+
+def _read_and_join(
+    mapping: WeightMapping,
+    parts: list[LazyTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns our weight <dtype>[...], reading its parts one at a time."""
+    return mapping.join((part.read() for part in parts), shape, dtype)
