@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import (
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    distributed_c10d,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import checkpoint
