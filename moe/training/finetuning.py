@@ -60,6 +60,7 @@ def choose_data(
         ConfigError: When there is nothing to train on, or more than one thing, or a setting that
             changes nothing.
     """
+    # Of several things to train on, those that are typed win over those of the recipe.
     options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
     given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
@@ -69,6 +70,7 @@ def choose_data(
             f"{found} given to train on; expected one of --task, --train and mixture.tasks."
         )
 
+    # Pairs of texts are no task: settings of a mixture would do nothing.
     if chosen == ["train"]:
         idle = sorted(name for name in typed if name.startswith("mixture."))
         if idle:
