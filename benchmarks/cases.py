@@ -1,6 +1,4 @@
-"""What is measured: the cases, the tensors that all variants of a case share, and what a variant
-is.
-"""
+"""What is measured: sizes, the tensors that all variants of a size share, and what a variant is."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,10 +42,11 @@ class Case:
         return self.tokens * self.num_selected_experts
 
     def flops(self, rows: int, pass_name: Pass) -> int:
-        """Returns the floating-point operations of the experts' matrix products; the backward pass
-        is two forwards.
-        """
-        forward = 2 * rows * self.d_model * self.d_ff * (3 if self.gated else 2)
+        """Returns the floating-point operations of the experts' matrix products."""
+        num_matrices = 3 if self.gated else 2
+        forward = 2 * rows * self.d_model * self.d_ff * num_matrices
+
+        # A backward pass has two products, as large as the forward one's, for each matrix.
         return forward if pass_name == "forward" else 3 * forward
 
 
@@ -96,8 +95,8 @@ class Variant:
         x: Its input, a leaf.
         gradient: The gradient of its output.
         parameters: What else gets a gradient.
-        rows: Rows of matrix products that its experts do, padding included and dropped places
-            excluded.
+        rows: Rows of matrix products that its experts do, padding included and dropped
+            choices excluded.
         note: What a reader of its row must know.
     """
 
@@ -111,9 +110,10 @@ class Variant:
 
     def run(self, pass_name: Pass) -> None:
         """Does the pass once: `forward` as in inference, without a graph."""
-        with torch.set_grad_enabled(pass_name == "forward_backward"):
+        needs_graph = pass_name == "forward_backward"
+        with torch.set_grad_enabled(needs_graph):
             y = self.forward(self.x)
-        if pass_name == "forward_backward":
+        if needs_graph:
             y.backward(self.gradient)
 
     def clear(self) -> None:
@@ -127,9 +127,13 @@ def build_problem(case: Case, dtype: torch.dtype, device: torch.device) -> Probl
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=dtype).mul_(std)
+        numbers = torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+        return numbers.mul_(std)
 
-    E, F, D = case.num_experts, case.d_ff, case.d_model
+    # Weights of a scale that keeps activations near 1.
+    E = case.num_experts
+    F = case.d_ff
+    D = case.d_model
     return Problem(
         case=case,
         x=normal(1, case.tokens, D).requires_grad_(),

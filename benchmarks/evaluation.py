@@ -1,8 +1,7 @@
-"""Evaluation: examples per second of `rank` and `generate` beside lm-evaluation-harness, same
-models and same task.
+"""Evaluation: examples per second of `rank` and `generate` beside lm-evaluation-harness.
 
-Both get the models in memory and hand back an answer for every example: tokens, batches and padding
-are their own.
+Both get the same models in memory and the same task, and hand back an answer for every example:
+tokens, batches and padding are their own.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import T5Config, T5ForConditionalGeneration
 
-from benchmarks.machine import describe_machine, save_report
+from benchmarks.machine import describe_machine, machine_line, save_report
 from benchmarks.timing import measure, measure_in_turn, median_ratio
 from eval.answers.batches import Request
 from eval.answers.likelihood import Scoring
@@ -37,6 +36,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 
 Row = dict[str, Any]
+"""A row of the saved table."""
 
 BARS = {"rank": 2.0, "generate": 1.0}
 """Times as many examples per second as lm-evaluation-harness that each mode has to reach."""
@@ -95,7 +95,9 @@ def run_evaluation(benchmark: EvaluationBenchmark) -> None:
         ConfigError: When lm-evaluation-harness is missing.
     """
     require_harness()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its advice is for its command line
+    # Its advice is for its command line.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
     report = describe_machine(torch.device("cpu")) | {
         "rounds": benchmark.rounds,
         "case": dataclasses.asdict(benchmark.case),
@@ -103,31 +105,42 @@ def run_evaluation(benchmark: EvaluationBenchmark) -> None:
     }
     task = make_task(benchmark.case)
     with TemporaryDirectory() as folder:
+        predictions = Path(folder) / "predictions.jsonl"
         for name, system in build_systems(benchmark.case, Path(folder)).items():
             for mode in BARS:
-                report["rows"] += measure_mode(
-                    benchmark, system, task, name, mode, Path(folder) / "made.jsonl"
-                )
+                report["rows"] += measure_mode(benchmark, system, task, name, mode, predictions)
                 save_report(report, benchmark.json)
+
     print(format_report(report))
     if benchmark.json:
         print(f"The table is in {benchmark.json}.")
 
 
 def make_task(case: EvaluationCase) -> Task:
-    """Returns a task of made-up words: inputs of mixed lengths, two to four answers of one or two
-    words.
+    """Returns a task of made-up words, with inputs of mixed lengths.
+
+    There are two to four answers of one or two words.
     """
-    draw, words = random.Random(0), make_words()
+    draw = random.Random(0)
+    words = make_words()
     rows: list[Mapping[str, Any]] = []
     for number in range(case.num_examples):
         text = " ".join(draw.choices(words, k=draw.randint(*case.words)))
-        picked = draw.sample(words, 8)
-        answers = tuple(
-            " ".join(picked[2 * n :][: draw.randint(1, 2)]) for n in range(draw.randint(2, 4))
-        )
+
+        # Answers have no word in common.
+        answer_words = draw.sample(words, 8)
+        answers: list[str] = []
+        for index in range(draw.randint(2, 4)):
+            num_words = draw.randint(1, 2)
+            answers.append(" ".join(answer_words[2 * index :][:num_words]))
+
         rows.append(
-            {"id": str(number), "inputs": text, "targets": draw.choice(answers), "answers": answers}
+            {
+                "id": str(number),
+                "inputs": text,
+                "targets": draw.choice(answers),
+                "answers": tuple(answers),
+            }
         )
     return Task(
         name="made_up",
@@ -147,10 +160,16 @@ def make_task(case: EvaluationCase) -> Task:
 def make_words() -> list[str]:
     """Returns different words of one to three syllables."""
     draw = random.Random(0)
-    syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
-    return list(
-        dict.fromkeys("".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500))
-    )
+    syllables: list[str] = []
+    for consonant in "bdfgklmnprstvz":
+        for vowel in "aeiou":
+            syllables.append(consonant + vowel)
+
+    # Drawn with repeats, which are then dropped.
+    words: list[str] = []
+    for _ in range(500):
+        words.append("".join(draw.choices(syllables, k=draw.randint(1, 3))))
+    return list(dict.fromkeys(words))
 
 
 def build_systems(case: EvaluationCase, folder: Path) -> dict[str, Seq2Seq]:
@@ -169,13 +188,14 @@ def build_systems(case: EvaluationCase, folder: Path) -> dict[str, Seq2Seq]:
         "num_sparse_encoder_layers": case.sparse_layers,
         "num_sparse_decoder_layers": case.sparse_layers,
     }
+    config = STMoEConfig(**sizes, **sparse, num_experts=case.num_experts, eval_capacity_factor=None)
     torch.manual_seed(0)
     models: dict[str, Any] = {
         "t5": T5ForConditionalGeneration(T5Config(**sizes)),
-        "ours": STMoEForConditionalGeneration(
-            STMoEConfig(**sizes, **sparse, num_experts=case.num_experts, eval_capacity_factor=None)
-        ),
+        "ours": STMoEForConditionalGeneration(config),
     }
+
+    # Saved and loaded again, as an evaluation does.
     tokenizer = train_tokenizer(make_words(), 300, folder / "tokenizer")
     systems = {}
     for name, model in models.items():
@@ -186,39 +206,65 @@ def build_systems(case: EvaluationCase, folder: Path) -> dict[str, Seq2Seq]:
 
 
 def measure_mode(
-    benchmark: EvaluationBenchmark, system: Seq2Seq, task: Task, model: str, mode: str, path: Path
+    benchmark: EvaluationBenchmark,
+    system: Seq2Seq,
+    task: Task,
+    model: str,
+    mode: str,
+    path: Path,
 ) -> list[Row]:
     """Returns a row for ours and one for lm-evaluation-harness, which has its best batch size."""
-    cpu, requests = torch.device("cpu"), make_requests(task)
+    cpu = torch.device("cpu")
+    requests = make_requests(task)
     ours = partial(answer_ours, system, task, requests, mode, path)
-    theirs = {
-        batch: make_harness(system, task, requests, mode, batch) for batch in benchmark.case.batches
-    }
-    best = min(theirs, key=lambda batch: measure(theirs[batch], cpu))
-    differing = sum(
-        a != b if isinstance(b, str) else abs(a - b) > 1e-3
-        for a, b in zip(ours(), theirs[best](), strict=True)
-    )
-    path.unlink()
-    runs: dict[str, Callable[[], object]] = {"ours": ours, "lm_eval": theirs[best]}
-    clears = {"ours": partial(path.unlink, missing_ok=True), "lm_eval": lambda: None}
+
+    # The fastest batch size of the harness.
+    harness_ms: dict[int, float] = {}
+    harness_runs: dict[int, Callable[[], list[Any]]] = {}
+    for batch in benchmark.case.batches:
+        harness_runs[batch] = build_harness(system, task, requests, mode, batch)
+        harness_ms[batch] = measure(harness_runs[batch], cpu)
+    best_batch = min(harness_ms, key=harness_ms.__getitem__)
+    theirs = harness_runs[best_batch]
+
+    num_differing = count_differing(ours(), theirs())
+    remove_predictions = partial(path.unlink, missing_ok=True)
+    remove_predictions()
+
+    runs: dict[str, Callable[[], object]] = {"ours": ours, "lm_eval": theirs}
+    clears = {"ours": remove_predictions, "lm_eval": remove_predictions}
     rounds = measure_in_turn(runs, clears, benchmark.rounds, cpu)
     times = list(tqdm(rounds, total=benchmark.rounds, desc=f"{model}, {mode}", unit="round"))
-    return [
-        {
-            "model": model,
-            "mode": mode,
-            "system": name,
-            "batch_size": best if name == "lm_eval" else "own",
-            "examples_per_second": 1000
-            * len(requests)
-            / statistics.median(each[name] for each in times),
-            "over_lm_eval": 1 / median_ratio(times, name, "lm_eval"),
-            "bar": BARS[mode],
-            "differing": differing,
-        }
-        for name in runs
-    ]
+
+    # A row for each, relative to the harness in the same round.
+    rows: list[Row] = []
+    for name in runs:
+        ms = statistics.median(round_[name] for round_ in times)
+        rows.append(
+            {
+                "model": model,
+                "mode": mode,
+                "system": name,
+                "batch_size": best_batch if name == "lm_eval" else "own",
+                "examples_per_second": 1000 * len(requests) / ms,
+                "over_lm_eval": 1 / median_ratio(times, name, "lm_eval"),
+                "bar": BARS[mode],
+                "differing": num_differing,
+            }
+        )
+    return rows
+
+
+def count_differing(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    """Returns how many answers differ: texts at all, log-probabilities by more than 0.001."""
+    # Log-probabilities differ in their last digits, since sums are in another order.
+    num_differing = 0
+    for our_answer, their_answer in zip(ours, theirs, strict=True):
+        if isinstance(their_answer, str):
+            num_differing += our_answer != their_answer
+        else:
+            num_differing += abs(our_answer - their_answer) > 1e-3
+    return num_differing
 
 
 def make_requests(task: Task) -> list[Request]:
@@ -229,23 +275,37 @@ def make_requests(task: Task) -> list[Request]:
 
 
 def answer_ours(
-    system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path
+    system: Seq2Seq,
+    task: Task,
+    requests: Sequence[Request],
+    mode: str,
+    path: Path,
 ) -> list[Any]:
-    """Returns log-probabilities of all choices without the end token, or texts; the predictions are
-    written.
+    """Returns log-probabilities of all choices without the end token, or texts.
+
+    The predictions are written, as an evaluation does.
     """
+    # Without the end token, as lm-evaluation-harness scores a text.
     predictions: Sequence[Prediction] = predict(
         system, task, requests, mode, path, scoring=Scoring(include_eos=False)
     ).predictions
     if mode == "generate":
         return [prediction.output for prediction in predictions]
-    return [score for prediction in predictions for score in (prediction.scores or {}).values()]
+
+    scores: list[Any] = []
+    for prediction in predictions:
+        scores += (prediction.scores or {}).values()
+    return scores
 
 
-def make_harness(
-    system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, batch: int
+def build_harness(
+    system: Seq2Seq,
+    task: Task,
+    requests: Sequence[Request],
+    mode: str,
+    batch: int,
 ) -> Callable[[], list[Any]]:
-    """Returns the same of lm-evaluation-harness."""
+    """Returns a function that gives the same answers by lm-evaluation-harness."""
     from lm_eval.api.instance import Instance
     from lm_eval.models import huggingface
 
@@ -253,29 +313,36 @@ def make_harness(
     model = hflm(
         pretrained=system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=batch
     )
+
+    # One instance for each text to generate, or for each choice to score.
     kind = "generate_until" if mode == "generate" else "loglikelihood"
-    instances = []
+    instances: list[Any] = []
     for request in requests:
         arguments: list[Any] = [(request.inputs, choice) for choice in request.choices]
         if mode == "generate":
             # Its own bound, max_gen_toks, grows with the input; random weights hardly ever end a
             # text before it.
-            arguments = [
-                (request.inputs, {"until": [], "max_length": 1 + task.decoding.max_tokens})
-            ]
-        for each in arguments:
+            limits = {"until": [], "max_length": 1 + task.decoding.max_tokens}
+            arguments = [(request.inputs, limits)]
+        for pair in arguments:
             metadata = (task.name, len(instances), 1)
             instances.append(
-                Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=metadata)
+                Instance(request_type=kind, doc={}, arguments=pair, idx=0, metadata=metadata)
             )
-    if mode == "generate":
-        return lambda: model.generate_until(instances, disable_tqdm=True)
-    return lambda: [score for score, _ in model.loglikelihood(instances, disable_tqdm=True)]
+
+    def generate() -> list[Any]:
+        return model.generate_until(instances, disable_tqdm=True)
+
+    def score_choices() -> list[Any]:
+        answers = model.loglikelihood(instances, disable_tqdm=True)
+        return [score for score, _ in answers]
+
+    return generate if mode == "generate" else score_choices
 
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    machine = f"{report['device']}, {report['threads']} threads, torch {report['torch']}, {report['rounds']} rounds"
+    machine = machine_line(report, f"{report['threads']} threads")
     header = (
         "model",
         "mode",
@@ -286,14 +353,21 @@ def format_report(report: Mapping[str, Any]) -> str:
         "bar",
         "answers that differ",
     )
-    cells = [
-        [
-            *(str(row[key]) for key in ("model", "mode", "system", "batch_size")),
-            f"{row['examples_per_second']:.2f}",
-            f"{row['over_lm_eval']:.2f}",
-            f"{row['bar']:.1f}" if row["system"] == "ours" else "",
-            str(row["differing"]),
-        ]
-        for row in report["rows"]
-    ]
+
+    # The bar is what ours has to reach.
+    cells: list[list[str]] = []
+    for row in report["rows"]:
+        bar = f"{row['bar']:.1f}" if row["system"] == "ours" else ""
+        cells.append(
+            [
+                row["model"],
+                row["mode"],
+                row["system"],
+                str(row["batch_size"]),
+                f"{row['examples_per_second']:.2f}",
+                f"{row['over_lm_eval']:.2f}",
+                bar,
+                str(row["differing"]),
+            ]
+        )
     return f"{machine}\n\n{format_table(header, cells)}"

@@ -1,5 +1,4 @@
-"""The exchange benchmark: one layer whose experts are spread over ranks, beside what it cannot do
-without.
+"""The exchange benchmark: one layer whose experts are on several ranks, beside what it cannot avoid.
 
 A layer must compute and must send rows; `ideal` is the time of one process for all tokens, divided
 by the ranks, and that of the same four all-to-alls with nothing around them. All of it is measured
@@ -10,8 +9,9 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,26 +19,29 @@ from einops import rearrange
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Problem, build_problem
-from benchmarks.machine import describe_machine, save_report
+from benchmarks.machine import describe_machine, format_number, machine_line, save_report
 from benchmarks.peers import UnavailableError
-from benchmarks.ranks import Job, Sending, measure_together, run_ranks, sendings
+from benchmarks.ranks import Job, Transfer, measure_together, record_transfers, run_ranks
 from benchmarks.scaling import ScalingCase, format_scaling, scaling_on_ranks
 from benchmarks.timing import median_ratio
 from benchmarks.transformers_ep import transformers_all_to_all
-from benchmarks.variants import CAPACITY_FACTOR, build_layer
-from moe.distributed.mesh import MeshConfig, build_mesh
+from benchmarks.variants import CAPACITY_FACTOR, DispatchForm, build_layer
+from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 
-LAYERS: dict[str, tuple[float | None, Any]] = {
+LAYERS: dict[str, tuple[float | None, DispatchForm]] = {
     "dropless": (None, "ragged"),
     "capacity": (CAPACITY_FACTOR, "ragged"),
     "static": (CAPACITY_FACTOR, "static"),
 }
+"""Capacity factor and form of dispatch of the layers that are measured."""
+
 PEER = "transformers"
 
 Row = dict[str, Any]
+"""A row of the saved table."""
 
 
 @dataclass(frozen=True)
@@ -71,30 +74,36 @@ class ExchangeBenchmark:
         Raises:
             ConfigError: When the machine or a case cannot do what was asked for.
         """
-        for number in self.ranks:
-            if number < 2:
+        for num_ranks in self.ranks:
+            if num_ranks < 2:
                 raise ConfigError(
-                    f"--ranks is {number}; expected at least 2, since one sends nothing."
+                    f"--ranks is {num_ranks}; expected at least 2, since one sends nothing."
                 )
-            if self.device == "cuda" and number > (gpus := torch.cuda.device_count()):
+            if self.device == "cuda" and num_ranks > torch.cuda.device_count():
                 raise ConfigError(
-                    f"--ranks is {number}, but torch finds {gpus} GPUs. Write --device cpu, or fewer."
+                    f"--ranks is {num_ranks}, but torch finds {torch.cuda.device_count()} GPUs. Write --device cpu, "
+                    "or fewer."
                 )
             for index in self.cases:
-                case = CASES[index]
-                if case.device not in (None, self.device):
-                    raise ConfigError(
-                        f"case {index} is for {case.device}, and --device is {self.device}. Leave it out."
-                    )
-                if case.num_experts % number or case.tokens % number:
-                    raise ConfigError(
-                        f"--ranks is {number}, but case {index} has {case.num_experts} experts and {case.tokens} "
-                        "tokens, which cannot be spread evenly over them."
-                    )
+                self._check_case(index, num_ranks)
+
+    def _check_case(self, index: int, num_ranks: int) -> None:
+        # Experts and tokens must be the same number on every rank.
+        case = CASES[index]
+        if case.device not in (None, self.device):
+            raise ConfigError(
+                f"case {index} is for {case.device}, and --device is {self.device}. Leave it out."
+            )
+        if case.num_experts % num_ranks or case.tokens % num_ranks:
+            raise ConfigError(
+                f"--ranks is {num_ranks}, but case {index} has {case.num_experts} experts and {case.tokens} "
+                "tokens, which cannot be spread evenly over them."
+            )
 
 
 def run_exchange(benchmark: ExchangeBenchmark) -> None:
     """Measures, prints the tables and saves them; what is measured is saved as it goes."""
+    # Every rank has one thread, however many cores there are.
     report = benchmark.report
     report.update(
         describe_machine(torch.device(benchmark.device)),
@@ -102,168 +111,273 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
         rounds=benchmark.rounds,
         rows=[],
     )
-    groups = [
-        (number, case, dtype)
-        for number in benchmark.ranks
-        for case in benchmark.cases
-        for dtype in benchmark.dtypes
-    ]
-    for number, case, dtype in tqdm(groups, desc="exchange", unit="case"):
-        keys = {"ranks": number, "case": case, "dtype": dtype}
-        arguments = (CASES[case], dtype, benchmark.rounds)
-        rows = run_ranks(exchange_on_ranks, number, benchmark.device, *arguments)
-        report["rows"] += [keys | row for row in rows]
-        save_report(benchmark.report, benchmark.json)
+    measure_layers(benchmark)
     if benchmark.scaling:
-        number = max(benchmark.ranks)
-        report["scaling"] = []
-        for dtype in benchmark.dtypes:
-            case = dataclasses.replace(benchmark.scaling, precision=dtype)
-            result = run_ranks(scaling_on_ranks, number, benchmark.device, case, benchmark.rounds)
-            report["scaling"].append(result)
-            save_report(benchmark.report, benchmark.json)
+        measure_scaling(benchmark, benchmark.scaling)
+
     print(format_report(report))
     if benchmark.json:
         print(f"The table is in {benchmark.json}.")
 
 
+def measure_layers(benchmark: ExchangeBenchmark) -> None:
+    """Adds the rows of all numbers of ranks, cases and dtypes to the report."""
+    # One start of processes for each combination.
+    groups: list[tuple[int, int, str]] = []
+    for num_ranks in benchmark.ranks:
+        for case in benchmark.cases:
+            for dtype in benchmark.dtypes:
+                groups.append((num_ranks, case, dtype))
+
+    for num_ranks, case, dtype in tqdm(groups, desc="exchange", unit="case"):
+        arguments = (CASES[case], dtype, benchmark.rounds)
+        rows = run_ranks(exchange_on_ranks, num_ranks, benchmark.device, *arguments)
+        for row in rows:
+            benchmark.report["rows"].append(
+                {"ranks": num_ranks, "case": case, "dtype": dtype, **row}
+            )
+        save_report(benchmark.report, benchmark.json)
+
+
+def measure_scaling(benchmark: ExchangeBenchmark, scaling: ScalingCase) -> None:
+    """Adds the times of a whole training step on the most ranks to the report."""
+    benchmark.report["scaling"] = []
+    for dtype in benchmark.dtypes:
+        case = dataclasses.replace(scaling, precision=dtype)
+        num_ranks = max(benchmark.ranks)
+        result = run_ranks(scaling_on_ranks, num_ranks, benchmark.device, case, benchmark.rounds)
+        benchmark.report["scaling"].append(result)
+        save_report(benchmark.report, benchmark.json)
+
+
+# ---- on every rank ----
+
+
 def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int) -> list[Row]:
     """Returns the rows of one case in one dtype; runs on every rank."""
     mesh = build_mesh(MeshConfig(ep=dist.get_world_size()), device.type)
-    problem = build_problem(case, DTYPES[dtype], device)
-    whole, mine, apart = cut_problem(problem)
-    jobs, facts = [], {}
-    for name, settings in LAYERS.items():
-        alone, spread, local = (build_layer(problem, *settings) for problem in (whole, mine, apart))
-        spread.spread(mesh.ep, None)
-        sent, router = watch(spread, mine)
-        facts[name] = describe_bytes(sent, router, mine)
-        bare = [sending.repeat(device) for sending in sent if sending.is_rows]
-        jobs += [
-            Job(f"{name}/one", *_pass(alone, whole))
-            if dist.get_rank() == 0
-            else Job(f"{name}/one", None),
-            Job(f"{name}/bare", lambda bare=bare: [exchange() for exchange in bare]),
-            Job(f"{name}/apart", *_pass(local, apart)),
-            Job(name, *_pass(spread, mine)),
-        ]
-    note = ""
-    try:
-        peer = transformers_all_to_all(problem, mine)
-        jobs.append(Job(PEER, lambda: peer.run("forward_backward"), peer.clear))
-    except UnavailableError as error:
-        note = str(error)
+    problems = split_problem(build_problem(case, DTYPES[dtype], device))
+
+    # What is timed: four jobs for each of our layers, and the peer's.
+    jobs: list[Job] = []
+    bytes_by_layer: dict[str, Row] = {}
+    for name in LAYERS:
+        layer_jobs, bytes_by_layer[name] = build_layer_jobs(name, problems, mesh, device)
+        jobs += layer_jobs
+    peer_job, note = build_peer_job(problems)
+    if peer_job is not None:
+        jobs.append(peer_job)
     times = measure_together(jobs, rounds, device)
-    rows: list[Row] = [
-        {"layer": name, **describe_layer(name, times)} | facts[name] for name in LAYERS
-    ]
-    if note:
+
+    # A row for each of ours, then the peer's.
+    rows: list[Row] = []
+    for name in LAYERS:
+        rows.append({"layer": name, **describe_layer(name, times), **bytes_by_layer[name]})
+    if peer_job is None:
         return [*rows, {"layer": PEER, "note": note}]
+
     rows[0]["over_transformers"] = median_ratio(times, "dropless", PEER)
-    return [*rows, {"layer": PEER, "ms": statistics.median(round_[PEER] for round_ in times)}]
+    peer_ms = statistics.median(round_[PEER] for round_ in times)
+    return [*rows, {"layer": PEER, "ms": peer_ms}]
 
 
-def cut_problem(problem: Problem) -> tuple[Problem, Problem, Problem]:
-    """Returns what one process does for all; this rank's part with its experts; and a part that
-    needs nobody else.
+class Problems(NamedTuple):
+    """The tensors of a case as each job takes them.
 
-    Tokens are routed in one group for each rank in all of them. The last has as many tokens and
-    rows as this rank's part, all of them for the experts that are here.
+    Tokens are routed in one group for each rank in all of them.
+
+    Attributes:
+        given: As it was built: all tokens in one group, all experts.
+        one_process: What one process does for all ranks.
+        rank: This rank's tokens and this rank's experts.
+        local: As many tokens and rows as this rank's part, all of them for the experts that are
+            here, so that no other rank is needed.
     """
-    rank, size, case = dist.get_rank(), dist.get_world_size(), problem.case
-    tokens, share = case.tokens // size, case.num_experts // size
-    experts = slice(rank * share, (rank + 1) * share)
-    x, gradient = (
-        rearrange(t.detach(), "1 (p s) d -> p s d", p=size) for t in (problem.x, problem.gradient)
+
+    given: Problem
+    one_process: Problem
+    rank: Problem
+    local: Problem
+
+
+def split_problem(problem: Problem) -> Problems:
+    """Returns the parts of a problem for this rank."""
+    rank = dist.get_rank()
+    num_ranks = dist.get_world_size()
+    case = problem.case
+    x = rearrange(problem.x.detach(), "1 (p s) d -> p s d", p=num_ranks)
+    gradient = rearrange(problem.gradient.detach(), "1 (p s) d -> p s d", p=num_ranks)
+
+    # One group of tokens for each rank.
+    group_case = dataclasses.replace(case, tokens=case.tokens // num_ranks)
+    one_process = dataclasses.replace(
+        problem, case=group_case, x=x.clone().requires_grad_(), gradient=gradient.clone()
     )
 
-    def replace(rows: slice, **changes: Any) -> Problem:
-        part = dataclasses.replace(
-            problem, x=x[rows].clone().requires_grad_(), gradient=gradient[rows].clone()
-        )
-        return dataclasses.replace(part, **changes)
-
-    here = {name: getattr(problem, name)[experts].clone() for name in ("first", "down")}
-    group = dataclasses.replace(case, tokens=tokens)
-    few = dataclasses.replace(group, num_experts=share)
-    own = slice(rank, rank + 1)
-    return (
-        replace(slice(None), case=group),
-        replace(own, case=group, **here),
-        replace(own, case=few, gate=problem.gate[experts].clone(), **here),
+    # This rank's group, and this rank's experts.
+    rank_experts = case.num_experts // num_ranks
+    experts = slice(rank * rank_experts, (rank + 1) * rank_experts)
+    rank_problem = dataclasses.replace(
+        one_process,
+        x=x[rank : rank + 1].clone().requires_grad_(),
+        gradient=gradient[rank : rank + 1].clone(),
+        first=problem.first[experts].clone(),
+        down=problem.down[experts].clone(),
     )
 
+    # The same with a router that knows no other experts.
+    local = dataclasses.replace(
+        rank_problem,
+        case=dataclasses.replace(group_case, num_experts=rank_experts),
+        x=rank_problem.x.detach().clone().requires_grad_(),
+        gradient=rank_problem.gradient.clone(),
+        gate=problem.gate[experts].clone(),
+    )
+    return Problems(problem, one_process, rank_problem, local)
 
-def _pass(
-    layer: SparseFeedForward, problem: Problem
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns the forward and backward pass of a layer, and what gives its gradients back."""
+
+def build_layer_jobs(
+    name: str,
+    problems: Problems,
+    mesh: Mesh,
+    device: torch.device,
+) -> tuple[list[Job], Row]:
+    """Returns the jobs of one of `LAYERS`, and the bytes that it sends.
+
+    The jobs are the layer over all ranks (`name`), one process for all tokens (`name/one`), the
+    same exchange with nothing around it (`name/bare`), and as many rows on every rank without an
+    exchange (`name/apart`).
+    """
+    # Three layers over the same weights.
+    settings = LAYERS[name]
+    alone = build_layer(problems.one_process, *settings)
+    parallel = build_layer(problems.rank, *settings)
+    local = build_layer(problems.local, *settings)
+    parallel.set_parallel_axes(mesh.ep, None)
+
+    # Watch one pass, to repeat its exchanges and to count its bytes.
+    with record_transfers() as transfers:
+        y, router = parallel(problems.rank.x)
+        y.backward(problems.rank.gradient)
+    row_exchanges: list[Callable[[], object]] = []
+    for transfer in transfers:
+        if transfer.is_rows:
+            row_exchanges.append(transfer.repeat(device))
+
+    jobs = [
+        _pass_job(f"{name}/one", alone, problems.one_process),
+        Job(f"{name}/bare", partial(_run_all, row_exchanges)),
+        _pass_job(f"{name}/apart", local, problems.local),
+        _pass_job(name, parallel, problems.rank),
+    ]
+    if dist.get_rank() != 0:
+        jobs[0] = Job(f"{name}/one", None)
+    return jobs, describe_bytes(transfers, router, problems.rank)
+
+
+def build_peer_job(problems: Problems) -> tuple[Job | None, str]:
+    """Returns the job of transformers' expert parallelism, or None and why it cannot run."""
+    try:
+        peer = transformers_all_to_all(problems.given, problems.rank)
+    except UnavailableError as error:
+        return None, str(error)
+    return Job(PEER, partial(peer.run, "forward_backward"), peer.clear), ""
+
+
+def _pass_job(name: str, layer: SparseFeedForward, problem: Problem) -> Job:
+    """Returns the forward and backward pass of a layer as a job."""
+
+    def run() -> None:
+        layer(problem.x)[0].backward(problem.gradient)
 
     def clear() -> None:
         layer.zero_grad()
         problem.x.grad = None
 
-    return lambda: layer(problem.x)[0].backward(problem.gradient), clear
+    return Job(name, run, clear)
 
 
-def watch(layer: SparseFeedForward, problem: Problem) -> tuple[list[Sending], RouterOutput]:
-    """Returns what this rank sends in forward and backward pass, and what its router did."""
-    with sendings() as sent:
-        y, router = layer(problem.x)
-        y.backward(problem.gradient)
-    return sent, router
+def _run_all(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
-def describe_bytes(sent: Sequence[Sending], router: RouterOutput, problem: Problem) -> Row:
-    """Returns the bytes that leave for other ranks, of all ranks together, and the fewest that
-    could.
+def describe_bytes(transfers: Sequence[Transfer], router: RouterOutput, problem: Problem) -> Row:
+    """Returns the bytes that leave for other ranks, of all ranks together, and the fewest that could.
 
-    The fewest is the row of every kept place whose expert is elsewhere, once each way, in both
+    The fewest is the row of every accepted choice whose expert is elsewhere, once each way, in both
     passes.
     """
-    share = problem.case.num_experts // dist.get_world_size()
-    elsewhere = router.plan.expert_index // share != dist.get_rank()
-    away = int((router.plan.accepted & elsewhere).sum())
+    rank_experts = problem.case.num_experts // dist.get_world_size()
     load = router.stats.accepted_load.clone()
-    numbers = [
-        sum(sending.away for sending in sent if sending.is_rows),
-        sum(sending.away for sending in sent if not sending.is_rows),
-        4 * away * problem.case.d_model * problem.x.element_size(),
-    ]
-    total = torch.cat([torch.tensor(numbers, device=load.device), load])
+
+    # Of this rank: bytes of rows, bytes of counts, and the fewest bytes of rows.
+    row_bytes = sum(transfer.bytes_away for transfer in transfers if transfer.is_rows)
+    count_bytes = sum(transfer.bytes_away for transfer in transfers if not transfer.is_rows)
+    is_elsewhere = router.plan.expert_index // rank_experts != dist.get_rank()
+    num_away = int((router.plan.accepted & is_elsewhere).sum())
+    fewest_bytes = 4 * num_away * problem.case.d_model * problem.x.element_size()
+
+    # Of all ranks, with the load of every expert.
+    numbers = torch.tensor([row_bytes, count_bytes, fewest_bytes], device=load.device)
+    total = torch.cat([numbers, load])
     dist.all_reduce(total)
-    row_bytes, count_bytes, fewest = total[:3].tolist()
-    by_rank = rearrange(total[3:], "(p e) -> p e", e=share).sum(dim=1).double()
+    row_bytes, count_bytes, fewest_bytes = total[:3].tolist()
+    load_by_rank = rearrange(total[3:], "(p e) -> p e", e=rank_experts).sum(dim=1).double()
     return {
         "row_bytes": row_bytes,
         "count_bytes": count_bytes,
-        "fewest_bytes": fewest,
-        "bytes_ratio": row_bytes / fewest,
-        "fullest_rank": float(by_rank.max() / by_rank.mean()),
+        "fewest_bytes": fewest_bytes,
+        "bytes_ratio": row_bytes / fewest_bytes,
+        "fullest_rank": float(load_by_rank.max() / load_by_rank.mean()),
     }
 
 
 def describe_layer(name: str, times: Sequence[Mapping[str, float]]) -> Row:
     """Returns the measured numbers of a layer; ratios are medians over rounds."""
-    ranks = dist.get_world_size()
-
-    def ratio(base: Callable[[Mapping[str, float]], float]) -> float:
-        return statistics.median(round_[name] / base(round_) for round_ in times)
-
+    num_ranks = dist.get_world_size()
+    # Times of the same round are compared, so that what disturbs the machine disturbs both.
+    over_ideal: list[float] = []
+    over_apart: list[float] = []
+    for round_ in times:
+        bare = round_[f"{name}/bare"]
+        over_ideal.append(round_[name] / (round_[f"{name}/one"] / num_ranks + bare))
+        over_apart.append(round_[name] / (round_[f"{name}/apart"] + bare))
     return {
         "ms": statistics.median(round_[name] for round_ in times),
         "one_process_ms": statistics.median(round_[f"{name}/one"] for round_ in times),
         "apart_ms": statistics.median(round_[f"{name}/apart"] for round_ in times),
         "bare_ms": statistics.median(round_[f"{name}/bare"] for round_ in times),
-        "over_ideal": ratio(lambda round_: round_[f"{name}/one"] / ranks + round_[f"{name}/bare"]),
-        "over_apart": ratio(lambda round_: round_[f"{name}/apart"] + round_[f"{name}/bare"]),
+        "over_ideal": statistics.median(over_ideal),
+        "over_apart": statistics.median(over_apart),
     }
+
+
+# ---- the report as text ----
+
+HEADER = (
+    "ranks",
+    "case",
+    "dtype",
+    "layer",
+    "ms",
+    "one process",
+    "bare",
+    "/ ideal",
+    "/ (apart + bare)",
+    "fullest rank",
+    "MB sent",
+    "/ fewest",
+    "/ transformers",
+    "note",
+)
 
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
+    # What the two ratios are relative to.
     lines = [
-        f"{report['device']}, one thread a rank, torch {report['torch']}, {report['rounds']} rounds, forward_backward",
+        f"{machine_line(report, 'one thread a rank')}, forward_backward",
         "ideal = one process / ranks + bare exchange; apart = as many rows without an exchange, on all ranks at once",
         "",
         format_table(HEADER, [_cells(row) for row in report["rows"]]),
@@ -273,33 +387,23 @@ def format_report(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-HEADER = (
-    *(
-        "ranks",
-        "case",
-        "dtype",
-        "layer",
-        "ms",
-        "one process",
-        "bare",
-        "/ ideal",
-        "/ (apart + bare)",
-        "fullest rank",
-    ),
-    *("MB sent", "/ fewest", "/ transformers", "note"),
-)
-
-
 def _cells(row: Mapping[str, Any]) -> list[str]:
     """Returns a row of the table as text."""
-    cells = [str(row["ranks"]), str(row["case"]), row["dtype"], row["layer"]]
-    numbers = {name: row.get(name) for name in ("ms", "one_process_ms", "bare_ms")}
-    cells += ["" if value is None else f"{value:.1f}" for value in numbers.values()]
-    ratios = [row.get(name) for name in ("over_ideal", "over_apart", "fullest_rank")]
-    sent = None if "row_bytes" not in row else row["row_bytes"] / 1e6
-    ratios += [sent, row.get("bytes_ratio"), row.get("over_transformers")]
+    # What a row does not have, such as the peer's bytes, is left empty.
+    megabytes = row["row_bytes"] / 1e6 if "row_bytes" in row else None
     return [
-        *cells,
-        *("" if value is None else f"{value:.2f}" for value in ratios),
+        str(row["ranks"]),
+        str(row["case"]),
+        row["dtype"],
+        row["layer"],
+        format_number(row.get("ms"), ".1f"),
+        format_number(row.get("one_process_ms"), ".1f"),
+        format_number(row.get("bare_ms"), ".1f"),
+        format_number(row.get("over_ideal"), ".2f"),
+        format_number(row.get("over_apart"), ".2f"),
+        format_number(row.get("fullest_rank"), ".2f"),
+        format_number(megabytes, ".2f"),
+        format_number(row.get("bytes_ratio"), ".2f"),
+        format_number(row.get("over_transformers"), ".2f"),
         row.get("note", ""),
     ]

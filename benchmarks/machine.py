@@ -1,4 +1,4 @@
-"""What every benchmark says of the machine, and how it saves what it has measured."""
+"""What every report says of the machine, and how it is saved."""
 
 import datetime
 import json
@@ -13,27 +13,45 @@ from moe.files import whole_file
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Returns what measures, and when."""
+    """Returns the device, its threads, torch's version and the time."""
+    now = datetime.datetime.now(datetime.UTC)
     return {
         "device": _device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now.isoformat(timespec="seconds"),
     }
+
+
+def machine_line(report: Mapping[str, Any], threads: str) -> str:
+    """Returns the line of a table that says where and how often it was measured."""
+    torch_version = f"torch {report['torch']}"
+    return f"{report['device']}, {threads}, {torch_version}, {report['rounds']} rounds"
+
+
+def format_number(value: float | None, form: str) -> str:
+    """Returns a number as text; an empty text for None."""
+    return "" if value is None else format(value, form)
 
 
 def _device_name(device: torch.device) -> str:
     """Returns the name of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+
+    # Linux has a table of its processors; elsewhere Python's guess must do.
     table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
+    if table.is_file():
+        for line in table.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def save_report(report: Mapping[str, Any], path: Path | None) -> None:
     """Writes a report, whole or not at all; None for no file."""
-    if path:
-        with whole_file(path) as partial:
-            partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if path is None:
+        return
+
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,8 @@
-"""Memory: the peak of one training step beyond parameters and their gradients, each variant in a
-process of its own.
+"""Memory: the peak of one training step beyond parameters and their gradients.
 
-On a CPU it is resident memory as the system sees it, so that worker threads, scratch buffers of
-matrix libraries and pages that the allocator keeps all count. On CUDA it is what torch's allocator
-has handed out.
+Each variant runs in a process of its own. On a CPU the peak is resident memory as the system sees
+it, so that worker threads, scratch buffers of matrix libraries and pages that the allocator keeps
+all count. On CUDA it is what torch's allocator has handed out.
 """
 
 import argparse
@@ -13,38 +12,48 @@ import json
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.cases import CASES, DTYPES, Variant, build_problem
-from benchmarks.peers import PEERS, UnavailableError, build_peer, close_peers
+from benchmarks.peers import UnavailableError, build_peer, close_peers
 from benchmarks.variants import OURS
 
 MEASURED = ("dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm")
 REPEATS = 3
 
+_PROCESS = Path("/proc/self")
+
 
 def peak_mib(
-    case_index: int, dtype_name: str, name: str, device: torch.device, threads: int
+    case_index: int,
+    dtype_name: str,
+    name: str,
+    device: torch.device,
+    threads: int,
 ) -> float:
     """Returns the peak of a variant in MiB, measured in a fresh process.
 
     Raises:
         UnavailableError: When that process failed.
     """
+    # The child is this file: see `main`.
     settings = [str(case_index), dtype_name, name, device.type, str(threads)]
     command = [sys.executable, "-m", "benchmarks.memory", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    repository = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=repository)
+
     if done.returncode:
-        reason = (done.stderr.splitlines() or ["nothing said"])[-1]
-        raise UnavailableError(f"the process ended with code {done.returncode}: {reason}")
+        error_lines = done.stderr.splitlines() or ["nothing said"]
+        raise UnavailableError(f"the process ended with code {done.returncode}: {error_lines[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def can_measure(device: torch.device) -> bool:
     """Returns whether this system tells its peak: CUDA does, Linux does."""
-    return device.type == "cuda" or Path("/proc/self/clear_refs").exists()
+    return device.type == "cuda" or (_PROCESS / "clear_refs").exists()
 
 
 def measure_step(variant: Variant, device: torch.device) -> float:
@@ -53,25 +62,34 @@ def measure_step(variant: Variant, device: torch.device) -> float:
     The backward pass holds its gradients only by and by, so that its peak counts without all of
     them and the peak of the forward pass counts as it is; the larger one is the result.
     """
-    _release()
+    # The forward pass keeps what the backward pass needs.
+    _release_memory()
     base = _reset_peak(device)
     y = variant.forward(variant.x)
-    forward = _peak(device) - base
+    forward_peak = _peak(device) - base
+
+    # The backward pass frees it again, while gradients come.
     _reset_peak(device)
     y.backward(variant.gradient)
-    backward = _peak(device) - base
-    gradients = sum(p.numel() * p.element_size() for p in variant.parameters if p.grad is not None)
+    backward_peak = _peak(device) - base
+
+    # What the gradients of the parameters take does not count.
+    gradient_bytes = 0
+    for parameter in variant.parameters:
+        if parameter.grad is not None:
+            gradient_bytes += parameter.numel() * parameter.element_size()
     del y
     variant.clear()
-    return max(forward, backward - gradients)
+    return max(forward_peak, backward_peak - gradient_bytes)
 
 
-def _release() -> None:
+def _release_memory() -> None:
     """Gives free memory back to the system, as far as the C library can."""
+    # What the allocator keeps would count as in use.
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def _reset_peak(device: torch.device) -> int:
@@ -80,8 +98,10 @@ def _reset_peak(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _status("VmRSS")
+
+    # 5 resets the peak of resident memory; see proc(5).
+    (_PROCESS / "clear_refs").write_text("5", encoding="ascii")
+    return _status_bytes("VmRSS")
 
 
 def _peak(device: torch.device) -> int:
@@ -89,37 +109,38 @@ def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM")
+    return _status_bytes("VmHWM")
 
 
-def _status(name: str) -> int:
+def _status_bytes(name: str) -> int:
     """Returns a size of this process in bytes from the kernel's table."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    for line in (_PROCESS / "status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError(f"the kernel's table has no {name}")
 
 
 def main() -> None:
-    """Prints the peak of one variant in MiB: the child of `peak_mib`."""
+    """Prints the peak of one variant in MiB: the child process of `peak_mib`."""
     parser = argparse.ArgumentParser()
-    for name, kind in (
-        ("case", int),
-        ("dtype", str),
-        ("variant", str),
-        ("device", str),
-        ("threads", int),
-    ):
-        parser.add_argument(name, type=kind)
+    parser.add_argument("case", type=int)
+    parser.add_argument("dtype", type=str)
+    parser.add_argument("variant", type=str)
+    parser.add_argument("device", type=str)
+    parser.add_argument("threads", type=int)
     options = parser.parse_args()
+
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     problem = build_problem(CASES[options.case], DTYPES[options.dtype], device)
-    peer = options.variant in PEERS
-    variant = build_peer(options.variant, problem) if peer else OURS[options.variant](problem)
+    build = OURS.get(options.variant) or partial(build_peer, options.variant)
+    variant = build(problem)
+
+    # A first step is not counted: libraries keep what they allocate for it.
     variant.run("forward_backward")
     variant.clear()
-    print(
-        json.dumps(statistics.median(measure_step(variant, device) for _ in range(REPEATS)) / 2**20)
-    )
+    peaks = [measure_step(variant, device) for _ in range(REPEATS)]
+    print(json.dumps(statistics.median(peaks) / 2**20))
     close_peers()
 
 

@@ -1,5 +1,6 @@
-"""Whole models: a training step and greedy decoding of ours, of transformers' Switch and of T5, in
-one table.
+"""Whole models: a training step and greedy decoding of ours, of transformers' Switch and of T5.
+
+All in one table.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from benchmarks.machine import describe_machine, save_report
+from benchmarks.machine import describe_machine, machine_line, save_report
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.convert.hf_config import from_hf_config
 from moe.convert.hf_names import hf_weight_map
@@ -33,6 +34,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 
 Row = dict[str, Any]
+"""A row of the saved table."""
 
 PARTS = ("training", "generation")
 
@@ -94,24 +96,29 @@ class ModelBenchmark:
         Raises:
             ConfigError: When sparse layers do not divide the blocks.
         """
-        layers, most = self.case.sparse_layers, self.case.num_layers
-        if layers < 1 or most % layers:
-            fitting = [number for number in range(1, most + 1) if most % number == 0]
+        num_sparse = self.case.sparse_layers
+        num_layers = self.case.num_layers
+        if num_sparse < 1 or num_layers % num_sparse:
+            fitting = [size for size in range(1, num_layers + 1) if num_layers % size == 0]
             raise ConfigError(
-                f"--sparse-layers is {layers}, which does not divide {most} blocks; expected one of {fitting}."
+                f"--sparse-layers is {num_sparse}, which does not divide {num_layers} blocks; expected one of "
+                f"{fitting}."
             )
 
 
 def run_model(benchmark: ModelBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
     report = benchmark.report
-    sizes = dataclasses.asdict(benchmark.case)
     report.update(
-        describe_machine(torch.device("cpu")), rounds=benchmark.rounds, case=sizes, rows=[]
+        describe_machine(torch.device("cpu")),
+        rounds=benchmark.rounds,
+        case=dataclasses.asdict(benchmark.case),
+        rows=[],
     )
     for rows in measure_parts(benchmark):
         report["rows"] += rows
         save_report(report, benchmark.json)
+
     print(format_report(report))
     if benchmark.json:
         print(f"The table is in {benchmark.json}.")
@@ -119,15 +126,18 @@ def run_model(benchmark: ModelBenchmark) -> None:
 
 def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
     """Yields the rows of one part after the other; models of one number of experts live at a time."""
-    case = benchmark.case
-    decodes = "generation" in benchmark.parts
-    for index, experts in enumerate(benchmark.experts if decodes else benchmark.experts[:1]):
-        models = build_models(case, experts)
-        if index == 0 and "training" in benchmark.parts:
-            yield measure_training(benchmark, models, experts)
-        if decodes:
+    trains = "training" in benchmark.parts
+    generates = "generation" in benchmark.parts
+
+    # Training is measured with the first number of experts only.
+    numbers = benchmark.experts if generates else benchmark.experts[:1]
+    for index, num_experts in enumerate(numbers):
+        models = build_models(benchmark.case, num_experts)
+        if index == 0 and trains:
+            yield measure_training(benchmark, models, num_experts)
+        if generates:
             for batch in benchmark.batches:
-                yield measure_generation(benchmark, models, experts, batch)
+                yield measure_generation(benchmark, models, num_experts, batch)
         models.clear()
         gc.collect()
 
@@ -155,20 +165,10 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
         num_sparse_decoder_layers=case.sparse_layers,
         expert_capacity=max(case.input_length, case.target_length),
     )
-    torch.manual_seed(0)
-    dropless = {"expert_capacity": None, "capacity_factor": None, "eval_capacity_factor": None}
-    ours = STMoEForConditionalGeneration(
-        STMoEConfig(**{**from_hf_config(config.to_diff_dict()), **dropless})
-    )
-    with torch.device("meta"):
-        switch = SwitchTransformersForConditionalGeneration(config)
-    weights, parts = ours.state_dict(), {}
-    for weight in hf_weight_map(ours.config, "switch_transformers"):
-        parts |= weight.split(weights[weight.name])
-    switch.load_state_dict(
-        parts, strict=False, assign=True
-    )  # what is tied to another weight has no part
-    switch.tie_weights()
+
+    # Ours and Switch share their weights.
+    ours = build_ours(config)
+    switch = build_switch(config, ours)
     models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
     for attention in ("eager", "sdpa"):
         config = T5Config(**sizes, feed_forward_proj="relu")
@@ -177,33 +177,66 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
     return models
 
 
+def build_ours(config: SwitchTransformersConfig) -> STMoEForConditionalGeneration:
+    """Returns our model of the same sizes, which drops no token."""
+    # Room for every token, as transformers' model gets it by its expert_capacity.
+    fields = from_hf_config(config.to_diff_dict())
+    fields |= {"expert_capacity": None, "capacity_factor": None, "eval_capacity_factor": None}
+    torch.manual_seed(0)
+    return STMoEForConditionalGeneration(STMoEConfig(**fields))
+
+
+def build_switch(
+    config: SwitchTransformersConfig,
+    ours: STMoEForConditionalGeneration,
+) -> SwitchTransformersForConditionalGeneration:
+    """Returns transformers' model over the weights of ours."""
+    with torch.device("meta"):
+        switch = SwitchTransformersForConditionalGeneration(config)
+
+    # The names and splits under which transformers keeps them.
+    our_weights = ours.state_dict()
+    weights: dict[str, Tensor] = {}
+    for weight in hf_weight_map(ours.config, "switch_transformers"):
+        weights |= weight.split(our_weights[weight.name])
+
+    # Not strict: a weight that is tied to another one is not among them.
+    switch.load_state_dict(weights, strict=False, assign=True)
+    switch.tie_weights()
+    return switch
+
+
 def measure_training(
-    benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int
+    benchmark: ModelBenchmark,
+    models: Mapping[str, PreTrainedModel],
+    experts: int,
 ) -> list[Row]:
-    """Returns a row for each model: forward with the losses it has by itself and backward, without
-    an update.
-    """
+    """Returns a row for each model: forward with its own losses, and backward, without an update."""
     case = benchmark.case
     inputs = draw_tokens(case, case.batch, case.input_length)
     labels = draw_tokens(case, case.batch, case.target_length)
     mask = torch.ones_like(inputs)
 
-    def step(model: PreTrainedModel) -> Callable[[], object]:
-        return lambda: model(input_ids=inputs, attention_mask=mask, labels=labels).loss.backward()
+    def step(model: PreTrainedModel) -> None:
+        model(input_ids=inputs, attention_mask=mask, labels=labels).loss.backward()
 
-    for model in models.values():
-        model.train()
-    runs = {name: step(model) for name, model in models.items()}
+    # All models in training mode, in turn.
+    runs: dict[str, Callable[[], object]] = {}
+    for name, model in models.items():
+        runs[name] = partial(step, model.train())
     times = measure_models(benchmark, runs, models, f"training, {experts} experts")
+
     tokens = case.batch * (case.input_length + case.target_length)
-    return describe_rows(
-        times, tokens, {"part": "training", "experts": experts, "batch": case.batch}
-    )
+    keys = {"part": "training", "experts": experts, "batch": case.batch}
+    return describe_rows(times, tokens, keys)
 
 
 @torch.no_grad()
 def measure_generation(
-    benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int, batch: int
+    benchmark: ModelBenchmark,
+    models: Mapping[str, PreTrainedModel],
+    experts: int,
+    batch: int,
 ) -> list[Row]:
     """Returns a row for each model, with encoder and without it: greedy decoding with the cache.
 
@@ -213,41 +246,45 @@ def measure_generation(
     case = benchmark.case
     inputs = draw_tokens(case, batch, case.input_length)
     mask = torch.ones_like(inputs)
+    # Exactly so many tokens, whatever the model would say.
     length = {
         "min_new_tokens": case.new_tokens,
         "max_new_tokens": case.new_tokens,
         "do_sample": False,
     }
 
-    def decode(model: Any) -> Callable[[], Tensor]:
-        return lambda: model.generate(inputs, attention_mask=mask, **length)
+    def decode(model: Any) -> Tensor:
+        return model.generate(inputs, attention_mask=mask, **length)
 
-    def encode(model: Any) -> Callable[[], object]:
-        return lambda: model.get_encoder()(input_ids=inputs, attention_mask=mask)
+    def encode(model: Any) -> object:
+        return model.get_encoder()(input_ids=inputs, attention_mask=mask)
 
-    decoders = {
-        name: model.eval() for name, model in models.items() if isinstance(model, GenerationMixin)
-    }
+    # Greedy decoding with the encoder, and the encoder alone.
+    decode_runs: dict[str, Callable[[], object]] = {}
+    encode_runs: dict[str, Callable[[], object]] = {}
+    for name, model in models.items():
+        if isinstance(model, GenerationMixin):
+            decode_runs[name] = partial(decode, model.eval())
+            encode_runs[name] = partial(encode, model)
+
     where = f"generation, {experts} experts, batch {batch}"
-    if not torch.equal(decode(decoders["ours"])(), decode(decoders["switch"])()):
+    if not torch.equal(decode(models["ours"]), decode(models["switch"])):
         print(
             f"{where}: tokens differ between ours and switch, which can happen where two logits tie"
         )
-    keys = {"part": "generation", "experts": experts, "batch": batch}
-    whole = measure_models(
-        benchmark, {name: decode(model) for name, model in decoders.items()}, models, where
-    )
-    encoder = measure_models(
-        benchmark, {name: encode(model) for name, model in decoders.items()}, models, where
-    )
-    steps = [
-        {name: both[name] - part[name] for name in both}
-        for both, part in zip(whole, encoder, strict=True)
-    ]
+    whole_times = measure_models(benchmark, decode_runs, models, where)
+    encoder_times = measure_models(benchmark, encode_runs, models, where)
+
+    # The decoder alone is what the encoder does not take, in the same round.
+    decoder_times: list[dict[str, float]] = []
+    for whole, encoder in zip(whole_times, encoder_times, strict=True):
+        decoder_times.append({name: whole[name] - encoder[name] for name in whole})
+
     tokens = batch * case.new_tokens
-    return describe_rows(whole, tokens, keys) + describe_rows(
-        steps, tokens, {**keys, "part": "decoder alone"}
-    )
+    keys = {"part": "generation", "experts": experts, "batch": batch}
+    decoder_keys = {**keys, "part": "decoder alone"}
+    rows = describe_rows(whole_times, tokens, keys)
+    return rows + describe_rows(decoder_times, tokens, decoder_keys)
 
 
 def measure_models(
@@ -263,19 +300,22 @@ def measure_models(
 
 
 def describe_rows(times: Sequence[Mapping[str, float]], tokens: int, keys: Row) -> list[Row]:
-    """Returns a row for each model: milliseconds, tokens per second, and its time over that of
-    every other.
-    """
-    return [
-        keys
-        | {
-            "model": name,
-            "ms": (ms := statistics.median(round_[name] for round_ in times)),
-            "tokens_per_second": 1000 * tokens / ms,
-            "over": {other: median_ratio(times, name, other) for other in times[0]},
-        }
-        for name in times[0]
-    ]
+    """Returns a row for each model: milliseconds, tokens per second, and its time over every other's."""
+    # Times of the same round are compared.
+    names = list(times[0])
+    rows: list[Row] = []
+    for name in names:
+        ms = statistics.median(round_[name] for round_ in times)
+        rows.append(
+            {
+                **keys,
+                "model": name,
+                "ms": ms,
+                "tokens_per_second": 1000 * tokens / ms,
+                "over": {other: median_ratio(times, name, other) for other in names},
+            }
+        )
+    return rows
 
 
 def draw_tokens(case: ModelCase, batch: int, length: int) -> Tensor:
@@ -286,24 +326,16 @@ def draw_tokens(case: ModelCase, batch: int, length: int) -> Tensor:
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    machine = f"{report['device']}, {report['threads']} threads, torch {report['torch']}, {report['rounds']} rounds"
+    # One column for each model that the others are compared with.
     names = list(report["rows"][0]["over"])
-    header = (
-        "part",
-        "experts",
-        "batch",
-        "model",
-        "ms",
-        "tokens/s",
-        *(f"time / {name}" for name in names),
-    )
-    cells = [
-        [
-            *(str(row[key]) for key in ("part", "experts", "batch", "model")),
-            f"{row['ms']:.0f}",
-            f"{row['tokens_per_second']:.1f}",
-            *(f"{row['over'][name]:.2f}" for name in names),
-        ]
-        for row in report["rows"]
-    ]
+    header = ["part", "experts", "batch", "model", "ms", "tokens/s"]
+    header += [f"time / {name}" for name in names]
+
+    cells: list[list[str]] = []
+    for row in report["rows"]:
+        keys = [row["part"], str(row["experts"]), str(row["batch"]), row["model"]]
+        speed = [f"{row['ms']:.0f}", f"{row['tokens_per_second']:.1f}"]
+        ratios = [f"{row['over'][name]:.2f}" for name in names]
+        cells.append([*keys, *speed, *ratios])
+    machine = machine_line(report, f"{report['threads']} threads")
     return f"{machine}\n\n{format_table(header, cells)}"

@@ -20,15 +20,23 @@ _BOUNDS = {
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Raises a ConfigError for a number of the options, by their names, that would never come to an
-    end.
+    """Raises a ConfigError for a number with which the benchmark would never come to an end.
+
+    Args:
+        options: Options of the command, by name.
     """
+    # An option may be one number, several, or missing.
     for name, (most, reason) in _BOUNDS.items():
-        given = options.get(name)
-        numbers = given if isinstance(given, list) else [given]
+        value = options.get(name)
+        numbers = value if isinstance(value, list) else [value]
         for number in numbers:
             check_integer(
-                f"--{name}", number, least=1, most=most, reason=reason, optional="leave it out"
+                f"--{name}",
+                number,
+                least=1,
+                most=most,
+                reason=reason,
+                optional="leave it out",
             )
 
 
@@ -36,63 +44,111 @@ def build_parser() -> Parser:
     """Returns the parser of the command and its benchmarks."""
     parser = Parser(prog="python -m scripts.benchmark", description="Measures.")
     parsers = parser.add_subparsers(dest="benchmark", required=True)
-    layer = parsers.add_parser("layer", help="one sparse layer")
-    exchange = parsers.add_parser("exchange", help="a layer and a training step on several ranks")
-    model = parsers.add_parser(
-        "model", help="training step and decoding beside transformers' Switch and T5, on a CPU"
+
+    # One command for each benchmark.
+    layer_help = "one sparse layer"
+    exchange_help = "a layer and a training step on several ranks"
+    model_help = "training step and decoding beside transformers' Switch and T5, on a CPU"
+    evaluation_help = "ranking and generating beside lm-evaluation-harness, on a CPU"
+    layer = parsers.add_parser("layer", help=layer_help)
+    exchange = parsers.add_parser("exchange", help=exchange_help)
+    model = parsers.add_parser("model", help=model_help)
+    evaluation = parsers.add_parser("eval", help=evaluation_help)
+
+    # Options that several benchmarks have.
+    for benchmark in (layer, exchange, model, evaluation):
+        _add_common(benchmark)
+    for benchmark in (layer, model, evaluation):
+        benchmark.add_argument("--threads", type=int, help="threads of torch (all cores)")
+    for benchmark in (layer, exchange):
+        _add_sizes(benchmark)
+
+    _add_layer(layer)
+    _add_model(model)
+    _add_exchange(exchange)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    # Every benchmark saves what it prints.
+    parser.add_argument("--json", help="file to save the table to")
+    parser.add_argument("--rounds", type=int, default=7, help="results are medians over them (7)")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases",
+        type=int,
+        nargs="+",
+        choices=CASES,
+        help="sizes (layer: all; exchange: 0 and 1)",
     )
-    evaluation = parsers.add_parser(
-        "eval", help="ranking and generating beside lm-evaluation-harness, on a CPU"
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="both")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="cuda when there is one, else cpu"
     )
-    for one in (layer, exchange, model, evaluation):
-        one.add_argument("--json", help="file to save the table to")
-        one.add_argument("--rounds", type=int, default=7, help="results are medians over them (7)")
-    for one in (layer, exchange):
-        one.add_argument(
-            "--cases",
-            type=int,
-            nargs="+",
-            choices=CASES,
-            help="sizes (layer: all; exchange: 0 and 1)",
-        )
-        one.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="both")
-        one.add_argument(
-            "--device", choices=("cpu", "cuda"), help="cuda when there is one, else cpu"
-        )
-    layer.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="both")
-    layer.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="all; dense comes along"
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    # What is measured: by default everything that can run on this machine.
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="both")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=VARIANTS,
+        help="all; dense comes along",
     )
-    for one in (layer, model, evaluation):
-        one.add_argument("--threads", type=int, help="threads of torch (all cores)")
-    layer.add_argument(
-        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peaks (yes)"
+    parser.add_argument(
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure peaks (yes)",
     )
-    layer.add_argument(
-        "--profile", action="store_true", help="measure the share of routing, dispatch and combine"
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="measure the share of routing, dispatch and combine",
     )
-    model.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="both")
-    model.add_argument(
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    # Sizes beyond these are those of google/switch-base-8.
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="both")
+
+    parser.add_argument(
         "--experts",
         type=int,
         nargs="+",
         default=[8],
         help="numbers of experts; training: the first (8)",
     )
-    model.add_argument(
-        "--sparse-layers", type=int, default=6, help="of the 12 blocks of each stack (6)"
+    parser.add_argument(
+        "--sparse-layers",
+        type=int,
+        default=6,
+        help="of the 12 blocks of each stack (6)",
     )
-    model.add_argument(
+    parser.add_argument(
         "--batches",
         type=int,
         nargs="+",
         default=[1, 8],
         help="sequences to decode at once (1 and 8)",
     )
-    exchange.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (2 and 4)"
+
+
+def _add_exchange(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[2, 4],
+        help="numbers of ranks (2 and 4)",
     )
-    exchange.add_argument(
-        "--scaling", action=argparse.BooleanOptionalAction, default=True, help="training step (yes)"
+    parser.add_argument(
+        "--scaling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="training step (yes)",
     )
-    return parser

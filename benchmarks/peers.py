@@ -1,5 +1,6 @@
-"""The peers: what a user could take instead, over the same weights. Each builds a variant or says
-why it cannot.
+"""The peers: what a user could take instead, over the same weights.
+
+Each builds a variant, or says why it cannot.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import importlib.util
 import io
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -36,16 +38,14 @@ class UnavailableError(Exception):
 
 def hf_grouped_mm(problem: Problem) -> Variant:
     """The `grouped_mm` experts of transformers under OLMoE's router."""
+    # The router of a model that has those experts in transformers.
     module = build_olmoe(problem)
-    return _variant(
-        "hf_grouped_mm", problem, lambda x: run_olmoe(module, x), module, problem.case.rows
-    )
+    forward = partial(run_olmoe, module)
+    return _variant("hf_grouped_mm", problem, forward, module, problem.case.rows)
 
 
 def build_olmoe(problem: Problem) -> nn.ModuleDict:
-    """Returns OLMoE's `router` and the `grouped_mm` `experts` of transformers over the shared
-    weights.
-    """
+    """Returns OLMoE's `router` and transformers' `grouped_mm` `experts` over the shared weights."""
     case = problem.case
     config = OlmoeConfig(
         hidden_size=case.d_model,
@@ -56,6 +56,8 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
     )
     config._experts_implementation = "grouped_mm"
 
+    # What the decorator asks of a module of experts: their number and activation.
+
     @use_experts_implementation(has_gate=case.gated)
     class StackedExperts(nn.Module):
         def __init__(self, config: OlmoeConfig) -> None:
@@ -64,7 +66,10 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
             self.act_fn = nn.GELU("tanh") if case.gated else nn.ReLU()
 
         def forward(
-            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+            self,
+            hidden_states: Tensor,
+            top_k_index: Tensor,
+            top_k_weights: Tensor,
         ) -> Tensor:
             raise NotImplementedError("the decorator takes grouped_mm instead")
 
@@ -80,9 +85,9 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
 
 
 def run_olmoe(module: nn.ModuleDict, x: Tensor) -> Tensor:
-    """Returns <dtype>[1, L, D] of <dtype>[1, L, D]: what the module of `build_olmoe` makes of it."""
+    """Returns the output <dtype>[1, L, D] of the module of `build_olmoe` for <dtype>[1, L, D]."""
     tokens = rearrange(x, "1 l d -> l d")
-    _, weight, index = module["router"](tokens)
+    _, weight, index = module["router"](tokens)  # [L, K] each
     return module["experts"](tokens, index, weight)[None]
 
 
@@ -101,6 +106,8 @@ def hf_switch(problem: Problem) -> Variant:
     )
     with torch.device("meta"):
         module = SwitchTransformersSparseMLP(config)
+
+    # Each expert is a module of its own there.
     weights = {"router.classifier.weight": problem.gate}
     for index in range(case.num_experts):
         weights[f"experts.expert_{index}.wi.weight"] = problem.first[index]
@@ -114,8 +121,9 @@ def hf_nllb(problem: Problem) -> Variant:
     case = problem.case
     _require(case.num_selected_experts == 2, "always two experts for a token")
     _require(not case.gated, "no gated experts")
-    why = f"it computes tokens x {case.num_experts} rows; measured with {NLLB_EXPERTS} experts at most"
-    _require(case.num_experts <= NLLB_EXPERTS, why)
+    reason = f"it computes tokens x {case.num_experts} rows; measured with {NLLB_EXPERTS} experts at most"
+    _require(case.num_experts <= NLLB_EXPERTS, reason)
+
     config = NllbMoeConfig(
         d_model=case.d_model,
         num_experts=case.num_experts,
@@ -128,6 +136,8 @@ def hf_nllb(problem: Problem) -> Variant:
     )
     with torch.device("meta"):
         module = NllbMoeSparseMLP(config, case.d_ff)
+
+    # Ours has no biases: theirs are zero.
     weights = {"router.classifier.weight": problem.gate}
     for index in range(case.num_experts):
         weights[f"experts.expert_{index}.fc1.weight"] = problem.first[index]
@@ -140,16 +150,19 @@ def hf_nllb(problem: Problem) -> Variant:
 
 
 def st_moe_pytorch(problem: Problem) -> Variant:
-    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens; its capacity factor does
-    not count K either.
+    """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens.
+
+    Its capacity factor does not count K either.
     """
     case = problem.case
     _require(case.num_selected_experts >= 2, "at least two experts for a token")
     _require(problem.x.dtype == torch.float32, "float32 only")
-    group = min(ST_MOE_GROUP, case.tokens)
-    factor = (
-        CAPACITY_FACTOR * case.num_selected_experts
-    )  # it cannot do without a capacity: room for most of the rows
+
+    # It cannot do without a capacity: room for most of the rows.
+    group_size = min(ST_MOE_GROUP, case.tokens)
+    factor = CAPACITY_FACTOR * case.num_selected_experts
+    capacity = max(int(group_size * factor / case.num_experts), 4)
+    num_groups = case.tokens // group_size
     module = _import("st_moe_pytorch").MoE(
         dim=case.d_model,
         num_experts=case.num_experts,
@@ -160,32 +173,32 @@ def st_moe_pytorch(problem: Problem) -> Variant:
         capacity_factor_eval=factor,
         experts=nn.ModuleList(_feed_forwards(problem)),
     )
+
+    # The shared gate in the place of its own.
     module = module.to(problem.x.device)
     module.gate.to_gates.weight = nn.Parameter(problem.gate.detach())
-    capacity = max(int(group * factor / case.num_experts), 4)
 
     def forward(x: Tensor) -> Tensor:
-        y = module(rearrange(x, "1 (g s) d -> g s d", s=group)).outputs
-        return rearrange(y, "g s d -> 1 (g s) d")
+        groups = rearrange(x, "1 (g s) d -> g s d", s=group_size)
+        return rearrange(module(groups).outputs, "g s d -> 1 (g s) d")
 
-    rows = case.tokens // group * case.num_experts * capacity
-    note = f"capacity {factor} in groups of {group}"
+    rows = num_groups * case.num_experts * capacity
+    note = f"capacity {factor} in groups of {group_size}"
     return _variant("st_moe_pytorch", problem, forward, module, rows, note)
 
 
 def deepspeed(problem: Problem) -> Variant:
-    """The layer of DeepSpeed with as many slots as the fullest expert needs, in a group of one
-    process.
-    """
+    """The layer of DeepSpeed with as many slots as the fullest expert needs, on one process."""
     case = problem.case
     _require(case.num_selected_experts <= 2, "at most two experts for a token")
+
+    # It prints much, and needs a process group.
     with contextlib.redirect_stdout(io.StringIO()):
         _import("deepspeed")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1
-            )  # a free port
+            free_port = "tcp://127.0.0.1:0"
+            dist.init_process_group("gloo", init_method=free_port, rank=0, world_size=1)
         _import("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         with torch.device("meta"):
             expert = FeedForward(problem.first[0], problem.down[0], case.gated)
@@ -199,17 +212,27 @@ def deepspeed(problem: Problem) -> Variant:
             top2_2nd_expert_sampling=False,
         )
         module.set_deepspeed_parallelism()
+
+    # The shared weights in the place of its own.
     module.deepspeed_moe.gate.wg.weight = nn.Parameter(problem.gate.detach())
     module.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(_feed_forwards(problem))
+
+    def forward(x: Tensor) -> Tensor:
+        return module(x)[0]
+
+    # Every expert has as many slots as the fullest needs.
     with torch.no_grad():
         counts = module(problem.x)[2]
     rows = case.num_experts * int(counts.max())
-    return _variant("deepspeed", problem, lambda x: module(x)[0], module, rows)
+    return _variant("deepspeed", problem, forward, module, rows)
 
 
 PEERS: dict[str, Callable[[Problem], Variant]] = {
-    build.__name__: build
-    for build in (hf_grouped_mm, hf_switch, hf_nllb, st_moe_pytorch, deepspeed)
+    "hf_grouped_mm": hf_grouped_mm,
+    "hf_switch": hf_switch,
+    "hf_nllb": hf_nllb,
+    "st_moe_pytorch": st_moe_pytorch,
+    "deepspeed": deepspeed,
 }
 
 
@@ -224,9 +247,11 @@ def build_peer(name: str, problem: Problem) -> Variant:
         variant.run("forward_backward")
     except UnavailableError:
         raise
-    except Exception as error:  # whatever a peer dies of, the others are measured
-        reason = (str(error).splitlines() or [""])[0]
-        raise UnavailableError(f"failed with {type(error).__name__}: {reason}") from error
+    except Exception as error:
+        # Whatever a peer dies of, the others are measured.
+        lines = str(error).splitlines() or [""]
+        raise UnavailableError(f"failed with {type(error).__name__}: {lines[0]}") from error
+
     variant.clear()
     return variant
 
@@ -238,16 +263,14 @@ def close_peers() -> None:
 
 
 def _require(holds: bool, reason: str) -> None:
-    """Raises an UnavailableError unless `holds`."""
     if not holds:
         raise UnavailableError(reason)
 
 
 def _import(name: str) -> Any:
     """Returns an optional module."""
-    _require(
-        importlib.util.find_spec(name) is not None, "not installed; pip install 'stmoe[bench]'"
-    )
+    is_installed = importlib.util.find_spec(name) is not None
+    _require(is_installed, "not installed; pip install 'stmoe[bench]'")
     module: ModuleType = importlib.import_module(name)
     return module
 
@@ -267,5 +290,12 @@ def _variant(
     note: str = "",
 ) -> Variant:
     """Returns the variant of a module in training mode on the shared input."""
-    parameters = list(module.train().parameters())
-    return Variant(name, forward, problem.x, problem.gradient, parameters, rows, note)
+    return Variant(
+        name=name,
+        forward=forward,
+        x=problem.x,
+        gradient=problem.gradient,
+        parameters=list(module.train().parameters()),
+        rows=rows,
+        note=note,
+    )

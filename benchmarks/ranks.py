@@ -1,5 +1,6 @@
-"""Ranks of a benchmark: fresh processes on this machine that do every job together, and what they
-send each other.
+"""Ranks of a benchmark: fresh processes on this machine that do every job together.
+
+`record_transfers` records what they send each other.
 """
 
 import contextlib
@@ -7,6 +8,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,6 +20,12 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.timing import measure
+
+_ANSWER = "answer.json"
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class Job(NamedTuple):
@@ -31,14 +39,18 @@ class Job(NamedTuple):
 
     name: str
     run: Callable[[], object] | None
-    clear: Callable[[], object] = lambda: None
+    clear: Callable[[], object] = _do_nothing
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
+    function: Callable[..., Any],
+    num_ranks: int,
+    device_type: str,
+    *arguments: Any,
 ) -> Any:
-    """Returns what `function(device, *arguments)` returned on the first rank; every rank has one
-    thread.
+    """Returns what `function(device, *arguments)` returned on the first rank.
+
+    Every rank has one thread.
 
     Args:
         function: Of a module, since the processes are fresh; what it returns must go into JSON.
@@ -49,17 +61,18 @@ def run_ranks(
     Raises:
         ProcessRaisedException: When a rank fails; the others are ended.
     """
+    # Ranks meet, and the first one answers, through files of a folder.
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
-            _rank,
+            _run_rank,
             (function, num_ranks, folder, device_type, arguments),
             nprocs=num_ranks,
             start_method="forkserver",
         )
-        return json.loads((Path(folder) / "answer.json").read_text(encoding="utf-8"))
+        return json.loads((Path(folder) / _ANSWER).read_text(encoding="utf-8"))
 
 
-def _rank(
+def _run_rank(
     rank: int,
     function: Callable[..., Any],
     num_ranks: int,
@@ -67,60 +80,72 @@ def _rank(
     device_type: str,
     arguments: Sequence[Any],
 ) -> None:
-    """Runs on a rank."""
+    """Runs the function on one rank; the first writes its answer into the folder."""
+    # Ranks share the cores of this machine: one thread each.
     torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
-    if device.type == "cuda":
+    backend = "gloo"
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        backend = "nccl"
+        device = torch.device(device_type, rank)
         torch.cuda.set_device(device)
-    backend, meeting = "nccl" if device.type == "cuda" else "gloo", f"file://{folder}/meeting"
+
+    meeting = f"file://{folder}/meeting"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_ranks)
     try:
         answer = function(device, *arguments)
         if rank == 0:
-            (Path(folder) / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+            (Path(folder) / _ANSWER).write_text(json.dumps(answer), encoding="utf-8")
     finally:
         dist.destroy_process_group()
 
 
 def measure_together(
-    jobs: Sequence[Job], rounds: int, device: torch.device
+    jobs: Sequence[Job],
+    rounds: int,
+    device: torch.device,
 ) -> list[dict[str, float]]:
     """Returns the milliseconds of every job on the slowest rank, round by round.
 
     A first round is not counted. The order is drawn anew for every round, and all ranks begin a job
     together.
     """
-    order, times = random.Random(0), []
+    generator = random.Random(0)  # the same order on every rank
+    names = [job.name for job in jobs]
+    times: list[dict[str, float]] = []
     for _ in range(rounds + 1):
-        found = {}
-        for job in order.sample(jobs, len(jobs)):
+        rank_times: dict[str, float] = {}
+        for job in generator.sample(jobs, len(jobs)):
+            # All ranks begin together: a rank that waits for another would measure that one.
             dist.barrier()
-            found[job.name] = 0.0 if job.run is None else measure(job.run, device)
+            rank_times[job.name] = 0.0 if job.run is None else measure(job.run, device)
             job.clear()
+
+        # A job takes as long as on its slowest rank.
         slowest = torch.tensor(
-            [found[job.name] for job in jobs], dtype=torch.float64, device=device
+            [rank_times[name] for name in names], dtype=torch.float64, device=device
         )
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(dict(zip((job.name for job in jobs), slowest.tolist(), strict=True)))
+        times.append(dict(zip(names, slowest.tolist(), strict=True)))
     return times[1:]
 
 
-class Sending(NamedTuple):
+class Transfer(NamedTuple):
     """One all-to-all of a rank.
 
     Attributes:
-        shape: Of what is sent.
-        dtype: Of it.
-        sent: Rows for each rank; None for equally many.
-        received: Rows from each rank; None likewise.
-        away: Bytes that leave for other ranks.
+        shape: Shape of what is sent.
+        dtype: Its dtype.
+        send_splits: Rows for each rank; None for equally many.
+        receive_splits: Rows from each rank; None likewise.
+        bytes_away: Bytes that leave for other ranks.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    sent: list[int] | None
-    received: list[int] | None
-    away: int
+    send_splits: list[int] | None
+    receive_splits: list[int] | None
+    bytes_away: int
 
     @property
     def is_rows(self) -> bool:
@@ -129,19 +154,23 @@ class Sending(NamedTuple):
 
     def repeat(self, device: torch.device) -> Callable[[], object]:
         """Returns a function that does the same exchange with nothing around it."""
+        # Values do not matter, only how many there are.
+        num_received = self.shape[0]
+        if self.receive_splits is not None:
+            num_received = sum(self.receive_splits)
+
         x = torch.randn(self.shape, device=device).to(self.dtype)
-        rows = self.shape[0] if self.received is None else sum(self.received)
-        buffer = x.new_empty(rows, *self.shape[1:])
-        return lambda: dist.all_to_all_single(buffer, x, self.received, self.sent)
+        buffer = x.new_empty(num_received, *self.shape[1:])
+        return partial(dist.all_to_all_single, buffer, x, self.receive_splits, self.send_splits)
 
 
 @contextlib.contextmanager
-def sendings() -> Iterator[list[Sending]]:
+def record_transfers() -> Iterator[list[Transfer]]:
     """Gives a list of the all-to-alls that this rank takes part in inside the block."""
-    found: list[Sending] = []
-    exchange = dist.all_to_all_single
+    transfers: list[Transfer] = []
+    all_to_all_single = dist.all_to_all_single
 
-    def note(
+    def record(
         output: Tensor,
         input: Tensor,  # torch's name
         output_split_sizes: list[int] | None = None,
@@ -149,13 +178,25 @@ def sendings() -> Iterator[list[Sending]]:
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        kept = input_split_sizes[rank] if input_split_sizes else input.shape[0] // size
-        away = (input.shape[0] - kept) * input[:1].numel() * input.element_size()
-        found.append(Sending(input.shape, input.dtype, input_split_sizes, output_split_sizes, away))
-        return exchange(
+        # Rows that a rank sends to itself do not leave.
+        rank = dist.get_rank(group)
+        num_kept = input.shape[0] // dist.get_world_size(group)
+        if input_split_sizes:
+            num_kept = input_split_sizes[rank]
+        row_bytes = input[:1].numel() * input.element_size()
+
+        transfers.append(
+            Transfer(
+                shape=input.shape,
+                dtype=input.dtype,
+                send_splits=input_split_sizes,
+                receive_splits=output_split_sizes,
+                bytes_away=(input.shape[0] - num_kept) * row_bytes,
+            )
+        )
+        return all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op
         )
 
-    with mock.patch.object(dist, "all_to_all_single", note):
-        yield found
+    with mock.patch.object(dist, "all_to_all_single", record):
+        yield transfers

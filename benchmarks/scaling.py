@@ -1,16 +1,20 @@
-"""Weak scaling: a whole training step on a mesh, where every rank has as many rows as one process
-has alone.
+"""Weak scaling: a whole training step on a mesh.
+
+Every rank has as many rows as one process has alone.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.ranks import Job, measure_together
+from benchmarks.timing import median_ratio
 from moe.data.pipeline import Batch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.inspection.tables import format_table
@@ -54,41 +58,53 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
     """Returns the times of a training step; runs on every rank.
 
     `one` is the first rank's step while the others wait; `apart` the same step on every rank at
-    once, which exchange
-    nothing: what that takes longer is the machine's doing, not ours.
+    once, which exchange nothing: what that takes longer is the machine's doing, not ours.
     """
-    ranks = dist.get_world_size()
-    alone = build_step(case, device, None)
-    meshes = {f"ep {ranks}": MeshConfig(ep=ranks), f"dp_shard {ranks}": MeshConfig(dp_shard=ranks)}
-    if ranks % 2 == 0 and ranks > 2:
-        meshes[f"dp_shard {ranks // 2}, ep 2"] = MeshConfig(dp_shard=ranks // 2, ep=2)
-    steps = {
-        name: build_step(case, device, build_mesh(config, device.type))
-        for name, config in meshes.items()
-    }
-    jobs = [Job("one", alone if dist.get_rank() == 0 else None), Job("apart", alone)]
-    times = measure_together(
-        [*jobs, *(Job(name, step) for name, step in steps.items())], rounds, device
-    )
-    rows = [
-        {
-            "mesh": name,
-            "ms": statistics.median(round_[name] for round_ in times),
-            "efficiency": statistics.median(round_["one"] / round_[name] for round_ in times),
-            "of_apart": statistics.median(round_["apart"] / round_[name] for round_ in times),
-        }
-        for name in ("one", "apart", *steps)
+    # One process alone, all ranks apart, and every mesh of all ranks.
+    num_ranks = dist.get_world_size()
+    step_alone = build_step(case, device, None)
+    jobs = [
+        Job("one", step_alone if dist.get_rank() == 0 else None),
+        Job("apart", step_alone),
     ]
+    for name, config in scaling_meshes(num_ranks).items():
+        jobs.append(Job(name, build_step(case, device, build_mesh(config, device.type))))
+    times = measure_together(jobs, rounds, device)
+
+    # Perfect scaling is an efficiency of 1: a rank has as many rows as one process has alone.
+    rows: list[dict[str, Any]] = []
+    for job in jobs:
+        rows.append(
+            {
+                "mesh": job.name,
+                "ms": statistics.median(round_[job.name] for round_ in times),
+                "efficiency": median_ratio(times, "one", job.name),
+                "of_apart": median_ratio(times, "apart", job.name),
+            }
+        )
     return {
-        "ranks": ranks,
+        "ranks": num_ranks,
         "precision": case.precision,
         "tokens": case.rows * (case.length + case.targets),
         "rows": rows,
     }
 
 
+def scaling_meshes(num_ranks: int) -> dict[str, MeshConfig]:
+    """Returns the meshes to measure: experts over all ranks, FSDP over all ranks, and both."""
+    meshes = {
+        f"ep {num_ranks}": MeshConfig(ep=num_ranks),
+        f"dp_shard {num_ranks}": MeshConfig(dp_shard=num_ranks),
+    }
+    if num_ranks % 2 == 0 and num_ranks > 2:
+        shards = num_ranks // 2
+        meshes[f"dp_shard {shards}, ep 2"] = MeshConfig(dp_shard=shards, ep=2)
+    return meshes
+
+
 def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Callable[[], object]:
     """Returns a function that does one training step of a model of its own."""
+    # The same weights on every mesh.
     torch.manual_seed(0)
     config = STMoEConfig(
         vocab_size=case.vocab_size,
@@ -104,37 +120,54 @@ def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Ca
     )
     with device:
         model = STMoEForConditionalGeneration(config).train()
+
+    # On a mesh the batch grows with the ranks.
+    batch_size = case.rows
     if mesh:
         shard_model(model, mesh, bfloat16=case.precision == "bfloat16")
-    batch_size = case.rows * (mesh.config.num_data_ranks if mesh else 1)
+        batch_size *= mesh.config.num_data_ranks
     recipe = PretrainRecipe(
         optim=OptimRecipe(max_grad_norm=1.0),
         training=TrainingRecipe(batch_size=batch_size, precision=case.precision),
     )
+
+    # Everything that is not timed is built here.
     optimizer = Adafactor(parameter_groups(model))
     batch = build_batch(case, device)
-    return lambda: train_step(model, optimizer, recipe, batch, 0, mesh)
+    return partial(train_step, model, optimizer, recipe, batch, 0, mesh)
 
 
 def build_batch(case: ScalingCase, device: torch.device) -> Batch:
     """Returns this rank's rows, all tokens real."""
+    # Every rank has rows of its own.
     generator = torch.Generator(device).manual_seed(dist.get_rank())
-    ids, labels = (
-        torch.randint(2, case.vocab_size, (case.rows, size), generator=generator, device=device)
-        for size in (case.length, case.targets)
-    )
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    def draw(length: int) -> Tensor:
+        shape = (case.rows, length)
+        return torch.randint(2, case.vocab_size, shape, generator=generator, device=device)
+
+    input_ids = draw(case.length)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "labels": draw(case.targets),
+    }
 
 
 def format_scaling(results: Sequence[Mapping[str, Any]]) -> str:
     """Returns the tables of `scaling_on_ranks` as text."""
-    parts = []
+    # One table for each dtype.
+    tables: list[str] = []
     for result in results:
-        header = ("mesh", "ms", "one / it", "apart / it")
-        cells = [
-            [row["mesh"], f"{row['ms']:.0f}", f"{row['efficiency']:.2f}", f"{row['of_apart']:.2f}"]
-            for row in result["rows"]
-        ]
-        title = f"training step, {result['tokens']} tokens a rank, {result['ranks']} ranks, {result['precision']}"
-        parts.append(f"{title}\n{format_table(header, cells)}")
-    return "\n\n".join(parts)
+        cells: list[list[str]] = []
+        for row in result["rows"]:
+            ratios = [f"{row['efficiency']:.2f}", f"{row['of_apart']:.2f}"]
+            cells.append([row["mesh"], f"{row['ms']:.0f}", *ratios])
+
+        title = (
+            f"training step, {result['tokens']} tokens a rank, {result['ranks']} ranks, "
+            f"{result['precision']}"
+        )
+        table = format_table(("mesh", "ms", "one / it", "apart / it"), cells)
+        tables.append(f"{title}\n{table}")
+    return "\n\n".join(tables)

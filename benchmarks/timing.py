@@ -1,5 +1,6 @@
-"""Time: variants in turn, round by round, so that whatever disturbs the machine disturbs all of
-them.
+"""Times: variants in turn, round by round.
+
+Whatever disturbs the machine disturbs all of them.
 """
 
 import random
@@ -12,15 +13,19 @@ import torch
 
 from benchmarks.cases import DTYPES, Pass, Variant
 
+WARM_UP_RUNS = 3
+
 
 def measure_rounds(
-    variants: Sequence[Variant], pass_name: Pass, rounds: int, device: torch.device
+    variants: Sequence[Variant],
+    pass_name: Pass,
+    rounds: int,
+    device: torch.device,
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every variant, round by round; see `measure_in_turn`."""
     runs = {variant.name: partial(variant.run, pass_name) for variant in variants}
-    return measure_in_turn(
-        runs, {variant.name: variant.clear for variant in variants}, rounds, device
-    )
+    clears = {variant.name: variant.clear for variant in variants}
+    return measure_in_turn(runs, clears, rounds, device)
 
 
 def measure_in_turn(
@@ -32,32 +37,42 @@ def measure_in_turn(
     """Yields the milliseconds of every run, round by round.
 
     A first round is not counted. The order is drawn anew for every round, since memory that one run
-    frees makes the next one faster or slower. What `clears` frees, such as gradients, is freed in
-    between.
+    frees makes the next one faster or slower.
+
+    Args:
+        runs: What is measured, by name.
+        clears: What frees the memory of a run, such as gradients; not measured.
+        rounds: How often everything is measured.
+        device: Where it runs.
     """
-    order = random.Random(0)
-    for index in range(rounds + 1):
-        times = {}
-        for name in order.sample(list(runs), len(runs)):
+    generator = random.Random(0)
+    for round_index in range(rounds + 1):
+        times: dict[str, float] = {}
+        for name in generator.sample(list(runs), len(runs)):
             times[name] = measure(runs[name], device)
             clears[name]()
-        if index:
+
+        is_warm_up = round_index == 0
+        if not is_warm_up:
             yield times
 
 
 def measure(run: Callable[[], object], device: torch.device) -> float:
     """Returns the milliseconds of one call; on CUDA those between two events around it."""
     if device.type != "cuda":
-        begin = time.perf_counter()
+        start = time.perf_counter()
         run()
-        return 1000 * (time.perf_counter() - begin)
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        return 1000 * (time.perf_counter() - start)
+
+    # The host runs ahead of the device: events are timed where the work is done.
+    start_event = torch.cuda.Event(enable_timing=True)
+    end_event = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
-    first.record()
+    start_event.record()
     run()
-    last.record()
+    end_event.record()
     torch.cuda.synchronize(device)
-    return first.elapsed_time(last)
+    return start_event.elapsed_time(end_event)
 
 
 def median_ratio(times: Sequence[Mapping[str, float]], name: str, base: str) -> float:
@@ -66,34 +81,42 @@ def median_ratio(times: Sequence[Mapping[str, float]], name: str, base: str) -> 
 
 
 def square_tflops(dtype_name: str, rounds: int, device: torch.device) -> float:
-    """Returns the TFLOP/s of one large square matrix product: what the machine gives at most, in
-    this very run.
-    """
+    """Returns the TFLOP/s of one large square product: what the machine gives at most, in this run."""
+    # Large enough that reading the matrices costs nothing beside the product.
     size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype_name]) for _ in range(2))
-    times = [measure(lambda: a @ b, device) for _ in range(rounds + 1)][1:]
+    dtype = DTYPES[dtype_name]
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    b = torch.randn(size, size, device=device, dtype=dtype)
+
+    measure(partial(torch.matmul, a, b), device)
+    times = [measure(partial(torch.matmul, a, b), device) for _ in range(rounds)]
     return 2 * size**3 / statistics.median(times) / 1e9
 
 
 def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:
-    """Returns `yes` when the pass can be captured into a CUDA graph and replayed, else `no: ` and
-    why.
+    """Returns `yes` when the pass can be captured into a CUDA graph and replayed, else why not.
+
+    Returns:
+        `yes`, or `no: ` and the first line of the error.
     """
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
+        # Warm up on a side stream, as torch asks for.
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            for _ in range(WARM_UP_RUNS):
                 variant.run(pass_name)
                 variant.clear()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side_stream)
+
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             variant.run(pass_name)
         graph.replay()
         torch.cuda.synchronize()
     except RuntimeError as error:
-        return f"no: {(str(error).splitlines() or [''])[0]}"
+        lines = str(error).splitlines() or [""]
+        return f"no: {lines[0]}"
     finally:
         variant.clear()
     return "yes"

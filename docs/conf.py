@@ -71,8 +71,9 @@ pygments_dark_style = "monokai"
 # ---------------------------------------------------------------------------
 # Docstrings
 
-_SECTION = re.compile(r"^(Returns|Yields|Source|Example):\s*$")
+_SECTION = re.compile(r"(Returns|Yields|Source|Example):\s*$")
 _FIELD = {"Returns": ":returns:", "Yields": ":yields:", "Source": ":Source:"}
+_COMMAND = ("stmoe ", "python -m ", "torchrun ")
 _SHAPE = re.compile(r"<[\w ]+>\[[^\]]*\]")
 _LIST_ITEM = re.compile(r"\s*(-|\d+\.) ")
 
@@ -81,35 +82,49 @@ def prepare_docstring(app, what, name, obj, options, lines):
     """Rewrites what Sphinx would misread in our docstrings; runs before napoleon.
 
     Returns and Yields are prose (napoleon would take all before the first colon for a type), Source
-    is a field of its own, an Example is code, and a list needs no blank line before it.
+    is a field of its own, examples and commands are code, and a list needs no blank line before it.
     """
     prepared = []
-    for title, body in _sections(_mark_up("\n".join(lines)).split("\n")):
+    for title, body in _parts(lines):
         if title == "Example":
-            code = [line.replace("\\_", "_").replace("``", "") for line in body]
-            prepared += ["", ".. code-block:: python", "", *code, ""]
+            prepared += ["", ".. code-block:: python", "", *body, ""]
+        elif title == "code":
+            prepared += ["", ".. code-block:: text", "", *(f"    {line}" for line in body), ""]
         elif title:
-            text = [line.strip() for line in body if line.strip()]
+            text = [line.strip() for line in _mark_up(body) if line.strip()]
             rest = [f"    {line}" for line in text[1:]]
             prepared += ["", f"{_FIELD[title]} {text[0]}", *rest, ""]
         else:
-            prepared += _separate_lists(body)
+            prepared += _separate_lists(_mark_up(body))
     lines[:] = prepared
 
 
-def _sections(lines):
-    """Returns pairs of a section's title and lines; the title of other text is empty."""
-    sections = [("", [])]
-    for line in lines:
-        title, body = sections[-1]
+def _parts(lines):
+    """Returns pairs of a title and lines: a section's, `code`, or empty for all other text."""
+    parts = [("", [])]
+    for before, line in zip(["", *lines], lines, strict=False):
+        title, body = parts[-1]
         section = _SECTION.match(line)
         if section:
-            sections.append((section[1], []))
-        elif title and line.strip() and not line.startswith(" "):
-            sections.append(("", [line]))
+            parts.append((section[1], []))
+        elif title == "code" and line.strip():
+            body.append(line)
+        elif not before.strip() and _begins_code(line, title, body):
+            parts.append(("code", [line]))
+        elif title == "code" or (title and line.strip() and not line.startswith(" ")):
+            parts.append(("", [line]))
         else:
             body.append(line)
-    return sections
+    return parts
+
+
+def _begins_code(line, title, body):
+    """Returns whether a line after a blank one begins a block of code: a command, or indented."""
+    if title:
+        return False
+    last_text = next((text for text in reversed(body) if text.strip()), "")
+    indented = line.startswith("    ") and not last_text.startswith(" ")
+    return line.startswith(_COMMAND) or (indented and not _LIST_ITEM.match(last_text))
 
 
 def _separate_lists(lines):
@@ -124,9 +139,9 @@ def _separate_lists(lines):
     return separated
 
 
-def _mark_up(text):
-    """Returns a docstring with shapes as code, and without accidental markup."""
-    parts = re.split(r"(`+[^`]*`+)", text)
+def _mark_up(lines):
+    """Returns lines of text with shapes as code, and without accidental markup."""
+    parts = re.split(r"(`+[^`]*`+)", "\n".join(lines))
     for index, part in enumerate(parts):
         if part.startswith("` "):
             parts[index] = f"``{part[1:-1]!r}``"  # code may not begin with a blank
@@ -135,7 +150,7 @@ def _mark_up(text):
         part = re.sub(r"(\w)_(?!\w)", r"\1\\_", parts[index])  # `name_` would be a reference
         part = re.sub(r"(?m)^(\s*\w+: )(\w\.)", r"\1\\\2", part)  # "E." would begin a list
         parts[index] = _SHAPE.sub(r"``\g<0>``", part)
-    return "".join(parts)
+    return "".join(parts).split("\n")
 
 
 def skip_member(app, what, name, obj, skip, options):
@@ -147,7 +162,7 @@ def skip_member(app, what, name, obj, skip, options):
 # References
 
 
-_TYPE_VARIABLE = re.compile(r"\.[A-Z]$")
+_NOT_DOCUMENTED = re.compile(r"\.(_\w+|[A-Z])$")  # private names, and type variables
 
 
 def resolve_missing(app, env, node, contnode):
@@ -159,7 +174,7 @@ def resolve_missing(app, env, node, contnode):
     if node.get("refdomain") != "py":
         return None
     target = node.get("reftarget", "")
-    ours = target.startswith("moe.") and not _TYPE_VARIABLE.search(target)
+    ours = target.startswith("moe.") and not _NOT_DOCUMENTED.search(target)
     return None if ours and node.get("reftype") != "obj" else contnode
 
 

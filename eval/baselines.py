@@ -1,5 +1,6 @@
-"""What needs no neural network: the lines that a fine-tuned model has to stand beside."""
+"""Baselines without a neural network, which a fine-tuned model has to stand beside."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,22 +13,19 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from eval.reports.describe import is_classification
 from eval.task import Example, Task
 
-MOST_CHARACTERS = 10_000_000
+MAX_CHARACTERS = 10_000_000
 """Of training inputs: fitting takes about 10 seconds then. What has more are sets of the hub of 25,000 rows or more."""
 
 _PROMPT = "summarize: "
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_MOST_COMPARED = 1000
+_MAX_COMPARED = 1000
 
 
 def has_baselines(task: Task) -> bool:
-    """Returns whether `baseline_outputs` knows what to do with a task: the same choices for all, or
-    summaries.
-    """
-    return is_classification(task) or _is_summarization(task)
+    """Returns whether a task has baselines: a classification and a summarization do."""
+    return task.is_classification or _is_summarization(task)
 
 
 def baseline_outputs(
@@ -40,68 +38,89 @@ def baseline_outputs(
     equals the one with the highest mean ROUGE-1 against the others), `lead` (the first sentence),
     and the two classifiers as pickers of a sentence.
 
+    Args:
+        task: The task.
+        train: Examples with their targets.
+        test: N examples to answer.
+
     Returns:
-        An answer for each of `test`, in their order; no baselines for tasks of other kinds, without
-        training examples, or with more than MOST_CHARACTERS characters of them.
+        N answers by baseline; no baselines for tasks of other kinds, without training examples, or
+        with more than MAX_CHARACTERS characters of them.
     """
-    if not train or sum(len(example.inputs) for example in train) > MOST_CHARACTERS:
+    num_characters = sum(len(example.inputs) for example in train)
+    if not train or num_characters > MAX_CHARACTERS:
         return {}
-    if is_classification(task):
+    if task.is_classification:
         return _classify(train, test)
-    return _summarize(train, test) if _is_summarization(task) else {}
+    if _is_summarization(task):
+        return _summarize(train, test)
+    return {}
 
 
 def _is_summarization(task: Task) -> bool:
-    """Returns whether the task's headline is ROUGE."""
+    """Returns whether the task's first metric is ROUGE."""
     return task.metrics[0].name.lower().startswith("rouge")
 
 
 def _classifiers() -> dict[str, Pipeline]:
     """Returns two classifiers of texts by name, on counts of words, not fitted."""
-    models = {
-        "naive Bayes": MultinomialNB(),
-        "logistic regression": LogisticRegression(max_iter=1000),
+    return {
+        "naive Bayes": make_pipeline(CountVectorizer(), MultinomialNB()),
+        "logistic regression": make_pipeline(CountVectorizer(), LogisticRegression(max_iter=1000)),
     }
-    return {name: make_pipeline(CountVectorizer(), model) for name, model in models.items()}
 
 
 def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
     """Returns the baselines of a classification."""
-    inputs, targets = [example.inputs for example in train], [example.targets for example in train]
-    outputs = {"majority": [Counter(targets).most_common(1)[0][0]] * len(test)}
+    inputs = [example.inputs for example in train]
+    targets = [example.targets for example in train]
+    test_inputs = [example.inputs for example in test]
+
+    majority, _ = Counter(targets).most_common(1)[0]
+    outputs = {"majority": [majority] * len(test)}
     for name, classifier in _classifiers().items():
-        outputs[name] = list(
-            classifier.fit(inputs, targets).predict([example.inputs for example in test])
-        )
+        outputs[name] = list(classifier.fit(inputs, targets).predict(test_inputs))
     return outputs
+
+
+# ---------------------------------------------------------------------------
+# Summaries
 
 
 def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
     """Returns the baselines of a summarization.
 
-    The two pickers see the words of a sentence and, as one more word, its place. They learn which
-    sentence of a text has the highest ROUGE-1 against the summary, from texts of several sentences;
-    they answer the most probable one.
+    The two pickers see the words of a sentence and, as one more word, its position. They learn
+    which sentence of a text has the highest ROUGE-1 against the summary, from texts of several
+    sentences; they answer the most probable one.
     """
     texts = [_sentences(example) for example in test]
+    typical = _most_typical([example.targets for example in train])
     outputs = {
-        "majority": [_most_typical([example.targets for example in train])] * len(test),
-        "lead": [text[0] for text in texts],
+        "majority": [typical] * len(test),
+        "lead": [sentences[0] for sentences in texts],
     }
-    features, is_best = [], []
+
+    # A training example for each sentence: whether it is the best one of its text.
+    features: list[str] = []
+    is_best: list[bool] = []
     for example in train:
         sentences = _sentences(example)
         if len(sentences) > 1:
-            features += _with_place(sentences)
-            best = _most_like(sentences, example.targets)
-            is_best += [number == best for number in range(len(sentences))]
+            labels = [False] * len(sentences)
+            labels[_best_sentence(sentences, example.targets)] = True
+            features += _with_position(sentences)
+            is_best += labels
     if not features:
         return outputs
+
     for name, classifier in _classifiers().items():
         classifier.fit(features, is_best)
-        outputs[name] = [
-            text[int(classifier.predict_proba(_with_place(text))[:, 1].argmax())] for text in texts
-        ]
+        picked = []
+        for sentences in texts:
+            probability = classifier.predict_proba(_with_position(sentences))[:, 1]
+            picked.append(sentences[int(probability.argmax())])
+        outputs[name] = picked
     return outputs
 
 
@@ -110,43 +129,58 @@ def _sentences(example: Example) -> list[str]:
     return _SENTENCE_END.split(example.inputs.removeprefix(_PROMPT).strip())
 
 
-def _with_place(sentences: Sequence[str]) -> list[str]:
-    """Returns each sentence with a word for its place."""
+def _with_position(sentences: Sequence[str]) -> list[str]:
+    """Returns each sentence with a word for its position."""
     return [f"{sentence} place{number}" for number, sentence in enumerate(sentences)]
 
 
-def _most_like(sentences: Sequence[str], summary: str) -> int:
+def _best_sentence(sentences: Sequence[str], summary: str) -> int:
     """Returns the number of the sentence with the highest ROUGE-1, the first of several."""
     scorer = RougeScorer(["rouge1"])
-    return int(
-        np.argmax([scorer.score(summary, sentence)["rouge1"].fmeasure for sentence in sentences])
-    )
+    scores = [scorer.score(summary, sentence)["rouge1"].fmeasure for sentence in sentences]
+    return int(np.argmax(scores))
 
 
 def _most_typical(summaries: Sequence[str]) -> str:
-    """Returns the most frequent summary; of several, out of evenly taken ones, that which is most
-    like the others.
+    """Returns the most frequent summary; of several, the one most like all summaries.
+
+    Where there are many, both the candidates and what they are compared with are evenly spaced
+    samples.
     """
     counts = Counter(summaries)
-    most = max(counts.values())
-    frequent = [summary for summary, count in counts.items() if count == most]
-    candidates, others = _thin_out(frequent), _thin_out(summaries)
-    vectorizer = CountVectorizer(binary=True, token_pattern=r"[A-Za-z0-9]+").fit(
-        [*candidates, *others]
-    )
-    ours, theirs = (
-        vectorizer.transform(texts).toarray().astype(np.float32) for texts in (candidates, others)
-    )
-    return candidates[int(_f_measures(ours, theirs).mean(axis=1).argmax())]
+    largest = max(counts.values())
+    candidates = _sample([summary for summary, count in counts.items() if count == largest])
+    others = _sample(summaries)
+
+    vectorizer = CountVectorizer(binary=True, token_pattern=r"[A-Za-z0-9]+")
+    vectorizer.fit([*candidates, *others])
+    candidate_words = _word_sets(vectorizer, candidates)
+    other_words = _word_sets(vectorizer, others)
+    mean_rouge = _rouge1(candidate_words, other_words).mean(axis=1)  # [N]
+    return candidates[int(mean_rouge.argmax())]
 
 
-def _f_measures(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns <float32>[N, M]: ROUGE-1 of N against M texts as sets of words, <float32>[N, V] and
-    <float32>[M, V].
+def _word_sets(vectorizer: CountVectorizer, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Returns <float32>[N, V] 1 where a text has a word."""
+    return vectorizer.transform(texts).toarray().astype(np.float32)
+
+
+def _rouge1(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns ROUGE-1 of texts as sets of words.
+
+    Args:
+        a: <float32>[N, V] N sets.
+        b: <float32>[M, V] M sets.
+
+    Returns:
+        <float32>[N, M] F-measure of each of `a` against each of `b`.
     """
-    return 2 * ours @ theirs.T / np.maximum(ours.sum(1)[:, None] + theirs.sum(1)[None], 1)
+    num_shared = a @ b.T
+    num_words = a.sum(1)[:, None] + b.sum(1)[None]
+    return 2 * num_shared / np.maximum(num_words, 1)
 
 
-def _thin_out(texts: Sequence[str]) -> list[str]:
-    """Returns at most _MOST_COMPARED texts, evenly taken."""
-    return list(texts[:: -(-len(texts) // _MOST_COMPARED)])
+def _sample(texts: Sequence[str]) -> list[str]:
+    """Returns at most _MAX_COMPARED texts, evenly spaced."""
+    step = math.ceil(len(texts) / _MAX_COMPARED)
+    return list(texts[::step])

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import StoppingCriteria
 
+from eval.answers.batches import pad_tokens
 from eval.answers.likelihood import EncodedInputs, target_log_probs
 from eval.answers.seq2seq import Seq2Seq
 from moe.errors import ConfigError, DataError
@@ -30,13 +31,13 @@ NO_ROLLING = (
 )
 """Why a task of rolling log-likelihoods is refused."""
 
-_MAX_NEW_TOKENS = 256  # lm_eval's own, for a task that says nothing
+_MAX_NEW_TOKENS = 256  # lm_eval's own default
 
 Tokens = tuple[int, ...]
 
 
 class TargetScore(NamedTuple):
-    """What lm-evaluation-harness wants to know of a continuation.
+    """The score of a continuation, as lm-evaluation-harness asks for it.
 
     Attributes:
         log_prob: Sum over its tokens, in nats.
@@ -100,32 +101,33 @@ class HarnessModel(TemplateLM):
         # All continuations of a context are scored with one pass of the encoder.
         scores: dict[Tokens, dict[Tokens, TargetScore]] = {}
         pairs: list[tuple[Tokens, Tokens]] = []
-        for texts, context, continuation in requests:
+        for texts, context_tokens, continuation_tokens in requests:
+            context = tuple(context_tokens[-self.max_length :])
+            continuation = tuple(continuation_tokens)
             if not continuation:
                 raise DataError(
                     f"A choice of a task is {texts[1]!r}, which is no token. "
                     f"Its context: {texts[0]!r}."
                 )
-            truncated = tuple(context[-self.max_length :])
-            pairs.append((truncated, tuple(continuation)))
-            scores.setdefault(truncated, {})[tuple(continuation)] = _NOT_SCORED
+            pairs.append((context, continuation))
+            scores.setdefault(context, {})[continuation] = _NOT_SCORED
 
         contexts = list(scores)
-        lengths = [len(context) for context in contexts]
         with _progress(len(contexts), "Contexts scored", disable_tqdm) as bar:
-            for numbers in self._batches(lengths):
-                batch = {contexts[number]: scores[contexts[number]] for number in numbers}
-                self._score_batch(batch)
-                bar.update(len(batch))
+            for numbers in self._batches(contexts):
+                self._score_batch({contexts[n]: scores[contexts[n]] for n in numbers})
+                bar.update(len(numbers))
         return [scores[context][continuation] for context, continuation in pairs]
 
     def _score_batch(self, batch: dict[Tokens, dict[Tokens, TargetScore]]) -> None:
         """Sets the scores of the continuations of some contexts."""
         model = self.system.model
-        inputs = self._padded(list(batch))
-        encoded = EncodedInputs(model.get_encoder()(**inputs), inputs["attention_mask"])
+        input_ids, mask = pad_tokens(list(batch), self.system.pad, model.device)
+        encoder_output = model.get_encoder()(input_ids=input_ids, attention_mask=mask)
+        encoded = EncodedInputs(encoder_output, mask)
 
         first, *forced = self.system.start
+        # A target begins with the token that the model was fine-tuned to begin with.
         targets: list[list[list[int]]] = []
         for continuations in batch.values():
             targets.append([[*forced, *continuation] for continuation in continuations])
@@ -139,7 +141,7 @@ class HarnessModel(TemplateLM):
                 )
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Refuses.
+        """Raises: an encoder-decoder cannot score a text without an input.
 
         Raises:
             ConfigError: Always.
@@ -159,13 +161,13 @@ class HarnessModel(TemplateLM):
         with _progress(len(requests), "Texts generated", disable_tqdm) as bar:
             for settings, members in by_settings.items():
                 texts = [requests[number].args[0] for number in members]
-                tokens = self.tokenizer(texts)["input_ids"]
-                contexts = [context[-self.max_length :] for context in tokens]
+                contexts: list[list[int]] = []
+                for tokens in self.tokenizer(texts)["input_ids"]:
+                    contexts.append(tokens[-self.max_length :])
 
-                for batch in self._batches([len(context) for context in contexts]):
-                    generated = self._generate(
-                        [contexts[position] for position in batch], json.loads(settings)
-                    )
+                for batch in self._batches(contexts):
+                    batch_contexts = [contexts[position] for position in batch]
+                    generated = self._generate(batch_contexts, json.loads(settings))
                     for position, text in zip(batch, generated, strict=True):
                         answers[members[position]] = text
                     bar.update(len(batch))
@@ -176,13 +178,19 @@ class HarnessModel(TemplateLM):
         options: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
         eos_text = self.tokenizer.decode(self.eot_token_id)
         stop_strings = handle_stop_sequences(options.pop("until"), eos=eos_text)
+
+        # transformers warns of a temperature that does nothing.
         if not options["do_sample"]:
             options.pop("temperature", None)
 
+        model = self.system.model
+        input_ids, mask = pad_tokens(contexts, self.system.pad, model.device)
+
         # A token that the model was fine-tuned to begin with is not of the text.
         num_forced = len(self.system.start) - 1
-        tokens = self.system.model.generate(
-            **self._padded(contexts),
+        tokens = model.generate(
+            input_ids=input_ids,
+            attention_mask=mask,
             max_new_tokens=options.pop("max_gen_toks") + num_forced,
             pad_token_id=self.system.pad,
             stopping_criteria=[_StopStrings(self.tokenizer, stop_strings)],
@@ -191,23 +199,14 @@ class HarnessModel(TemplateLM):
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [postprocess_generated_text(text, stop_strings, None) for text in texts]
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Gives the numbers of all items in batches, the longest first.
+    def _batches(self, contexts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """Gives the numbers of all contexts in batches, the longest first.
 
         What does not fit into memory then shows at once.
         """
-        longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+        longest_first = sorted(range(len(contexts)), key=lambda number: -len(contexts[number]))
         for start in range(0, len(longest_first), self.batch_size):
             yield longest_first[start : start + self.batch_size]
-
-    def _padded(self, contexts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Returns `input_ids` and `attention_mask` <int64>[N, L] of contexts."""
-        device = self.system.model.device
-        longest = max(map(len, contexts))
-        rows = [[*context, *[self.system.pad] * (longest - len(context))] for context in contexts]
-        lengths = torch.tensor([len(context) for context in contexts], device=device)  # [N]
-        mask = (torch.arange(longest, device=device) < lengths[:, None]).long()  # [N, L]
-        return {"input_ids": torch.tensor(rows, device=device), "attention_mask": mask}
 
 
 def _progress(total: int, description: str, disable: bool) -> tqdm:

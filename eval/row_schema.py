@@ -27,15 +27,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def require_columns(names: Iterable[str], columns: ColumnKinds, where: str) -> None:
-    """Refuses rows that lack a column.
+    """Raises when rows lack a column.
 
     Args:
-        names: Columns that there are.
+        names: Columns of the rows.
         columns: Columns that are read.
         where: The rows, in words.
 
     Raises:
-        DataError: With the names that there are and those that are expected.
+        DataError: When one is missing; names the columns of the rows and the expected ones.
     """
     names = list(names)
     for name in columns:
@@ -62,17 +62,21 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
             f"{where} is {_show(row)}. Expected an object with {format_columns(columns)}."
         )
     require_columns(row, columns, where)
-    return {name: _fit_value(row[name], kind, name, where) for name, kind in columns.items()}
+
+    fitted: dict[str, Any] = {}
+    for name, kind in columns.items():
+        fitted[name] = _fit_value(row[name], kind, name, where)
+    return fitted
 
 
 def require_label(
     value: Any, allowed: Collection[Any], column: str, where: str, *, hidden: bool
 ) -> None:
-    """Refuses a label out of range.
+    """Raises when a label is out of range.
 
     Args:
         value: The label.
-        allowed: Labels that there are.
+        allowed: Labels that the dataset has.
         column: Column of the label.
         where: The row, in words.
         hidden: Whether the split may hide its labels.
@@ -98,16 +102,19 @@ def require_label(
 
 def _fit_value(value: Any, kind: Any, column: str, where: str) -> Any:
     """Returns a value of a kind, or raises a DataError."""
+    # A struct, in either form.
     if isinstance(kind, Mapping):
         if isinstance(value, Mapping):
             return _fit_struct(value, kind, column, where)
         if isinstance(value, list) and all(isinstance(part, list) for part in kind.values()):
             return _fit_list_of_structs(value, kind, where)
 
+    # A list, of which each item is of the kind.
     elif isinstance(kind, list):
         if isinstance(value, list):
             return [_fit_value(item, kind[0], column, where) for item in value]
 
+    # Text or a number; Python's bool is an int too.
     elif isinstance(value, kind) and not isinstance(value, bool):
         if isinstance(value, str):
             _refuse_half_characters(value, column, where)
@@ -132,10 +139,10 @@ def _fit_struct(
 def _fit_list_of_structs(value: list[Any], kind: ColumnKinds, where: str) -> dict[str, list[Any]]:
     """Returns a list of structs as a struct of lists."""
     item_kind = {name: part[0] for name, part in kind.items()}
-    items = [fit_row(item, item_kind, where) for item in value]
-    fitted: dict[str, list[Any]] = {}
-    for name in kind:
-        fitted[name] = [item[name] for item in items]
+    fitted: dict[str, list[Any]] = {name: [] for name in kind}
+    for item in value:
+        for name, part in fit_row(item, item_kind, where).items():
+            fitted[name].append(part)
     return fitted
 
 
@@ -159,8 +166,8 @@ def format_columns(columns: ColumnKinds) -> str:
 
 def _format_kind(kind: Any) -> str:
     if isinstance(kind, Mapping):
-        parts = [f"{name}: {_format_kind(part)}" for name, part in kind.items()]
-        return "{" + ", ".join(parts) + "}"
+        parts = ", ".join(f"{name}: {_format_kind(part)}" for name, part in kind.items())
+        return "{" + parts + "}"
     if isinstance(kind, list):
         return f"list of {_format_kind(kind[0])}"
     return _KIND_NAMES[kind]

@@ -1,39 +1,36 @@
-"""The checksum that a JSON object of an evaluation ends with, by which an edit or a damaged byte is
-noticed.
-"""
+"""JSON objects that end with a checksum, by which an edit or a damaged byte is noticed."""
 
 import hashlib
 from typing import Any
 
 SEAL = "sha256"
-"""Name of the field."""
+"""Name of the field with the checksum."""
 
-_START = f', "{SEAL}": "'
+_SEAL_START = f', "{SEAL}": "'
 
 
 def seal(text: str, before: str = "") -> str:
-    """Returns the text of a JSON object with one more field at its end: the SHA-256 of all that
-    stands before it.
+    """Returns the text of a JSON object with a checksum of all that stands before it as last field.
 
     Args:
         text: The object, which has fields.
         before: What else counts, e.g. the seal of the object before this one.
     """
     body = text.rstrip().removesuffix("}").rstrip()
-    return f'{body}{_START}{_digest(before, body)}"}}'
+    return f'{body}{_SEAL_START}{_digest(before, body)}"}}'
 
 
 def is_whole(text: str, value: dict[str, Any], before: str = "") -> bool:
     """Returns whether a sealed text is the one that was written.
 
     Args:
-        text: The object.
+        text: The sealed object.
         value: What it holds.
         before: As it was given to `seal`.
     """
-    body, _, rest = text.rstrip().rpartition(_START)
+    body, _, end = text.rstrip().rpartition(_SEAL_START)
     digest = _digest(before, body)
-    return value.get(SEAL) == digest and rest == f'{digest}"}}'
+    return value.get(SEAL) == digest and end == f'{digest}"}}'
 
 
 def _digest(before: str, body: str) -> str:

@@ -44,7 +44,7 @@ class BuiltIn:
 
     Attributes:
         read: Returns the rows of a split.
-        splits: Splits that there are.
+        splits: Splits that have rows.
         hidden: Splits whose labels nobody knows.
     """
 
@@ -64,7 +64,7 @@ class BuiltIn:
         Args:
             split: One of `splits`.
             folder: Must not exist: these rows are not read from files.
-            revision: Of data on the hub; it says nothing of these rows.
+            revision: Has no effect: it is about data on the hub.
 
         Raises:
             DataError: When there are files for them in `folder`.
@@ -111,7 +111,7 @@ class HubData:
         config: Configuration of the dataset.
         counts: Rows of each split, in the order of SPLITS.
         columns: Kinds of the columns that are read.
-        labels: By column, the values that there are.
+        labels: By column, the values that a label may have.
         hidden: Splits whose labels the authors keep to themselves.
         hub_splits: The hub's name of a split, where it is another.
         revisions: Tried one after the other when the user names none.
@@ -128,7 +128,7 @@ class HubData:
 
     @property
     def splits(self) -> Sequence[str]:
-        """Splits that there are."""
+        """Splits that have rows."""
         return tuple(self.counts)
 
     def expected(self, split: str) -> int | None:
@@ -147,8 +147,8 @@ class HubData:
             revision: Branch or commit of the repository; None for `revisions`.
 
         Raises:
-            DataError: When they cannot be had, there are none, or one is not what is expected; on
-                the hub also when there are more or fewer than `counts` says.
+            DataError: When rows cannot be loaded, a split has none, or one does not fit `columns` and
+                `labels`; on the hub also when their number is not that of `counts`.
         """
         if folder is None:
             return self._rows_from_hub(split, revision)
@@ -169,6 +169,7 @@ class HubData:
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
+        # A mirror may lack what another has; only without a network there is no use in going on.
         revisions = (revision,) if revision else self.revisions
         failures: list[str] = []
         for each in revisions:
@@ -212,6 +213,7 @@ class HubData:
 
     def _checked_dataset(self, dataset: datasets.Dataset, split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
+        # Another number of rows is another dataset.
         name = self._name_of(split, revision)
         require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
@@ -281,7 +283,7 @@ def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
 
-    # Each form in which the split is there, with a pattern for those of several files.
+    # The forms in which the split is there; one of several files as a pattern.
     forms: list[Path] = []
     for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
         if path.is_file():

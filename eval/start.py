@@ -1,7 +1,7 @@
-"""Ctrl-C while a command starts: importing torch takes seconds, in which no other code of ours
-runs.
+"""Ctrl-C while a command starts, before `moe.cli.run_main` can answer it.
 
-It stands here, on the lowest floor that loads without torch, which `import moe` needs.
+Importing torch takes seconds. This file loads without torch, which `import moe` needs, so a command
+imports it first; that is why it is not a part of moe.cli.
 """
 
 import os
@@ -12,15 +12,15 @@ _MESSAGE = b"\nInterrupted while starting. Nothing was written. Run the same com
 
 
 def answer_interrupts() -> None:
-    """Makes Ctrl-C end the process with a word and code 130, until `run_main` takes over.
+    """Makes Ctrl-C end the process with a message and code 130, until `run_main` takes over.
 
     An exception would not do: inside an import some code drops it or shows its traceback.
     """
+    # A starter that ignores Ctrl-C, as `nohup` does, is left alone.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_at_once)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends the process."""
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
     os.write(2, _MESSAGE)
     os._exit(130)

@@ -1,5 +1,4 @@
-"""What a task is: rows of a dataset, the text that a model sees of each, and how its answer is
-judged.
+"""What a task is: rows of a dataset, the text that a model sees of each, and how answers are scored.
 
 A row goes through `preprocess` to one or more mappings with `inputs` and `targets`, T5's form, and
 these become examples. An output and the targets go through `postprocess` to the values that metrics
@@ -14,11 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import eval.tasks
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from eval.scores.metrics import Metric
-from moe import DataError, Registry
+from moe.errors import DataError
+from moe.registry import Registry
 
 SPLITS = ("train", "validation", "test")
+
+_TASKS_FOLDER = Path(__file__).with_name("tasks")
 
 Row = Mapping[str, Any]
 """A row of a dataset: values by column."""
@@ -34,11 +38,11 @@ Postprocess = Callable[[str, Features, bool], Any]
 
 
 class Example(NamedTuple):
-    """One example.
+    """One example of a task.
 
     Attributes:
         id: Unique within the split; a row that comes twice has `#2` behind it.
-        group: Examples of one group are alike; they are resampled together.
+        group: Examples of one group depend on each other; they are resampled together.
         inputs: Text that the model sees.
         targets: Text that training teaches; `<unk>` when the label is hidden.
         choices: The answers to choose from; none for free text.
@@ -58,9 +62,9 @@ class Decoding(NamedTuple):
 
     Attributes:
         max_tokens: Most tokens of an answer; T5 evaluates with 128.
-        num_beams: 1 is greedy.
-        alpha: Of the length penalty ((5 + length) / 6) ** alpha by which a beam's log-probability
-            is divided.
+        num_beams: Beams of the search; 1 is greedy decoding.
+        alpha: Strength of the length penalty ((5 + length) / 6) ** alpha by which a beam's
+            log-probability is divided.
     """
 
     max_tokens: int = 128
@@ -76,29 +80,44 @@ class Source(Protocol):
 
     @property
     def splits(self) -> Sequence[str]:
-        """Those of SPLITS that there are."""
+        """Splits that the source has, in the order of SPLITS."""
         ...
 
     @property
     def hidden(self) -> Sequence[str]:
-        """Those whose labels the authors keep to themselves: predictions can be made of them,
-        scores cannot.
-        """
+        """Splits whose labels the authors keep to themselves; they can be predicted, not scored."""
         ...
 
     def expected(self, split: str) -> int | None:
-        """Returns how many rows a split has where it is published; None when that is not fixed."""
+        """Returns how many rows the published split has; None when that is not fixed."""
         ...
 
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> Sequence[Row]:
-        """Returns the rows of a split, from `folder` when it is given; checked.
+        """Returns the rows of a split, which are checked.
+
+        Args:
+            split: One of `splits`.
+            folder: Holds files that take the place of the published rows; None for none.
+            revision: Branch or commit of the published rows; None for the source's own.
 
         Raises:
             DataError: When they cannot be had, or are not what the task expects.
         """
         ...
+
+
+class MetricInputs(NamedTuple):
+    """What metrics compare, for each example.
+
+    Attributes:
+        targets: Values of the targets.
+        answers: Values of the outputs.
+    """
+
+    targets: list[Any]
+    answers: list[Any]
 
 
 @dataclass(frozen=True)
@@ -114,7 +133,8 @@ class Task:
         preprocess: Makes of a row mappings with `inputs`, `targets` and what `postprocess` needs.
         postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid
             answer.
-        metrics: The first is the task's headline.
+        metrics: What answers are scored by.
+        headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
         ids: Fields that tell an example from others; () for its number.
         groups: Fields that tell its group; () for each example its own.
@@ -134,20 +154,48 @@ class Task:
     description: str
     licence: str
     source: Source
+
+    # From rows to texts, from texts to scores.
     preprocess: Preprocess
     postprocess: Postprocess
     metrics: tuple[Metric, ...]
+    headline: tuple[Metric, ...] = ()
     choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
+
+    # Names of features, joined by slashes.
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+
+    # T5's settings.
     inputs_length: int = 512
     targets_length: int = 62
     decoding: Decoding = GREEDY
     split: str = "validation"
     for_training: Preprocess | None = None
+
+    # For people who compare results.
     prompt_source: str = "T5"
     variant_of: str | None = None
     family: str = "Offline"
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether every target is one of the same few choices."""
+        return bool(self.choices) and not callable(self.choices)
+
+    def headline_score(self, scores: Mapping[str, ArrayLike | None]) -> NDArray[np.float64]:
+        """Returns the mean of the headline metrics: the task's score in an average.
+
+        Args:
+            scores: By metric, a number, None where it is not defined, or <float64>[R] draws.
+
+        Returns:
+            <float64>[] or <float64>[R] the score; NaN where a headline metric is not defined.
+        """
+        values: list[NDArray[np.float64]] = []
+        for metric in self.headline or self.metrics[:1]:
+            values.append(np.asarray(scores[metric.name], dtype=np.float64))
+        return np.mean(values, axis=0)
 
     def examples(
         self, split: str, folder: Path | None = None, revision: str | None = None
@@ -168,48 +216,89 @@ class Task:
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> Sequence[Row]:
-        """Returns the rows of a split as they are published; arguments and errors are those of
-        `examples`.
-        """
-        if split not in self.source.splits:
+        """Returns the rows of a split; arguments and errors are those of `examples`."""
+        splits = self.source.splits
+        if split not in splits:
             raise DataError(
-                f"There is no split {split!r} of {self.name}. Choose one of {', '.join(self.source.splits)}."
+                f"There is no split {split!r} of {self.name}. Choose one of {', '.join(splits)}."
             )
-        return self.source.rows(
-            split, folder / (self.variant_of or self.name) if folder else None, revision
-        )
+        return self.source.rows(split, self.rows_folder(folder), revision)
+
+    def rows_folder(self, folder: Path | None) -> Path | None:
+        """Returns the folder of the task's rows in a folder of all tasks; None for none."""
+        return None if folder is None else folder / (self.variant_of or self.name)
 
     def examples_of(self, rows: Sequence[Row], split: str) -> list[Example]:
         """Returns the examples of rows of `split`."""
-        preprocess = (
-            self.for_training if split == "train" and self.for_training else self.preprocess
-        )
+        preprocess = self.preprocess
+        if split == "train" and self.for_training is not None:
+            preprocess = self.for_training
+
         examples: list[Example] = []
-        seen: Counter[str] = Counter()
-        for fields in (made for row in rows for made in preprocess(row)):
-            example = self._example(fields, len(examples))
-            seen[example.id] += 1
-            repeated = f"#{seen[example.id]}" if seen[example.id] > 1 else ""
-            examples.append(example._replace(id=example.id + repeated))
+        num_seen: Counter[str] = Counter()
+        for row in rows:
+            for features in preprocess(row):
+                example = self._to_example(features, number=len(examples))
+
+                # A row may come twice; ids are unique all the same.
+                num_seen[example.id] += 1
+                if num_seen[example.id] > 1:
+                    example = example._replace(id=f"{example.id}#{num_seen[example.id]}")
+                examples.append(example)
         return examples
 
-    def values(
-        self, examples: Sequence[Example], outputs: Sequence[str]
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns what metrics take: the values of the targets, and those of the outputs."""
-        targets = [self.postprocess(example.targets, example.fields, True) for example in examples]
-        answers = [
-            self.postprocess(output, example.fields, False)
-            for example, output in zip(examples, outputs, strict=True)
-        ]
-        return targets, answers
+    def values(self, examples: Sequence[Example], outputs: Sequence[str]) -> MetricInputs:
+        """Returns the values that metrics compare."""
+        inputs = MetricInputs([], [])
+        for example, output in zip(examples, outputs, strict=True):
+            inputs.targets.append(self.postprocess(example.targets, example.fields, True))
+            inputs.answers.append(self.postprocess(output, example.fields, False))
+        return inputs
 
-    def _example(self, fields: Features, number: int) -> Example:
+    def scores(self, examples: Sequence[Example], outputs: Sequence[str]) -> dict[str, float]:
+        """Returns the score of every metric, without intervals; NaN where no example counts."""
+        targets, answers = self.values(examples, outputs)
+        return {metric.name: metric.score(targets, answers) for metric in self.metrics}
+
+    def _to_example(self, features: Features, number: int) -> Example:
         """Returns the example of a preprocessed row."""
-        key = "/".join(str(fields[name]) for name in self.ids) or str(number)
-        group = "/".join(str(fields[name]) for name in self.groups) or key
-        choices = self.choices(fields) if callable(self.choices) else self.choices
-        return Example(key, group, fields["inputs"], fields["targets"], choices, fields)
+        key = _join_fields(features, self.ids) or str(number)
+        return Example(
+            id=key,
+            group=_join_fields(features, self.groups) or key,
+            inputs=features["inputs"],
+            targets=features["targets"],
+            choices=self.choices(features) if callable(self.choices) else self.choices,
+            fields=features,
+        )
+
+
+def _join_fields(features: Features, names: Sequence[str]) -> str:
+    return "/".join(str(features[name]) for name in names)
+
+
+def limit_examples(examples: Sequence[Example], limit: int | None) -> list[Example]:
+    """Returns at most `limit` examples: whole groups, evenly spaced, and at least one group."""
+    if limit is None or limit >= len(examples):
+        return list(examples)
+
+    numbers_by_group: dict[str, list[int]] = {}
+    for number, example in enumerate(examples):
+        numbers_by_group.setdefault(example.group, []).append(number)
+    groups = list(numbers_by_group.values())
+
+    # The most groups that hold no more examples than the limit.
+    for num_groups in range(min(len(groups), limit), 0, -1):
+        numbers: list[int] = []
+        for index in range(num_groups):
+            numbers += groups[index * len(groups) // num_groups]
+        if len(numbers) <= limit or num_groups == 1:
+            return [examples[number] for number in sorted(numbers)]
+    return []
+
+
+# ---------------------------------------------------------------------------
+# The registry
 
 
 class _Tasks(Registry[Task]):
@@ -227,7 +316,7 @@ class _Tasks(Registry[Task]):
 
     def _find(self) -> None:
         """Imports every file of eval/tasks; each adds its tasks."""
-        for module in pkgutil.iter_modules(eval.tasks.__path__):
+        for module in pkgutil.iter_modules([str(_TASKS_FOLDER)]):
             importlib.import_module(f"eval.tasks.{module.name}")
 
 

@@ -1,69 +1,52 @@
 """Sparse Mixture-of-Experts encoder-decoder Transformers after ST-MoE (arXiv:2202.08906).
 
-Importing the package registers its models with transformers' Auto classes.
+Importing the package registers its models with transformers' Auto classes. What is not named here
+is imported from the module that defines it, e.g. `from moe.sparse.losses import RouterLosses`.
 """
+
+import importlib
+import warnings
+from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
-from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
-from moe.cli import run_main
+from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.convert.formats import conversion_report
-from moe.convert.report import ConversionReport
-from moe.distributed.collectives import gather_or_raise
-from moe.distributed.launch import World, launch
-from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
-from moe.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DistributedError,
-    MoEError,
-    did_you_mean,
-)
-from moe.files import locked_folder, whole_file
+from moe.distributed.launch import launch
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError
 from moe.models.adapters import lora_config
-from moe.models.card import model_card
 from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoderModel
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
-from moe.models.parallelize import mesh_limits, shard_model
+from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
 from moe.models.subsets import select_parameters
-from moe.registry import Registry
 from moe.sparse.config import SparseConfig
-from moe.sparse.integration import FeedForwardSlot, collect_routers, router_loss, total_stats
-from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.losses import (
-    BalanceTotals,
-    RouterLosses,
-    add_totals,
-    balance_totals,
-    balance_within,
+from moe.sparse.integration import (
+    SparseFeedForwardAdapter,
+    collect_routers,
+    router_loss,
+    total_stats,
 )
-from moe.sparse.plan import DispatchPlan, assign_slots
-from moe.sparse.router import ROUTERS, Router, RouterInputs, load_routers
-from moe.sparse.scores import RouterScores
-from moe.sparse.stats import RouterStats, add_stats, sum_stats, summarize
+from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.router import ROUTERS, Router, RouterInputs
+from moe.sparse.stats import RouterStats, add_stats, summarize
 from moe.training.callback import RouterStatsCallback
 
 __all__ = [
     "PRESETS",
     "ROUTERS",
-    "BalanceTotals",
     "CheckpointError",
     "ConfigError",
-    "ConversionReport",
     "DataError",
     "DispatchPlan",
     "DistributedError",
-    "FeedForwardSlot",
-    "Mesh",
     "MeshConfig",
     "MoEError",
-    "Registry",
     "Router",
     "RouterInputs",
-    "RouterLosses",
     "RouterOutput",
     "RouterScores",
     "RouterStats",
@@ -74,36 +57,64 @@ __all__ = [
     "STMoEModel",
     "SparseConfig",
     "SparseFeedForward",
-    "World",
+    "SparseFeedForwardAdapter",
     "add_stats",
-    "add_totals",
     "assign_slots",
-    "balance_totals",
-    "balance_within",
     "build_mesh",
-    "check_mesh",
-    "check_model_folder",
     "collect_routers",
     "conversion_report",
-    "did_you_mean",
-    "gather_or_raise",
     "launch",
     "load_complete",
     "load_model_on_mesh",
-    "load_routers",
-    "locked_folder",
     "lora_config",
-    "mesh_limits",
-    "model_card",
     "router_loss",
-    "run_main",
     "select_parameters",
     "shard_model",
-    "sum_stats",
     "summarize",
     "total_stats",
-    "whole_file",
 ]
+
+_MOVED = {
+    "add_totals": "moe.sparse.losses.add_totals",
+    "balance_totals": "moe.sparse.losses.balance_totals",
+    "balance_within": "moe.sparse.losses.balance_within",
+    "BalanceTotals": "moe.sparse.losses.BalanceTotals",
+    "check_mesh": "moe.distributed.mesh.check_mesh",
+    "check_model_folder": "moe.checkpoint.loading.check_model_folder",
+    "ConversionReport": "moe.convert.report.ConversionReport",
+    "did_you_mean": "moe.errors.did_you_mean",
+    "FeedForwardSlot": "moe.sparse.integration.SparseFeedForwardAdapter",
+    "load_routers": "moe.sparse.all_routers.load_routers",
+    "locked_folder": "moe.files.locked_folder",
+    "Mesh": "moe.distributed.mesh.Mesh",
+    "mesh_limits": "moe.models.parallelize.mesh_limits",
+    "model_card": "moe.models.card.model_card",
+    "Registry": "moe.registry.Registry",
+    "RouterLosses": "moe.sparse.losses.RouterLosses",
+    "run_main": "moe.cli.run_main",
+    "sum_stats": "moe.sparse.stats.sum_stats",
+    "together": "moe.distributed.collectives.gather_or_raise",
+    "whole_file": "moe.files.whole_file",
+    "World": "moe.distributed.launch.World",
+}
+"""Public names of the release before, and where they are now. They go with the next release."""
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the value of a moved name, with a warning at its first use."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    module, _, new_name = _MOVED[name].rpartition(".")
+    value = getattr(importlib.import_module(module), new_name)
+    globals()[name] = value
+    warnings.warn(
+        f"moe.{name} is now {_MOVED[name]}; the old name goes with the next release.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return value
+
 
 AutoConfig.register("st_moe", STMoEConfig)
 AutoModel.register(STMoEConfig, STMoEModel)

@@ -15,6 +15,7 @@ from moe.errors import DataError
 
 SUMS_FILE = "SHA256SUMS"
 _SHOWN_CHARACTERS = 200
+_CHUNK = 2**20  # bytes read at once
 
 
 class Damage(NamedTuple):
@@ -144,3 +145,14 @@ def _files_below(folder: Path) -> list[str]:
         if path.is_file() and name != SUMS_FILE:
             names.append(name)
     return names
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Returns 16 hexadecimal digits that tell the model of a folder from others."""
+    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
+    digest = hashlib.sha256()
+    for path in (*files, folder / "config.json"):
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()[:16]

@@ -12,8 +12,8 @@ import time
 import pytest
 import torch
 
-from moe import ConfigError, DataError, MoEError, run_main
-from moe.cli import Parser, file_size, integer, path, real, word
+from moe import ConfigError, DataError, MoEError
+from moe.cli import Parser, file_size, integer, path, real, run_main, word
 from moe.data.corpus import build_corpus, save_corpus
 from moe.data.documents import Document
 from moe.files import check_kind, check_replaceable, output_path, whole_folder

@@ -17,7 +17,7 @@ from moe.cli import Parser
 from moe.commands.stmoe import VERBS
 from moe.data.tokenizer import train_tokenizer
 from moe.optim.optimizers import OPTIMIZERS
-from moe.sparse.router import load_routers
+from moe.sparse.all_routers import load_routers
 from moe.training.command import RecipeCommand
 from tests.models.hf_models import their_model
 from tests.models.tiny import tiny_model
@@ -209,7 +209,9 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_recipes_and_files_that_are_named_exist():
-    pattern = r"\b((?:moe|eval|scripts|benchmarks|recipes|notebooks|tests|docs)/[\w./-]*\w\.\w+)"
+    pattern = (
+        r"(?<![\w/.])((?:moe|eval|scripts|benchmarks|recipes|notebooks|tests|docs)/[\w./-]*\w\.\w+)"
+    )
     for page in PAGES:
         for name in re.findall(pattern, page.read_text(encoding="utf-8")):
             assert (ROOT / name).exists() or "NAME" in name, f"{page.name}: {name}"

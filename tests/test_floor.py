@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
-from moe import ConfigError, Registry, run_main
+from moe import ConfigError
+from moe.cli import run_main
 from moe.errors import did_you_mean
+from moe.registry import Registry
 
 
 def test_an_unknown_name_says_which_was_meant_and_lists_all():

@@ -1,3 +1,1 @@
-"""What models answer: greedy and beam search, ranked choices, several ranks, and the file that
-keeps it.
-"""
+"""What models answer: greedy and beam search, ranked choices, and the file of predictions."""

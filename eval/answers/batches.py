@@ -1,7 +1,12 @@
-"""Requests to a model, and how they are put into batches."""
+"""Requests to a model, how they are put into batches, and batches of tokens as tensors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eval.task import Example
 
 _SIMILAR_LENGTH = 0.8
 """Share of the longest input's tokens above which an input is of similar length."""
@@ -13,6 +18,11 @@ class Request(NamedTuple):
     id: str
     inputs: str
     choices: tuple[str, ...] = ()
+
+
+def requests_of(examples: Sequence[Example]) -> list[Request]:
+    """Returns what a model is asked of examples."""
+    return [Request(example.id, example.inputs, example.choices) for example in examples]
 
 
 class TokenizedRequest(NamedTuple):
@@ -47,10 +57,13 @@ def make_batches(
     remaining = sorted(requests, key=_longest_first)
     batches: list[list[TokenizedRequest]] = []
     while remaining:
+        # The longest comes first, so that those of similar length follow it.
         longest = len(remaining[0].tokens)
-        shortest_similar = _SIMILAR_LENGTH * longest
-        num_similar = sum(len(r.tokens) >= shortest_similar for r in remaining[:max_rows])
+        num_similar = 0
+        for request in remaining[:max_rows]:
+            num_similar += len(request.tokens) >= _SIMILAR_LENGTH * longest
 
+        # A single request that is too long is a batch all the same.
         size = min(max_rows, max_tokens // longest, max(min_rows, num_similar))
         size = max(1, size)
         batches.append(remaining[:size])
@@ -60,3 +73,27 @@ def make_batches(
 
 def _longest_first(request: TokenizedRequest) -> tuple[int, str]:
     return -len(request.tokens), request.request.id
+
+
+class PaddedTokens(NamedTuple):
+    """Rows of tokens of different lengths as tensors.
+
+    Attributes:
+        tokens: <int64>[N, L] padded behind the end of a row.
+        mask: <int64>[N, L] 1 at real tokens, 0 at padding.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+
+
+def pad_tokens(rows: Sequence[Sequence[int]], pad: int, device: torch.device | str) -> PaddedTokens:
+    """Returns rows of tokens as tensors <int64>[N, L], as long as the longest of them."""
+    longest = max(map(len, rows))
+    padded: list[list[int]] = []
+    mask: list[list[int]] = []
+    for row in rows:
+        num_padding = longest - len(row)
+        padded.append([*row, *[pad] * num_padding])
+        mask.append([1] * len(row) + [0] * num_padding)
+    return PaddedTokens(torch.tensor(padded, device=device), torch.tensor(mask, device=device))

@@ -216,12 +216,12 @@ def _cannot_improve(finished: _Finished, running: _Beams, largest_penalty: float
 
 
 def _select(tokens: Tensor, beams: Tensor) -> Tensor:
-    """Returns the hypotheses [N, M, T] that `beams` [N, M] names of `tokens` [N, K, T]."""
+    """Returns the hypotheses [N, M, T] of `tokens` [N, K, T] at the indices `beams` [N, M]."""
     return tokens.gather(1, beams[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
 class GreedyAnswers(NamedTuple):
-    """What greedy decoding made of N inputs.
+    """The greedy answers to N inputs.
 
     Attributes:
         tokens: <int64>[N, T] with the tokens that the decoder started from.

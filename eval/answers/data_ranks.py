@@ -45,7 +45,8 @@ class DataRanks(NamedTuple):
     def rounds(self, batches: Sequence[list[T]]) -> list[list[list[T]]]:
         """Returns the batches in rounds of one for each data rank; the last may have fewer."""
         size = self.mesh_config.num_data_ranks
-        return [list(batches[start : start + size]) for start in range(0, len(batches), size)]
+        starts = range(0, len(batches), size)
+        return [list(batches[start : start + size]) for start in starts]
 
     def own_batch(self, batches: list[list[T]]) -> list[T]:
         """Returns this rank's batch of a round, empty when there are fewer batches than ranks."""
@@ -61,6 +62,7 @@ class DataRanks(NamedTuple):
         if num_answered == num_batches or not self.in_lockstep:
             return num_answered
 
+        # Behind the last whole round the batches are answered again.
         size = self.mesh_config.num_data_ranks
         return num_answered // size * size
 
@@ -70,6 +72,7 @@ class DataRanks(NamedTuple):
 
     def gather(self, items: list[T]) -> list[T]:
         """Returns the items of all data ranks, in the order of ranks; every rank must call it."""
+        # Ranks of one tp answered the same batch; the first of them speaks for all.
         is_first_of_tp = self.world.rank % self.mesh_config.tp == 0
         gathered: list[T] = []
         for part in gather_or_raise(lambda: items if is_first_of_tp else []):
@@ -84,7 +87,7 @@ def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Da
     """Returns the ranks arranged for the models in `folders`, before any of them is loaded.
 
     Args:
-        world: The ranks that there are.
+        world: All ranks, and which of them this is.
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which attention heads and hidden units are sharded.
         folders: Checkpoints.
@@ -101,6 +104,7 @@ def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Da
     if ep * tp == 1:
         return DataRanks(world, mesh_config, None)
 
+    # The models are checked before a rank waits for others in building the mesh.
     for folder in folders:
         _check_divisible(folder, mesh_config, world)
     return DataRanks(world, mesh_config, build_mesh(mesh_config, world.device_type))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
+from eval.answers.batches import pad_tokens
 from eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
 from moe.errors import ConfigError
 from moe.sparse.layer import RouterOutput
@@ -63,7 +64,7 @@ class Scoring:
             )
 
     def score(self, text: str, choice: ChoiceLikelihood) -> float:
-        """Returns the score of the choice that reads `text`; the highest wins.
+        """Returns the score of a choice; the highest wins.
 
         An empty choice is divided by 1.
         """
@@ -95,7 +96,7 @@ class EncodedInputs(NamedTuple):
         return {"encoder_outputs": self.output, "attention_mask": self.mask}
 
     def cached_inputs(self, rows: Tensor) -> dict[str, Any]:
-        """Returns these arguments where the rows <int64>[R] are continued with a cache.
+        """Returns the same for rows <int64>[R] that continue a cache.
 
         The cache holds keys and values of the hidden states, so only their shape is read.
         """
@@ -107,7 +108,7 @@ class EncodedInputs(NamedTuple):
 
 
 class TargetLogProbs(NamedTuple):
-    """What a model says of the targets of N inputs.
+    """Log-probabilities of the targets of N inputs.
 
     Attributes:
         log_probs: Of each token, by input and target.
@@ -152,78 +153,121 @@ def target_log_probs(
         Log-probabilities, whether each target is the greedy answer, and the outputs of the routers.
     """
     device = encoded.mask.device
-    num_inputs = len(targets)
     has_input = encoded.mask.any(dim=1, keepdim=True).long()  # [N, 1]
     options: dict[str, Any] = {"use_cache": True}
     if report_routers:
         options["output_router_logits"] = True
+    routers: list[RouterOutput] = []
 
-    # All R targets in one list, and the input of each.
-    flat_targets: list[list[int]] = []
-    owners: list[int] = []
-    for row, targets_of_row in enumerate(targets):
-        flat_targets += targets_of_row
-        owners += [row] * len(targets_of_row)
+    # The R targets of all inputs, and the row of the input that each belongs to.
+    tokens, is_real, row_of_target = _flatten(targets, start, device)
+    lengths = is_real.sum(dim=1)  # [R]
 
     # First pass, once an input: the start and the common prefix, which predict `width` tokens.
-    prefix = _common_prefix(flat_targets)
-    width = 1 + len(prefix)
+    width = _common_prefix_length(tokens, lengths) + 1
+    inputs = torch.full((len(targets), width), start, device=device)  # [N, width]
+    inputs[:, 1:] = tokens[0, : width - 1]
     output = model(
         **encoded.model_inputs(),
-        decoder_input_ids=torch.tensor([[start, *prefix]] * num_inputs, device=device),
+        decoder_input_ids=inputs,
         decoder_attention_mask=has_input.expand(-1, width),
         **options,
     )
     cache = output.past_key_values
-    routers: list[RouterOutput] = list(getattr(output, "decoder_router_outputs", None) or ())
-    heads = torch.tensor([target[:width] for target in flat_targets], device=device)  # [R, width]
-    scored = _score_tokens(output.logits, heads, torch.tensor(owners, device=device))
+    routers += getattr(output, "decoder_router_outputs", None) or ()
 
-    # The rest of the longer targets, in passes that fit into memory; all ranks make equally many.
-    unfinished = [n for n, target in enumerate(flat_targets) if len(target) > width]
-    unfinished.sort(key=lambda n: -len(flat_targets[n]))
-    bytes_per_token = 2 * output.logits.shape[-1] * 4  # logits and their copy, in float32
-    tail_lengths = [len(flat_targets[n]) - width for n in unfinished]
-    sizes = _pass_sizes(tail_lengths, _bytes_per_row(cache), bytes_per_token)
-    sizes += [0] * (ranks.max_in_lockstep(len(sizes)) - len(sizes))
+    log_probs = torch.zeros(tokens.shape, device=device)  # [R, T]
+    is_argmax = torch.zeros_like(tokens, dtype=torch.bool)  # [R, T]
+    heads = _score_tokens(output.logits, tokens[:, :width], row_of_target)
+    log_probs[:, :width] = heads.log_probs
+    is_argmax[:, :width] = heads.is_argmax
 
-    for size in sizes:
-        members = unfinished[:size]
-        unfinished = unfinished[size:]
-
-        # Tokens to predict, and the ones before them that go in. Without a target the pass only
-        # keeps ranks in lockstep.
-        tails = [flat_targets[n][width:] for n in members] or [[start]]
-        inputs = [flat_targets[n][width - 1 : -1] for n in members] or [[start]]
-        rows = torch.tensor([owners[n] for n in members] or [0], device=device)  # [R']
-        is_real = has_input[rows] if members else 0
+    def continue_rows(rows: Tensor, inputs: Tensor, mask: Tensor) -> Tensor:
+        """Returns the logits [R', T', V] of inputs [R', T'] behind the cache of some rows."""
         output = model(
             **encoded.cached_inputs(rows),
-            decoder_input_ids=_padded(inputs, start, device),
-            decoder_attention_mask=_tail_mask(tails, width, device) * is_real,
+            decoder_input_ids=inputs,
+            decoder_attention_mask=mask,
             past_key_values=_select_rows(cache, rows),
             **options,
         )
-        routers += getattr(output, "decoder_router_outputs", None) or ()
+        routers.extend(getattr(output, "decoder_router_outputs", None) or ())
+        return output.logits
 
-        scored_tails = _score_tokens(output.logits, _padded(tails, start, device))
-        for row, n in enumerate(members):
-            scored.log_probs[n] += scored_tails.log_probs[row][: len(tails[row])]
-            scored.is_argmax[n] += scored_tails.is_argmax[row][: len(tails[row])]
+    # The rest of the longer targets, the longest first, in passes that fit into memory.
+    order = lengths.argsort(descending=True, stable=True)
+    order = order[lengths[order] > width]
+    bytes_per_token = 2 * output.logits.shape[-1] * 4  # logits and a copy, in float32
+    tail_lengths = (lengths[order] - width).tolist()
+    sizes = _pass_sizes(tail_lengths, _bytes_per_row(cache), bytes_per_token)
+    num_idle_passes = ranks.max_in_lockstep(len(sizes)) - len(sizes)
+    for members in order.split(sizes):  # [R']
+        longest = int(lengths[members[0]])
+        rows = row_of_target[members]
 
-    return _by_input(targets, scored, routers)
+        # A token goes in and predicts the one behind it; behind a shorter target is padding.
+        is_tail = is_real[members, width:longest].bool()  # [R', T']
+        inputs = tokens[members, width - 1 : longest - 1].where(is_tail, start)
+        mask = is_real[members, :longest] * has_input[rows]  # [R', width + T']
+        logits = continue_rows(rows, inputs, mask)
+
+        tails = _score_tokens(logits, tokens[members, width:longest])
+        log_probs[members, width:longest] = tails.log_probs
+        is_argmax[members, width:longest] = tails.is_argmax
+
+    # Ranks in lockstep make equally many passes; one of padding alone counts for nothing.
+    for _ in range(num_idle_passes):
+        first_row = torch.zeros(1, dtype=torch.long, device=device)
+        no_tokens = torch.zeros(1, width + 1, dtype=torch.long, device=device)
+        continue_rows(first_row, torch.full_like(no_tokens[:, :1], start), no_tokens)
+
+    is_greedy = (is_argmax | (is_real == 0)).all(dim=1)  # [R]
+    return _by_input(targets, log_probs.tolist(), is_greedy.tolist(), routers)
+
+
+class _FlatTargets(NamedTuple):
+    """The R targets of N inputs in one list.
+
+    Attributes:
+        tokens: <int64>[R, T] padded.
+        is_real: <int64>[R, T] 1 at real tokens.
+        rows: <int64>[R] the input that each belongs to.
+    """
+
+    tokens: Tensor
+    is_real: Tensor
+    rows: Tensor
+
+
+def _flatten(
+    targets: Sequence[Sequence[list[int]]], pad: int, device: torch.device
+) -> _FlatTargets:
+    flat_targets: list[list[int]] = []
+    rows: list[int] = []
+    for row, targets_of_row in enumerate(targets):
+        flat_targets += targets_of_row
+        rows += [row] * len(targets_of_row)
+    tokens, is_real = pad_tokens(flat_targets, pad, device)
+    return _FlatTargets(tokens, is_real, torch.tensor(rows, device=device))
+
+
+def _common_prefix_length(tokens: Tensor, lengths: Tensor) -> int:
+    """Returns how many first tokens of targets [R, T] are equal; one of each is left over."""
+    shortest = int(lengths.min())
+    is_equal = (tokens[:, : shortest - 1] == tokens[0, : shortest - 1]).all(dim=0)
+    return int(is_equal.long().cumprod(dim=0).sum())
 
 
 class _ScoredTokens(NamedTuple):
-    """What a model says of the tokens of R targets.
+    """Log-probabilities of the tokens of R targets.
 
     Attributes:
-        log_probs: By target and token.
-        is_argmax: Whether no other token is likelier, by target and token.
+        log_probs: <float32>[R, T] log-probability of each token.
+        is_argmax: <bool>[R, T] whether no other token is likelier.
     """
 
-    log_probs: list[list[float]]
-    is_argmax: list[list[bool]]
+    log_probs: Tensor
+    is_argmax: Tensor
 
 
 def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> _ScoredTokens:
@@ -238,56 +282,41 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
     max_logits = logits.max(dim=-1).values  # [N, T]
     normalizer = logits.logsumexp(dim=-1)  # [N, T]
 
+    # Several targets may belong to one row of logits.
     if rows is None:
         rows = torch.arange(len(tokens), device=tokens.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     token_logits = logits[rows[:, None], positions, tokens]  # [R, T]
     return _ScoredTokens(
-        log_probs=(token_logits - normalizer[rows]).tolist(),
-        is_argmax=(token_logits >= max_logits[rows]).tolist(),
+        log_probs=token_logits - normalizer[rows],
+        is_argmax=token_logits >= max_logits[rows],
     )
 
 
 def _by_input(
-    targets: Sequence[Sequence[list[int]]], scored: _ScoredTokens, routers: list[RouterOutput]
+    targets: Sequence[Sequence[list[int]]],
+    log_probs: list[list[float]],
+    is_greedy: list[bool],
+    routers: list[RouterOutput],
 ) -> TargetLogProbs:
-    """Returns what was found of all targets in one list, by input and target."""
-    log_probs: list[list[list[float]]] = []
-    is_greedy: list[list[bool]] = []
-    first = 0
+    """Returns the scores of all targets, sorted by input."""
+    log_probs_by_input: list[list[list[float]]] = []
+    is_greedy_by_input: list[list[bool]] = []
+    number = 0
     for targets_of_row in targets:
-        last = first + len(targets_of_row)
-        log_probs.append(scored.log_probs[first:last])
-        is_greedy.append([all(flags) for flags in scored.is_argmax[first:last]])
-        first = last
-    return TargetLogProbs(log_probs, is_greedy, routers)
-
-
-def _common_prefix(targets: Sequence[list[int]]) -> list[int]:
-    """Returns the tokens that all targets begin with; at least one token of each is left over."""
-    prefix: list[int] = []
-    for position in range(min(map(len, targets)) - 1):
-        token = targets[0][position]
-        if any(target[position] != token for target in targets):
-            break
-        prefix.append(token)
-    return prefix
-
-
-def _padded(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
-    """Returns <int64>[R, T] of rows of different lengths."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
-
-
-def _tail_mask(tails: list[list[int]], width: int, device: torch.device) -> Tensor:
-    """Returns <int64>[R, width + T]: 1 at the `width` tokens in the cache and at those of a tail."""
-    ones = [[1] * (width + len(tail)) for tail in tails]
-    return _padded(ones, 0, device)
+        log_probs_of_row: list[list[float]] = []
+        first = number
+        for target in targets_of_row:
+            log_probs_of_row.append(log_probs[number][: len(target)])
+            number += 1
+        log_probs_by_input.append(log_probs_of_row)
+        is_greedy_by_input.append(is_greedy[first:number])
+    return TargetLogProbs(log_probs_by_input, is_greedy_by_input, routers)
 
 
 def _select_rows(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
     """Returns a cache of the rows <int64>[R] of another, which is left as it is."""
+    # A shallow copy of each layer: selecting replaces its tensors, and leaves the other's alone.
     parts = [copy.copy(cache.self_attention_cache), copy.copy(cache.cross_attention_cache)]
     for part in parts:
         part.layers = [copy.copy(layer) for layer in part.layers]
@@ -317,6 +346,7 @@ def _pass_sizes(lengths: Sequence[int], bytes_per_row: int, bytes_per_token: int
     sizes: list[int] = []
     num_taken = 0
     while num_taken < len(lengths):
+        # All rows of a pass are as long as its first.
         bytes_of_longest = bytes_per_row + lengths[num_taken] * bytes_per_token
         size = max(1, _MAX_BYTES // bytes_of_longest)
         sizes.append(min(size, len(lengths) - num_taken))

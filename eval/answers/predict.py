@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.answers.batches import Request, TokenizedRequest, make_batches
+from eval.answers.batches import Request, TokenizedRequest, make_batches, pad_tokens
 from eval.answers.beam import generate_beams, generate_greedily
 from eval.answers.likelihood import ChoiceLikelihood, EncodedInputs, Scoring, target_log_probs
 from eval.answers.predictions_file import (
@@ -42,6 +41,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 _MAX_ROWS = {"generate": 128, "rank": 128}
 _MAX_TOKENS = 1 << 14  # of a batch's inputs, padding and beams included
 _MIN_ROWS = {"generate": 8, "rank": 4}  # of a batch, whatever the lengths of its inputs
+
+_NAMES_IN_FILE = {"dropped_by_choice": "dropped_by_place"}
+"""Fields of `RouterStats` that have another name in predictions files, since earlier versions."""
 
 
 class RouterSummary(NamedTuple):
@@ -138,11 +140,12 @@ def predict(
     header = _header(system, task, mode, batches, scoring)
     file = PredictionsFile(path if is_writer else None, header)
 
-    # What an interrupted run has answered; all ranks learn it from rank 0.
-    ids = [[item.request.id for item in batch] for batch in batches]
+    # What an interrupted run has answered; all ranks get it from rank 0.
+    def num_reusable(num_answered: int) -> int:
+        return ranks.num_reusable(num_answered, len(batches))
 
     def resume() -> list[Batch]:
-        return file.resume(ids, lambda number: ranks.num_reusable(number, len(batches)))
+        return file.resume(list(map(_ids, batches)), num_reusable)
 
     answered = gather_or_raise(resume)[0]
 
@@ -167,9 +170,11 @@ def predict(
             answered += new
             progress.update(_num_predictions(new))
 
+    # In the order of the requests; the batches were sorted by length.
     by_id: dict[str, Prediction] = {}
     for batch in answered:
-        by_id.update((prediction.id, prediction) for prediction in batch.predictions)
+        for prediction in batch.predictions:
+            by_id[prediction.id] = prediction
     return Predicted([by_id[request.id] for request in requests], summarize_routers(answered))
 
 
@@ -180,7 +185,9 @@ def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | 
 
     summaries: dict[Stack, RouterSummary] = {}
     for stack in batches[0].routers:
-        total = reduce(add_stats, [_to_stats(batch.routers[stack]) for batch in batches])
+        total = _to_stats(batches[0].routers[stack])
+        for batch in batches[1:]:
+            total = add_stats(total, _to_stats(batch.routers[stack]))
         numbers = summarize(total)
         summaries[stack] = RouterSummary(
             fraction_dropped=numbers["fraction_dropped"],
@@ -246,6 +253,10 @@ def _check_scores(batches: Sequence[Batch], header: Header) -> None:
                     )
 
 
+def _ids(batch: Sequence[TokenizedRequest]) -> list[str]:
+    return [item.request.id for item in batch]
+
+
 def _num_predictions(batches: Sequence[Batch]) -> int:
     return sum(len(batch.predictions) for batch in batches)
 
@@ -261,14 +272,13 @@ def _answer(
     """Returns the predictions of a batch; an empty one only keeps ranks in lockstep."""
     device = system.model.device
 
-    # Inputs, padded; without a request one row of padding, of which nothing is real.
+    # Inputs [N, L]; without a request one row of padding, of which nothing is real.
     rows = [item.tokens for item in batch] or [[system.pad]]
-    longest = max(map(len, rows))
-    padded = [row + [system.pad] * (longest - len(row)) for row in rows]
-    input_ids = torch.tensor(padded, device=device)  # [N, L]
-    lengths = torch.tensor([len(row) for row in rows] if batch else [0], device=device)  # [N]
-    mask = (torch.arange(longest, device=device) < lengths[:, None]).long()  # [N, L]
+    input_ids, mask = pad_tokens(rows, system.pad, device)
+    if not batch:
+        mask = torch.zeros_like(mask)
 
+    # One pass of the encoder, whatever the mode.
     options = {"output_router_logits": True} if system.sparse else {}
     encoder_output = system.model.get_encoder()(input_ids=input_ids, attention_mask=mask, **options)
     encoded = EncodedInputs(encoder_output, mask)
@@ -276,13 +286,14 @@ def _answer(
     answer = _generate if mode == "generate" else _rank
     answers = answer(system, task, batch, encoded)
 
+    # What the routers of both stacks did; a dense model has none.
     routers: dict[Stack, RouterCounts] = {}
     encoder_routers = getattr(encoder_output, "encoder_router_outputs", None)
     if encoder_routers:
         routers["encoder"] = _to_counts(total_stats(encoder_routers))
     if answers.routers:
         routers["decoder"] = _to_counts(total_stats(answers.routers))
-    return Batch([prediction.scored(scoring) for prediction in answers.predictions], routers)
+    return Batch(answers.predictions, routers).scored(scoring)
 
 
 def _generate(
@@ -315,11 +326,12 @@ def _generate(
             report_routers=system.sparse,
         )
 
+    # Text as the metrics compare it; a row of padding has no request and is left out.
     texts = system.tokenizer.batch_decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     predictions: list[Prediction] = []
-    for item, text in zip(batch, texts, strict=False):  # a row that fills in has no request
+    for item, text in zip(batch, texts, strict=False):
         predictions.append(Prediction(item.request.id, text, None, truncated=item.truncated))
     return _Answers(predictions, routers)
 
@@ -351,7 +363,11 @@ def _rank(
     system: Seq2Seq, task: Task, batch: Sequence[TokenizedRequest], encoded: EncodedInputs
 ) -> _Answers:
     """Returns the log-probabilities of the choices of each request."""
-    choices = [list(dict.fromkeys(item.request.choices)) for item in batch] or [[""]]
+    # Each choice once; an empty batch, which only keeps ranks in lockstep, has an empty one.
+    choices: list[list[str]] = []
+    for item in batch:
+        choices.append(list(dict.fromkeys(item.request.choices)))
+    choices = choices or [[""]]
     tokens = _tokens_of_choices(system, choices)
 
     # A target is what the decoder writes: a sentinel that the model learnt, the choice, the end.
@@ -364,6 +380,7 @@ def _rank(
         system.model, encoded, first, targets, system.ranks, report_routers=system.sparse
     )
 
+    # The last log-probability of a target is that of the end token.
     predictions: list[Prediction] = []
     for item, texts, log_probs in zip(batch, choices, scored.log_probs, strict=False):
         likelihoods: dict[str, ChoiceLikelihood] = {}
@@ -398,10 +415,14 @@ def _to_counts(stats: RouterStats) -> RouterCounts:
     counts: RouterCounts = {}
     for name, value in stats._asdict().items():
         if not value.is_floating_point():
-            counts[name] = value.tolist()
+            counts[_NAMES_IN_FILE.get(name, name)] = value.tolist()
     return counts
 
 
 def _to_stats(counts: RouterCounts) -> RouterStats:
     """Returns counts as statistics; the sums, which no file holds, are 0."""
-    return RouterStats(*(torch.tensor(counts.get(name, 0.0)) for name in RouterStats._fields))
+    values: dict[str, Tensor] = {}
+    for name in RouterStats._fields:
+        count = counts.get(_NAMES_IN_FILE.get(name, name), 0.0)
+        values[name] = torch.tensor(count)
+    return RouterStats(**values)

@@ -102,7 +102,10 @@ class Prediction(NamedTuple):
         """Returns the line of the file."""
         fields = self._asdict()
         if self.choices is not None:
-            fields["choices"] = {text: c._asdict() for text, c in self.choices.items()}
+            choices: dict[str, dict[str, float]] = {}
+            for text, choice in self.choices.items():
+                choices[text] = choice._asdict()
+            fields["choices"] = choices
         return json.dumps(fields)
 
 
@@ -116,6 +119,11 @@ class Batch(NamedTuple):
 
     predictions: list[Prediction]
     routers: Mapping[Stack, RouterCounts]
+
+    def scored(self, scoring: Scoring) -> "Batch":
+        """Returns the batch with its predictions under a scoring."""
+        predictions = [prediction.scored(scoring) for prediction in self.predictions]
+        return self._replace(predictions=predictions)
 
 
 class _ClosingLine(NamedTuple):
@@ -178,13 +186,15 @@ class PredictionsFile:
         if self.path is None:
             return []
         try:
+            # What was answered must be what is asked.
             batches = self._read_batches(self.path)
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)
 
-            batches = batches[: num_reusable(len(batches))]
+            # Kept batches are scored anew, in case the file is of another scoring.
             scoring = Scoring(*self.header.scoring)
-            batches = [_scored(batch, scoring) for batch in batches]
+            num_kept = num_reusable(len(batches))
+            batches = [batch.scored(scoring) for batch in batches[:num_kept]]
             self._rewrite(self.path, batches)
         except OSError as error:
             raise self._write_error(error) from error
@@ -248,11 +258,6 @@ class PredictionsFile:
         )
 
 
-def _scored(batch: Batch, scoring: Scoring) -> Batch:
-    predictions = [prediction.scored(scoring) for prediction in batch.predictions]
-    return batch._replace(predictions=predictions)
-
-
 # ---------------------------------------------------------------------------
 # Reading
 
@@ -271,9 +276,10 @@ def read_predictions_file(
     Raises:
         DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
+    # Behind the last newline a line was still being written.
     if not path.exists():
         return _NO_CONTENT
-    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]  # behind the last newline it is torn
+    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]
     if not lines:
         return _NO_CONTENT
 

@@ -1,6 +1,5 @@
 """A sequence-to-sequence checkpoint that is ready to answer: of this library or of transformers."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, Gener
 from eval.answers.batches import Request, TokenizedRequest
 from eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
 from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
+from moe.checksums import model_fingerprint
 from moe.data.tokenizer import check_tokenizer_files
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
@@ -23,8 +23,6 @@ _SPECIAL_TOKENS = (
     "decoder_start_token_id",
     "forced_bos_token_id",
 )
-_BYTES_AT_ONCE = 1 << 24
-_FINGERPRINT_DIGITS = 16
 
 
 class Seq2Seq(NamedTuple):
@@ -55,20 +53,22 @@ class Seq2Seq(NamedTuple):
         They are the decoder's start and, for a model that was fine-tuned with one, the sentinel.
         """
         generation = self.model.generation_config
-        candidates = (
-            generation.decoder_start_token_id,
-            self.model.config.decoder_start_token_id,
-            self.pad,
-        )
-        first = next(token for token in candidates if token is not None)
+        first = generation.decoder_start_token_id
+        if first is None:
+            first = self.model.config.decoder_start_token_id
+        if first is None:
+            first = self.pad
+
         forced = generation.forced_bos_token_id
         return [first] if forced is None else [first, forced]
 
     @property
     def pad(self) -> int:
         """Token that fills short rows."""
-        candidates = (self.tokenizer.pad_token_id, self.model.config.pad_token_id, 0)
-        return next(token for token in candidates if token is not None)
+        pad = self.tokenizer.pad_token_id
+        if pad is None:
+            pad = self.model.config.pad_token_id
+        return 0 if pad is None else pad
 
     @property
     def end_tokens(self) -> list[int]:
@@ -85,6 +85,7 @@ class Seq2Seq(NamedTuple):
         """
         if not requests:
             return []
+        # All texts at once, which is faster; the few that are too long once more, truncated.
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
         all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
@@ -117,12 +118,14 @@ def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
     model = _load_model(folder, ranks)
     tokenizer = _load_tokenizer(folder)
 
+    # Of the settings of generation the special tokens alone.
     special_tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
     if special_tokens["eos_token_id"] is None:
         special_tokens["eos_token_id"] = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(**special_tokens)
 
-    digest = fingerprint(folder) if ranks.world.rank == 0 else ""
+    # Rank 0 alone writes the predictions that the fingerprint is for.
+    digest = model_fingerprint(folder) if ranks.world.rank == 0 else ""
     return Seq2Seq(model, tokenizer, digest, ranks)
 
 
@@ -166,18 +169,3 @@ def _load_tokenizer(folder: Path) -> Any:
             "model beside it, with the tokenizer's save_pretrained."
         )
     return tokenizer
-
-
-def fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that tell a checkpoint from others."""
-    files = [
-        *sorted(folder.glob("*.safetensors")),
-        *sorted(folder.glob("*.bin")),
-        folder / "config.json",
-    ]
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while content := file.read(_BYTES_AT_ONCE):
-                digest.update(content)
-    return digest.hexdigest()[:_FINGERPRINT_DIGITS]

@@ -4,46 +4,75 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
-from eval.reports.markdown import cell, number, shorten, table
-from eval.run_folder import Answers, Entry, Report, read_answers, read_report, write_whole
-from eval.scores.intervals import judge, seed_of
+from eval.records import (
+    ComparedModel,
+    Comparison,
+    ExampleDifference,
+    MetricComparison,
+    TaskComparison,
+    to_json,
+)
+from eval.reports.formatting import format_score, markdown_cell, markdown_table, shorten
+from eval.run_folder import (
+    SavedAnswers,
+    SavedReport,
+    SavedTask,
+    read_answers,
+    read_report,
+)
+from eval.scores.intervals import ScoredAnswers, score_answers, task_seed
+from eval.scores.metrics import Metric
 from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
-from moe import ConfigError, DataError, did_you_mean
-from moe.files import check_kind, claim_folder, output_path
+from moe.errors import ConfigError, DataError, did_you_mean
+from moe.files import check_kind, claim_folder, output_path, write_text
+from moe.inspection.html_page import printable
 
-_SHOWN = 10
+_SHOWN_EXAMPLES = 10
 _WRITTEN_CHARACTERS = 500
+_METRIC_HEADER = ["metric", "A", "B", "A - B", "95 % interval", "p", "wins", "losses", "ties"]
+_EXAMPLE_HEADER = ["id", "inputs", "target", "A", "B", "score A", "score B"]
 
 
 class Side(NamedTuple):
-    """One of the two: a model of a run.
+    """One side of a comparison: a model of a run.
 
     Attributes:
-        name: Of the model in the run.
-        report: Of the run.
+        name: Name of the model in the run.
+        report: The report of the run.
     """
 
     name: str
-    report: Report
+    report: SavedReport
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Folder of the run."""
         return self.report.folder
 
     @property
-    def tasks(self) -> dict[str, Entry]:
-        """Entries of the report by task."""
+    def tasks(self) -> dict[str, SavedTask]:
+        """Tasks of the report by name."""
         return self.report.tasks
+
+    def modes(self, task: str) -> list[str]:
+        """Returns how the model answered a task; empty when it did not."""
+        if task not in self.tasks:
+            return []
+        systems = self.tasks[task].systems
+        return [
+            system.mode for system in systems if system.name == self.name and system.mode in MODES
+        ]
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Adds `compare` to the sub-commands."""
+    """Adds the command and its options."""
     parser = commands.add_parser(
         "compare",
         help="compares two runs on the same examples",
@@ -65,126 +94,67 @@ def run(arguments: argparse.Namespace) -> None:
     """Compares, writes compare.json and compare.md, and prints the latter."""
     out = output_path(arguments.out)
     check_kind(out, "comparison")
-    result = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
-    text = markdown(result)
-    with claim_folder(
-        out,
-        "comparison",
-        taken=f"Another comparison writes to {out}. Wait for it, or give another --out.",
-    ):
-        write_whole(out / "compare.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        write_whole(out / "compare.md", text)
+    comparison = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
+
+    content = json.dumps(to_json(comparison), indent=1, ensure_ascii=False)
+    text = printable(comparison_markdown(comparison))
+    taken = f"Another comparison writes to {out}. Wait for it, or give another --out."
+    with claim_folder(out, "comparison", taken=taken):
+        write_text(out / "compare.json", content + "\n")
+        write_text(out / "compare.md", text)
     print(text)
     print(f"The comparison is {out / 'compare.json'} and {out / 'compare.md'}.")
 
 
+# ---------------------------------------------------------------------------
+# What is compared
+
+
 def compare_runs(
     a: str, b: str, *, tasks: Sequence[str] | None = None, mode: str | None = None
-) -> dict[str, Any]:
+) -> Comparison:
     """Returns how two runs differ on every task, mode and metric that both have.
 
     Args:
         a: Folder of a run, or NAME=FOLDER for another than its first model.
-        b: The same.
-        tasks: Which; None for all that both have.
-        mode: Which; None for all that both have.
+        b: The other run, written in the same way.
+        tasks: Names of tasks; None for all that both have.
+        mode: How the models answered; None for all that both have.
 
     Raises:
         ConfigError: When a task or model is in neither run, or both sides are one.
         DataError: When nothing is in common, something is missing, or the examples are not the
             same.
     """
-    first, second = _side(a), _side(b)
+    first = _read_side(a)
+    second = _read_side(b)
     if (first.name, first.folder.resolve()) == (second.name, second.folder.resolve()):
         raise ConfigError(
             f"A and B are both model {first.name!r} of {first.folder}. Name another: NAME=FOLDER."
         )
-    pairs, left_out = _common(first, second, tasks, mode)
-    return {
-        "a": {"name": first.name, "folder": str(first.folder)},
-        "b": {"name": second.name, "folder": str(second.folder)},
-        "tasks": [_compare_task(first, second, task, mode) for task, mode in pairs],
-        "left_out": left_out,
-    }
+
+    common, left_out = _common_tasks(first, second, tasks, mode)
+    return Comparison(
+        a=ComparedModel(first.name, str(first.folder)),
+        b=ComparedModel(second.name, str(second.folder)),
+        tasks=[_compare_task(first, second, task, mode) for task, mode in common],
+        left_out=left_out,
+    )
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Returns a comparison as Markdown."""
-    a, b = result["a"], result["b"]
-    num_tests = sum(len(task["metrics"]) for task in result["tasks"])
-    lines = [
-        "# Comparison",
-        "",
-        f"A is `{a['name']}` of {a['folder']}; B is `{b['name']}` of {b['folder']}.",
-        "",
-        "Difference is A - B in points, with the 95 % interval of paired bootstrap draws; p is two-sided, of the "
-        "paired permutation test that swaps whole groups. Wins are examples that A answers better.",
-        "",
-        f"Of {num_tests} tests one in twenty falls below 0.05 by chance alone."
-        if num_tests > 1
-        else "",
-        "",
-    ]
-    for task in result["tasks"]:
-        lines += _section(task)
-    lines += [f"- Left out: {sentence}" for sentence in result["left_out"]]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _section(task: dict[str, Any]) -> list[str]:
-    """Returns the lines about one task and mode."""
-    rows = []
-    for row in task["metrics"]:
-        low, high = number(row["low"], sign=True), number(row["high"], sign=True)
-        p = (
-            "-"
-            if row["p_value"] is None
-            else f"{row['p_value']:.4f}{' (exact)' if row['exact'] else ''}"
-        )
-        interval = f"{low} to {high}" if row["low"] is not None else "-"
-        scores = [number(row["a"]), number(row["b"]), number(row["difference"], sign=True)]
-        rows.append(
-            [
-                row["metric"],
-                *scores,
-                interval,
-                p,
-                *(str(row[name]) for name in ("wins", "losses", "ties")),
-            ]
-        )
-    lines = [
-        f"## {task['task']} by {task['mode']}",
-        "",
-        f"{task['num_examples']:,} examples of the {task['split']} split in {task['num_groups']:,} groups. "
-        f"{task['num_outputs_differ']:,} answers differ, {task['num_scores_differ']:,} of them in their score.",
-        "",
-        *table(["metric", "A", "B", "A - B", "95 % interval", "p", "wins", "losses", "ties"], rows),
-        "",
-    ]
-    if task["examples"]:
-        shown = [
-            [cell(row[name]) for name in ("id", "inputs", "targets", "a", "b")]
-            + [number(row["score_a"]), number(row["score_b"])]
-            for row in task["examples"][:_SHOWN]
-        ]
-        lines += [
-            f"The largest of {len(task['examples']):,} differences; all are in compare.json.",
-            "",
-            *table(["id", "inputs", "target", "A", "B", "score A", "score B"], shown),
-            "",
-        ]
-    return lines
-
-
-def _side(value: str) -> Side:
-    """Returns the model of a run that `FOLDER` or `NAME=FOLDER` says."""
-    name, separator, folder = value.partition("=") if not Path(value).exists() else ("", "", value)
-    name, folder = (name, Path(folder)) if separator else ("", Path(value))
-    if (separator and not name) or not value or "\0" in value:
+def _read_side(text: str) -> Side:
+    """Returns the model of a run that `FOLDER` or `NAME=FOLDER` names."""
+    name = ""
+    folder = text
+    is_named = "=" in text and not Path(text).exists()
+    if is_named:
+        name, _, folder = text.partition("=")
+    if not text or "\0" in text or (is_named and not name):
         raise ConfigError(
-            f"{value!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER."
+            f"{text!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER."
         )
-    report = read_report(folder)
+
+    report = read_report(Path(folder))
     names = list(report.fingerprints)
     if name and name not in names:
         raise ConfigError(
@@ -193,104 +163,61 @@ def _side(value: str) -> Side:
     return Side(name or names[0], report)
 
 
-def _common(
+def _common_tasks(
     a: Side, b: Side, tasks: Sequence[str] | None, mode: str | None
 ) -> tuple[list[tuple[str, str]], list[str]]:
     """Returns the tasks and modes of both, and a sentence for each that one of them lacks."""
-    pairs, left_out = [], []
-    for name in tasks or dict.fromkeys([*a.tasks, *b.tasks]):
-        modes = [_modes(side, name) for side in (a, b)]
-        if tasks and not any(modes):
+    common: list[tuple[str, str]] = []
+    left_out: list[str] = []
+    for task in tasks or dict.fromkeys([*a.tasks, *b.tasks]):
+        modes_a = a.modes(task)
+        modes_b = b.modes(task)
+        if tasks and not modes_a and not modes_b:
             known = sorted({*a.tasks, *b.tasks})
             raise ConfigError(
-                f"Neither run has a task {name!r}.{did_you_mean(name, known)} They have {', '.join(known) or 'none'}."
+                f"Neither run has a task {task!r}.{did_you_mean(task, known)} They have {', '.join(known) or 'none'}."
             )
-        for each in dict.fromkeys([*modes[0], *modes[1]]):
-            if mode not in (None, each):
+
+        for task_mode in dict.fromkeys([*modes_a, *modes_b]):
+            if mode not in (None, task_mode):
                 continue
-            if each in modes[0] and each in modes[1]:
-                pairs.append((name, each))
+            if task_mode in modes_a and task_mode in modes_b:
+                common.append((task, task_mode))
             else:
-                left_out.append(f"{name} by {each} is in {'A' if each in modes[0] else 'B'} only.")
-    if not pairs:
-        has = [
-            ", ".join(f"{name} ({', '.join(_modes(side, name))})" for name in side.tasks)
-            for side in (a, b)
-        ]
+                side = "A" if task_mode in modes_a else "B"
+                left_out.append(f"{task} by {task_mode} is in {side} only.")
+
+    if not common:
         wanted = f" of --mode {mode}" if mode else ""
         raise DataError(
-            f"The runs have nothing{wanted} in common: `{a.name}` of {a.folder} has {has[0] or 'nothing'}; "
-            f"`{b.name}` of {b.folder} has {has[1] or 'nothing'}. Run both on the same tasks."
+            f"The runs have nothing{wanted} in common: `{a.name}` of {a.folder} has {_list_tasks(a)}; "
+            f"`{b.name}` of {b.folder} has {_list_tasks(b)}. Run both on the same tasks."
         )
-    return pairs, left_out
+    return common, left_out
 
 
-def _modes(side: Side, task: str) -> list[str]:
-    """Returns how a side's model answered a task."""
-    rows = side.tasks[task].systems if task in side.tasks else []
-    return [row.mode for row in rows if row.name == side.name and row.mode in MODES]
+def _list_tasks(side: Side) -> str:
+    """Returns the tasks that a side answered, and how."""
+    tasks = [f"{task} ({', '.join(side.modes(task))})" for task in side.tasks]
+    return ", ".join(tasks) or "nothing"
 
 
-def _compare_task(a: Side, b: Side, name: str, mode: str) -> dict[str, Any]:
-    """Returns how two sides differ on one task."""
-    task = _same_examples(a, b, name)
-    answers = [read_answers(side.report, name, side.name, mode) for side in (a, b)]
-    examples, groups = answers[0].examples, [example.group for example in answers[0].examples]
-    first, second = (judge(task.metrics, *task.values(examples, side.outputs)) for side in answers)
-    metrics = []
-    for metric in task.metrics:
-        pair = compare_answers(metric, first, second, groups, seed_of(name))
-        difference = pair.difference
-        metrics.append(
-            {
-                **pair._asdict(),
-                "difference": difference.value,
-                "low": difference.low,
-                "high": difference.high,
-            }
-        )
-    scores = (first.examples, second.examples)
-    gaps = scores[0] - scores[1]
-    order = [int(i) for i in (-abs(gaps)).argsort(kind="stable") if abs(gaps[i]) > 0]
-    return {
-        "task": name,
-        "mode": mode,
-        "version": task.version,
-        "split": a.tasks[name].split,
-        "num_examples": len(examples),
-        "num_groups": len(set(groups)),
-        "metrics": metrics,
-        "num_outputs_differ": sum(
-            x != y for x, y in zip(answers[0].outputs, answers[1].outputs, strict=True)
-        ),
-        "num_scores_differ": len(order),
-        "examples": [_difference(answers, scores, row) for row in order],
-    }
+def _check_same_examples(a: Side, b: Side, name: str) -> Task:
+    """Returns the task, after checking that both sides answered the same examples of it.
 
-
-def _difference(answers: Sequence[Answers], scores: Sequence[Any], row: int) -> dict[str, Any]:
-    """Returns one example that two systems answer with another score."""
-    example = answers[0].examples[row]
-    return {
-        "id": example.id,
-        "inputs": shorten(example.inputs, _WRITTEN_CHARACTERS),
-        "targets": shorten(example.targets, _WRITTEN_CHARACTERS),
-        "a": shorten(answers[0].outputs[row], _WRITTEN_CHARACTERS),
-        "b": shorten(answers[1].outputs[row], _WRITTEN_CHARACTERS),
-        "score_a": float(scores[0][row]),
-        "score_b": float(scores[1][row]),
-    }
-
-
-def _same_examples(a: Side, b: Side, name: str) -> Task:
-    """Returns the task, after checking that both sides answered the same examples of it."""
+    Raises:
+        DataError: When they did not, or the library now scores the task otherwise.
+    """
     task = TASKS.get(name)
-    first, second = a.tasks[name], b.tasks[name]
-    reasons = [
-        f"{what} {getattr(first, what)} in A and {getattr(second, what)} in B"
-        for what in ("version", "split", "limit", "num_examples")
-        if getattr(first, what) != getattr(second, what)
-    ]
+    first = a.tasks[name]
+    second = b.tasks[name]
+
+    reasons = []
+    for setting in ("version", "split", "limit", "num_examples"):
+        value_a = getattr(first, setting)
+        value_b = getattr(second, setting)
+        if value_a != value_b:
+            reasons.append(f"{setting} {value_a} in A and {value_b} in B")
     if not reasons and first.digest != second.digest:
         reasons = ["other data, of the same number"]
     if reasons:
@@ -298,9 +225,186 @@ def _same_examples(a: Side, b: Side, name: str) -> Task:
             f"The runs did not answer the same examples of {name}: {'; '.join(reasons)}. Run both in the same way, "
             "or leave the task out with --tasks."
         )
+
     if first.version != task.version:
         raise DataError(
             f"The runs answered version {first.version} of {name}; the library now has version {task.version}, which "
             "scores otherwise. Run both again."
         )
     return task
+
+
+# ---------------------------------------------------------------------------
+# How it is compared
+
+
+def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
+    """Returns how two sides differ on one task."""
+    task = _check_same_examples(a, b, name)
+    answers_a = read_answers(a.report, name, a.name, mode)
+    answers_b = read_answers(b.report, name, b.name, mode)
+    examples = answers_a.examples
+    groups = [example.group for example in examples]
+
+    # Both sides are scored anew, from their answers.
+    scored_a = score_answers(task.metrics, *task.values(examples, answers_a.outputs))
+    scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
+    metrics = []
+    for metric in task.metrics:
+        metrics.append(_compare_metric(metric, scored_a, scored_b, groups, task_seed(name)))
+
+    # Examples with another score, the largest difference first.
+    gaps = np.abs(scored_a.headline_scores - scored_b.headline_scores)  # [N]
+    descending = (-gaps).argsort(kind="stable")
+    differing = [int(row) for row in descending if gaps[row] > 0]
+
+    num_outputs_differ = 0
+    for output_a, output_b in zip(answers_a.outputs, answers_b.outputs, strict=True):
+        num_outputs_differ += output_a != output_b
+
+    return TaskComparison(
+        task=name,
+        mode=mode,
+        version=task.version,
+        split=a.tasks[name].split,
+        num_examples=len(examples),
+        num_groups=len(set(groups)),
+        metrics=metrics,
+        num_outputs_differ=num_outputs_differ,
+        num_scores_differ=len(differing),
+        examples=_example_differences(answers_a, answers_b, scored_a, scored_b, differing),
+    )
+
+
+def _compare_metric(
+    metric: Metric,
+    a: ScoredAnswers,
+    b: ScoredAnswers,
+    groups: Sequence[str],
+    seed: Sequence[int],
+) -> MetricComparison:
+    """Returns how two sides differ in one metric."""
+    pair = compare_answers(metric, a, b, groups, seed)
+    return MetricComparison(
+        metric=pair.metric,
+        a=pair.a,
+        b=pair.b,
+        difference=pair.difference.value,
+        p_value=pair.p_value,
+        exact=pair.exact,
+        wins=pair.wins,
+        losses=pair.losses,
+        ties=pair.ties,
+        low=pair.difference.low,
+        high=pair.difference.high,
+    )
+
+
+def _example_differences(
+    a: SavedAnswers,
+    b: SavedAnswers,
+    scored_a: ScoredAnswers,
+    scored_b: ScoredAnswers,
+    rows: Sequence[int],
+) -> list[ExampleDifference]:
+    """Returns these rows of the examples with both answers and their scores."""
+    differences = []
+    for row in rows:
+        example = a.examples[row]
+        differences.append(
+            ExampleDifference(
+                id=example.id,
+                inputs=shorten(example.inputs, _WRITTEN_CHARACTERS),
+                targets=shorten(example.targets, _WRITTEN_CHARACTERS),
+                a=shorten(a.outputs[row], _WRITTEN_CHARACTERS),
+                b=shorten(b.outputs[row], _WRITTEN_CHARACTERS),
+                score_a=float(scored_a.headline_scores[row]),
+                score_b=float(scored_b.headline_scores[row]),
+            )
+        )
+    return differences
+
+
+# ---------------------------------------------------------------------------
+# compare.md
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """Returns compare.md."""
+    a = comparison.a
+    b = comparison.b
+    num_tests = sum(len(task.metrics) for task in comparison.tasks)
+    by_chance = ""
+    if num_tests > 1:
+        by_chance = f"Of {num_tests} tests one in twenty falls below 0.05 by chance alone."
+
+    lines = [
+        "# Comparison",
+        "",
+        f"A is `{a.name}` of {a.folder}; B is `{b.name}` of {b.folder}.",
+        "",
+        "Difference is A - B in points, with the 95 % interval of paired bootstrap draws; p is two-sided, of the "
+        "paired permutation test that swaps whole groups. Wins are examples that A answers better.",
+        "",
+        by_chance,
+        "",
+    ]
+    for task in comparison.tasks:
+        lines += _task_section(task)
+    lines += [f"- Left out: {sentence}" for sentence in comparison.left_out]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _task_section(task: TaskComparison) -> list[str]:
+    """Returns the lines about one task."""
+    rows = []
+    for metric in task.metrics:
+        rows.append(
+            [
+                metric.metric,
+                format_score(metric.a),
+                format_score(metric.b),
+                format_score(metric.difference, sign=True),
+                _format_difference_interval(metric),
+                _format_p_value(metric),
+                str(metric.wins),
+                str(metric.losses),
+                str(metric.ties),
+            ]
+        )
+    lines = [
+        f"## {task.task} by {task.mode}",
+        "",
+        f"{task.num_examples:,} examples of the {task.split} split in {task.num_groups:,} groups. "
+        f"{task.num_outputs_differ:,} answers differ, {task.num_scores_differ:,} of them in their score.",
+        "",
+        *markdown_table(_METRIC_HEADER, rows),
+        "",
+    ]
+    if not task.examples:
+        return lines
+
+    rows = []
+    for example in task.examples[:_SHOWN_EXAMPLES]:
+        texts = (example.id, example.inputs, example.targets, example.a, example.b)
+        scores = (example.score_a, example.score_b)
+        rows.append([*map(markdown_cell, texts), *map(format_score, scores)])
+    lines += [
+        f"The largest of {len(task.examples):,} differences; all are in compare.json.",
+        "",
+        *markdown_table(_EXAMPLE_HEADER, rows),
+        "",
+    ]
+    return lines
+
+
+def _format_difference_interval(metric: MetricComparison) -> str:
+    if metric.low is None or metric.high is None:
+        return "-"
+    return f"{format_score(metric.low, sign=True)} to {format_score(metric.high, sign=True)}"
+
+
+def _format_p_value(metric: MetricComparison) -> str:
+    if metric.p_value is None:
+        return "-"
+    return f"{metric.p_value:.4f}" + (" (exact)" if metric.exact else "")

@@ -50,7 +50,7 @@ _SIZES = (
 
 
 class Outcome(NamedTuple):
-    """What came of a case; both are lines to print.
+    """What running a case gave; both are lines to print.
 
     Attributes:
         difference: How it differs; None when it agrees.
@@ -80,9 +80,15 @@ def run(arguments: argparse.Namespace) -> None:
             num_differing += 1
             continue
 
-        outcomes = [check(case, number) for number, case in enumerate(cases)]
-        differences = [outcome.difference for outcome in outcomes if outcome.difference]
-        notes = [outcome.note for outcome in outcomes if outcome.note]
+        # Differences are printed first, then what differs from T5 on purpose.
+        differences: list[str] = []
+        notes: list[str] = []
+        for number, case in enumerate(cases):
+            outcome = check(case, number)
+            if outcome.difference is not None:
+                differences.append(outcome.difference)
+            if outcome.note is not None:
+                notes.append(outcome.note)
         for line in [*differences, *notes]:
             print(line)
         print(f"{file}: {len(cases) - len(differences)} of {len(cases)} cases agree.")
@@ -105,12 +111,13 @@ def read_cases(file: Path) -> list[Any]:
 
 
 def check(case: Any, number: int = 0) -> Outcome:
-    """Returns what comes of a case, whatever it is; it never raises.
+    """Runs a case and returns how it differs; it never raises.
 
     Args:
         case: The content of a file, which may be anything.
         number: What it is called when it has no id.
     """
+    # What is no case has no function to call.
     is_mapping = isinstance(case, dict)
     name = str(case.get("id", f"case {number}")) if is_mapping else f"case {number}"
     is_complete = is_mapping and all(key in case for key in _REQUIRED)
@@ -127,6 +134,7 @@ def check(case: Any, number: int = 0) -> Outcome:
         reason = str(error).replace("\n", " ")
         return Outcome(f"{name} ({case['task']}): {type(error).__name__}: {reason}")
 
+    # Where the library has another value on purpose, T5's is compared and the reason noted.
     note = None
     if isinstance(value, Deviation):
         note = f"{name}: agrees with T5, not with this library: {value.reason}"
@@ -187,7 +195,10 @@ def _numbers_agree(expected: float, value: float) -> bool:
 
 def _check_sizes(given: CaseInput) -> None:
     """Raises a ConfigError when an input asks for more than can be computed while one waits."""
-    sizes = {name: value for name, value in given.items() if name in _SIZES}
+    sizes: CaseInput = {}
+    for name in _SIZES:
+        if name in given:
+            sizes[name] = given[name]
     feature_lengths = given.get("task_feature_lengths")
     if isinstance(feature_lengths, dict) and feature_lengths:
         sizes["max_length"] = max(feature_lengths.values())

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.command import Subparsers, name_list
-from eval.run_folder import write_whole
 from moe.checks import check_integer
 from moe.cli import integer, path
 from moe.errors import ConfigError, DataError, did_you_mean
-from moe.files import check_kind, claim_folder, output_path
+from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.tables import format_table
 from moe.parsing import check_yaml
 
@@ -279,8 +278,8 @@ def save_results(results: HarnessResults, folder: Path) -> None:
 
     without_samples = {name: value for name, value in results.items() if name != "samples"}
     text = json.dumps(without_samples, indent=1, default=handle_non_serializable)
-    write_whole(folder / "results.json", text + "\n")
+    write_text(folder / "results.json", text + "\n")
 
     for name, samples in results["samples"].items():
         lines = [json.dumps(sample, default=handle_non_serializable) + "\n" for sample in samples]
-        write_whole(folder / f"samples.{name.replace('/', '_')}.jsonl", "".join(lines))
+        write_text(folder / f"samples.{name.replace('/', '_')}.jsonl", "".join(lines))

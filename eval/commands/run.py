@@ -4,15 +4,16 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from transformers.utils import logging
 
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
-from eval.reports.markdown import interval, number
-from eval.reports.wording import describe_earlier
+from eval.records import AverageScore, MetricScore, Report
+from eval.reports.formatting import format_interval, format_score
+from eval.reports.report_text import earlier_report_sentence
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -121,13 +122,14 @@ def run(arguments: argparse.Namespace) -> None:
     if report is None:  # rank 0 prints
         return
 
+    # Scores, where the reports are, and what failed.
     print_scores(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
-    if report["earlier"]:
-        print(describe_earlier(str(out / report["earlier"])))
-    for failure in report["failed"]:
-        print(f"error: {failure['task']} failed: {failure['message']}", file=sys.stderr)
-    if report["failed"]:
+    if report.earlier:
+        print(earlier_report_sentence(str(out / report.earlier)))
+    for failure in report.failed:
+        print(f"error: {failure.task} failed: {failure.message}", file=sys.stderr)
+    if report.failed:
         sys.exit(1)
 
 
@@ -147,6 +149,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
             name = "model"
             folder = value
 
+        # Two models of one name would write to one file.
         if not name or not folder.strip():
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
@@ -155,20 +158,22 @@ def parse_models(values: list[str]) -> dict[str, Path]:
     return models
 
 
-def print_scores(report: dict[str, Any]) -> None:
+def print_scores(report: Report) -> None:
     """Prints a line for each task, system and metric, and the averages."""
-    for task in report["tasks"]:
-        for row in task["systems"]:
-            for score in row["scores"]:
-                _print_score(task["task"], row, score["metric"], score)
-    for average in report["averages"]:
-        _print_score("SuperGLUE", average, "average", average)
+    for task in report.tasks:
+        for system in task.systems:
+            for score in system.scores:
+                _print_score(task.task, system.name, system.mode, score.metric, score)
+    for average in report.averages:
+        _print_score("SuperGLUE", average.name, average.mode, "average", average)
 
 
-def _print_score(task: str, row: dict[str, Any], metric: str, score: dict[str, Any]) -> None:
-    value = number(score["value"])
-    spread = interval(score["low"], score["high"])
-    print(f"{task}  {row['name']:<20} {row['mode']:<9} {metric:<12} {value:>5}  ({spread})")
+def _print_score(
+    task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
+) -> None:
+    value = format_score(score.value)
+    spread = format_interval(score.low, score.high)
+    print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
 
 
 def _command_line(argv: list[str], world: World) -> str:

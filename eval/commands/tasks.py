@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_tasks() -> str:
     """Returns a line for each task, by family, with a legend."""
+    # Families in the order of their names, as are the tasks of each.
     families: dict[str, list[Task]] = {}
     for name in TASKS.names():
         task = TASKS.get(name)
@@ -68,13 +69,15 @@ def _format_split(task: Task, split: str) -> str:
 
 def _align(lines: Sequence[Cells]) -> str:
     """Returns lines of cells with columns as wide as their widest cell."""
+    # The width of each column.
     widths = [0] * len(_HEADER)
     for cells in lines:
         for column, cell in enumerate(cells):
             widths[column] = max(widths[column], len(cell))
 
+    # Cells are padded to it, but for the last of a line.
     aligned: list[str] = []
     for cells in lines:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded = map(str.ljust, cells, widths)
         aligned.append("  ".join(padded).rstrip())
     return "\n".join(aligned)

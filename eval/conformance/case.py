@@ -38,12 +38,16 @@ class Deviation(NamedTuple):
 
 
 def find_function(functions: CaseFunctions, kind: str, name: str) -> CaseFunction:
-    """Returns the function of a name, in any case and with anything behind it.
+    """Returns the function of a name; its case and what stands behind it do not matter.
 
     Raises:
         DataError: When none is known.
     """
-    by_lower_name = {known.lower(): function for known, function in functions.items()}
+    by_lower_name: dict[str, CaseFunction] = {}
+    for known, function in functions.items():
+        by_lower_name[known.lower()] = function
+
+    # The most that the name may stand for comes first.
     for spelling in _spellings(name.lower()):
         if spelling in by_lower_name:
             return by_lower_name[spelling]

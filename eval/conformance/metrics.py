@@ -18,6 +18,7 @@ from eval.conformance.case import (
 )
 from eval.scores import metrics
 from eval.scores.metrics import Metric
+from eval.scores.superglue import superglue_average
 from moe.checks import check_integer
 
 MetricValues = dict[str, float]
@@ -27,12 +28,13 @@ MetricValues = dict[str, float]
 
 
 def _scores(*chosen: Metric) -> CaseFunction:
-    """Returns what gives the scores of metrics by name."""
+    """Returns a function that computes metrics by name."""
 
     def call(given: CaseInput) -> MetricValues:
-        targets = given["targets"]
-        predictions = given["predictions"]
-        return {metric.name: metric.score(targets, predictions) for metric in chosen}
+        scores: MetricValues = {}
+        for metric in chosen:
+            scores[metric.name] = metric.score(given["targets"], given["predictions"])
+        return scores
 
     return call
 
@@ -49,6 +51,7 @@ def _multirc_exact_match(given: CaseInput) -> MetricValues:
     """Returns the share of questions that are all right; without groups all are one question."""
     targets = given["targets"]
     predictions = given["predictions"]
+    # Answers that are not grouped are those of one question.
     if targets and not isinstance(targets[0], Mapping):
         targets = [{"group": 0, "value": value} for value in targets]
         predictions = [{"value": value} for value in predictions]
@@ -94,7 +97,7 @@ def _normalize_trivia_qa(given: CaseInput) -> str:
 
 
 def _superglue_average(given: CaseInput) -> MetricValues:
-    return {"average": metrics.superglue_average(given["scores"])}
+    return {"average": float(superglue_average(given["scores"]))}
 
 
 def _auc(given: CaseInput) -> MetricValues:
@@ -107,11 +110,12 @@ def _auc(given: CaseInput) -> MetricValues:
 
 def _mean_group_metric(given: CaseInput) -> MetricValues:
     """Returns the means over groups of the scores of each group."""
-    scores = [_inner_scores(given, members) for members in _groups(given)]
-    means: MetricValues = {}
-    for name in scores[0]:
-        means[name] = sum(score[name] for score in scores) / len(scores)
-    return means
+    groups = _groups(given)
+    sums: MetricValues = {}
+    for members in groups:
+        for name, score in _inner_scores(given, members).items():
+            sums[name] = sums.get(name, 0.0) + score
+    return {name: total / len(groups) for name, total in sums.items()}
 
 
 def _deduplicate_metric(given: CaseInput) -> MetricValues:
@@ -141,11 +145,10 @@ def _inner_scores(given: CaseInput, members: Sequence[int]) -> MetricValues:
     else:
         name = "all_match"
 
-    inner = {
-        "metric": name,
-        "targets": [given["targets"][number]["value"] for number in members],
-        "predictions": [given["predictions"][number]["value"] for number in members],
-    }
+    inner: CaseInput = {"metric": name, "targets": [], "predictions": []}
+    for number in members:
+        inner["targets"].append(given["targets"][number]["value"])
+        inner["predictions"].append(given["predictions"][number]["value"])
     return find_function(METRICS, "metric", name)(inner)
 
 

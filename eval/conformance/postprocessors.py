@@ -30,7 +30,7 @@ _TEXT_NAMES = (
 
 
 def _on_text(build: Callable[[CaseInput], Postprocess]) -> CaseFunction:
-    """Returns what calls the postprocessor that `build` makes for a case."""
+    """Returns a function that calls the postprocessor that `build` makes for a case."""
 
     def call(given: CaseInput) -> Any:
         function = build(given)
@@ -49,7 +49,7 @@ def _on_text(build: Callable[[CaseInput], Postprocess]) -> CaseFunction:
 
 
 def _plain(function: Postprocess) -> CaseFunction:
-    """Returns what calls a postprocessor without options."""
+    """Returns a function that calls a postprocessor without options."""
 
     def build(given: CaseInput) -> Postprocess:
         return function

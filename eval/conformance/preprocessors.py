@@ -17,7 +17,7 @@ from eval.text import preprocess, questions, wsc
 
 
 def _on_row(function: Callable[..., list[Features]], **renamed: str) -> CaseFunction:
-    """Returns what calls a preprocessor with the row of a case and its options.
+    """Returns a function that calls a preprocessor with the row and options of a case.
 
     Args:
         function: The preprocessor.

@@ -223,41 +223,56 @@ def _feature_converter(given: CaseInput) -> list[Features]:
     inputs_length = given["task_feature_lengths"]["inputs"]
     targets_length = given["task_feature_lengths"]["targets"]
 
+    # Both sides truncated to their lengths.
     pairs: list[_Pair] = []
     for example in given["examples"]:
         inputs = example["inputs"][:inputs_length]
         pairs.append(_Pair(inputs, example["targets"][:targets_length]))
 
+    # Which examples share a row.
     rows = [[number] for number in range(len(pairs))]
     if packs:
         rows = pack_rows(pairs, inputs_length, targets_length)
 
     features: list[Features] = []
     for row in rows:
-        pairs_of_row = [pairs[number] for number in row]
-        features.append(_row_features(pairs_of_row, inputs_length, targets_length, packs))
+        inputs_of_row = [pairs[number].inputs for number in row]
+        targets_of_row = [pairs[number].targets for number in row]
+        inputs = _fill(inputs_of_row, inputs_length)
+        targets = _fill(targets_of_row, targets_length)
+        features.append(_row_features(inputs, targets, packs))
     return features
 
 
-def _row_features(
-    pairs: Sequence[_Pair], inputs_length: int, targets_length: int, packs: bool
-) -> Features:
-    """Returns one row under the names of seqio."""
-    inputs, input_segments = fill_row([pair.inputs for pair in pairs], inputs_length, 0)
-    targets, target_segments = fill_row([pair.targets for pair in pairs], targets_length, 0)
-    shift_segments = target_segments.tolist() if packs else None
+class _FilledRow(NamedTuple):
+    """Tokens of one side of a row, and the number of the segment that each belongs to, from 1."""
 
+    tokens: list[int]
+    segments: list[int]
+
+
+def _fill(parts: Sequence[list[int]], length: int) -> _FilledRow:
+    """Returns one side of a row, padded with 0."""
+    tokens, segments = fill_row(parts, length, 0)
+    return _FilledRow(tokens.tolist(), segments.tolist())
+
+
+def _row_features(inputs: _FilledRow, targets: _FilledRow, packs: bool) -> Features:
+    """Returns one row under the names of seqio."""
+    shift_segments = targets.segments if packs else None
     features = {
-        "encoder_input_tokens": inputs.tolist(),
-        "decoder_target_tokens": targets.tolist(),
-        "decoder_input_tokens": _shift(targets.tolist(), shift_segments),
-        "decoder_loss_weights": (target_segments > 0).astype(int).tolist(),
+        "encoder_input_tokens": inputs.tokens,
+        "decoder_target_tokens": targets.tokens,
+        "decoder_input_tokens": _shift(targets.tokens, shift_segments),
+        "decoder_loss_weights": [int(segment > 0) for segment in targets.segments],
     }
+
+    # Only a packed row needs to tell its examples apart.
     if packs:
-        features["encoder_segment_ids"] = input_segments.tolist()
-        features["encoder_positions"] = _positions(input_segments.tolist())
-        features["decoder_segment_ids"] = target_segments.tolist()
-        features["decoder_positions"] = _positions(target_segments.tolist())
+        features["encoder_segment_ids"] = inputs.segments
+        features["encoder_positions"] = _positions(inputs.segments)
+        features["decoder_segment_ids"] = targets.segments
+        features["decoder_positions"] = _positions(targets.segments)
     return features
 
 
@@ -332,8 +347,8 @@ def _sentinel_vocabulary(given: CaseInput) -> CaseInput:
 
 def _with_sentinels(given: CaseInput) -> Features:
     """Returns inputs that end with sentinels and targets that begin with them."""
-    last = given["vocab_size"] - 1
-    sentinels = [last - number for number in range(given.get("num_sentinels", 1))]
+    end = given["vocab_size"]
+    sentinels = list(range(end - 1, end - 1 - given.get("num_sentinels", 1), -1))
     max_length = given.get("max_length")
     return {
         "inputs": enclose(given["inputs"], max_length, end=sentinels),
@@ -342,7 +357,8 @@ def _with_sentinels(given: CaseInput) -> Features:
 
 
 def _mixture_rate(given: CaseInput) -> float:
-    options = {name: value for name, value in given.items() if name != "fn"}
+    options = dict(given)
+    options.pop("fn", None)
     return mixing_rate(**options)
 
 

@@ -1,79 +1,89 @@
-"""What a model card takes of an evaluation: the hub's `model-index` header, and a table of results."""
-
-from typing import Any
+"""card.md: the hub's `model-index` header and a table of results, for the README of a model."""
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.answers.predict import MODES
-from eval.reports.markdown import interval, number, table
+from eval.records import MetricScore, Report, SystemResult, TaskResult
+from eval.reports.formatting import format_interval, format_score, markdown_table
+from moe.inspection.html_page import printable
+
+_HEADER = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]
 
 
-def card(report: dict[str, Any]) -> str:
-    """Returns card.md: the header and the section on results for the README of the report's first
-    model.
-    """
-    name = next(iter(report["models"]))
-    rows = [
-        (task, row) for task in report["tasks"] for row in task["systems"] if row["name"] == name
-    ]
-    rows = [(task, row) for task, row in rows if row["mode"] in MODES]
-    results = [
-        _result(task, row, score)
-        for task, row in rows
-        for score in row["scores"]
-        if score["value"] is not None
-    ]
-    header = ModelCardData(model_name=name, eval_results=results).to_yaml() if results else ""
-    lines = [*(["---", header, "---", ""] if header else []), "## Results", ""]
-    cells = [
-        [
-            task["task"],
-            task["split"],
-            score["metric"],
-            number(score["value"]),
-            interval(score["low"], score["high"]),
-            row["mode"],
-            f"{row['num_examples']:,}",
-        ]
-        for task, row in rows
-        for score in row["scores"]
-    ]
-    for average in report["averages"]:
-        if average["name"] == name:
-            value, spread = number(average["value"]), interval(average["low"], average["high"])
-            cells.append(["SuperGLUE", "", "average", value, spread, average["mode"], ""])
-    lines += table(["task", "split", "metric", "score", "95 % interval", "mode", "examples"], cells)
+def model_card(report: Report) -> str:
+    """Returns the header and the section on results of the report's first model."""
+    name = next(iter(report.models))
+    results = []
+    rows = []
+    for task in report.tasks:
+        for system in task.systems:
+            if system.name != name or system.mode not in MODES:
+                continue
+            for score in system.scores:
+                if score.value is not None:
+                    results.append(_hub_result(task, system, score, score.value))
+                rows.append(
+                    [
+                        task.task,
+                        task.split,
+                        score.metric,
+                        format_score(score.value),
+                        format_interval(score.low, score.high),
+                        system.mode,
+                        f"{system.num_examples:,}",
+                    ]
+                )
+    for average in report.averages:
+        if average.name == name:
+            value = format_score(average.value)
+            spread = format_interval(average.low, average.high)
+            rows.append(["SuperGLUE", "", "average", value, spread, average.mode, ""])
+
+    lines = []
+    if results:
+        header = ModelCardData(model_name=printable(name), eval_results=results).to_yaml()
+        lines += ["---", header, "---", ""]
+    lines += ["## Results", "", *markdown_table(_HEADER, rows), ""]
     lines += [
-        "",
-        f"Made by `{report['command']}`; intervals are 95 % bootstrap intervals over groups of examples.",
+        f"Made by `{report.command}`; intervals are 95 % bootstrap intervals over groups of examples.",
         "",
     ]
-    lines += [f"- {task['task']}: {note}" for task in report["tasks"] for note in task["notes"]]
+    for task in report.tasks:
+        lines += [f"- {task.task}: {note}" for note in task.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _result(task: dict[str, Any], row: dict[str, Any], score: dict[str, Any]) -> EvalResult:
-    """Returns a score as the hub's header has it; rows of a folder are not passed off as those of
-    the hub.
+def _hub_result(
+    task: TaskResult, system: SystemResult, score: MetricScore, value: float
+) -> EvalResult:
+    """Returns a score as the hub's header has it.
 
-    The header puts results of one repository, config and split under the name of the first of them.
-    Tasks therefore differ in one of these, but for a task and its variants, which are told apart by
-    the prompt.
+    Rows of a folder are not passed off as those of the hub. The header puts results of one
+    repository, config and split under the name of the first of them: tasks therefore differ in one
+    of these, but for a task and its variants, which are told apart by the prompt.
     """
-    data, limit = task["data"], task["limit"]
-    hub = data["folder"] is None and data["repository"] is not None
-    name = task["variant_of"] or task["task"]
-    prompt = f" with the prompt of {task['prompt_source']}" if task["variant_of"] else ""
-    arguments = {"task": task["task"], "mode": row["mode"], "version": task["version"]}
+    data = task.data
+    name = task.variant_of or task.task
+    prompt = f" with the prompt of {task.prompt_source}" if task.variant_of else ""
+
+    # A task of the hub is named as the hub names it, any other by its own name.
+    dataset_type = "local"
+    dataset_config = name
+    dataset_split = task.split
+    if data.folder is None and data.repository is not None:
+        dataset_type = data.repository
+        dataset_config = data.config
+        dataset_split = data.split
+
     return EvalResult(
         task_type="text2text-generation",
-        dataset_type=data["repository"] if hub else "local",
-        dataset_name=f"{name} (rows of a local folder)" if data["folder"] is not None else name,
-        dataset_config=data["config"] if hub else name,
-        dataset_split=data["split"] if hub else task["split"],
-        dataset_args={"limit": limit} if limit is not None else None,
-        metric_type=score["metric"],
-        metric_name=f"{score['metric']} by {row['mode']}{prompt}",
-        metric_value=round(score["value"], 2),
-        metric_args=arguments,
+        dataset_type=dataset_type,
+        dataset_name=name if data.folder is None else f"{name} (rows of a local folder)",
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        dataset_args=None if task.limit is None else {"limit": task.limit},
+        metric_type=score.metric,
+        metric_name=f"{score.metric} by {system.mode}{prompt}",
+        metric_value=round(value, 2),
+        metric_args={"task": task.task, "mode": system.mode, "version": task.version},
     )

@@ -2,13 +2,64 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import NamedTuple
 
-from eval.reports.markdown import interval, number
-from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
+from eval.records import InputLengths
+from eval.reports.formatting import format_interval, format_score
+from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
 
-_WIDTH, _LEFT, _RIGHT = 900, 250, 60
-_BAR, _ROW, _GAP, _HEAD = 14, 21, 12, 18
+_WIDTH = 900
+
+# Bars of scores: names on the left, values behind the bars.
+_LEFT = 250
+_RIGHT = 60
+_BAR_HEIGHT = 14
+_BAR_DISTANCE = 21
+_TASK_DISTANCE = 12
+_TITLE_HEIGHT = 18
+_NAME_CHARACTERS = 36
+
+# Columns of histograms.
+_COLUMN_HEIGHT = 90
+_LABEL_WIDTH = 36
+
+
+class Bar(NamedTuple):
+    """A bar of a score.
+
+    Attributes:
+        style: Class of the style sheet: `ours`, `ours2` or `theirs`.
+        name: What stands beside it.
+        value: Score in 0..100.
+        low: Lower end of the interval; None for none.
+        high: Upper end of the interval; None for none.
+    """
+
+    style: str
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Column(NamedTuple):
+    """A column of a histogram.
+
+    Attributes:
+        label: What stands below it.
+        value: Its height.
+        style: Class of the style sheet.
+        tooltip: What appears when one points at it.
+    """
+
+    label: str
+    value: float
+    style: str
+    tooltip: str
+
+
+# ---------------------------------------------------------------------------
+# Scores
 
 
 def bar_chart(board: Scoreboard) -> str:
@@ -16,9 +67,9 @@ def bar_chart(board: Scoreboard) -> str:
     intervals.
     """
     parts: list[str] = []
-    top = _HEAD
-    for line in (line for line in board.lines if line.headline):
-        bars = _bars(board, line)
+    top = _TITLE_HEIGHT
+    for line in board.lines:
+        bars = _bars(board, line) if line.in_chart else []
         if not bars:
             continue
         parts.append(
@@ -26,120 +77,129 @@ def bar_chart(board: Scoreboard) -> str:
             f"<tspan> {escape(line.metric)}{line.marks}</tspan></text>"
         )
         top += 6
-        for kind, name, value, low, high in bars:
-            parts.append(_bar(top, kind, name, value, low, high))
-            top += _ROW
-        top += _GAP + _HEAD
-    grid = "".join(
-        f'<line class="grid" x1="{_x(value):.1f}" x2="{_x(value):.1f}" y1="{_HEAD}" y2="{top - _HEAD}"/>'
-        f'<text class="soft" x="{_x(value):.1f}" y="{top - 2}" text-anchor="middle">{value}</text>'
-        for value in range(0, 101, 20)
-    )
+        for bar in bars:
+            parts.append(_draw_bar(top, bar))
+            top += _BAR_DISTANCE
+        top += _TASK_DISTANCE + _TITLE_HEIGHT
+
+    grid = [_grid_line(value, top) for value in range(0, 101, 20)]
     title = "Scores beside the published ones" if board.published else "Scores"
-    return _svg(top + 4, title, grid + "".join(parts))
+    return _svg(top + 4, title, "".join([*grid, *parts]))
 
 
-def _bars(
-    board: Scoreboard, line: Line
-) -> list[tuple[str, str, float, float | None, float | None]]:
-    """Returns the kind, name, value and interval of each bar of a line."""
+def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
+    """Returns the bars of one metric: ours, baselines, published ones."""
     bars = []
+    first_model = board.systems[0][0] if board.systems else ""
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
-        if score and score["value"] is not None:
-            kind = "ours" if name == board.systems[0][0] else "ours2"
-            bars.append((kind, f"{name}, {mode}", score["value"], score["low"], score["high"]))
+        if score is not None and score.value is not None:
+            style = "ours" if name == first_model else "ours2"
+            bars.append(Bar(style, f"{name}, {mode}", score.value, score.low, score.high))
     for name, score in line.baselines.items():
-        bars.append(("theirs", name, score["value"], score["low"], score["high"]))
-    for one in line.published:
-        if one:
-            mark = "" if one.split == line.split else DIFFERS
-            bars.append(("theirs", f"{one.system}{mark}", one.value, None, None))
+        if score.value is not None:
+            bars.append(Bar("theirs", name, score.value, score.low, score.high))
+    for result in line.published:
+        if result is not None:
+            mark = "" if result.split == line.split else DIFFERENT_SPLIT
+            bars.append(Bar("theirs", f"{result.system}{mark}", result.value))
     return bars
 
 
-def _bar(
-    top: float, kind: str, name: str, value: float, low: float | None, high: float | None
-) -> str:
+def _draw_bar(top: float, bar: Bar) -> str:
     """Returns one bar with its name, its value and its interval."""
-    end = _x(max(0.0, value))
-    baseline = top + _BAR - 3
+    end = _score_x(max(0.0, bar.value))
+    width = max(0.0, end - _LEFT)
+    baseline = top + _BAR_HEIGHT - 3
+    tooltip = f"{bar.name}: {format_score(bar.value)}"
 
     # The interval lies along the lower edge of the bar, so that the value can stand at the bar's
     # end.
-    edge = top + _BAR + 1
     whisker = ""
-    if low is not None and high is not None:
-        ends = "".join(f"M{_x(x):.1f} {edge - 3}v6" for x in (low, high))
-        whisker = (
-            f'<path class="whisker" fill="none" d="M{_x(low):.1f} {edge}H{_x(high):.1f}{ends}"/>'
-        )
+    if bar.low is not None and bar.high is not None:
+        tooltip += f" ({format_interval(bar.low, bar.high)})"
+        edge = top + _BAR_HEIGHT + 1
+        low = f"{_score_x(bar.low):.1f}"
+        high = f"{_score_x(bar.high):.1f}"
+        ends = f"M{low} {edge - 3}v6M{high} {edge - 3}v6"
+        whisker = f'<path class="whisker" fill="none" d="M{low} {edge}H{high}{ends}"/>'
 
-    tip = f"{name}: {number(value)}" + (f" ({interval(low, high)})" if low is not None else "")
     return (
-        f'<g><title>{escape(tip)}</title><text x="{_LEFT - 8}" y="{baseline}" text-anchor="end">'
-        f'{escape(_fit(name))}</text><rect class="{kind}" x="{_LEFT}" y="{top}" width="{max(0.0, end - _LEFT):.1f}" '
-        f'height="{_BAR}"/>{whisker}<text x="{end + 6:.1f}" y="{baseline}">{number(value)}</text></g>'
+        f'<g><title>{escape(tooltip)}</title><text x="{_LEFT - 8}" y="{baseline}" text-anchor="end">'
+        f'{escape(_shorten_name(bar.name))}</text><rect class="{bar.style}" x="{_LEFT}" y="{top}" '
+        f'width="{width:.1f}" height="{_BAR_HEIGHT}"/>{whisker}'
+        f'<text x="{end + 6:.1f}" y="{baseline}">{format_score(bar.value)}</text></g>'
     )
 
 
-def histogram(bins: Sequence[dict[str, Any]], limit: int) -> str:
+def _grid_line(value: int, bottom: float) -> str:
+    """Returns a line at a score, with the score below it."""
+    x = f"{_score_x(value):.1f}"
+    return (
+        f'<line class="grid" x1="{x}" x2="{x}" y1="{_TITLE_HEIGHT}" y2="{bottom - _TITLE_HEIGHT}"/>'
+        f'<text class="soft" x="{x}" y="{bottom - 2}" text-anchor="middle">{value}</text>'
+    )
+
+
+def _score_x(value: float) -> float:
+    """Returns where a score in 0..100 lies."""
+    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(100.0, max(0.0, value)) / 100
+
+
+def _shorten_name(name: str) -> str:
+    """Returns a name that fits beside a bar; its end, which tells modes apart, is kept."""
+    if len(name) <= _NAME_CHARACTERS:
+        return name
+    return f"{name[:20]}…{name[-15:]}"
+
+
+# ---------------------------------------------------------------------------
+# Histograms
+
+
+def length_histogram(lengths: InputLengths) -> str:
     """Returns how many inputs have how many tokens; those past the limit in the second colour."""
-    return _columns(
-        [
-            (
-                f"{one['from']}",
-                one["count"],
-                "theirs" if one["from"] > limit else "ours",
-                f"{one['from']} to {one['to']} tokens: {one['count']:,} inputs",
-            )
-            for one in bins
-        ],
-        "Number of inputs by tokens",
-    )
+    columns = []
+    for interval in lengths.histogram:
+        style = "theirs" if interval.first > lengths.limit else "ours"
+        tooltip = f"{interval.first} to {interval.last} tokens: {interval.count:,} inputs"
+        columns.append(Column(f"{interval.first}", interval.count, style, tooltip))
+    return _histogram(columns, "Number of inputs by tokens")
 
 
-def load_bars(stack: str, load: Sequence[float]) -> str:
+def load_chart(stack: str, load: Sequence[float]) -> str:
     """Returns the share of each expert of a stack in all tokens that were sent to one."""
     total = sum(load) or 1
-    shares = [100 * one / total for one in load]
-    return _columns(
-        [
-            (str(i), share, "ours", f"expert {i}: {share:.1f} %")
-            for i, share in enumerate(shares, 1)
-        ],
-        f"Share of the load by expert, {stack}",
-    )
+    columns = []
+    for expert, num_tokens in enumerate(load, start=1):
+        share = 100 * num_tokens / total
+        columns.append(Column(str(expert), share, "ours", f"expert {expert}: {share:.1f} %"))
+    return _histogram(columns, f"Share of the load by expert, {stack}")
 
 
-def _columns(columns: Sequence[tuple[str, float, str, str]], title: str) -> str:
-    """Returns columns of (label, value, kind, tip), with every label that has room."""
-    height, width = 90, _WIDTH / max(len(columns), 1)
-    most = max((value for _, value, _, _ in columns), default=1) or 1
-    step = -(-36 // int(width)) if width >= 1 else len(columns)
+def _histogram(columns: Sequence[Column], title: str) -> str:
+    """Returns columns, with every label that has room."""
+    width = _WIDTH / max(len(columns), 1)
+    largest = max((column.value for column in columns), default=1) or 1
+    columns_per_label = len(columns)
+    if width >= 1:
+        columns_per_label = -(-_LABEL_WIDTH // int(width))
+
     parts = [f'<text class="soft" x="0" y="12">{escape(title)}</text>']
-    for number_, (label, value, kind, tip) in enumerate(columns):
-        tall, left = height * value / most, number_ * width
+    for number, column in enumerate(columns):
+        height = _COLUMN_HEIGHT * column.value / largest
+        left = number * width
         parts.append(
-            f'<g><title>{escape(tip)}</title><rect class="{kind}" x="{left + 1:.1f}" y="{20 + height - tall:.1f}" '
-            f'width="{max(0.5, width - 2):.1f}" height="{tall:.1f}"/></g>'
+            f'<g><title>{escape(column.tooltip)}</title><rect class="{column.style}" x="{left + 1:.1f}" '
+            f'y="{20 + _COLUMN_HEIGHT - height:.1f}" width="{max(0.5, width - 2):.1f}" height="{height:.1f}"/></g>'
         )
-        if number_ % max(1, step) == 0:
+        if number % max(1, columns_per_label) == 0:
+            label = escape(column.label)
             parts.append(
-                f'<text class="soft" x="{left + 1:.1f}" y="{height + 35}">{escape(label)}</text>'
+                f'<text class="soft" x="{left + 1:.1f}" y="{_COLUMN_HEIGHT + 35}">{label}</text>'
             )
-    return _svg(height + 40, title, "".join(parts))
+    return _svg(_COLUMN_HEIGHT + 40, title, "".join(parts))
 
 
 def _svg(height: float, title: str, body: str) -> str:
     """Returns an <svg> element."""
     return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">{body}</svg>'
-
-
-def _x(value: float) -> float:
-    """Returns where a score in 0..100 lies."""
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(100.0, max(0.0, value)) / 100
-
-
-def _fit(name: str) -> str:
-    """Returns a name that fits beside a bar; its end, which tells modes apart, is kept."""
-    return name if len(name) <= 36 else f"{name[:20]}…{name[-15:]}"

@@ -1,298 +1,259 @@
-"""report.html: one page, with nothing outside it, that shows an evaluation beside what was
-published.
+"""report.html: an evaluation beside what was published, as one page.
+
+Here its texts and figures are chosen; templates/evaluation.html arranges them.
 """
 
-import re
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from eval.reports.charts import bar_chart, histogram, load_bars
-from eval.reports.markdown import interval, number, shorten
-from eval.reports.scoreboard import DIFFERS, Line, Scoreboard
-from eval.reports.wording import (
+from eval.records import AverageScore, FailedTask, MetricScore, Report, TaskResult
+from eval.reports.charts import bar_chart, length_histogram, load_chart
+from eval.reports.formatting import format_interval, format_score, shorten
+from eval.reports.report_text import (
+    CLASS_HEADER,
     ROUTER_HEADER,
-    compare_models,
-    describe_checkpoint,
-    describe_data,
-    describe_earlier,
-    describe_lengths,
+    SCORE_HEADER,
+    WORST_HEADER,
+    class_rows,
+    data_sentence,
+    earlier_report_sentence,
     first_system,
+    lengths_sentence,
+    model_comparisons,
+    model_sentence,
     router_rows,
     score_notes,
+    score_rows,
 )
+from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
+from moe.inspection.html_page import render_page
 
+_TEMPLATES = Path(__file__).parent / "templates"
 _SHOWN_CHARACTERS = 600
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fdfdfc; --line: #d8d8d4; --soft: #5b5b57; --ours: #0072b2;
-        --ours2: #56b4e9; --theirs: #b9b9b2; --warn: #9a3b00; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e4; --paper: #1a1a1c; --line: #3a3a3d; --soft: #a5a5a0;
-        --ours: #4ba3dc; --ours2: #1f6fa3; --theirs: #5d5d60; --warn: #ff9b5c; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 72rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
-h1 { line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); } h3 { margin-bottom: .2rem; }
-p.read, .soft { color: var(--soft); } p.failed, .warn { color: var(--warn); } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; margin: .8rem 0; overflow-wrap: normal; } th, td { text-align: left;
-       padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { min-width: 10rem; overflow-wrap: anywhere; white-space: pre-wrap; } code { font-size: .92em; }
-table.board { font-size: .86rem; } table.board td, table.board th { padding-right: .6rem; }
-table.board th.number { white-space: normal; } td:first-child, th:first-child { position: sticky; left: 0;
-       background: var(--paper); } td small { color: var(--soft); display: block; } tbody th { font-weight: 600; }
-figure { margin: .8rem 0; } figure svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .soft { fill: var(--soft); }
-svg .ours { fill: var(--ours); } svg .ours2 { fill: var(--ours2); } svg .theirs { fill: var(--theirs); }
-svg .grid { stroke: var(--line); } svg .whisker { stroke: var(--ink); stroke-width: 1.5; }
-nav { display: flex; flex-wrap: wrap; gap: .2rem 1rem; } a { color: var(--ours); }
-summary { cursor: pointer; }
-"""
+
+@dataclass(frozen=True)
+class ScoreCell:
+    """A score with what stands below it and what appears when one points at it."""
+
+    value: str
+    below: str = ""
+    tooltip: str = ""
 
 
-def page(report: dict[str, Any], board: Scoreboard) -> str:
+@dataclass(frozen=True)
+class BoardRow:
+    """A metric of a task in the table of all scores.
+
+    Attributes:
+        task: Name of the task; None when it is that of the row above.
+        marks: Signs of the legend.
+        split: The evaluated split.
+        metric: Name of the metric.
+        ours: Our scores; None where there is none.
+        published: Published scores; None where there is none.
+    """
+
+    task: str | None
+    marks: str
+    split: str
+    metric: str
+    ours: Sequence[ScoreCell | None]
+    published: Sequence[ScoreCell | None]
+
+
+@dataclass(frozen=True)
+class BoardView:
+    """The table of all scores, and its chart; `tasks` are links to the sections below."""
+
+    header: Sequence[str]
+    rows: Sequence[BoardRow]
+    legend: Sequence[str]
+    chart: str
+    tasks: Sequence[str]
+    has_published: bool
+
+
+@dataclass(frozen=True)
+class RouterView:
+    """What routers did; `charts` are the loads of the first system that has routers."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    system: str
+    charts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class TaskView:
+    """The section of one task.
+
+    Attributes:
+        name: Name of the task, which is also the anchor of its section.
+        title: Heading of the section.
+        description: One sentence about the task.
+        data: Where the examples come from.
+        notes: What keeps the scores from being compared with published ones.
+        score_header: Header of the table of scores.
+        score_rows: A row for each system and metric.
+        remarks: Notes on single scores, and how models compare.
+        routers: What routers did; None for dense models.
+        lengths: How long the inputs are.
+        length_chart: SVG of the same.
+        first_system: The system of the classes and the worst answers.
+        class_header: Header of the table of classes.
+        class_rows: A row for each class; empty for no classification.
+        worst_header: Header of the table of worst answers.
+        worst_rows: A row for each of them.
+    """
+
+    name: str
+    title: str
+    description: str
+    data: str
+    notes: Sequence[str]
+    score_header: Sequence[str]
+    score_rows: Sequence[Sequence[str]]
+    remarks: Sequence[str]
+    routers: RouterView | None
+    lengths: str
+    length_chart: str
+    first_system: str
+    class_header: Sequence[str]
+    class_rows: Sequence[Sequence[str]]
+    worst_header: Sequence[str]
+    worst_rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class EvaluationView:
+    """The whole page.
+
+    Attributes:
+        failed: Tasks that could not be evaluated; they stand first.
+        command: The command line.
+        models: Name and description of each model.
+        versions: Versions of libraries, and the device.
+        earlier: Where the copy of an earlier report is; None for none.
+        board: All scores; None when there are none.
+        tasks: A section for each task.
+    """
+
+    failed: Sequence[FailedTask]
+    command: str
+    models: Sequence[tuple[str, str]]
+    versions: str
+    earlier: str | None
+    board: BoardView | None
+    tasks: Sequence[TaskView]
+
+
+def html_report(report: Report, board: Scoreboard) -> str:
     """Returns the page."""
-    title = "Evaluation"
-    body = [
-        f"<h1>{title}</h1>",
-        _failures(report["failed"]),
-        _setting(report),
-        _scores(board),
-        *(_task(task) for task in report["tasks"]),
-    ]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    versions = [f"{name} {number}" for name, number in report.versions.items()]
+    view = EvaluationView(
+        failed=report.failed,
+        command=report.command,
+        models=[(name, model_sentence(model)) for name, model in report.models.items()],
+        versions=f"{', '.join(versions)}; {report.device}",
+        earlier=earlier_report_sentence(report.earlier) if report.earlier else None,
+        board=_board(board) if board.lines else None,
+        tasks=[_task(task) for task in report.tasks],
+    )
+    return render_page("evaluation.html", _TEMPLATES, title="Evaluation", view=view)
+
+
+# ---------------------------------------------------------------------------
+# All scores
+
+
+def _board(board: Scoreboard) -> BoardView:
+    """Returns the table of all scores, its chart, and the way to each task."""
+    systems = [f"{name}, {mode}" for name, mode in board.systems]
+    rows = []
+    tasks: dict[str, None] = {}
+    previous = None
+    for line in board.lines:
+        rows.append(_board_row(line, previous))
+        previous = line.task
+        if line.metric != "average":
+            tasks[line.task] = None
+    return BoardView(
+        header=["task", "metric", *systems, *board.published],
+        rows=rows,
+        legend=board.legend,
+        chart=bar_chart(board),
+        tasks=list(tasks),
+        has_published=bool(board.published),
     )
 
 
-def _failures(failed: list[dict[str, str]]) -> str:
-    """Returns what failed, first of all."""
-    return "".join(
-        f'<p class="failed"><b>{escape(one["task"])} failed.</b> {escape(one["message"])}</p>'
-        for one in failed
+def _board_row(line: ScoreboardLine, previous: str | None) -> BoardRow:
+    """Returns a row of the table; `previous` is the task of the row above."""
+    ours = [None if score is None else _own_score(score) for score in line.ours]
+    published: list[ScoreCell | None] = []
+    for result in line.published:
+        cell = None
+        if result is not None:
+            mark = "" if result.split == line.split else DIFFERENT_SPLIT
+            tooltip = f"{result.metric}, {result.split} split; {result.source}"
+            cell = ScoreCell(format_score(result.value) + mark, tooltip=tooltip)
+        published.append(cell)
+    return BoardRow(
+        task=None if line.task == previous else line.task,
+        marks=line.marks,
+        split=line.split,
+        metric=line.metric,
+        ours=ours,
+        published=published,
     )
 
 
-def _setting(report: dict[str, Any]) -> str:
-    """Returns what was run on what."""
-    models = "".join(
-        f"<li><b>{escape(name)}</b>: {escape(describe_checkpoint(model))}</li>"
-        for name, model in report["models"].items()
-    )
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    earlier = (
-        f'<p class="warn">{_inline(describe_earlier(report["earlier"]))}</p>'
-        if report["earlier"]
-        else ""
-    )
-    return (
-        f"<p>Made by <code>{escape(report['command'])}</code></p><ul>{models}</ul>"
-        f'<p class="read">{escape(versions)}; {escape(report["device"])}.</p>{earlier}'
-    )
-
-
-def _scores(board: Scoreboard) -> str:
-    """Returns the table of all scores, the chart, and the way to each task."""
-    if not board.lines:
-        return _section("Scores", "<p>There are no scores.</p>")
-    header = [
-        "task",
-        "metric",
-        *(f"{name}, {mode}" for name, mode in board.systems),
-        *board.published,
-    ]
-    before = ["", *(line.task for line in board.lines)]
-    rows = [
-        _line(line, again=line.task == last)
-        for line, last in zip(board.lines, before, strict=False)
-    ]
-    legend = "".join(f"<li>{escape(sentence)}</li>" for sentence in board.legend)
-    tasks = [line.task for line in board.lines if line.metric != "average"]
-    hint = " Point at a published score to see its source." if board.published else ""
-    links = "".join(
-        f'<a href="#{escape(task)}">{escape(task)}</a>' for task in dict.fromkeys(tasks)
-    )
-    return _section(
-        "Scores",
-        _read(
-            "In small letters the split, and 95 % bootstrap intervals over groups of examples."
-            + hint
-        )
-        + _table(header, rows, numbers=range(2, len(header)), kind="board")
-        + f'<ul class="soft">{legend}</ul><figure>{bar_chart(board)}</figure>'
-        + (f"<nav>{links}</nav>" if len(set(tasks)) > 1 else ""),
-    )
-
-
-def _line(line: Line, *, again: bool) -> list[str]:
-    """Returns the cells of one metric; `again` when it is not the first of its task."""
-    task = (
-        ""
-        if again
-        else f"<b>{escape(line.task)}</b>{line.marks}<small>{escape(line.split)}</small>"
-    )
-    cells = [task, escape(line.metric)]
-    for score in line.ours:
-        cells.append(_score(score) if score else "")
-    for one in line.published:
-        if one is None:
-            cells.append("")
-            continue
-        tip = f"{one.metric}, {one.split} split; {one.source}"
-        mark = "" if one.split == line.split else DIFFERS
-        cells.append(f'<span title="{escape(tip)}">{number(one.value)}{mark}</span>')
-    return cells
-
-
-def _score(score: dict[str, Any]) -> str:
+def _own_score(score: MetricScore | AverageScore) -> ScoreCell:
     """Returns a score over its interval."""
-    spread = interval(score["low"], score["high"])
-    return f'{number(score["value"])}<small title="{escape(score["note"])}">{spread}</small>'
+    interval = format_interval(score.low, score.high)
+    return ScoreCell(format_score(score.value), below=interval, tooltip=score.note)
 
 
-def _task(task: dict[str, Any]) -> str:
+# ---------------------------------------------------------------------------
+# One task
+
+
+def _task(task: TaskResult) -> TaskView:
     """Returns the section of one task."""
-    rows = [
-        [
-            escape(row["name"]),
-            escape(row["mode"]),
-            escape(score["metric"]),
-            number(score["value"]),
-            interval(score["low"], score["high"]),
-            "-" if score["stderr"] is None else f"{score['stderr']:.2f}",
-            "-" if row["num_unparsable"] is None else f"{row['num_unparsable']:,}",
-            f"{row['num_empty']:,}",
-        ]
-        for row in task["systems"]
-        for score in row["scores"]
-    ]
-    header = [
-        "system",
-        "mode",
-        "metric",
-        "score",
-        "95 % interval",
-        "standard error",
-        "unparsable",
-        "empty",
-    ]
-    parts = [
-        f"<p>{_inline(task['description'])}</p>",
-        _read(describe_data(task)),
-        _list(task["notes"], "warn"),
-        _table(header, rows, numbers=range(3, 8)),
-        _list([*score_notes(task), *compare_models(task["systems"])], "soft"),
-        _routers(task),
-        _lengths(task),
-        _classes(task),
-        _worst(task),
-    ]
-    return _section(f"{task['task']} (version {task['version']})", "".join(parts), task["task"])
-
-
-def _routers(task: dict[str, Any]) -> str:
-    """Returns what the routers did, and the load of the experts for the first model and mode."""
-    rows = router_rows(task)
-    if not rows:
-        return ""
-    first = next(row for row in task["systems"] if row["router"])
-    loads = "".join(
-        f"<figure>{load_bars(stack, found['expert_load'])}</figure>"
-        for stack, found in first["router"].items()
-    )
-    return (
-        "<h3>Routers</h3>"
-        + _read(
-            "A dropped token reached no expert. Load CV is the standard deviation of the load over its mean."
-        )
-        + _table(
-            ROUTER_HEADER, [[escape(text) for text in row] for row in rows], numbers=range(3, 7)
-        )
-        + f"<details><summary>Load of experts: {escape(first['name'])} by {first['mode']}</summary>{loads}</details>"
+    worst_rows = []
+    for answer in task.worst:
+        texts = [answer.inputs, answer.target, answer.output]
+        shown = [shorten(text, _SHOWN_CHARACTERS) for text in texts]
+        worst_rows.append([answer.id, *shown, format_score(answer.score)])
+    return TaskView(
+        name=task.task,
+        title=f"{task.task} (version {task.version})",
+        description=task.description,
+        data=data_sentence(task),
+        notes=task.notes,
+        score_header=SCORE_HEADER,
+        score_rows=score_rows(task),
+        remarks=[*score_notes(task), *model_comparisons(task.systems)],
+        routers=_routers(task),
+        lengths=lengths_sentence(task),
+        length_chart=length_histogram(task.inputs),
+        first_system=first_system(task),
+        class_header=CLASS_HEADER,
+        class_rows=class_rows(task),
+        worst_header=WORST_HEADER,
+        worst_rows=worst_rows,
     )
 
 
-def _lengths(task: dict[str, Any]) -> str:
-    """Returns how long the inputs are."""
-    lengths = task["inputs"]
-    return (
-        "<h3>Lengths of inputs</h3>"
-        + _read(describe_lengths(task))
-        + f"<figure>{histogram(lengths['histogram'], lengths['limit'])}</figure>"
-    )
-
-
-def _classes(task: dict[str, Any]) -> str:
-    """Returns the table of classes."""
-    if not task["by_class"]:
-        return ""
-    cells = []
-    for row in task["by_class"]:
-        cells.append(
-            [escape(row["target"]), *(f"{row[name]:,}" for name in ("right", "total", "answered"))]
-        )
-    table = _table(["target", "right", "examples", "answered"], cells, numbers=range(1, 4))
-    return f"<h3>By class ({escape(first_system(task))})</h3>{table}"
-
-
-def _worst(task: dict[str, Any]) -> str:
-    """Returns the table of the worst answers, folded."""
-    rows = task["worst"]
-    if not rows:
-        return ""
-    cells = [
-        [escape(row["id"])]
-        + [escape(shorten(row[name], _SHOWN_CHARACTERS)) for name in ("inputs", "target", "output")]
-        + [number(row["score"])]
-        for row in rows
-    ]
-    body = _table(
-        ["id", "inputs", "target", "output", "score"], cells, numbers=[4], texts=[1, 2, 3]
-    )
-    summary = f"{len(rows)} example{'s' if len(rows) > 1 else ''}"
-    title = f"Worst answers ({escape(first_system(task))})"
-    return f"<h3>{title}</h3><details><summary>{summary}</summary>{body}</details>"
-
-
-def _section(title: str, body: str, anchor: str = "") -> str:
-    """Returns a section with its heading."""
-    place = f' id="{escape(anchor)}"' if anchor else ""
-    return f"<section{place}><h2>{escape(title)}</h2>{body}</section>"
-
-
-def _read(text: str) -> str:
-    """Returns a sentence on how to read what follows."""
-    return f'<p class="read">{_inline(text)}</p>'
-
-
-def _inline(text: str) -> str:
-    """Returns a sentence whose `names` are set as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
-def _list(sentences: Iterable[str], kind: str) -> str:
-    """Returns sentences as a list."""
-    items = "".join(f"<li>{_inline(sentence)}</li>" for sentence in sentences)
-    return f'<ul class="{kind}">{items}</ul>' if items else ""
-
-
-def _table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: Iterable[int] = (),
-    texts: Iterable[int] = (),
-    kind: str = "",
-) -> str:
-    """Returns a table; the cells are HTML, those of the columns `numbers` stand on the right."""
-    kinds = {**dict.fromkeys(texts, ' class="text"'), **dict.fromkeys(numbers, ' class="number"')}
-    head = "".join(f"<th{kinds.get(i, '')}>{escape(text)}</th>" for i, text in enumerate(header))
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{kinds.get(i, '')}>{text}</td>" for i, text in enumerate(row))
-        + "</tr>"
-        for row in rows
-    )
-    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll"><table class="{kind}">{table}</table></div>'
+def _routers(task: TaskResult) -> RouterView | None:
+    """Returns what the routers did, with the load of experts of the first system that has some."""
+    for system in task.systems:
+        if system.router:
+            charts = []
+            for stack, summary in system.router.items():
+                charts.append(load_chart(stack, summary.expert_load))
+            name = f"{system.name} by {system.mode}"
+            return RouterView(ROUTER_HEADER, router_rows(task), name, charts)
+    return None

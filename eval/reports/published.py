@@ -5,7 +5,9 @@ whose SQuAD and closed-book numbers are exact matches and whose XSum is ROUGE-2.
 fine-tuned on the task.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+
+from eval.records import PublishedScore
 
 SYSTEMS = (
     "ST-MoE-32B",
@@ -18,28 +20,6 @@ SYSTEMS = (
     "T5-Base",
 )
 """Whose results there are; `previous best` is the best fine-tuned model before ST-MoE-32B."""
-
-SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
-"""The tasks whose mean is the SuperGLUE average; the diagnostics axb and axg are no part of it."""
-
-
-class Published(NamedTuple):
-    """A published result.
-
-    Attributes:
-        system: One of SYSTEMS.
-        value: In 0..100.
-        metric: As the paper prints it.
-        split: `validation` or `test`.
-        source: Paper and table.
-    """
-
-    system: str
-    value: float
-    metric: str
-    split: str
-    source: str
-
 
 # task, metric here, metric as printed, Dense-L, ST-MoE-L; all on validation.
 _TABLE_10 = (
@@ -70,14 +50,8 @@ _TABLE_12 = (
     ("squad_v2", "f1", "F1", "validation", 96.2, 96.3),
     ("squad_v2", "em", "acc", "validation", 91.3, 90.8),
     ("superglue", "average", "avg", "test", 90.9, 91.2),
-    (
-        "superglue",
-        "average",
-        "avg",
-        "validation",
-        None,
-        93.2,
-    ),  # printed beside 91.2; of two, the last is shown
+    # Printed beside 91.2; of two, the last is shown.
+    ("superglue", "average", "avg", "validation", None, 93.2),
     ("boolq", "accuracy", "acc", "test", 92.0, 92.4),
     ("copa", "accuracy", "acc", "test", 98.2, 99.2),
     ("rte", "accuracy", "acc", "test", 94.1, 93.5),
@@ -113,26 +87,46 @@ _SWITCH_TABLE_5 = (
 )
 
 
-def published(task: str, metric: str) -> list[Published]:
-    """Returns what was published of a task's metric, in the order of SYSTEMS; nothing for most
-    metrics.
+def published_scores(task: str, metric: str, variant_of: str | None = None) -> list[PublishedScore]:
+    """Returns the published results of a task's metric, in the order of SYSTEMS.
+
+    Args:
+        task: Name of the task.
+        metric: Our name for the metric.
+        variant_of: The task whose results stand for a variant that has none of its own.
     """
-    found = []
-    for name, own, printed, dense, sparse in _TABLE_10:
-        if (name, own) == (task, metric):
-            for system, value in (("Dense-L", dense), ("ST-MoE-L", sparse)):
-                found.append(Published(system, value, printed, "validation", "ST-MoE, table 10"))
-    for name, own, printed, split, previous, largest in _TABLE_12:
-        if (name, own) == (task, metric):
-            for system, value in (("previous best", previous), ("ST-MoE-32B", largest)):
-                if value is not None:
-                    found.append(Published(system, value, printed, split, "ST-MoE, table 12"))
-    for name, own, printed, *values in _SWITCH_TABLE_5:
-        if (name, own) == (task, metric):
-            for system, value in zip(
-                ("T5-Base", "Switch-Base", "T5-Large", "Switch-Large"), values, strict=True
-            ):
-                found.append(
-                    Published(system, value, printed, "validation", "Switch Transformer, table 5")
-                )
-    return sorted(found, key=lambda one: SYSTEMS.index(one.system))
+    if (task, metric) in _PUBLISHED:
+        return _PUBLISHED[task, metric]
+    return _PUBLISHED.get((variant_of or "", metric), [])
+
+
+def _read_tables() -> Iterator[tuple[str, PublishedScore]]:
+    """Yields the task and the result of every number of the tables."""
+    source = "ST-MoE, table 10"
+    for task, metric, printed, dense, sparse in _TABLE_10:
+        for system, value in (("Dense-L", dense), ("ST-MoE-L", sparse)):
+            yield task, PublishedScore(metric, system, value, printed, "validation", source)
+
+    source = "ST-MoE, table 12"
+    for task, metric, printed, split, previous, largest in _TABLE_12:
+        for system, value in (("previous best", previous), ("ST-MoE-32B", largest)):
+            if value is not None:
+                yield task, PublishedScore(metric, system, value, printed, split, source)
+
+    source = "Switch Transformer, table 5"
+    systems = ("T5-Base", "Switch-Base", "T5-Large", "Switch-Large")
+    for task, metric, printed, *values in _SWITCH_TABLE_5:
+        for system, value in zip(systems, values, strict=True):
+            yield task, PublishedScore(metric, system, value, printed, "validation", source)
+
+
+def _by_task_and_metric() -> dict[tuple[str, str], list[PublishedScore]]:
+    results: dict[tuple[str, str], list[PublishedScore]] = {}
+    for task, score in _read_tables():
+        results.setdefault((task, score.own_metric), []).append(score)
+    for scores in results.values():
+        scores.sort(key=lambda score: SYSTEMS.index(score.system))
+    return results
+
+
+_PUBLISHED = _by_task_and_metric()

@@ -1,188 +1,218 @@
 """All scores of a report in one table, beside the published ones."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from eval.answers.predict import MODES
-from eval.reports.published import SUPERGLUE, SYSTEMS, Published, published
+from eval.records import AverageScore, MetricScore, PublishedScore, Report, TaskResult
+from eval.reports.published import SYSTEMS, published_scores
+from eval.scores.superglue import SUPERGLUE
 
-DIFFERS, OWN_PROMPT, PARTIAL = "†", "‡", "§"
+DIFFERENT_SPLIT = "†"
+OWN_PROMPT = "‡"
+PARTIAL_DATA = "§"
+
+_PRINTED_NAMES = {"acc": "accuracy", "avg": "average", "R-2": "rouge2"}
+"""Our names for metrics that papers print in other words."""
 
 
-class Line(NamedTuple):
+class ScoreboardLine(NamedTuple):
     """One metric of one task.
 
     Attributes:
-        task: Its name.
-        metric: Its name.
-        split: On which it was taken.
+        task: Name of the task.
+        metric: Name of the metric.
+        split: The evaluated split.
         marks: Signs of the legend that hold for all our scores.
-        ours: A score of report.json for each system of the board; None where there is none.
-        published: A published result for each published system of the board; None where there is
-            none.
-        baselines: Scores of what needs no model, by name.
-        headline: Whether it is what the chart shows of the task.
+        ours: Score of each of our systems; None where there is none.
+        published: Result of each published system; None where there is none.
+        baselines: Scores of systems that need no model, by name.
+        in_chart: Whether the chart shows it: one metric of each task.
     """
 
     task: str
     metric: str
     split: str
     marks: str
-    ours: list[dict[str, Any] | None]
-    published: list[Published | None]
-    baselines: dict[str, dict[str, Any]]
-    headline: bool
+    ours: Sequence[MetricScore | AverageScore | None]
+    published: Sequence[PublishedScore | None]
+    baselines: Mapping[str, MetricScore]
+    in_chart: bool
 
 
 class Scoreboard(NamedTuple):
     """The table.
 
     Attributes:
-        systems: (name, mode) of ours.
+        systems: Name and mode of each of our systems.
         published: Names of the published systems that have a result for one of the lines.
         lines: One for each metric; the averages come first.
         legend: What the signs mean that occur.
     """
 
-    systems: list[tuple[str, str]]
-    published: list[str]
-    lines: list[Line]
-    legend: list[str]
+    systems: Sequence[tuple[str, str]]
+    published: Sequence[str]
+    lines: Sequence[ScoreboardLine]
+    legend: Sequence[str]
 
 
-def scoreboard(report: dict[str, Any]) -> Scoreboard:
+def build_scoreboard(report: Report) -> Scoreboard:
     """Returns all scores of a report in one table."""
-    systems = list(
-        dict.fromkeys(
-            (row["name"], row["mode"])
-            for task in report["tasks"]
-            for row in task["systems"]
-            if row["mode"] in MODES
-        )
-    )
-    wanted = [(task, metric) for task in report["tasks"] for metric in _metrics(task)]
-    found = {(task["task"], metric): published_of(task, metric) for task, metric in wanted}
-    average = published("superglue", "average") if report["averages"] else []
-    names = [
-        name
-        for name in SYSTEMS
-        if any(one.system == name for ones in [*found.values(), average] for one in ones)
-    ]
-    lines = [_average_line(report, systems, average, names)] if report["averages"] else []
-    for task, metric in wanted:
-        scores = {
-            (row["name"], row["mode"]): score
-            for row in task["systems"]
-            for score in row["scores"]
-            if score["metric"] == metric
-        }
-        results = {one.system: one for one in found[task["task"], metric]}
-        with_results = [name for name in _metrics(task) if found[task["task"], name]] or _metrics(
-            task
-        )
-        lines.append(
-            Line(
-                task["task"],
-                metric,
-                task["split"],
-                _marks(task),
-                [scores.get(system) for system in systems],
-                [results.get(name) for name in names],
-                {name: score for (name, mode), score in scores.items() if mode not in MODES},
-                metric == with_results[0],
-            )
-        )
-    return Scoreboard(systems, names, lines, _legend(lines))
+    systems = _own_systems(report)
+    average = published_scores("superglue", "average") if report.averages else []
+
+    # Of the published systems those that have a result for anything in this report.
+    with_results = {result.system for result in average}
+    for task in report.tasks:
+        with_results.update(result.system for result in task.published)
+    published = [system for system in SYSTEMS if system in with_results]
+
+    lines = []
+    if report.averages:
+        lines.append(_average_line(report, systems, published, average))
+    for task in report.tasks:
+        lines += _task_lines(task, systems, published)
+    return Scoreboard(systems, published, lines, _legend(lines))
+
+
+def _own_systems(report: Report) -> list[tuple[str, str]]:
+    """Returns name and mode of each model that answered, without baselines."""
+    systems: dict[tuple[str, str], None] = {}
+    for task in report.tasks:
+        for system in task.systems:
+            if system.mode in MODES:
+                systems[system.name, system.mode] = None
+    return list(systems)
 
 
 def _average_line(
-    report: dict[str, Any],
-    systems: list[tuple[str, str]],
-    average: list[Published],
-    names: list[str],
-) -> Line:
+    report: Report,
+    systems: Sequence[tuple[str, str]],
+    published: Sequence[str],
+    average: Sequence[PublishedScore],
+) -> ScoreboardLine:
     """Returns the line of the SuperGLUE average."""
-    results = {one.system: one for one in average}
-    scores = {(one["name"], one["mode"]): one for one in report["averages"]}
-    own = [task for task in report["tasks"] if task["task"] in SUPERGLUE]
-    splits = list(dict.fromkeys(task["split"] for task in own))
-    marks = "".join(dict.fromkeys("".join(_marks(task) for task in own)))
-    ours = [scores.get(system) for system in systems]
-    return Line(
-        "superglue",
-        "average",
-        "/".join(splits),
-        marks,
-        ours,
-        [results.get(name) for name in names],
-        {},
-        True,
+    results = {result.system: result for result in average}
+    scores = {(score.name, score.mode): score for score in report.averages}
+
+    # Splits and signs of any of the tasks hold for the average.
+    splits: dict[str, None] = {}
+    marks: dict[str, None] = {}
+    for task in report.tasks:
+        if task.task in SUPERGLUE:
+            splits[task.split] = None
+            marks.update(dict.fromkeys(_marks(task)))
+
+    return ScoreboardLine(
+        task="superglue",
+        metric="average",
+        split="/".join(splits),
+        marks="".join(marks),
+        ours=[scores.get(system) for system in systems],
+        published=[results.get(name) for name in published],
+        baselines={},
+        in_chart=True,
     )
 
 
-def _metrics(task: dict[str, Any]) -> list[str]:
+def _task_lines(
+    task: TaskResult, systems: Sequence[tuple[str, str]], published: Sequence[str]
+) -> list[ScoreboardLine]:
+    """Returns a line for each metric of a task."""
+    metrics = metric_names(task)
+
+    # The chart shows the first metric that has published results, or else the first.
+    with_results = {result.own_metric for result in task.published}
+    candidates = [metric for metric in metrics if metric in with_results] or metrics
+
+    lines = []
+    for metric in metrics:
+        # Scores of models by name and mode, and of baselines by name.
+        scores: dict[tuple[str, str], MetricScore] = {}
+        baselines: dict[str, MetricScore] = {}
+        for system in task.systems:
+            for score in system.scores:
+                if score.metric != metric:
+                    continue
+                if system.mode in MODES:
+                    scores[system.name, system.mode] = score
+                else:
+                    baselines[system.name] = score
+
+        results: dict[str, PublishedScore] = {}
+        for result in task.published:
+            if result.own_metric == metric:
+                results[result.system] = result
+
+        lines.append(
+            ScoreboardLine(
+                task=task.task,
+                metric=metric,
+                split=task.split,
+                marks=_marks(task),
+                ours=[scores.get(system) for system in systems],
+                published=[results.get(name) for name in published],
+                baselines=baselines,
+                in_chart=metric == candidates[0],
+            )
+        )
+    return lines
+
+
+def metric_names(task: TaskResult) -> list[str]:
     """Returns the names of a task's metrics."""
-    return [score["metric"] for score in task["systems"][0]["scores"]] if task["systems"] else []
+    return [score.metric for score in task.systems[0].scores] if task.systems else []
 
 
-def published_of(task: dict[str, Any], metric: str) -> list[Published]:
-    """Returns what was published of a metric of a task, or of the task that it varies."""
-    return published(task["task"], metric) or published(task["variant_of"] or "", metric)
-
-
-def _marks(task: dict[str, Any]) -> str:
+def _marks(task: TaskResult) -> str:
     """Returns the signs of what keeps our scores of a task from being compared."""
-    expected = task["num_expected"]
-    partial = (
-        task["data"]["folder"]
-        or task["limit"] is not None
-        or expected not in (None, task["num_rows"])
-    )
-    own = task["prompt_source"] != "T5" and any(
-        published_of(task, metric) for metric in _metrics(task)
-    )
-    return (PARTIAL if partial else "") + (OWN_PROMPT if own else "")
+    other_rows = task.num_expected not in (None, task.num_rows)
+    marks = ""
+    if task.data.folder or task.limit is not None or other_rows:
+        marks += PARTIAL_DATA
+    if task.prompt_source != "T5" and task.published:
+        marks += OWN_PROMPT
+    return marks
 
 
-def _legend(lines: list[Line]) -> list[str]:
+def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     """Returns a sentence for each sign that occurs, and the sources of what is published."""
     marks = "".join(line.marks for line in lines)
+    sources: set[str] = set()
+    other_names: set[tuple[str, str, str]] = set()
+    different_split = False
+    for line in lines:
+        for result in line.published:
+            if result is None:
+                continue
+            sources.add(result.source)
+            different_split |= result.split != line.split
+            if _PRINTED_NAMES.get(result.metric, result.metric.lower()) != line.metric:
+                other_names.add((line.task, result.metric, line.metric))
+
     sentences = []
-    if PARTIAL in marks:
+    if PARTIAL_DATA in marks:
         sentences.append(
-            f"{PARTIAL} ours are of rows of a folder, or of part of a split: not comparable with published scores."
+            f"{PARTIAL_DATA} ours are of rows of a folder, or of part of a split: not comparable with published "
+            "scores."
         )
     if OWN_PROMPT in marks:
         sentences.append(
             f"{OWN_PROMPT} the prompt is not T5's; published results may stand on another one."
         )
-    if any(one and one.split != line.split for line in lines for one in line.published):
+    if different_split:
         sentences.append(
-            f"{DIFFERS} published on another split than ours: the test split, or validation for a test."
+            f"{DIFFERENT_SPLIT} published on another split than ours: the test split, or validation for a test."
         )
     if any((line.task, line.split) == ("natural_questions", "validation") for line in lines):
         sentences.append(
             "The validation split of natural_questions is what others call its test set."
         )
-    results = [(line, one) for line in lines for one in line.published if one]
-    sources = sorted({one.source for _, one in results})
     if sources:
         sentences.append(
-            f"Published: {'; '.join(sources)}. They are of models that were fine-tuned on the task."
+            f"Published: {'; '.join(sorted(sources))}. They are of models that were fine-tuned on the task."
         )
-    others = sorted(
-        {
-            (line.task, one.metric, line.metric)
-            for line, one in results
-            if _differ(one.metric, line.metric)
-        }
-    )
-    if others:
-        named = "; ".join(f"{printed} of {task} is our {own}" for task, printed, own in others)
-        sentences.append(f"Metrics under other names in the papers: {named}.")
+    if other_names:
+        names = [f"{printed} of {task} is our {own}" for task, printed, own in sorted(other_names)]
+        sentences.append(f"Metrics under other names in the papers: {'; '.join(names)}.")
     return sentences
-
-
-def _differ(printed: str, own: str) -> bool:
-    """Returns whether a metric as a paper prints it is not known by our name for it."""
-    usual = {"acc": "accuracy", "avg": "average", "R-2": "rouge2"}
-    return usual.get(printed, printed.lower()) != own

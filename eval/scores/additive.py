@@ -1,5 +1,7 @@
-"""Scores that are a function of sums over examples, so that a thousand resamples of them cost next
-to nothing.
+"""Scores that are functions of sums over examples.
+
+Such a score of a bootstrap draw or of a permutation needs the sums of groups only, so that a
+thousand draws cost next to nothing. An example adds a row of terms [P] to P sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,74 +11,109 @@ import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-OfSums = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+ScoreOfSums = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """<float64>[..., P] sums to <float64>[...] scores; NaN where a score is not defined."""
 
+Terms = Callable[[Sequence[Any], Sequence[Any]], NDArray[np.float64]]
+"""(N targets, N answers) to <float64>[N, P] what each example adds to the sums."""
 
-class Additive(NamedTuple):
-    """A score that is taken of sums.
+
+class AdditiveScore(NamedTuple):
+    """A score that is a function of sums.
 
     Attributes:
-        parts: (N targets, N answers) to <float64>[N, P] what each example adds.
-        of_sums: The score of the sums.
+        terms: What each example adds to the sums.
+        score_of_sums: The score of the sums.
     """
 
-    parts: Callable[[Sequence[Any], Sequence[Any]], NDArray[np.float64]]
-    of_sums: OfSums
+    terms: Terms
+    score_of_sums: ScoreOfSums
 
 
-def mean_f1(labels: Sequence[int]) -> Additive:
+def mean_f1(labels: Sequence[int]) -> AdditiveScore:
     """Returns the mean F1 of some labels, in 0..100; that of a label that never occurs is 0."""
 
-    def parts(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
-        wanted = np.asarray(targets)[:, None] == np.asarray(labels)
-        given = np.asarray(answers)[:, None] == np.asarray(labels)
-        counts = np.stack([wanted & given, given & ~wanted, wanted & ~given])
-        return rearrange(counts.astype(np.float64), "kind n label -> n (kind label)")
+    def terms(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
+        is_target = _one_hot(targets, labels)  # [N, L]
+        is_answer = _one_hot(answers, labels)  # [N, L]
 
-    def of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        hits, wrong, missed = rearrange(sums, "... (kind label) -> kind ... label", kind=3)
-        return 100 * (2 * hits / np.maximum(2 * hits + wrong + missed, 1)).mean(axis=-1)
+        true_positive = is_target & is_answer
+        false_positive = is_answer & ~is_target
+        false_negative = is_target & ~is_answer
+        counts = np.stack([true_positive, false_positive, false_negative]).astype(np.float64)
+        return rearrange(counts, "kind n label -> n (kind label)")  # [N, 3 L]
 
-    return Additive(parts, of_sums)
+    def score_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        counts = rearrange(sums, "... (kind label) -> kind ... label", kind=3)
+        true_positive, false_positive, false_negative = counts
+
+        # F1 = 2 TP / (2 TP + FP + FN)
+        doubled = 2 * true_positive
+        f1 = doubled / np.maximum(doubled + false_positive + false_negative, 1)
+        return 100 * f1.mean(axis=-1)  # [..., L] -> [...]
+
+    return AdditiveScore(terms, score_of_sums)
 
 
-def matthews(labels: Sequence[int]) -> Additive:
+def matthews(labels: Sequence[int]) -> AdditiveScore:
     """Returns 100 times the Matthews correlation of labels and answers; 0 where either is constant.
 
     Args:
         labels: All values that targets and answers take.
+
+    Source:
+        Gorodkin (2004), "Comparing two K-category assignments by a K-category correlation
+        coefficient", R_K in counts. Differs: no.
     """
 
-    def parts(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
-        wanted = np.asarray(targets)[:, None] == np.asarray(labels)
-        given = np.asarray(answers)[:, None] == np.asarray(labels)
-        right = (wanted & given).any(axis=-1, keepdims=True)
-        return np.concatenate([right, wanted, given], axis=-1).astype(np.float64)
+    def terms(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
+        is_target = _one_hot(targets, labels)  # [N, L]
+        is_answer = _one_hot(answers, labels)  # [N, L]
+        is_right = (is_target & is_answer).any(axis=-1, keepdims=True)  # [N, 1]
+        return np.concatenate([is_right, is_target, is_answer], axis=-1).astype(np.float64)
 
-    def of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        right, (wanted, given) = (
-            sums[..., 0],
-            rearrange(sums[..., 1:], "... (kind label) -> kind ... label", kind=2),
-        )
-        total = wanted.sum(axis=-1)
-        spread = (total**2 - (wanted**2).sum(axis=-1)) * (total**2 - (given**2).sum(axis=-1))
-        covariance = right * total - (wanted * given).sum(axis=-1)
-        return np.where(spread > 0, 100 * covariance / np.sqrt(np.maximum(spread, 1)), 0.0)
+    def score_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        # c: right answers; t_k, p_k: how often label k is the target, and the answer; s: examples.
+        c = sums[..., 0]
+        t, p = rearrange(sums[..., 1:], "... (kind label) -> kind ... label", kind=2)
+        s = t.sum(axis=-1)
 
-    return Additive(parts, of_sums)
+        # R_K = (c s - sum_k p_k t_k) / sqrt((s^2 - sum_k p_k^2) (s^2 - sum_k t_k^2))
+        covariance = c * s - (t * p).sum(axis=-1)
+        variances = (s**2 - (t**2).sum(axis=-1)) * (s**2 - (p**2).sum(axis=-1))
+        correlation = 100 * covariance / np.sqrt(np.maximum(variances, 1))
+        return np.where(variances > 0, correlation, 0.0)
+
+    return AdditiveScore(terms, score_of_sums)
 
 
-def mean_parts(each: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the parts <float64>[N, 2] of the mean of scores <float64>[N], of which NaN does not
-    count.
+def mean_terms(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the terms of a mean: each score, and whether it counts.
+
+    Args:
+        scores: <float64>[N] scores of examples; one that is NaN does not count.
+
+    Returns:
+        <float64>[N, 2] terms.
     """
-    counted = ~np.isnan(each)
-    return np.stack([np.where(counted, each, 0.0), counted], axis=-1)
+    counts = ~np.isnan(scores)
+    return np.stack([np.where(counts, scores, 0.0), counts], axis=-1)
 
 
 def mean_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the means <float64>[...] of sums <float64>[..., 2] of parts; NaN where nothing
-    counts.
+    """Returns the means of which `mean_terms` are the terms.
+
+    Args:
+        sums: <float64>[..., 2] sum of the scores, and of those that count.
+
+    Returns:
+        <float64>[...] means; NaN where nothing counts.
     """
-    return np.where(sums[..., 1] > 0, sums[..., 0] / np.maximum(sums[..., 1], 1), np.nan)
+    total = sums[..., 0]
+    num_counted = sums[..., 1]
+    return np.where(num_counted > 0, total / np.maximum(num_counted, 1), np.nan)
+
+
+def _one_hot(values: Sequence[Any], labels: Sequence[int]) -> NDArray[np.bool_]:
+    """Returns <bool>[N, L] whether a value is a label."""
+    return np.asarray(values)[:, None] == np.asarray(labels)

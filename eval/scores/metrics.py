@@ -5,6 +5,7 @@ Source of all of it: T5 `t5/evaluation/metrics.py` and `qa_utils.py`
 MultiRC and ReCoRD are mappings: `value`, and `group` in targets.
 """
 
+import math
 import re
 import string
 import warnings
@@ -12,19 +13,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.reports.published import SUPERGLUE
-from eval.scores.additive import Additive, matthews, mean_f1
-from moe import ConfigError, DataError
+from eval.scores.additive import AdditiveScore, matthews, mean_f1
+from moe.errors import DataError
 
 Values = Sequence[Any]
 """Post-processed targets or answers, one for each example, in the order of the examples."""
 
-Each = Callable[[Values, Values], NDArray[np.float64]]
+ExampleScorer = Callable[[Values, Values], NDArray[np.float64]]
+"""(N targets, N answers) to <float64>[N] scores in 0..100; NaN for examples that do not count."""
 
 
 @dataclass(frozen=True)
@@ -32,41 +34,47 @@ class Metric:
     """A score of a whole split.
 
     Attributes:
-        name: As in the report.
+        name: Name in the report.
         score: (targets, answers) to a number in 0..100; correlations may be below 0.
-        each: (targets, answers) to <float64>[N] scores whose mean over those that are not NaN is
-            `score`: examples that do not count, as a repeated query, are NaN. None for a score that
-            is no mean.
-        additive: The same score of sums, for those that are no mean and have it.
+        score_examples: (targets, answers) to <float64>[N] scores whose mean over those that are not
+            NaN is `score`: examples that do not count, as a repeated query, are NaN. None for a
+            score that is no mean.
+        additive: The same score as a function of sums, for those that are no mean and have it.
     """
 
     name: str
     score: Callable[[Values, Values], float]
-    each: Each | None = None
-    additive: Additive | None = None
+    score_examples: ExampleScorer | None = None
+    additive: AdditiveScore | None = None
 
 
-def mean_of(name: str, each: Each) -> Metric:
-    """Returns the metric that is the mean of `each`; of no example that counts it is NaN."""
+def mean_of(name: str, score_examples: ExampleScorer) -> Metric:
+    """Returns the metric that is the mean of scores of examples; NaN when no example counts."""
 
     def score(targets: Values, answers: Values) -> float:
-        scores = each(targets, answers)
+        scores = score_examples(targets, answers)
         counted = scores[~np.isnan(scores)]
-        return float(counted.mean()) if counted.size else float("nan")
+        return float(counted.mean()) if counted.size else math.nan
 
-    return Metric(name, score, each)
+    return Metric(name, score, score_examples)
 
 
-def bare_values(values: Values) -> list[Any]:
+def unwrap_values(values: Values) -> list[Any]:
     """Returns the `value` of each that is a mapping, and others as they are."""
-    return [value["value"] if isinstance(value, Mapping) else value for value in values]
+    unwrapped = []
+    for value in values:
+        unwrapped.append(value["value"] if isinstance(value, Mapping) else value)
+    return unwrapped
+
+
+# ---------------------------------------------------------------------------
+# Accuracy and F1 of classes
 
 
 def exact_matches(targets: Values, answers: Values) -> NDArray[np.float64]:
     """Returns <float64>[N] 100 where an answer equals its target, 0 elsewhere."""
-    return np.asarray(
-        [100.0 * (target == answer) for target, answer in zip(targets, answers, strict=True)]
-    )
+    pairs = zip(targets, answers, strict=True)
+    return np.asarray([100.0 * (target == answer) for target, answer in pairs])
 
 
 ACCURACY = mean_of("accuracy", exact_matches)
@@ -74,9 +82,7 @@ SEQUENCE_ACCURACY = mean_of("sequence_accuracy", exact_matches)
 
 
 def mean_multiclass_f1(num_classes: int) -> Metric:
-    """Returns the mean F1 of the classes 0 .. num_classes - 1; that of a class that never occurs is
-    0.
-    """
+    """Returns the mean F1 of the classes 0 .. num_classes - 1; 0 for a class that never occurs."""
     labels = range(num_classes)
 
     def score(targets: Values, answers: Values) -> float:
@@ -87,116 +93,138 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
 
 def f1_score_with_invalid(targets: Values, answers: Values) -> float:
     """Returns the F1 of class 1; an answer other than 0 and 1 counts as the wrong one of them."""
-    return 100 * _f1(targets, _without_invalid(targets, answers))
+    return 100 * _f1(targets, _replace_invalid(targets, answers))
 
 
-def _without_invalid(targets: Values, answers: Values) -> list[int]:
+def _multirc_f1a(targets: Values, answers: Values) -> float:
+    return f1_score_with_invalid(unwrap_values(targets), unwrap_values(answers))
+
+
+def _replace_invalid(targets: Values, answers: Values) -> list[int]:
     """Returns answers 0 and 1 as they are, and in place of others the wrong one of the two."""
-    pairs = zip(targets, answers, strict=True)
-    return [answer if answer in (0, 1) else 1 - target for target, answer in pairs]
+    valid = []
+    for target, answer in zip(targets, answers, strict=True):
+        valid.append(answer if answer in (0, 1) else 1 - target)
+    return valid
 
 
-_F1 = mean_f1([1])
+_F1_OF_CLASS_1 = mean_f1([1])
+
+
+def _f1_terms(targets: Values, answers: Values) -> NDArray[np.float64]:
+    """Returns <float64>[N, 3] the terms of `f1_score_with_invalid`; see `AdditiveScore`."""
+    return _F1_OF_CLASS_1.terms(targets, _replace_invalid(targets, answers))
+
+
+def _multirc_f1a_terms(targets: Values, answers: Values) -> NDArray[np.float64]:
+    return _f1_terms(unwrap_values(targets), unwrap_values(answers))
+
+
 MACRO_F1 = mean_multiclass_f1(3)
 F1_WITH_INVALID = Metric(
-    "f1",
-    f1_score_with_invalid,
-    additive=_F1._replace(
-        parts=lambda targets, answers: _F1.parts(targets, _without_invalid(targets, answers))
-    ),
+    "f1", f1_score_with_invalid, additive=_F1_OF_CLASS_1._replace(terms=_f1_terms)
 )
-MULTIRC_F1A = Metric(
-    "f1",
-    lambda targets, answers: f1_score_with_invalid(bare_values(targets), bare_values(answers)),
-    additive=_F1._replace(
-        parts=lambda targets, answers: _F1.parts(
-            bare_values(targets), _without_invalid(bare_values(targets), bare_values(answers))
-        )
-    ),
-)
+MULTIRC_F1A = Metric("f1", _multirc_f1a, additive=_F1_OF_CLASS_1._replace(terms=_multirc_f1a_terms))
 
 
 def _multirc_questions(targets: Values, answers: Values) -> NDArray[np.float64]:
-    """Returns <float64>[N] 100 at the first answer of a question that is all right, 0 of others,
-    NaN elsewhere.
+    """Returns <float64>[N] 100 at the first answer of a question that is all right, 0 at the first
+    answer of another one, NaN elsewhere.
     """
-    right: dict[Any, bool] = {}
-    matches = exact_matches(bare_values(targets), bare_values(answers)) == 100
-    for group, match in zip(_groups(targets), matches, strict=True):
-        right[group] = right.get(group, True) and bool(match)
-    return np.where(
-        _first_of_group(targets), [100.0 * right[group] for group in _groups(targets)], np.nan
-    )
+    groups = _groups(targets)
+    matches = exact_matches(unwrap_values(targets), unwrap_values(answers)) == 100
+    all_right: dict[Any, bool] = {}
+    for group, match in zip(groups, matches, strict=True):
+        all_right[group] = all_right.get(group, True) and bool(match)
+
+    question_scores = [100.0 * all_right[group] for group in groups]
+    return np.where(_first_of_group(targets), question_scores, np.nan)
 
 
 MULTIRC_EM = mean_of("exact_match", _multirc_questions)
 
 
+# ---------------------------------------------------------------------------
+# Questions with free answers
+
+
 def normalize_squad(text: str) -> str:
-    """Returns the text in lower case without ASCII punctuation and articles, words parted by one
-    space.
-    """
+    """Returns the text in lower case without ASCII punctuation and articles, single-spaced."""
     return _normalize(text, string.punctuation, "")
 
 
 def normalize_trivia_qa(text: str) -> str:
-    """Returns the text in lower case without articles, punctuation (curly quotes too) turned to
-    spaces.
+    """Returns the text in lower case without articles, single-spaced; punctuation, curly quotes
+    too, turns to spaces.
     """
     return _normalize(text, string.punctuation + "‘’´`_", " ")  # noqa: RUF001  the quotes are meant
 
 
-def best_match(normalize: Callable[[str], str], score: Callable[[str, str], float]) -> Each:
-    """Returns what scores normalised answers against the best of the lists of answers that the
-    targets are.
+def _normalize(text: str, punctuation: str, replacement: str) -> str:
+    """Returns the text in lower case, its punctuation replaced, without articles, single-spaced."""
+    text = text.lower().translate(dict.fromkeys(map(ord, punctuation), replacement))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def best_match(
+    normalize: Callable[[str], str], score: Callable[[str, str], float]
+) -> ExampleScorer:
+    """Returns what scores an answer against the best of the accepted answers.
+
+    Args:
+        normalize: Applied to both before they are compared.
+        score: (accepted answer, answer) to 0..1.
+
+    Returns:
+        The scorer; its targets are lists of accepted answers.
     """
 
-    def each(targets: Values, answers: Values) -> NDArray[np.float64]:
-        best = []
+    def score_examples(targets: Values, answers: Values) -> NDArray[np.float64]:
+        best_scores = []
         for target, answer in zip(targets, answers, strict=True):
-            given = normalize(answer)
-            best.append(
-                100.0 * max((score(normalize(wanted), given) for wanted in target), default=0.0)
-            )
-        return np.asarray(best)
+            normalized = normalize(answer)
+            scores = [score(normalize(accepted), normalized) for accepted in target]
+            best_scores.append(100.0 * max(scores, default=0.0))
+        return np.asarray(best_scores)
 
-    return each
-
-
-def first_of_each_group(each: Each) -> Each:
-    """Returns `each` for targets and answers that are mappings; all but the first of a group are
-    NaN.
-    """
-
-    def deduplicated(targets: Values, answers: Values) -> NDArray[np.float64]:
-        return np.where(
-            _first_of_group(targets), each(bare_values(targets), bare_values(answers)), np.nan
-        )
-
-    return deduplicated
+    return score_examples
 
 
-def _overlap(target: str, answer: str) -> float:
+def first_of_each_group(score_examples: ExampleScorer) -> ExampleScorer:
+    """Returns a scorer of values with groups, of which only the first of each counts."""
+
+    def score_first(targets: Values, answers: Values) -> NDArray[np.float64]:
+        scores = score_examples(unwrap_values(targets), unwrap_values(answers))
+        return np.where(_first_of_group(targets), scores, np.nan)
+
+    return score_first
+
+
+def _equality(target: str, answer: str) -> float:
+    return float(target == answer)
+
+
+def _word_f1(target: str, answer: str) -> float:
     """Returns the F1 of the words of an answer, as bags; 0 when either is empty."""
-    target_words, answer_words = target.split(), answer.split()
-    shared = sum((Counter(target_words) & Counter(answer_words)).values())
-    if shared == 0:
+    target_words = target.split()
+    answer_words = answer.split()
+    num_shared = sum((Counter(target_words) & Counter(answer_words)).values())
+    if num_shared == 0:
         return 0.0
-    precision, recall = shared / len(answer_words), shared / len(target_words)
+
+    precision = num_shared / len(answer_words)
+    recall = num_shared / len(target_words)
     return 2 * precision * recall / (precision + recall)
 
 
-_squad_em = best_match(normalize_squad, lambda target, answer: float(target == answer))
-_squad_f1 = best_match(normalize_squad, _overlap)
-SQUAD_EM, SQUAD_F1 = mean_of("em", _squad_em), mean_of("f1", _squad_f1)
-RECORD_EM, RECORD_F1 = (
-    mean_of("em", first_of_each_group(_squad_em)),
-    mean_of("f1", first_of_each_group(_squad_f1)),
-)
-TRIVIA_EM = mean_of(
-    "em", best_match(normalize_trivia_qa, lambda target, answer: float(target == answer))
-)
-TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, _overlap))
+_squad_em = best_match(normalize_squad, _equality)
+_squad_f1 = best_match(normalize_squad, _word_f1)
+SQUAD_EM = mean_of("em", _squad_em)
+SQUAD_F1 = mean_of("f1", _squad_f1)
+RECORD_EM = mean_of("em", first_of_each_group(_squad_em))
+RECORD_F1 = mean_of("f1", first_of_each_group(_squad_f1))
+TRIVIA_EM = mean_of("em", best_match(normalize_trivia_qa, _equality))
+TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, _word_f1))
 
 
 def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True) -> Metric:
@@ -212,20 +240,26 @@ def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True
     """
 
     def as_set(answers: Collection[str]) -> frozenset[str]:
-        return frozenset(normalize_squad(answer) if normalize else answer for answer in answers)
+        if normalize:
+            return frozenset(map(normalize_squad, answers))
+        return frozenset(answers)
 
-    def one(target: Sequence[Collection[str]], answer: Sequence[Collection[str]]) -> float:
-        wanted = [as_set(group) for group in target if group]
-        return (
-            100.0 * (as_set(answer[0]) in wanted)
-            if len(wanted) >= non_null_threshold
-            else float("nan")
-        )
+    def score_question(
+        annotators: Sequence[Collection[str]], answer: Sequence[Collection[str]]
+    ) -> float:
+        accepted = [as_set(answers) for answers in annotators if answers]
+        if len(accepted) < non_null_threshold:
+            return math.nan
+        return 100.0 * (as_set(answer[0]) in accepted)
 
-    return mean_of(
-        "recall",
-        lambda targets, answers: np.asarray(list(map(one, targets, answers)), dtype=np.float64),
-    )
+    def score_examples(targets: Values, answers: Values) -> NDArray[np.float64]:
+        return np.asarray(list(map(score_question, targets, answers)), dtype=np.float64)
+
+    return mean_of("recall", score_examples)
+
+
+# ---------------------------------------------------------------------------
+# Summaries
 
 
 def rouge(kind: str) -> Metric:
@@ -237,25 +271,27 @@ def rouge(kind: str) -> Metric:
         T5 `rouge_mean`. Differs: no; T5's `rouge` reports the median of unseeded resamples.
     """
 
-    def each(targets: Values, answers: Values) -> NDArray[np.float64]:
-        from rouge_score.rouge_scorer import (
-            RougeScorer,
-        )  # slow to import, and only summaries need it
+    def score_examples(targets: Values, answers: Values) -> NDArray[np.float64]:
+        # Slow to import, and only summaries need it.
+        from rouge_score.rouge_scorer import RougeScorer
 
         scorer = RougeScorer([kind])
-        pairs = zip(targets, answers, strict=True)
-        sentences = [
-            (target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
-            for target, answer in pairs
-        ]
-        return np.asarray(
-            [100.0 * scorer.score(target, answer)[kind].fmeasure for target, answer in sentences]
-        )
+        scores = []
+        for target, answer in zip(targets, answers, strict=True):
+            found = scorer.score(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
+            scores.append(100.0 * found[kind].fmeasure)
+        return np.asarray(scores)
 
-    return mean_of(kind, each)
+    return mean_of(kind, score_examples)
 
 
-ROUGE1, ROUGE2, ROUGELSUM = rouge("rouge1"), rouge("rouge2"), rouge("rougeLsum")
+ROUGE1 = rouge("rouge1")
+ROUGE2 = rouge("rouge2")
+ROUGELSUM = rouge("rougeLsum")
+
+
+# ---------------------------------------------------------------------------
+# Correlations and pairs
 
 
 def correlation(name: str, function: Callable[[Values, Values], Any]) -> Metric:
@@ -270,14 +306,12 @@ def correlation(name: str, function: Callable[[Values, Values], Any]) -> Metric:
 
 
 def _pearson(targets: Values, answers: Values) -> float:
-    """Returns the Pearson correlation in -1..1."""
     from scipy.stats import pearsonr
 
     return float(np.asarray(pearsonr(targets, answers))[0])
 
 
 def _spearman(targets: Values, answers: Values) -> float:
-    """Returns the Spearman correlation in -1..1."""
     from scipy.stats import spearmanr
 
     return float(np.asarray(spearmanr(targets, answers))[0])
@@ -300,7 +334,8 @@ def _equal_pairs(targets: Values, answers: Values) -> NDArray[np.float64]:
     elsewhere.
     """
     scores = np.full(len(answers), np.nan)
-    scores[: len(answers) // 2 * 2 : 2] = exact_matches(answers[0:-1:2], answers[1::2])
+    num_paired = len(answers) // 2 * 2
+    scores[:num_paired:2] = exact_matches(answers[0:-1:2], answers[1::2])
     return scores
 
 
@@ -311,32 +346,22 @@ Source: jiant v1 `jiant/metrics/winogender_metrics.py`.
 """
 
 
-def superglue_average(scores: Mapping[str, float | Mapping[str, float]]) -> float:
-    """Returns the leaderboard's number: the mean of eight tasks, each the mean of its metrics.
+# ---------------------------------------------------------------------------
+# Ranked choices
 
-    Args:
-        scores: By task, as in SUPERGLUE, its score or its two scores by metric; others, as AX-b, do
-            not count.
 
-    Raises:
-        ConfigError: When a task is missing.
-    """
-    missing = [task for task in SUPERGLUE if task not in scores]
-    if missing:
-        raise ConfigError(
-            f"The SuperGLUE average needs {', '.join(SUPERGLUE)}; missing: {', '.join(missing)}."
-        )
-    means = [
-        np.mean(list(s.values()) if isinstance(s := scores[task], Mapping) else s)
-        for task in SUPERGLUE
-    ]
-    return float(np.mean(means))
+class _RankedChoice(NamedTuple):
+    """One choice of a row with its score."""
+
+    row: int
+    number: int
+    score: float
+    right: bool
+    weight: float
 
 
 def auc(targets: Values, scores: Sequence[float], weights: Any = None) -> dict[str, float]:
-    """Returns the areas under the ROC and the precision-recall curve, in 0..1, of scores of class
-    1.
-    """
+    """Returns the areas in 0..1 under the ROC and the precision-recall curve of scores of class 1."""
     from sklearn.metrics import average_precision_score, roc_auc_score
 
     return {
@@ -372,74 +397,93 @@ def rank_classification(
             f"There are {len(targets)} choices and {len(scores)} scores; expected as many of both, a multiple of the "
             f"{num_classes or 1} classes."
         )
-    choices = [
-        (row, number, score / length if normalize_by_target_length else score, right, weight)
-        for ((row, number), right, weight, length), score in zip(targets, scores, strict=True)
-    ]
-    choices.sort(key=lambda choice: choice[:2])
-    if num_classes is not None:
-        return _of_classes(
-            np.asarray([choice[2:] for choice in choices], dtype=np.float64).reshape(
-                -1, num_classes, 3
-            )
-        )
-    chosen = [
-        max(row, key=lambda choice: choice[2])
-        for _, row in groupby(choices, key=lambda choice: choice[0])
-    ]
-    return {
-        "accuracy": 100 * float(np.average([c[3] for c in chosen], weights=[c[4] for c in chosen]))
-    }
+
+    choices = []
+    for ((row, number), right, weight, length), score in zip(targets, scores, strict=True):
+        if normalize_by_target_length:
+            score = score / length
+        choices.append(_RankedChoice(row, number, score, right, weight))
+    choices.sort(key=attrgetter("row", "number"))
+
+    if num_classes is None:
+        return _accuracy_of_ranked(choices)
+    values = np.asarray([choice[2:] for choice in choices], dtype=np.float64)
+    return _metrics_of_classes(values.reshape(-1, num_classes, 3))  # [N, C, 3]
 
 
-def _of_classes(choices: NDArray[np.float64]) -> dict[str, float]:
-    """Returns the metrics of <float64>[N, C, 3] score, rightness and weight of every choice."""
-    scores, right, weights = (
-        choices[..., 0].astype(np.float32),
-        choices[..., 1] == 1,
-        choices[:, 0, 2],
-    )
-    picked = scores.argmax(axis=-1)
-    hits = right[np.arange(len(right)), picked]
-    accuracy = {"accuracy": 100 * float(np.average(hits, weights=weights))}
+def _accuracy_of_ranked(choices: Sequence[_RankedChoice]) -> dict[str, float]:
+    """Returns the accuracy of the best choice of each row; `choices` are sorted by row."""
+    right = []
+    weights = []
+    for _, row in groupby(choices, key=attrgetter("row")):
+        best = max(row, key=attrgetter("score"))
+        right.append(best.right)
+        weights.append(best.weight)
+    return {"accuracy": 100 * float(np.average(right, weights=weights))}
+
+
+def _metrics_of_classes(choices: NDArray[np.float64]) -> dict[str, float]:
+    """Returns the metrics of rows with the same number of choices.
+
+    Args:
+        choices: <float64>[N, C, 3] score, rightness and weight of every choice.
+    """
+    scores = choices[..., 0].astype(np.float32)  # [N, C]
+    right = choices[..., 1] == 1  # [N, C]
+    weights = choices[:, 0, 2]  # [N]
     num_classes = right.shape[1]
+
+    best = scores.argmax(axis=-1)  # [N]
+    is_right = right[np.arange(len(right)), best]  # [N]
+    metrics = {"accuracy": 100 * float(np.average(is_right, weights=weights))}
     if (right.sum(axis=-1) > 1).any():
-        return accuracy
+        return metrics
+
     if num_classes > 2:
-        options = {"labels": range(num_classes), "average": "macro", "sample_weight": weights}
-        f1 = _f1(right.astype(int), np.eye(num_classes, dtype=int)[picked], **options)
-        return accuracy | {f"mean_{num_classes}class_f1": 100 * f1}
-    f1 = _f1(right.argmax(axis=-1), picked, sample_weight=weights)
-    odds = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    areas = auc(right[:, 1], odds[:, 1] / odds.sum(axis=-1), weights)
-    return accuracy | {"f1": 100 * f1} | {name: 100 * area for name, area in areas.items()}
+        one_hot = np.eye(num_classes, dtype=int)[best]  # [N, C]
+        f1 = _f1(
+            right.astype(int),
+            one_hot,
+            labels=range(num_classes),
+            average="macro",
+            sample_weight=weights,
+        )
+        metrics[f"mean_{num_classes}class_f1"] = 100 * f1
+        return metrics
+
+    metrics["f1"] = 100 * _f1(right.argmax(axis=-1), best, sample_weight=weights)
+    odds = np.exp(scores - scores.max(axis=-1, keepdims=True))  # [N, 2]
+    probability = odds[:, 1] / odds.sum(axis=-1)  # [N]
+    for name, area in auc(right[:, 1], probability, weights).items():
+        metrics[name] = 100 * area
+    return metrics
 
 
 def _f1(targets: Any, answers: Any, **options: Any) -> float:
-    """Returns sklearn's F1 in 0..1; that of a class that never occurs is 0."""
+    """Returns sklearn's F1 in 0..1; that of a class that never occurs is 0, without a warning."""
     from sklearn.metrics import f1_score
 
-    options["zero_division"] = 0  # without a warning
-    return float(f1_score(targets, answers, **options))
+    return float(f1_score(targets, answers, zero_division=0, **options))
+
+
+# ---------------------------------------------------------------------------
+# Groups of MultiRC and ReCoRD
 
 
 def _groups(targets: Values) -> list[Any]:
     """Returns the `group` of each target; lists, as JSON has them, become tuples."""
-    return [tuple(g) if isinstance(g := target["group"], list) else g for target in targets]
+    groups = []
+    for target in targets:
+        group = target["group"]
+        groups.append(tuple(group) if isinstance(group, list) else group)
+    return groups
 
 
 def _first_of_group(targets: Values) -> NDArray[np.bool_]:
     """Returns <bool>[N] whether a target is the first of its group."""
-    first: dict[Any, int] = {}
-    return np.asarray(
-        [first.setdefault(group, n) == n for n, group in enumerate(_groups(targets))],
-        dtype=np.bool_,
-    )
-
-
-def _normalize(text: str, punctuation: str, replacement: str) -> str:
-    """Returns the text in lower case, its punctuation replaced, without articles, words parted by
-    one space.
-    """
-    text = "".join(replacement if letter in punctuation else letter for letter in text.lower())
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    seen = set()
+    is_first = []
+    for group in _groups(targets):
+        is_first.append(group not in seen)
+        seen.add(group)
+    return np.asarray(is_first, dtype=np.bool_)

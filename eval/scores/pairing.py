@@ -1,4 +1,9 @@
-"""Whether two systems differ, on the same examples, by more than chance."""
+"""Whether two systems differ, on the same examples, by more than chance.
+
+Two tools: the paired bootstrap, which draws the same groups for both systems and gives the interval
+of their difference, and the paired permutation test, which swaps their answers group by group and
+gives the p-value.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,38 +12,43 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.scores.additive import OfSums
+from eval.scores.additive import ScoreOfSums
 from eval.scores.intervals import (
-    Judged,
     Score,
-    draw_groups,
+    ScoredAnswers,
+    bootstrap,
+    examples_by_group,
+    group_statistic,
     group_sums,
-    quiet_score,
-    rows_by_group,
-    statistic_of,
+    score_or_nan,
     with_interval,
 )
 from eval.scores.metrics import Metric
 
 PERMUTATIONS = 9999
 RECOMPUTED_PERMUTATIONS = 999
-_SAME = 1e-9  # in points: two differences that rounding alone tells apart are one
+"""Of metrics that are no function of sums, which are computed anew for each permutation."""
+
+_TOLERANCE = 1e-9  # in points: two differences that rounding alone tells apart are one
 _CHUNK = 500
+
+SwapStatistic = Callable[[NDArray[np.bool_]], NDArray[np.float64]]
+"""<bool>[R, K] which of the K groups that differ are swapped, to <float64>[R] differences a - b."""
 
 
 class Pair(NamedTuple):
     """A metric of two systems on the same examples.
 
     Attributes:
-        metric: Its name.
+        metric: Name of the metric.
         a: Score of the first system; None when no example counts.
-        b: Of the second.
-        difference: a - b with the interval of paired draws of groups.
+        b: Score of the second system.
+        difference: a - b with the interval of the paired bootstrap.
         p_value: Two-sided, of the paired permutation test; None without a difference.
         exact: Whether every permutation was tried.
-        wins: Examples that count which the first answers better.
-        losses: Those that the second does.
-        ties: The others.
+        wins: Number of examples that the first system answers better.
+        losses: Number of examples that the second system answers better.
+        ties: Number of the other examples that count.
     """
 
     metric: str
@@ -53,124 +63,176 @@ class Pair(NamedTuple):
 
 
 def compare_answers(
-    metric: Metric, a: Judged, b: Judged, groups: Sequence[str], seed: Sequence[int] = (0,)
+    metric: Metric,
+    a: ScoredAnswers,
+    b: ScoredAnswers,
+    groups: Sequence[str],
+    seed: Sequence[int] = (0,),
 ) -> Pair:
     """Returns how two systems differ in a metric.
 
     Args:
         metric: What to compare.
         a: N answers of the first system.
-        b: N answers of the second, to the same questions.
-        groups: N group names; whole groups are swapped and drawn.
-        seed: Of permutations and draws.
+        b: N answers of the second system to the same requests.
+        groups: The group of each example; whole groups are swapped and drawn.
+        seed: Seed of permutations and draws.
     """
-    rows = rows_by_group(groups)
-    of_a, of_b = (statistic_of(judged, metric, rows) for judged in (a, b))
-    value_a, value_b = a.score(metric), b.score(metric)
-    draws = draw_groups(lambda drawn: of_a(drawn) - of_b(drawn), len(rows), seed)
-    difference = with_interval(value_a - value_b, draws)
-    p_value, exact = (
-        (None, False) if difference.value is None else permutation_test(metric, a, b, rows, seed)
-    )
-    gaps = a.only(metric).examples - b.only(metric).examples
+    members = examples_by_group(groups)
+    score_a = a.score(metric)
+    score_b = b.score(metric)
+
+    # Paired bootstrap: both systems on the same drawn groups.
+    statistic_a = group_statistic(a, metric, members)
+    statistic_b = group_statistic(b, metric, members)
+
+    def difference_of(drawn: NDArray[np.int64]) -> float:
+        return statistic_a(drawn) - statistic_b(drawn)
+
+    draws = bootstrap(difference_of, len(members), seed)
+    difference = with_interval(score_a - score_b, draws)
+
+    # Paired permutation test of "the two are alike".
+    p_value = None
+    exact = False
+    if difference.value is not None:
+        p_value, exact = permutation_test(metric, a, b, members, seed)
+
+    # Which of them answers single examples better.
+    gaps = a.only(metric).headline_scores - b.only(metric).headline_scores  # [N]
     counted = gaps[~np.isnan(gaps)]
-    wins, losses = int((counted > _SAME).sum()), int((counted < -_SAME).sum())
-    a_value, b_value = (None if math.isnan(value) else value for value in (value_a, value_b))
-    ties = len(counted) - wins - losses
-    return Pair(metric.name, a_value, b_value, difference, p_value, exact, wins, losses, ties)
+    wins = int((counted > _TOLERANCE).sum())
+    losses = int((counted < -_TOLERANCE).sum())
+
+    return Pair(
+        metric=metric.name,
+        a=None if math.isnan(score_a) else score_a,
+        b=None if math.isnan(score_b) else score_b,
+        difference=difference,
+        p_value=p_value,
+        exact=exact,
+        wins=wins,
+        losses=losses,
+        ties=len(counted) - wins - losses,
+    )
 
 
 def permutation_test(
-    metric: Metric, a: Judged, b: Judged, rows: list[NDArray[np.int64]], seed: Sequence[int] = (0,)
+    metric: Metric,
+    a: ScoredAnswers,
+    b: ScoredAnswers,
+    groups: list[NDArray[np.int64]],
+    seed: Sequence[int] = (0,),
 ) -> tuple[float, bool]:
-    """Returns how often chance alone makes a difference as large, two-sided, and whether this is
+    """Returns how often chance alone makes a difference as large, two-sided, and whether that is
     exact.
 
     If the systems were alike, which of them gave which answers to a group would be a toss of a
-    coin. All tosses are tried where they are few, else random ones; groups that both answer alike
-    need none.
+    coin. All tosses are tried where they are few, else random ones. Groups that both answer alike
+    need no toss: swapping them changes nothing.
 
     Args:
         metric: What is compared.
-        a: N answers of the first.
-        b: N answers of the second.
-        rows: Examples of each group.
-        seed: Of the tosses.
+        a: N answers of the first system.
+        b: N answers of the second system.
+        groups: Numbers of the examples of each group.
+        seed: Seed of the tosses.
 
     Source:
         scipy.stats.permutation_test(permutation_type="samples") of the groups; the tests compare
         the two.
     """
-    parts_a, parts_b = a.parts(metric), b.parts(metric)
-    if parts_a is not None and parts_b is not None:
-        statistic, num_groups = _of_sums(
-            group_sums(parts_a[0], rows), group_sums(parts_b[0], rows), parts_a[1]
-        )
-        num_permutations = PERMUTATIONS
-    else:
-        statistic, num_groups = _of_scores(metric, a, b, rows)
-        num_permutations = RECOMPUTED_PERMUTATIONS
-    if num_groups == 0:
+    statistic, num_differing, num_permutations = _swap_statistic(metric, a, b, groups)
+    if num_differing == 0:
         return 1.0, True
-    observed = abs(statistic(np.zeros((1, num_groups), dtype=bool))[0])
-    if 2**num_groups <= num_permutations + 1:
-        tosses = (np.arange(2**num_groups)[:, None] >> np.arange(num_groups)) & 1
+    no_swap = np.zeros((1, num_differing), dtype=bool)
+    observed = abs(statistic(no_swap)[0])
+
+    # Few groups: every pattern of tosses, as the binary digits of 0 .. 2^K - 1.
+    if 2**num_differing <= num_permutations + 1:
+        patterns = np.arange(2**num_differing)[:, None]
+        tosses = (patterns >> np.arange(num_differing)) & 1  # [2^K, K]
         return float(np.mean(_as_large(statistic(tosses.astype(bool)), observed))), True
-    rng, hits = np.random.default_rng(list(seed)), 0
+
+    # Many groups: random tosses, in chunks that bound the memory.
+    rng = np.random.default_rng(list(seed))
+    num_as_large = 0
     for start in range(0, num_permutations, _CHUNK):
-        tosses = rng.random((min(_CHUNK, num_permutations - start), num_groups)) < 0.5
-        hits += int(_as_large(statistic(tosses), observed).sum())
-    return (hits + 1) / (num_permutations + 1), False
+        size = min(_CHUNK, num_permutations - start)
+        tosses = rng.random((size, num_differing)) < 0.5  # [R, K]
+        num_as_large += int(_as_large(statistic(tosses), observed).sum())
+
+    # The observed pattern counts as one of the permutations, so that no p-value is 0.
+    return (num_as_large + 1) / (num_permutations + 1), False
 
 
-_Swapped = Callable[[NDArray[np.bool_]], NDArray[np.float64]]
-"""From tosses <bool>[R, K] of the K groups that differ to <float64>[R] differences."""
+def _swap_statistic(
+    metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: list[NDArray[np.int64]]
+) -> tuple[SwapStatistic, int, int]:
+    """Returns the difference after swaps, how many groups differ, and how many permutations to try."""
+    additive_a = a.terms(metric)
+    additive_b = b.terms(metric)
+    if additive_a is not None and additive_b is not None:
+        terms_a, score_of_sums = additive_a
+        terms_b, _ = additive_b
+        sums_a = group_sums(terms_a, groups)
+        sums_b = group_sums(terms_b, groups)
+        return *_swap_sums(sums_a, sums_b, score_of_sums), PERMUTATIONS
+    return *_swap_answers(metric, a, b, groups), RECOMPUTED_PERMUTATIONS
 
 
-def _of_sums(
-    a: NDArray[np.float64], b: NDArray[np.float64], of_sums: OfSums
-) -> tuple[_Swapped, int]:
-    """Returns the differences of scores of sums, and how many groups differ.
+def _swap_sums(
+    a: NDArray[np.float64], b: NDArray[np.float64], score_of_sums: ScoreOfSums
+) -> tuple[SwapStatistic, int]:
+    """Returns the difference of scores of sums after swaps, and how many groups differ.
 
     Args:
-        a: <float64>[G, P] sums of groups of the first system.
-        b: <float64>[G, P] those of the second.
-        of_sums: The score.
+        a: <float64>[G, P] sums of the groups of the first system.
+        b: <float64>[G, P] sums of the groups of the second system.
+        score_of_sums: The score.
     """
-    moved = (b - a)[(a != b).any(axis=-1)]
+    # What a swap of a group moves from one total to the other.
+    moved = (b - a)[(a != b).any(axis=-1)]  # [K, P]
+    total_a = a.sum(axis=0)  # [P]
+    total_b = b.sum(axis=0)  # [P]
 
-    def statistic(tosses: NDArray[np.bool_]) -> NDArray[np.float64]:
-        swapped = tosses.astype(np.float64) @ moved
-        return of_sums(a.sum(axis=0) + swapped) - of_sums(b.sum(axis=0) - swapped)
+    def statistic(swaps: NDArray[np.bool_]) -> NDArray[np.float64]:
+        change = swaps.astype(np.float64) @ moved  # [R, P]
+        return score_of_sums(total_a + change) - score_of_sums(total_b - change)
 
     return statistic, len(moved)
 
 
-def _of_scores(
-    metric: Metric, a: Judged, b: Judged, rows: list[NDArray[np.int64]]
-) -> tuple[_Swapped, int]:
-    """Returns the differences of two scores that are taken anew, and how many groups differ."""
-    differing = [
-        members for members in rows if any(a.answers[row] != b.answers[row] for row in members)
-    ]
+def _swap_answers(
+    metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: list[NDArray[np.int64]]
+) -> tuple[SwapStatistic, int]:
+    """Returns the difference of scores computed anew after swaps, and how many groups differ."""
+    differing = []
+    for members in groups:
+        if any(a.answers[row] != b.answers[row] for row in members):
+            differing.append(members)
 
-    def statistic(tosses: NDArray[np.bool_]) -> NDArray[np.float64]:
-        differences = []
-        for toss in tosses:
-            first, second = list(a.answers), list(b.answers)
-            for members in (members for members, swap in zip(differing, toss, strict=True) if swap):
+    def after_swap(swaps: NDArray[np.bool_]) -> float:
+        answers_a = list(a.answers)
+        answers_b = list(b.answers)
+        for members, swap in zip(differing, swaps, strict=True):
+            if swap:
                 for row in members:
-                    first[row], second[row] = b.answers[row], a.answers[row]
-            differences.append(
-                quiet_score(metric, a.targets, first) - quiet_score(metric, b.targets, second)
-            )
-        return np.asarray(differences)
+                    answers_a[row] = b.answers[row]
+                    answers_b[row] = a.answers[row]
+        score_a = score_or_nan(metric, a.targets, answers_a)
+        score_b = score_or_nan(metric, b.targets, answers_b)
+        return score_a - score_b
+
+    def statistic(swaps: NDArray[np.bool_]) -> NDArray[np.float64]:
+        return np.asarray([after_swap(pattern) for pattern in swaps])
 
     return statistic, len(differing)
 
 
 def _as_large(differences: NDArray[np.float64], observed: float) -> NDArray[np.bool_]:
-    """Returns <bool>[R] where a difference is not below the observed one; one that is not defined
-    counts as large.
+    """Returns <bool>[R] where a difference is not below the observed one.
+
+    One that is not defined counts as large.
     """
-    return ~(np.abs(differences) < observed - _SAME)
+    return ~(np.abs(differences) < observed - _TOLERANCE)

@@ -21,7 +21,7 @@ TRUE_OR_FALSE = ("True", "Neither", "False")
 
 
 def flan(row: Row) -> list[Features]:
-    """Returns the premise, a question and three answers to Yes, It's impossible to say or No.
+    """Maps premise, question and three answers to Yes, It's impossible to say or No.
 
     Source:
         FLAN (github.com/google-research/FLAN) flan/tasks.py and the first of the templates in
@@ -35,7 +35,7 @@ def flan(row: Row) -> list[Features]:
 
 
 def gpt3(row: Row) -> list[Features]:
-    """Returns the premise and a question to True, Neither or False.
+    """Maps premise and question to True, Neither or False.
 
     Source:
         lm-evaluation-harness lm_eval/tasks/anli, after GPT-3 (arXiv:2005.14165) appendix G.
@@ -87,6 +87,7 @@ def _register_round(number: int, *, num_train: int, num_eval: int) -> None:
         )
     )
 
+    # Published prompts for the same rows.
     register_task(
         replace(
             task,

@@ -22,7 +22,7 @@ LETTERS = "ABCDE"
 
 
 def ask_letter(name: str) -> Preprocess:
-    """Returns the preprocessor whose target is the letter of the right choice.
+    """Returns the preprocessor that maps a question with its choices to a letter.
 
     Args:
         name: What the prompt begins with.
@@ -44,7 +44,7 @@ def ask_letter(name: str) -> Preprocess:
 
 
 def unifiedqa(row: Row) -> list[Features]:
-    """Returns the example whose target is the text of the right choice, all in lower case.
+    """Maps a question with its choices to the text of the right one, all in lower case.
 
     Source:
         UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
@@ -52,7 +52,7 @@ def unifiedqa(row: Row) -> list[Features]:
         anew, since some have digits.
     """
     right = right_choice(row)
-    texts = [text.lower() for text in row["choices"]["text"]]
+    texts = list(map(str.lower, row["choices"]["text"]))
     return [
         {
             "id": row["id"],
@@ -98,6 +98,8 @@ def _with_letters(texts: list[str]) -> str:
 def _register_level(name: str, config: str, counts: Mapping[str, int]) -> None:
     """Registers ARC-Easy or ARC-Challenge, and its variant."""
     question = "A science question for school grades 3 to 9 with three to five choices"
+
+    # Our own prompt: T5's rule for GLUE, with lettered choices.
     task = register_task(
         Task(
             name=name,
@@ -125,6 +127,8 @@ def _register_level(name: str, config: str, counts: Mapping[str, int]) -> None:
             family="ARC",
         )
     )
+
+    # UnifiedQA's prompt for the same rows.
     register_task(
         replace(
             task,

@@ -27,7 +27,7 @@ _COLUMNS = {"id": str, "context": str, "question": str, "answers": {"text": [str
 
 
 def squad_v2(row: Row) -> list[Features]:
-    """Returns T5's example, to its first answer or to UNANSWERABLE."""
+    """Maps a question to its first answer, as T5 does, or to UNANSWERABLE."""
     examples = squad(row)
     for features in examples:
         if not features["answers"]:
@@ -51,8 +51,8 @@ def _f1(targets: Values, answers: Values) -> NDArray[np.float64]:
     for target, answer in zip(targets, answers, strict=True):
         is_rightly_empty.append(target == [""] and not normalize_squad(answer))
 
-    assert SQUAD_F1.each is not None, "SQuAD's F1 is a mean"
-    return np.where(is_rightly_empty, 100.0, SQUAD_F1.each(targets, answers))
+    assert SQUAD_F1.score_examples is not None, "SQuAD's F1 is a mean"
+    return np.where(is_rightly_empty, 100.0, SQUAD_F1.score_examples(targets, answers))
 
 
 SQUAD_V2_F1 = mean_of("f1", _f1)

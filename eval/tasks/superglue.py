@@ -59,6 +59,7 @@ def _classification(
     licence: str,
     source: HubData,
     metrics: tuple[Metric, ...] = (ACCURACY,),
+    headline: tuple[Metric, ...] = (),
 ) -> Task:
     """Returns a classification in the form of GLUE, whose prompt and labels go by its name."""
     labels = preprocess.LABELS[name]
@@ -71,6 +72,7 @@ def _classification(
         preprocess=preprocess.glue_task(name),
         postprocess=postprocess.label_index(labels),
         metrics=metrics,
+        headline=headline,
         choices=labels,
         ids=("idx",),
         family=_FAMILY,
@@ -110,6 +112,7 @@ register_task(
             num_labels=3,
         ),
         metrics=(ACCURACY, MACRO_F1),
+        headline=(ACCURACY, MACRO_F1),
     )
 )
 
@@ -188,6 +191,7 @@ register_task(
                 num_labels=2,
             ),
             metrics=(MULTIRC_F1A, MULTIRC_EM),
+            headline=(MULTIRC_F1A, MULTIRC_EM),
         ),
         postprocess=postprocess.multirc,
         ids=("idx/paragraph", "idx/question", "idx/answer"),
@@ -201,7 +205,7 @@ register_task(
 
 
 def _record_train(row: Row) -> list[Features]:
-    """Returns an example for each answer; entities are sorted, as in T5's copy of the data."""
+    """Maps a query to each of its answers; entities are sorted, as in T5's copy of the data."""
     entities = sorted(set(row["entities"]))
     examples = preprocess.record({**row, "entities": entities})
     for number, features in enumerate(examples):
@@ -211,7 +215,7 @@ def _record_train(row: Row) -> list[Features]:
 
 
 def _record(row: Row) -> list[Features]:
-    """Returns the query once, to its first answer."""
+    """Maps a query to its first answer alone."""
     return _record_train(row)[:1]
 
 
@@ -243,6 +247,7 @@ register_task(
         for_training=_record_train,
         postprocess=postprocess.record,
         metrics=(RECORD_EM, RECORD_F1),
+        headline=(RECORD_EM, RECORD_F1),
         choices=_entities,
         ids=("idx/passage", "idx/query", "idx/answer"),
         groups=("idx/passage", "idx/query"),

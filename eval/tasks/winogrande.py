@@ -25,7 +25,7 @@ _ask_name = glue("winogrande", OPTIONS, id_field=None)
 
 
 def ask_name(row: Row) -> list[Features]:
-    """Returns `winogrande option1: A option2: B sentence: S` to option1 or option2."""
+    """Maps `winogrande option1: A option2: B sentence: S` to option1 or option2."""
     return _ask_name(
         {
             "option1": row["option1"],
@@ -37,7 +37,7 @@ def ask_name(row: Row) -> list[Features]:
 
 
 def unifiedqa(row: Row) -> list[Features]:
-    """Returns the sentence and both options to the text of one, all in lower case.
+    """Maps sentence and options to the text of one, all in lower case.
 
     Source:
         UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
@@ -49,7 +49,7 @@ def unifiedqa(row: Row) -> list[Features]:
 
 
 def rainbow(row: Row) -> list[Features]:
-    """Returns the fields between tags to 1 or 2.
+    """Maps the fields between tags to 1 or 2.
 
     Source:
         Rainbow (github.com/allenai/rainbow) src/rainbow/preparation/rainbow.py. Differs: no.
@@ -60,7 +60,7 @@ def rainbow(row: Row) -> list[Features]:
 
 
 def flan(row: Row) -> list[Features]:
-    """Returns the sentence up to the blank, with two ends, to one of them.
+    """Maps the sentence up to the blank, and two ends, to one of them.
 
     Source:
         FLAN (github.com/google-research/FLAN) flan/tasks.py and the first of the templates in
@@ -92,6 +92,7 @@ def choices_of_row(features: Features) -> tuple[str, ...]:
 
 def _register_size(size: str, num_train: int) -> Task:
     """Registers the task of one size of training data, and returns it."""
+    # All sizes share the rows that are evaluated.
     return register_task(
         Task(
             name=f"winogrande_{size}",
@@ -116,6 +117,7 @@ def _register_size(size: str, num_train: int) -> Task:
     )
 
 
+# Sizes with the number of rows to train on.
 _register_size("xs", 160)
 _register_size("s", 640)
 _register_size("m", 2558)
@@ -123,6 +125,7 @@ _register_size("l", 10234)
 _xl = _register_size("xl", 40398)
 _register_size("debiased", 9248)
 
+# Published prompts, on the rows of the largest size.
 register_task(
     replace(
         _xl,

@@ -101,6 +101,7 @@ def wsc_simple(text: str, fields: Features, is_target: bool) -> int:
     if is_target:
         return fields["label"]
 
+    # "his father's", for instance, agrees with "the father's" but not with "the father".
     answer = _without_determiners(text)
     referent = _without_determiners(fields["targets"])
     if not answer:
@@ -143,8 +144,9 @@ def natural_questions(text: str, fields: Features, is_target: bool) -> list[tupl
         t5_cbqa `postprocessors.natural_questions` (google-research/google-research). Differs: no.
     """
     if not is_target:
-        return [tuple(answer.strip() for answer in text.split("answer:")[1:])]
+        return [tuple(map(str.strip, text.split("answer:")[1:]))]
 
+    # Short answers of all annotators stand in one list; a start says where each one's begin.
     values = fields["short_answers/values"]
     starts = fields["short_answers/row_starts"]
     ends = [*starts[1:], len(values)]

@@ -131,10 +131,12 @@ def glue(
     """
 
     def preprocess(row: Row) -> list[Features]:
-        names = fields or sorted(set(row) - {"label", "idx"})
-        inputs = " ".join([name, *(f"{field}: {row[field]}" for field in names)])
+        inputs = name
+        for field in fields or sorted(set(row) - {"label", "idx"}):
+            inputs += f" {field}: {row[field]}"
         features: Features = {"inputs": inputs, "targets": label_text(row["label"], labels)}
 
+        # The one task with HTML in its texts, and with three numbers instead of one.
         if name == "multirc":
             features["inputs"] = re.sub("</?b>", "", inputs.replace("<br>", " "))
             for part in ("paragraph", "question", "answer"):
@@ -194,7 +196,7 @@ def label_text(label: int, labels: Sequence[str]) -> str:
 
 
 def stsb(row: Row) -> list[Features]:
-    """Returns two sentences to their similarity as text, rounded to the nearest 0.2.
+    """Maps two sentences to their similarity as text, rounded to the nearest 0.2.
 
     Rounding is half to even, in float32.
 
@@ -208,7 +210,7 @@ def stsb(row: Row) -> list[Features]:
 
 
 def record(row: Row) -> list[Features]:
-    """Returns one example for each answer, with all answers; without any, a hidden target.
+    """Maps a query to each of its answers; without any, to a hidden target.
 
     Entities stand in the order of the row. T5's copy of the data has them sorted; that of the hub
     has not.
@@ -222,6 +224,7 @@ def record(row: Row) -> list[Features]:
     entities = ", ".join(row["entities"])
     inputs = f"record query: {row['query']} entities: {entities} passage: {passage}"
 
+    # Every example has all answers, which its postprocessor needs.
     answers = list(row["answers"])
     examples: list[Features] = []
     for target in answers or [HIDDEN_TARGET]:
@@ -242,7 +245,7 @@ def record(row: Row) -> list[Features]:
 
 
 def summarize(text_field: str, summary_field: str) -> Preprocess:
-    """Returns the preprocessor that has one field summarized to another.
+    """Returns the preprocessor that maps a text to its summary, given their fields.
 
     Source:
         T5 `summarize`. Differs: no.
@@ -323,6 +326,7 @@ def rank_classification_formatter(
     num_choices = _num_choices(inputs_formats, targets_formats)
     right_choices = np.atleast_1d(row[label_field]).tolist()
 
+    # One example a choice: its text filled in, and whether it is right.
     examples: list[Features] = []
     for choice in range(num_choices):
         features: Features = {
@@ -335,22 +339,17 @@ def rank_classification_formatter(
             features["weight"] = float(row[weight_field])
         examples.append(features)
 
-    if mode == "fewshot_eval":
-        in_lists: Features = {}
-        for name in examples[0]:
-            in_lists[name] = [features[name] for features in examples]
-        return [in_lists]
     if mode == "train":
         return [features for features in examples if features["is_correct"]]
-    return examples
+    return [_in_lists(examples)] if mode == "fewshot_eval" else examples
 
 
 def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Sequence[str]) -> int:
     """Returns the length of the formats that are lists."""
-    lists = [
-        formats for formats in (inputs_formats, targets_formats) if not isinstance(formats, str)
-    ]
-    lengths = {len(formats) for formats in lists}
+    lengths: set[int] = set()
+    for formats in (inputs_formats, targets_formats):
+        if not isinstance(formats, str):
+            lengths.add(len(formats))
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(
             f"The formats are {inputs_formats!r} and {targets_formats!r}; expected a list of "
@@ -360,14 +359,24 @@ def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Seq
     return lengths.pop()
 
 
+def _in_lists(examples: Sequence[Features]) -> Features:
+    """Returns one example whose features are lists over all examples."""
+    in_lists: Features = {name: [] for name in examples[0]}
+    for features in examples:
+        for name, value in features.items():
+            in_lists[name].append(value)
+    return in_lists
+
+
 def _format_of(formats: str | Sequence[str], choice: int) -> str:
     return formats if isinstance(formats, str) else formats[choice]
 
 
 def _fill_in(text: str, row: Row) -> str:
-    """Returns a format with the texts of the row in place of its braces."""
+    """Returns a format in which texts of the row replace the braces."""
 
     def text_of_field(match: re.Match[str]) -> str:
+        # Follow the path into the row, one field after the other.
         value: Any = row
         for name in match[1].split("/"):
             if not isinstance(value, Mapping) or name not in value:

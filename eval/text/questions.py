@@ -34,7 +34,7 @@ def pad_punctuation(text: str) -> str:
 
 
 def squad(row: Row, *, include_context: bool = True) -> list[Features]:
-    """Returns a question to its first answer; punctuation is padded everywhere.
+    """Maps a question to its first answer; punctuation is padded everywhere.
 
     Args:
         row: A row of SQuAD.
@@ -43,7 +43,7 @@ def squad(row: Row, *, include_context: bool = True) -> list[Features]:
     Source:
         T5 `squad`. Differs: a question without answers, on which T5 fails, has a hidden target.
     """
-    answers = [pad_punctuation(answer) for answer in row["answers"]["text"]]
+    answers = list(map(pad_punctuation, row["answers"]["text"]))
     question = pad_punctuation(row["question"])
     context = pad_punctuation(row["context"])
 
@@ -63,7 +63,7 @@ def squad(row: Row, *, include_context: bool = True) -> list[Features]:
 
 
 def trivia_qa(row: Row) -> list[Features]:
-    """Returns an example for each context and each alias that occurs in it.
+    """Maps a question to an alias, for each context and each alias that occurs in it.
 
     Source:
         T5 `trivia_qa`. Differs: an alias is looked for to the letter, where T5 takes it for a
@@ -73,7 +73,7 @@ def trivia_qa(row: Row) -> list[Features]:
         *row.get("entity_pages", {}).get("wiki_context", ()),
         *row.get("search_results", {}).get("search_context", ()),
     ]
-    aliases = [pad_punctuation(alias) for alias in row["answer"]["normalized_aliases"]]
+    aliases = list(map(pad_punctuation, row["answer"]["normalized_aliases"]))
     question = pad_punctuation(row["question"])
 
     examples: list[Features] = []
@@ -91,7 +91,7 @@ def trivia_qa(row: Row) -> list[Features]:
 
 
 def natural_questions_open(row: Row) -> list[Features]:
-    """Returns a question to the first of its answers.
+    """Maps a question to the first of its answers.
 
     Source:
         t5_cbqa `natural_questions_open`. Differs: no.
@@ -100,7 +100,7 @@ def natural_questions_open(row: Row) -> list[Features]:
 
 
 def web_questions(row: Row) -> list[Features]:
-    """Returns a question to the first of its answers.
+    """Maps a question to the first of its answers.
 
     Source:
         t5_cbqa `web_questions_open`. Differs: no.
@@ -109,7 +109,7 @@ def web_questions(row: Row) -> list[Features]:
 
 
 def trivia_qa_open(row: Row) -> list[Features]:
-    """Returns a question to its answer; all aliases count as right.
+    """Maps a question to its answer; all aliases count as right.
 
     Source:
         t5_cbqa `trivia_qa_open`. Differs: no.
@@ -121,7 +121,7 @@ def trivia_qa_open(row: Row) -> list[Features]:
 def _closed_book(
     prompt: str, row: Row, answers: Sequence[str], target: str | None = None
 ) -> list[Features]:
-    """Returns a question without context; the target is the first answer unless given."""
+    """Maps a question without context to an answer; the target is the first answer unless given."""
     if target is None:
         target = answers[0] if answers else HIDDEN_TARGET
     return [{"inputs": prompt + row["question"], "targets": target, "answers": list(answers)}]
@@ -138,7 +138,7 @@ def natural_questions_nocontext(
     max_tokens: int | None = None,
     max_answers: int | None = None,
 ) -> list[Features]:
-    """Returns a question to all its answers, `answer: A1 answer: A2`; nothing when there is none.
+    """Maps a question to all its answers, `answer: A1 answer: A2`; without any gives no example.
 
     Args:
         row: A row of Natural Questions; `annotations` has a yes_no_answer and short_answers for
@@ -151,10 +151,15 @@ def natural_questions_nocontext(
         t5_cbqa `natural_questions_nocontext`. Differs: no.
     """
     annotations = row["annotations"]
+
+    # Labels are 1 for yes, 0 for no, and -1 where an annotator gave neither.
     yes_no_labels: list[int] = list(annotations["yes_no_answer"])
     if drop_yes_no:
         yes_no_labels = [-1] * len(yes_no_labels)
-    yes_no_answers = ["yes" if label == 1 else "no" for label in yes_no_labels if label > -1]
+    answers: list[str] = []
+    for label in yes_no_labels:
+        if label > -1:
+            answers.append("yes" if label == 1 else "no")
 
     # The short answers of all annotators in one list, and where those of each begin.
     short_answers: list[str] = []
@@ -163,7 +168,7 @@ def natural_questions_nocontext(
         row_starts.append(len(short_answers))
         short_answers += _short_answers(annotation, max_tokens)
 
-    answers = yes_no_answers + short_answers
+    answers += short_answers
     if not answers:
         return []
     return [

@@ -23,7 +23,7 @@ _MISPLACED = {
 
 
 def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Features]:
-    """Returns the text with its pronoun in asterisks, to the candidate referent, right or wrong.
+    """Maps a text, its pronoun in asterisks, to the candidate referent, right or wrong.
 
     Args:
         row: A row of wsc.fixed.
@@ -51,7 +51,7 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Feature
 
 
 def wsc(row: Row) -> list[Features]:
-    """Returns the text with both spans marked, to False or True.
+    """Maps a text with noun and pronoun marked to False or True.
 
     Asterisks stand around the noun, hashes around the pronoun.
 
@@ -59,6 +59,7 @@ def wsc(row: Row) -> list[Features]:
         T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as
         there.
     """
+    # The noun first, which may stand on either side of the pronoun.
     text = _mark(row["text"], row["span1_text"], row["span1_index"], "*")
 
     # The two asterisks before the pronoun count as words.
@@ -76,7 +77,7 @@ def wsc(row: Row) -> list[Features]:
 
 
 def definite_pronoun_resolution_simple(row: Row) -> list[Features]:
-    """Returns the sentence with its pronoun in asterisks, to the right candidate.
+    """Maps a sentence, its pronoun in asterisks, to the right candidate.
 
     The first occurrence of the pronoun is marked.
 

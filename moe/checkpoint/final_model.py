@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from moe.checkpoint.sharded_weights import write_model
-from moe.distributed.collectives import broadcast_from_rank_zero
+from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero
 from moe.distributed.mesh import Mesh
-from moe.distributed.rank_zero import enter_on_rank_zero
 from moe.distributed.sharding import Layout
 from moe.distributed.verification import gather_damage
 from moe.errors import DataError

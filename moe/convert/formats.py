@@ -161,13 +161,14 @@ def convert_checkpoint(
     if form == "ours":
         config.architectures = [STMoEForConditionalGeneration.__name__]
         config.save_pretrained(folder)
-        weights = checkpoint.weights
+        weights = dict(checkpoint.weights)
     else:
         _write_hf_config(config, _FAMILY[form], folder)
         weights = _hf_weights(checkpoint, _FAMILY[form])
 
-    weights_of_dtype = {name: _cast(weight, dtype) for name, weight in weights.items()}
-    write_weights(folder, weights_of_dtype, max_shard_size, source=source)
+    for name in weights:
+        weights[name] = _cast(weights[name], dtype)
+    write_weights(folder, weights, max_shard_size, source=source)
     write_weight_sums(folder)
     generation_config.save_pretrained(folder)
     for name, path in tokenizer_files.items():
@@ -199,7 +200,10 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
 
 def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
     """Returns the dtype of the first weight of floating point."""
-    return next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+    for weight in weights.values():
+        if weight.is_floating_point():
+            return weight.dtype
+    raise AssertionError("a model has weights of floating point")
 
 
 def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:

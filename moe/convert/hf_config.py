@@ -103,7 +103,7 @@ _DTYPE_FIELDS = {"dtype", "torch_dtype"}
 
 _GATED_GELU = ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh")
 
-EXPLAINED: Mapping[str, str] = {
+IGNORED_FIELDS: Mapping[str, str] = {
     "add_router_probs": "transformers does not read it",
     "classifier_dropout": "is of a classifier's head",
     "gradient_checkpointing": "is a setting of training",
@@ -172,7 +172,7 @@ _FIELDS_OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
 
 
 # ---------------------------------------------------------------------------
-# Theirs as ours
+# From transformers' to ours
 
 
 def hf_family(raw_config: Mapping[str, Any]) -> Family:
@@ -196,6 +196,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: When it has a value of another type, or one that this library cannot represent.
     """
     family = hf_family(raw)
+    # An empty value of these changes nothing.
     for name in sorted(_UNREPRESENTABLE_FIELDS & raw.keys()):
         if raw[name]:
             raise ConfigError(
@@ -221,7 +222,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
     fields["initializer_scale"] = float(factor) ** 2
 
-    # A T5 says by another field whether its head is the embedding.
+    # In a T5 another field tells whether the head is the embedding.
     if family == "t5":
         fields["tie_word_embeddings"] = hf_config.scale_decoder_outputs
     else:
@@ -233,6 +234,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     start = getattr(hf_config, "decoder_start_token_id", None)
     fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
 
+    # transformers 5 has another name for the dtype than earlier versions.
     fields["dtype"] = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     fields["architectures"] = raw.get("architectures")
 
@@ -242,7 +244,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         | _DTYPE_FIELDS
         | _FIELDS_OF_TRANSFORMERS
         | _UNREPRESENTABLE_FIELDS
-        | set(EXPLAINED)
+        | set(IGNORED_FIELDS)
     )
     for name in raw:
         if name in _CARRIED_FIELDS or name not in known:
@@ -285,6 +287,7 @@ def _check_types(raw: Mapping[str, Any], family: Family) -> None:
             continue
         check_size(name, raw[name])
 
+    # A T5 may have such fields left over, which nothing reads.
     if family == "switch_transformers":
         reason = "layers and tokens are counted by it"
         for name in _SWITCH_INTEGERS:
@@ -325,11 +328,13 @@ def _feed_forward_proj(hf_config: Any, written_name: str | None) -> str:
     kind = "gated" if gated else "plain"
     computed = f"{kind} feed-forward layers with {activation}, by is_gated_act and dense_act_fn"
 
+    # T5 1.0 and Switch.
     if not gated and activation == "relu":
         expected = f"'relu': the model has {computed}"
         check(written_name in (None, "relu"), "feed_forward_proj", written_name, expected)
         return "relu"
 
+    # T5 1.1 and its descendants; both are the tanh approximation.
     if gated and activation in ("gelu_new", "gelu_pytorch_tanh"):
         expected = f"'gated-gelu': the model has {computed}"
         check(written_name in (None, *_GATED_GELU), "feed_forward_proj", written_name, expected)
@@ -357,9 +362,11 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
                 "cannot be represented."
             )
 
+    # Their class builds layers by the step, and does not read the number of layers.
     num_encoder = _count_sparse_layers(hf_config, "encoder", hf_config.num_layers)
     num_decoder = _count_sparse_layers(hf_config, "decoder", hf_config.num_decoder_layers)
 
+    # Without noise the router takes the argmax.
     router_options: dict[str, Any] = {"policy": "argmax"}
     if hf_config.router_jitter_noise:
         router_options = {"policy": "input_jitter", "jitter": hf_config.router_jitter_noise}
@@ -404,7 +411,7 @@ def _count_sparse_layers(
 
 
 # ---------------------------------------------------------------------------
-# Ours as theirs
+# From ours to transformers'
 
 
 def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
@@ -425,6 +432,7 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
             "that such a model has, e.g. --set expert_capacity=64 capacity_scope=sequence."
         )
 
+    # Fields of the backbone, and those for callers.
     gated = config.feed_forward_proj == "gated-gelu"
     fields = {name: getattr(config, name) for name in _SAME_FIELDS}
     fields |= {
@@ -517,20 +525,24 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
 def _router_obstacles(config: STMoEConfig) -> list[str]:
     """Returns why the routers of a model are not those of a Switch."""
     layers = []
+    names: set[str] = set()
+    policies: set[str] = set()
     for decoder in (False, True):
         _, num_sparse = config.stack_sizes(decoder)
         if num_sparse:
-            layers.append(config.sparse_config(decoder=decoder))
+            layer = config.sparse_config(decoder=decoder)
+            layers.append(layer)
+            names.add(layer.router)
+            policies.add(layer.router_options.get("policy", "input_jitter"))
 
-    routers = sorted({layer.router for layer in layers})
+    routers = sorted(names)
     if routers != ["switch"]:
         return [f"the router is {' and '.join(routers)}, not switch"]
 
     obstacles = []
-    policies = sorted({layer.router_options.get("policy", "input_jitter") for layer in layers})
-    if not set(policies) <= {"input_jitter", "argmax"}:
+    if not policies <= {"input_jitter", "argmax"}:
         obstacles.append(
-            f"the router's policy is {' and '.join(policies)}, not input_jitter or argmax"
+            f"the router's policy is {' and '.join(sorted(policies))}, not input_jitter or argmax"
         )
     if layers[0].router_options != layers[-1].router_options:
         obstacles.append("router_options of encoder and decoder differ")

@@ -43,12 +43,14 @@ def _block(
     ours = f"{stack.name}.blocks.{number}"
     theirs = f"{stack.other_name}.block.{number}.layer"
 
+    # The layers of a block are numbered, and a decoder has one more.
     weight_map = _attention(f"{ours}.self_attention", f"{theirs}.0", "SelfAttention")
     layer = f"{theirs}.1"
     if stack.decoder:
         weight_map += _attention(f"{ours}.cross_attention", f"{theirs}.1", "EncDecAttention")
         layer = f"{theirs}.2"
 
+    # The feed-forward layer comes last; T5 and Switch name its module differently.
     if config.is_sparse_block(number, decoder=stack.decoder):
         return weight_map + _sparse_feed_forward(config, ours, layer)
     module = f"{layer}.DenseReluDense" if family == "t5" else f"{layer}.mlp"
@@ -84,6 +86,7 @@ def _sparse_feed_forward(
     layer: str,
 ) -> list[WeightMapping]:
     """Returns the weights of a sparse layer, whose experts are stacked here and single there."""
+    # Expert by expert, the gate before the rest.
     ups: list[str] = []
     downs: list[str] = []
     for number in range(config.num_experts):

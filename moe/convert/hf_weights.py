@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from moe.convert.hf_config import (
-    EXPLAINED,
     FAMILIES,
+    IGNORED_FIELDS,
     from_hf_config,
     hf_family,
 )
@@ -65,9 +65,10 @@ def open_hf_checkpoint(
 
     ignored = dict(embeddings.ignored)
     for name in raw_config:
-        if name in EXPLAINED:
-            ignored[f"{name} of config.json"] = EXPLAINED[name]
+        if name in IGNORED_FIELDS:
+            ignored[f"{name} of config.json"] = IGNORED_FIELDS[name]
 
+    # The table that the stacks compute with takes the place of the shared one.
     weight_map = []
     for mapping in hf_weight_map(config, family):
         if mapping.parts == (_SHARED,):
@@ -148,6 +149,7 @@ def _resolve_embeddings(
     Source:
         transformers 5.23.0: what is tied by the config, and stored with other numbers, is not tied.
     """
+    # A copy, for entries are renamed and added.
     stored = dict(stored)
     ignored: dict[str, str] = {}
     if _UNUSED in stored:

@@ -45,21 +45,27 @@ class ConversionReport:
 
     def __str__(self) -> str:
         """Returns the report as lines for a terminal."""
-        num_tensors = sum(len(parts) for parts in self.mapped.values())
+        num_tensors = sum(map(len, self.mapped.values()))
         lines = [
             f"{self.source}: {num_tensors} tensors mapped to {len(self.mapped)}, "
             f"{len(self.ignored)} ignored"
         ]
 
+        # Reasons in the order in which they came up.
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in self.ignored.items():
             names_by_reason.setdefault(reason, []).append(name)
         for reason, names in names_by_reason.items():
             lines.append(f"  ignored, {reason}: {first_names(names)}")
 
-        lines += [f"  missing: {name}" for name in self.missing]
-        lines += [f"  unexpected: {name}" for name in self.unexpected]
-        lines += [f"  reshaped: {name}" for name in self.reshaped]
+        # What stands in the way of the conversion, one name a line.
+        kinds = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "reshaped": self.reshaped,
+        }
+        for kind, names in kinds.items():
+            lines += [f"  {kind}: {name}" for name in names]
         return "\n".join(lines)
 
 

@@ -138,10 +138,12 @@ def _read_array(msgpack: Any, kind: int, data: bytes) -> object:
     if kind not in (_NDARRAY, _SCALAR):
         return data
 
+    # flax writes shape, dtype and bytes as a message of their own.
     shape, dtype_name, buffer = msgpack.unpackb(data, raw=True, strict_map_key=False)
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode()
     dtype = _find_dtype(dtype_name)
+    # torch makes no tensor of an empty buffer.
     if not buffer:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(tuple(shape))
@@ -193,13 +195,18 @@ def _lazy_tensor(folder: Path, name: str, leaf: Any) -> LazyTensor:
 def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
     """Returns an array <any>[...] that flax wrote in chunks, for it was larger than 2 GB."""
     try:
-        shape = [leaf["shape"][str(dim)] for dim in range(len(leaf["shape"]))]
-        chunks = [leaf["chunks"][str(i)].flatten() for i in range(len(leaf["chunks"]))]
-        return torch.cat(chunks).reshape(shape)
+        shape = _list_of(leaf["shape"])
+        chunks = map(torch.flatten, _list_of(leaf["chunks"]))
+        return torch.cat(list(chunks)).reshape(shape)
     except _DAMAGE as error:
         raise CheckpointError(
             f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}"
         ) from error
+
+
+def _list_of(tree: Mapping[str, Any]) -> list[Any]:
+    """Returns a list, which flax writes as a tree with the branches 0, 1, 2 and so on."""
+    return [tree[str(number)] for number in range(len(tree))]
 
 
 def _open_zarr(
@@ -258,6 +265,7 @@ def _infer_config(
             "Write the checkpoint with scan_layers = False in T5X, and convert that."
         )
 
+    # Blocks, and which of them are sparse, follow from the names; sizes from the shapes.
     encoder = _find_blocks(shapes, "encoder")
     decoder = _find_blocks(shapes, "decoder")
     fields = _backbone_fields(shapes)
@@ -270,6 +278,7 @@ def _infer_config(
     fields["num_sparse_encoder_layers"] = sum(encoder.values())
     fields["num_sparse_decoder_layers"] = sum(decoder.values())
     fields["sparse_dense_stacking"] = any("/extra_mlp/" in name for name in shapes)
+    # Ungated experts are those of Switch, which chooses one.
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
     if {**fields, **settings}.get("router") == "switch":
@@ -282,8 +291,8 @@ def _infer_config(
         if _matches(config, encoder, decoder=False) and _matches(config, decoder, decoder=True):
             return config
 
-    encoder_blocks = [block for block, sparse in encoder.items() if sparse]
-    decoder_blocks = [block for block, sparse in decoder.items() if sparse]
+    encoder_blocks = _sparse_blocks(encoder)
+    decoder_blocks = _sparse_blocks(decoder)
     raise ConfigError(
         f"The checkpoint of T5X has sparse blocks {encoder_blocks} in the encoder and "
         f"{decoder_blocks} in the decoder; expected the last or the second of equal stretches. "
@@ -317,9 +326,12 @@ def _matches(
     decoder: bool,
 ) -> bool:
     """Returns whether a stack has its sparse blocks where a checkpoint has them."""
-    return all(
-        config.is_sparse_block(block, decoder=decoder) == sparse for block, sparse in blocks.items()
-    )
+    built = [config.is_sparse_block(block, decoder=decoder) for block in blocks]
+    return built == list(blocks.values())
+
+
+def _sparse_blocks(blocks: Mapping[int, bool]) -> list[int]:
+    return [block for block, is_sparse in blocks.items() if is_sparse]
 
 
 def _shape(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ...]:
@@ -423,7 +435,7 @@ def _feed_forward(
     layer: str,
     module: str,
 ) -> list[WeightMapping]:
-    ups = [f"{layer}/{module}/{name}" for name in up_names(config)]
+    ups = _up_layers(config, f"{layer}/{module}")
     return [
         _scale(f"{ours}.feed_forward_norm.weight", f"{layer}/pre_{module}_layer_norm"),
         _kernels(f"{ours}.feed_forward.up_proj.weight", *ups),
@@ -437,13 +449,17 @@ def _sparse_feed_forward(
     layer: str,
 ) -> list[WeightMapping]:
     sparse = f"{ours}.sparse_feed_forward"
-    ups = [f"{layer}/mlp/expert/{name}" for name in up_names(config)]
+    ups = _up_layers(config, f"{layer}/mlp/expert")
     return [
         _scale(f"{ours}.sparse_norm.weight", f"{layer}/pre_mlp_layer_norm"),
         _kernels(f"{sparse}.router.gate", f"{layer}/mlp/router/router_weights/w"),
         _kernels(f"{sparse}.experts.{up_proj_name(config)}", *ups),
         _kernels(f"{sparse}.experts.down_proj", f"{layer}/mlp/expert/wo"),
     ]
+
+
+def _up_layers(config: STMoEConfig, module: str) -> list[str]:
+    return [f"{module}/{name}" for name in up_names(config)]
 
 
 def _scale(name: str, norm: str) -> WeightMapping:

@@ -19,7 +19,7 @@ class WeightMapping(NamedTuple):
 
     Attributes:
         name: Ours, in STMoEForConditionalGeneration.
-        parts: Names of the tensors, expert by expert, of each expert the gate before the rest.
+        parts: Names of those tensors, expert by expert, of each expert the gate before the rest.
         num_experts: Experts that are stacked along a new first dimension; 0 for none.
         transposed: Whether the last two dimensions of the parts are the other way round.
     """
@@ -66,8 +66,8 @@ class Stack(NamedTuple):
     """A stack of the model and of the other library's.
 
     Attributes:
-        name: Ours.
-        other_name: Theirs.
+        name: Name here.
+        other_name: Name in the other library.
         num_blocks: Blocks.
         decoder: Whether it is the decoder.
     """
@@ -107,6 +107,7 @@ def convert_weights(
         ignored: Names of the source that no weight of ours needs, with the reason.
         leave_out: Patterns of our names that are not wanted.
     """
+    # Shapes of our weights; no memory is taken for them.
     with torch.device("meta"):
         expected = STMoEForConditionalGeneration(config).state_dict()
 
@@ -131,6 +132,7 @@ def convert_weights(
         report.mapped[mapping.name] = mapping.parts
         weights[mapping.name] = _join_parts(mapping, expected[mapping.name], stored, report)
 
+    # Tensors that no weight of ours needs.
     report.unexpected.extend(name for name in stored if name not in known)
     return ConvertedCheckpoint(config, weights, report)
 

@@ -48,7 +48,7 @@ class Route(NamedTuple):
     steps: tuple[AllToAllStep, ...]
 
 
-class CountsInFlight(NamedTuple):
+class PendingCounts(NamedTuple):
     """Numbers of rows on their way to the ranks that will receive those rows.
 
     Attributes:
@@ -128,7 +128,7 @@ class CountsInFlight(NamedTuple):
         return Route((inside, across))
 
 
-def send_counts(counts: Tensor, axis: ExpertAxis) -> CountsInFlight:
+def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
     """Tells every rank how many rows it will get; issues the exchange and does not wait for it.
 
     Args:
@@ -142,14 +142,18 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> CountsInFlight:
         steps = equal_route(axis, axis.size, counts.device).steps
         if len(steps) == 1:
             transfer = _all_to_all(sent, steps[0])
-            return CountsInFlight(axis, sent, None, transfer)
+            return PendingCounts(axis, sent, None, transfer)
 
         relayed = _all_to_all(sent, steps[0]).wait()  # [ep, E / ep]
         transfer = _all_to_all(relayed, steps[1])
-        return CountsInFlight(axis, sent, relayed, transfer)
+        return PendingCounts(axis, sent, relayed, transfer)
 
 
-def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
+def equal_route(
+    axis: ExpertAxis,
+    num_rows: int,
+    device: torch.device,
+) -> Route:
     """Returns the route of rows of which every rank gets an equal share; waits for nothing.
 
     Args:
@@ -210,7 +214,12 @@ class _Transfer(NamedTuple):
         return self.buffer
 
 
-def _all_to_all(x: Tensor, step: AllToAllStep, *, reverse: bool = False) -> _Transfer:
+def _all_to_all(
+    x: Tensor,
+    step: AllToAllStep,
+    *,
+    reverse: bool = False,
+) -> _Transfer:
     """Issues the exchange of <any>[N, ...]; in reverse, rows go back to where they came from."""
     send_splits = step.send_splits
     receive_splits = step.receive_splits
@@ -316,7 +325,7 @@ class _Await(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
-class RowsInFlight(NamedTuple):
+class PendingRows(NamedTuple):
     """Rows on their way to other ranks.
 
     Attributes:
@@ -338,7 +347,7 @@ def send_rows(
     name: str,
     *,
     reverse: bool = False,
-) -> RowsInFlight:
+) -> PendingRows:
     """Issues an exchange of rows; `wait` of the result gives those that arrive.
 
     Args:
@@ -354,4 +363,4 @@ def send_rows(
         name=name,
     )
     issued = _Issue.apply(x, exchange)
-    return RowsInFlight(issued, exchange)
+    return PendingRows(issued, exchange)

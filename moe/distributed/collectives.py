@@ -3,7 +3,8 @@
 With one rank they change nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,7 +30,10 @@ class _Outcome(NamedTuple):
     error: Exception | None = None
 
 
-def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
+def gather_or_raise(
+    function: Callable[[], T],
+    group: ProcessGroup | None = None,
+) -> list[T]:
     """Calls a function on every rank and returns all results, in the order of the ranks.
 
     No rank goes on before all have called it. A rank on which it failed raises its own error; the
@@ -107,6 +111,24 @@ def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
     if outcome.error is not None:
         raise outcome.error
     return outcome.result
+
+
+@contextmanager
+def enter_on_rank_zero(make: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
+    """Enters a context on rank 0 for all ranks; its value and its errors reach every rank.
+
+    Such a context is a lock on a folder, or a folder that appears when it is whole. Every rank must
+    call it. When the block ends well, no rank goes on before rank 0 has left the context.
+
+    Args:
+        make: Makes the context manager; runs on rank 0 only. What it yields is pickled.
+    """
+    with ExitStack() as stack:
+        value = broadcast_from_rank_zero(lambda: stack.enter_context(make()))
+        yield value
+
+        # An error in the block skips this: the stack then leaves the context without the others.
+        broadcast_from_rank_zero(stack.close)
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:

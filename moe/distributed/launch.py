@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moe.checks import check, check_number
 from moe.errors import ConfigError, DistributedError, MoEError
+from moe.kernels.torch_private import default_store
 
 T = TypeVar("T")
 
@@ -234,7 +235,10 @@ def _wait_for_listener(deadline: float) -> None:
 
 
 def _init_process_group(
-    backend: str, *, rendezvous_timeout: timedelta, exchange_timeout: timedelta
+    backend: str,
+    *,
+    rendezvous_timeout: timedelta,
+    exchange_timeout: timedelta,
 ) -> None:
     """Makes the group of all ranks."""
     store, rank, size = next(rendezvous("env://", timeout=rendezvous_timeout))
@@ -281,7 +285,7 @@ def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
 def _another_rank_raised(error: Exception) -> bool:
     """Returns whether another rank has raised an error of the same text; False for the first one."""
     try:
-        return distributed_c10d._get_default_store().add(f"moe/error/{error}", 1) > 1
+        return default_store().add(f"moe/error/{error}", 1) > 1
     except (RuntimeError, ValueError):  # the rank that keeps the store is gone
         return False
 
@@ -293,7 +297,7 @@ def _leave_ranks(world: World, timeout: float, *, failed: bool) -> None:
     own while another still reads the last of an exchange ends that one too.
     """
     with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         if failed or store.add("moe/parting", 1) == world.size:
             store.set("moe/parted", "1")
         store.wait(["moe/parted"], timedelta(seconds=timeout))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe.checks import check, check_choice, check_integer
 from moe.errors import ConfigError
+from moe.kernels.torch_private import flatten_mesh_axes, join_meshes, split_mesh_axis
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
@@ -118,7 +119,11 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
         )
 
 
-def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) -> list[MeshConfig]:
+def valid_meshes(
+    limits: MeshLimits,
+    *,
+    nearest_to: MeshConfig | None = None,
+) -> list[MeshConfig]:
     """Returns every mesh of `limits.num_ranks` ranks that fits, the nearest to a given one first.
 
     Two meshes are near when the factors by which their axes differ are small: the distance is the
@@ -304,11 +309,11 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
     # Rows of a batch are split over the first three axes.
-    data = device_mesh["dp_replicate", "dp_shard", "ep"]._flatten("data")
+    data = flatten_mesh_axes(device_mesh["dp_replicate", "dp_shard", "ep"], "data")
 
     # Dense parameters are replicated over the first and sharded over the next two.
-    dense_shard = device_mesh["dp_shard", "ep"]._flatten("dense_shard")
-    dense = DeviceMesh._concatenate([device_mesh["dp_replicate"], dense_shard])
+    dense_shard = flatten_mesh_axes(device_mesh["dp_shard", "ep"], "dense_shard")
+    dense = join_meshes([device_mesh["dp_replicate"], dense_shard])
 
     return Mesh(
         config=config,
@@ -331,7 +336,7 @@ def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
 
     # Neighbouring ranks are of one node: the outer half of the axis crosses nodes.
     sizes = (config.ep_nodes, config.ep // config.ep_nodes)
-    levels = ep._unflatten(0, sizes, ("ep_inter_node", "ep_intra_node"))
+    levels = split_mesh_axis(ep, sizes, ("ep_inter_node", "ep_intra_node"))
     return ExpertAxis(
         size=config.ep,
         group=ep.get_group(),

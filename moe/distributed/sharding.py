@@ -113,7 +113,11 @@ class Layout(NamedTuple):
         return coordinate.expert_shard if self.expert else coordinate.dense_shard
 
 
-def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
+def find_rule(
+    name: str,
+    shape: Sequence[int],
+    rules: Iterable[Rule],
+) -> Rule:
     """Returns the first rule that covers a parameter.
 
     Args:
@@ -134,7 +138,10 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
 
 
 def find_layout(
-    name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig
+    name: str,
+    shape: Sequence[int],
+    rules: Iterable[Rule],
+    config: MeshConfig,
 ) -> Layout:
     """Returns where the parameter `name` of shape `shape` lies.
 
@@ -208,7 +215,10 @@ def pack(x: Tensor, layout: Layout) -> Tensor:
 
 
 def shard_over_ep_tp(
-    whole: Tensor, layout: Layout, config: MeshConfig, coordinate: MeshCoordinate
+    whole: Tensor,
+    layout: Layout,
+    config: MeshConfig,
+    coordinate: MeshCoordinate,
 ) -> Tensor:
     """Returns the part of a whole parameter with which one rank computes; a view.
 
@@ -232,7 +242,11 @@ def shard_over_ep_tp(
     return part
 
 
-def shard_over_fsdp(part: Tensor, layout: Layout, coordinate: MeshCoordinate) -> Tensor:
+def shard_over_fsdp(
+    part: Tensor,
+    layout: Layout,
+    coordinate: MeshCoordinate,
+) -> Tensor:
     """Returns FSDP's shard of what `shard_over_ep_tp` returned, <any>[...]; a view."""
     if layout.num_shards == 1:
         return part
@@ -249,7 +263,11 @@ def local_shard(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+def distribute_parameters(
+    module: nn.Module,
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+) -> None:
     """Replaces each parameter by this rank's shard over ep and tp, one after the other.
 
     Each whole parameter is let go of before the next one is sharded.
@@ -278,7 +296,11 @@ def _is_sharded_over_ep_tp(layout: Layout, config: MeshConfig) -> bool:
     return over_ep or over_tp
 
 
-def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
+def _as_dtensor(
+    part: Tensor,
+    layout: Layout,
+    device_mesh: DeviceMesh,
+) -> DTensor:
     """Returns a copy of a rank's shard <any>[...] as a DTensor on `tp`, an expert's on `ep` too."""
     on_tp: Placement = Replicate()
     if layout.tp_dim is not None:
@@ -302,7 +324,11 @@ def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTenso
     )
 
 
-def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _set_parameter(
+    module: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(owner), attribute, parameter)
 

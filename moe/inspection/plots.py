@@ -10,10 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from moe.inspection.report_data import LOSSES, Line, Stage
+from moe.inspection.report_data import LOSSES, Line, Stage, metric_names
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
-_BLUE, _ORANGE, _GREEN, _PINK, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
+_BLUE = "#0072B2"
+_ORANGE = "#D55E00"
+_GREEN = "#009E73"
+_PINK = "#CC79A7"
+_GREY = "#666666"
+
+_WIDTH = 7.8  # inches
+_LOSS_HEIGHT = 3.4
+_ROUTER_HEIGHT = 2.4
 _LABELLED_EXPERTS = 16
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -28,67 +36,142 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+# ---------------------------------------------------------------------------
+# Training
+
+
 def has_curves(lines: Sequence[Line]) -> bool:
     """Returns whether a run measured anything that `plot_training` shows."""
-    return any(name in LOSSES or name.startswith("router/") for line in lines for name in line)
+    return _has_losses(lines) or _has_router_metrics(lines)
 
 
 def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
-    """Returns the losses of a run over steps and, where it measured them, what its routers did
-    meanwhile.
+    """Returns the losses of a run over steps and, where it measured them, what its routers did.
 
     Args:
-        lines: Of the run; losses of it, router metrics, or both.
-        num_experts: Of its sparse layers, for a line at the largest entropy; None when it is not
-            known.
+        lines: Lines of the run with losses, router metrics, or both.
+        num_experts: Experts of its sparse layers, for a line at the largest entropy; None when that
+            is not known.
     """
-    with_losses = any(name in line for line in lines for name in LOSSES)
-    with_routers = any("router/" in name for line in lines for name in line)
-    rows: list[Any] = [["loss", "loss"]] * with_losses + [["entropy", "dropped"]] * with_routers
+    # One row of panels for the losses, one for the routers.
+    rows: list[Any] = []
+    heights: list[float] = []
+    if _has_losses(lines):
+        rows.append(["loss", "loss"])
+        heights.append(_LOSS_HEIGHT)
+    if _has_router_metrics(lines):
+        rows.append(["entropy", "dropped"])
+        heights.append(_ROUTER_HEIGHT)
+
     with rc_context(_STYLE):
-        heights = [3.4] * with_losses + [2.4] * with_routers
-        figure = Figure(figsize=(7.8, sum(heights)), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         panels = figure.subplot_mosaic(rows, height_ratios=heights)
-        if with_losses:
+        if "loss" in panels:
             _draw_losses(panels["loss"], lines)
-        if with_routers:
-            _draw_router(panels["entropy"], lines, "entropy", "router entropy (nats)")
-            if num_experts:
-                most = even_entropy(num_experts)
-                label = f"most possible, ln {num_experts} = {most:.2f}"
-                panels["entropy"].axhline(most, color=_GREEN, linestyle="--", label=label)
-            _draw_router(panels["dropped"], lines, "fraction_dropped", "share of tokens dropped")
-            for name in ("entropy", "dropped"):
-                panels[name].set_ylim(bottom=0)
-                _add_legend(panels[name])
+        if "entropy" in panels:
+            _draw_entropy(panels["entropy"], lines, num_experts)
+            _draw_dropped(panels["dropped"], lines)
     return _svg(figure)
 
 
 def plot_accuracy(stages: Sequence[Stage]) -> str:
     """Returns the share of held-out target tokens that each run predicts right, over steps."""
-    styles = [
-        (colour, dash) for dash in ("-", "--", ":") for colour in (_BLUE, _ORANGE, _GREEN, _PINK)
-    ]
+    styles = []
+    for dash in ("-", "--", ":"):
+        for colour in (_BLUE, _ORANGE, _GREEN, _PINK):
+            styles.append((colour, dash))
+
     with rc_context(_STYLE):
-        figure = Figure(figsize=(7.8, 3.0), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
         axes = figure.subplots()
         axes.set_xlabel("step")
         axes.set_ylabel("share of target tokens right")
         for number, stage in enumerate(stages):
             colour, dash = styles[number % len(styles)]
             name = stage.name.replace("$", r"\$")  # no formula
-            _curve(
-                axes,
-                stage.lines,
-                "heldout/token_accuracy",
-                colour,
-                name,
-                marker="o",
-                linestyle=dash,
-            )
+            style = {"marker": "o", "linestyle": dash}
+            _draw_curve(axes, stage.lines, "heldout/token_accuracy", colour, name, **style)
         axes.set_ylim(0, 1)
         _add_legend(axes)
     return _svg(figure)
+
+
+def even_entropy(num_experts: int) -> float:
+    """Returns ln E: the entropy in nats of a router that prefers no expert."""
+    return math.log(num_experts)
+
+
+def _has_losses(lines: Sequence[Line]) -> bool:
+    return not metric_names(lines).isdisjoint(LOSSES)
+
+
+def _has_router_metrics(lines: Sequence[Line]) -> bool:
+    return any(name.startswith("router/") for name in metric_names(lines))
+
+
+def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
+    """Draws the cross-entropies of a run, and what a model of frequencies alone would reach."""
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy (nats per token)")
+    _draw_curve(axes, lines, "train/ce_loss", _GREY, "training, all targets", alpha=0.5)
+    _draw_curve(axes, lines, "heldout/loss", _BLUE, "held-out, all targets", marker="o")
+    _draw_curve(axes, lines, "heldout/text_loss", _ORANGE, "held-out, text tokens", marker="s")
+
+    _, entropy = _steps_and_values(lines, "heldout/unigram_entropy")
+    if entropy and math.isfinite(entropy[-1]):
+        label = f"token frequencies alone (unigram entropy), {entropy[-1]:.2f}"
+        axes.axhline(entropy[-1], color=_GREEN, linestyle="--", label=label)
+    _add_legend(axes)
+
+
+def _draw_entropy(axes: Axes, lines: Sequence[Line], num_experts: int | None) -> None:
+    """Draws the routers' entropy, below a line at the largest that there is."""
+    _draw_router_metric(axes, lines, "entropy", "router entropy (nats)")
+    if num_experts:
+        largest = even_entropy(num_experts)
+        label = f"most possible, ln {num_experts} = {largest:.2f}"
+        axes.axhline(largest, color=_GREEN, linestyle="--", label=label)
+    axes.set_ylim(bottom=0)
+    _add_legend(axes)
+
+
+def _draw_dropped(axes: Axes, lines: Sequence[Line]) -> None:
+    """Draws the share of tokens that reach no expert."""
+    _draw_router_metric(axes, lines, "fraction_dropped", "share of tokens dropped")
+    axes.set_ylim(bottom=0)
+    _add_legend(axes)
+
+
+def _draw_router_metric(axes: Axes, lines: Sequence[Line], metric: str, label: str) -> None:
+    """Draws a router metric of both stacks."""
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    _draw_curve(axes, lines, f"router/encoder/{metric}", _BLUE, "encoder")
+    _draw_curve(axes, lines, f"router/decoder/{metric}", _ORANGE, "decoder")
+
+
+def _draw_curve(
+    axes: Axes, lines: Sequence[Line], name: str, colour: str, label: str, **style: Any
+) -> None:
+    """Draws one metric over steps, if it is there; values that are no finite numbers are gaps."""
+    steps, values = _steps_and_values(lines, name)
+    if steps:
+        axes.plot(steps, values, color=colour, label=label, markersize=4, **style)
+
+
+def _steps_and_values(lines: Sequence[Line], name: str) -> tuple[list[float], list[float]]:
+    """Returns the steps and values of a metric; NaN for an infinite value."""
+    steps = []
+    values = []
+    for line in lines:
+        if name in line:
+            steps.append(line["step"])
+            values.append(line[name] if math.isfinite(line[name]) else math.nan)
+    return steps, values
+
+
+# ---------------------------------------------------------------------------
+# Load
 
 
 def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
@@ -99,36 +182,25 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
     times and more.
     """
     num_experts = max(map(len, shares))
+    over_even = [load_over_even(row) for row in shares]
+
     with rc_context({**_STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(7.8, 1.3 + 0.62 * len(names)), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, 1.3 + 0.62 * len(names)), layout="constrained")
         axes = figure.subplots()
-        over_even = [[share * len(row) for share in row] for row in shares]
-        steps_of_colour = colormaps["RdBu_r"].resampled(
-            21
-        )  # few enough to be drawn, where more would be an image
-        image = axes.pcolormesh(over_even, cmap=steps_of_colour, vmin=0.5, vmax=1.5)
+        # Steps of colour are few enough to be drawn, where more would be an image.
+        colours = colormaps["RdBu_r"].resampled(21)
+        image = axes.pcolormesh(over_even, cmap=colours, vmin=0.5, vmax=1.5)
         axes.invert_yaxis()
         axes.set_yticks([row + 0.5 for row in range(len(names))], names)
         axes.set_xlabel("expert")
 
+        step = 1
         if num_experts <= _LABELLED_EXPERTS:
-            ticks = range(num_experts)
-            for row, values in enumerate(over_even):
-                for column, ratio in enumerate(values):
-                    colour = "white" if abs(ratio - 1) > 0.38 else "black"
-                    label = f"{ratio:.2f} x\n{100 * shares[row][column]:.1f} %"
-                    axes.text(
-                        column + 0.5,
-                        row + 0.5,
-                        label,
-                        ha="center",
-                        va="center",
-                        color=colour,
-                        fontsize=9,
-                    )
+            _label_cells(axes, shares, over_even)
         else:
-            ticks = range(0, num_experts, -(-num_experts // _LABELLED_EXPERTS))
-        axes.set_xticks([expert + 0.5 for expert in ticks], [str(expert + 1) for expert in ticks])
+            step = math.ceil(num_experts / _LABELLED_EXPERTS)
+        experts = range(0, num_experts, step)
+        axes.set_xticks([expert + 0.5 for expert in experts], [str(n + 1) for n in experts])
 
         bar = figure.colorbar(
             image, ax=axes, orientation="horizontal", extend="both", aspect=60, pad=0.02
@@ -139,58 +211,43 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
     return _svg(figure)
 
 
-def even_entropy(num_experts: int) -> float:
-    """Returns ln E: the entropy in nats of a router that prefers no expert."""
-    return math.log(num_experts)
+def load_over_even(shares: Sequence[float]) -> list[float]:
+    """Returns each expert's load over the even load."""
+    return [share * len(shares) for share in shares]
 
 
-def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draws the cross-entropies of a run, and what a model of frequencies alone would reach."""
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy (nats per token)")
-    _curve(axes, lines, "train/ce_loss", _GREY, "training, all targets", alpha=0.5)
-    _curve(axes, lines, "heldout/loss", _BLUE, "held-out, all targets", marker="o")
-    _curve(axes, lines, "heldout/text_loss", _ORANGE, "held-out, text tokens", marker="s")
-    entropy = _values(lines, "heldout/unigram_entropy")[1]
-    if entropy and math.isfinite(entropy[-1]):
-        label = f"token frequencies alone (unigram entropy), {entropy[-1]:.2f}"
-        axes.axhline(entropy[-1], color=_GREEN, linestyle="--", label=label)
-    _add_legend(axes)
+def _label_cells(
+    axes: Axes, shares: Sequence[Sequence[float]], over_even: Sequence[Sequence[float]]
+) -> None:
+    """Writes load over even load, and the share, into each cell of a heat map."""
+    for row, ratios in enumerate(over_even):
+        for column, ratio in enumerate(ratios):
+            axes.text(
+                column + 0.5,
+                row + 0.5,
+                f"{ratio:.2f} x\n{100 * shares[row][column]:.1f} %",
+                ha="center",
+                va="center",
+                color="white" if abs(ratio - 1) > 0.38 else "black",  # on a deep or a pale colour
+                fontsize=9,
+            )
 
 
-def _draw_router(axes: Axes, lines: Sequence[Line], metric: str, label: str) -> None:
-    """Draws a router metric of both stacks."""
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    _curve(axes, lines, f"router/encoder/{metric}", _BLUE, "encoder")
-    _curve(axes, lines, f"router/decoder/{metric}", _ORANGE, "decoder")
+# ---------------------------------------------------------------------------
+# Figures
 
 
 def _add_legend(axes: Axes) -> None:
     """Adds a legend if there is anything to name."""
-    if axes.get_legend_handles_labels()[0]:
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
         axes.legend(fontsize=9)
-
-
-def _curve(
-    axes: Axes, lines: Sequence[Line], name: str, colour: str, label: str, **style: Any
-) -> None:
-    """Draws one metric over steps, if it is there; values that are no finite numbers are gaps."""
-    steps, values = _values(lines, name)
-    if steps:
-        axes.plot(steps, values, color=colour, label=label, markersize=4, **style)
-
-
-def _values(lines: Sequence[Line], name: str) -> tuple[list[float], list[float]]:
-    """Returns the steps and values of a metric; NaN for an infinite value."""
-    steps = [line["step"] for line in lines if name in line]
-    values = [line[name] for line in lines if name in line]
-    return steps, [value if math.isfinite(value) else math.nan for value in values]
 
 
 def _svg(figure: Figure) -> str:
     """Returns the figure as an <svg> element."""
-    text = io.StringIO()
+    file = io.StringIO()
     with rc_context(_STYLE):
-        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :]

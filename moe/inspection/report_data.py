@@ -1,5 +1,5 @@
-"""What a report is made from: metrics of runs and an evaluation, read as typed records, and how
-routers were traced.
+"""The data of a report: how routers were traced, and metrics of runs and an evaluation as they are
+read from their files.
 """
 
 import math
@@ -18,8 +18,8 @@ Line = dict[str, float]
 
 LOSSES = ("train/ce_loss", "heldout/loss", "heldout/text_loss")
 _PLOTTED = (*LOSSES, "heldout/token_accuracy", "router/encoder/entropy", "router/decoder/entropy")
-_MOST_STEPS = 10**12
-_LARGEST = 1e30
+_MAX_STEPS = 10**12
+_MAX_VALUE = 1e30
 
 
 # ---------------------------------------------------------------------------
@@ -31,17 +31,17 @@ class TracedText(NamedTuple):
 
     Attributes:
         corpus: Folder of the corpus, whose held-out part was read.
-        table: Its documents, characters and licences.
-        num_documents: Held-out documents.
-        num_tokens: Their tokens.
-        num_chunks: Different examples that these tokens are cut into.
-        num_batches: Batches that were traced.
+        table: Documents, characters and licences of the corpus.
+        num_documents: Number of held-out documents.
+        num_tokens: Number of their tokens.
+        num_chunks: Number of different examples that these tokens are split into.
+        num_batches: Number of batches that were traced.
         batch_size: Examples in a batch.
         inputs_length: Encoder tokens of an example.
         targets_length: Decoder tokens of an example.
         noise_density: Share of tokens that are masked.
         mean_span_length: Mean length of a masked span in tokens.
-        seed: Of the order of examples and of the masks.
+        seed: Seed of the order of examples and of the masks.
     """
 
     corpus: Path
@@ -64,7 +64,7 @@ class TracedModel(NamedTuple):
     Attributes:
         folder: Where it was loaded from.
         fingerprint: Tells its files from those of other models; an evaluation has the same one.
-        device: That it ran on.
+        device: The device that it ran on.
         recipe: The recipe.yaml of its run; None when none lies beside the model's folder.
     """
 
@@ -75,14 +75,16 @@ class TracedModel(NamedTuple):
 
 
 def find_recipe(folder: Path) -> Path | None:
-    """Returns the recipe of the run that a model's folder, RUN/model or RUN/best/model, lies in;
-    None for no run.
+    """Returns the recipe of the run that holds a model in RUN/model or RUN/best/model, if any.
 
     Raises:
         ConfigError: When it is damaged.
     """
     parent = folder.absolute().parent
-    for run in (parent, parent.parent) if parent.name == "best" else (parent,):
+    runs = [parent]
+    if parent.name == "best":
+        runs.append(parent.parent)
+    for run in runs:
         path = run / "recipe.yaml"
         if path.is_file():
             read_yaml(path)
@@ -98,7 +100,7 @@ class Stage(NamedTuple):
     """Metrics of one run.
 
     Attributes:
-        name: As the user calls it.
+        name: Name that the user gives it.
         path: Its metrics.jsonl.
         lines: What was measured, by ascending steps.
     """
@@ -109,7 +111,10 @@ class Stage(NamedTuple):
 
     def last(self, metric: str) -> Line | None:
         """Returns the last line that holds a metric; None when there is none."""
-        return next((line for line in reversed(self.lines) if metric in line), None)
+        for line in reversed(self.lines):
+            if metric in line:
+                return line
+        return None
 
     def made(self, folder: Path) -> bool:
         """Returns whether the model in a folder is that of this run."""
@@ -127,7 +132,7 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
         ConfigError: When one has no name or no file, or two have the same name.
         DataError: When a file is no metrics.jsonl of one run; names the line.
     """
-    stages = []
+    stages: list[Stage] = []
     for argument in arguments:
         name, separator, file = argument.partition("=")
         if not separator or not name.strip() or not file.strip() or "\0" in file:
@@ -143,11 +148,12 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
             raise ConfigError(
                 f"--metrics gives the name {shown(name)} twice. Give each run a name of its own."
             )
-        stages.append(Stage(name, Path(file), _read_lines(Path(file))))
+        path = Path(file)
+        stages.append(Stage(name, path, _read_metrics(path)))
     return stages
 
 
-def _read_lines(path: Path) -> list[Line]:
+def _read_metrics(path: Path) -> list[Line]:
     """Returns the lines of a metrics.jsonl.
 
     Raises:
@@ -162,8 +168,9 @@ def _read_lines(path: Path) -> list[Line]:
                 f"{where} is of stage {shown(values['stage'])} of a job. Give each run's own metrics.jsonl."
             )
 
+        # Steps are counts, and never fall within a run.
         step = values.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MOST_STEPS:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= _MAX_STEPS:
             raise DataError(
                 f"{where}: step is {shown(step)}; expected a number of updates. {advice}"
             )
@@ -172,17 +179,26 @@ def _read_lines(path: Path) -> list[Line]:
                 f"{where}: step {step} comes after step {lines[-1]['step']:.0f}. {advice}"
             )
 
+        # Values that no plot can hold are damage.
         line = to_record(Line, values, where=where, advice=advice)
         for name, value in line.items():
-            if math.isfinite(value) and abs(value) > _LARGEST:
+            if math.isfinite(value) and abs(value) > _MAX_VALUE:
                 raise DataError(
-                    f"{where}: {shown(name)} is {value:g}; expected at most {_LARGEST:g}. {advice}"
+                    f"{where}: {shown(name)} is {value:g}; expected at most {_MAX_VALUE:g}. {advice}"
                 )
         lines.append(line)
 
-    if not any(name in line for line in lines for name in _PLOTTED):
+    if metric_names(lines).isdisjoint(_PLOTTED):
         raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
     return lines
+
+
+def metric_names(lines: Sequence[Line]) -> set[str]:
+    """Returns the names of all that was measured."""
+    names: set[str] = set()
+    for line in lines:
+        names.update(line)
+    return names
 
 
 # ---------------------------------------------------------------------------
@@ -221,8 +237,8 @@ class TaskScores(BaseModel, frozen=True):
     task: str
     description: str
     split: str
-    num_examples: Annotated[int, Field(ge=1, le=_MOST_STEPS)]
-    num_groups: Annotated[int, Field(ge=1, le=_MOST_STEPS)]
+    num_examples: Annotated[int, Field(ge=1, le=_MAX_STEPS)]
+    num_groups: Annotated[int, Field(ge=1, le=_MAX_STEPS)]
     systems: list[SystemScores]
 
 
@@ -257,7 +273,7 @@ class ReadEvaluation(NamedTuple):
 
 
 def read_evaluation(path: Path) -> ReadEvaluation:
-    """Returns an evaluation.
+    """Returns an evaluation as the page shows it.
 
     Args:
         path: Its report.json, or the folder that it lies in.

@@ -14,9 +14,18 @@ from moe.sparse.stats import summarize
 _SMOOTHING = 20
 """Occurrences, routed as all tokens are, that lift adds to those of a token: a rare token then needs more evidence."""
 
-
-LEAST_SEEN = 10
+MIN_OCCURRENCES = 10
 """Occurrences of a token below which no expert is said to prefer it, as in OLMoE (arXiv:2409.02060)."""
+
+HEALTH_HEADER = [
+    "sparse layer",
+    "dead experts",
+    "dropped",
+    "entropy (nats)",
+    "load CV",
+    "max / mean",
+    "slots used",
+]
 
 
 class TokenCount(NamedTuple):
@@ -36,35 +45,43 @@ class TokenCount(NamedTuple):
     lift: float
 
 
+# ---------------------------------------------------------------------------
+# Tokens by expert
+
+
 def top_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
     """Returns the tokens that an expert receives most, by falling count.
 
     Args:
-        counts: <int64>[V, E].
-        expert: Which one.
-        number: Most tokens to return.
+        counts: <int64>[V, E] first choices.
+        expert: Number of the expert, from 0.
+        number: Largest number of tokens to return.
     """
-    received = counts[:, expert]
-    return _tokens_by(received.double(), received > 0, counts, expert, number)
+    received = counts[:, expert]  # [V]
+    return _largest(received.double(), received > 0, counts, expert, number)
 
 
-def special_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
+def preferred_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
     """Returns the tokens that an expert prefers, by falling lift; arguments as in `top_tokens`."""
-    lift = smoothed_lift(counts, expert)
-    return _tokens_by(lift, (lift > 1) & (counts.sum(dim=1) >= LEAST_SEEN), counts, expert, number)
+    lift = smoothed_lift(counts, expert)  # [V]
+    is_listed = (lift > 1) & (counts.sum(dim=1) >= MIN_OCCURRENCES)
+    return _largest(lift, is_listed, counts, expert, number)
 
 
 def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
-    """Returns <float64>[V]: how much an expert prefers each token, 1 for no preference.
+    """Returns how much an expert prefers each token, 1 for no preference.
 
     It is the expert's share of the token over its share q of all tokens, as if the token had been
-    seen 20 times more
-    and routed as all tokens are: (k / q + 20) / (n + 20) for k of n occurrences. Without that every
-    token that never goes elsewhere has 1 / q, whether it was seen once or a thousand times.
+    seen 20 times more and routed as all tokens are: (k / q + 20) / (n + 20) for k of n occurrences.
+    Without that every token that never goes elsewhere has 1 / q, whether it was seen once or a
+    thousand times.
 
     Args:
-        counts: <int64>[V, E].
-        expert: Which one.
+        counts: <int64>[V, E] first choices.
+        expert: Number of the expert, from 0.
+
+    Returns:
+        <float64>[V] lift of each token.
     """
     k = counts[:, expert].double()  # [V]
     n = counts.sum(dim=1).double()  # [V]
@@ -72,45 +89,70 @@ def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
     return (k / q.clamp(min=1e-12) + _SMOOTHING) / (n + _SMOOTHING)
 
 
-def _tokens_by(
-    key: Tensor, listed: Tensor, counts: Tensor, expert: int, number: int
+def _largest(
+    values: Tensor, is_listed: Tensor, counts: Tensor, expert: int, number: int
 ) -> list[TokenCount]:
-    """Returns the first tokens by falling key <float64>[V], of those that are to be listed
-    <bool>[V].
+    """Returns the tokens of the largest values.
+
+    Args:
+        values: <float64>[V] by which tokens are ordered.
+        is_listed: <bool>[V] tokens that may be returned.
+        counts: <int64>[V, E] first choices.
+        expert: Number of the expert, from 0.
+        number: Largest number of tokens to return.
     """
-    lift = smoothed_lift(counts, expert)
-    seen = counts.sum(dim=1)
-    order = (
-        key.masked_fill(~listed, -math.inf).argsort(descending=True, stable=True)[:number].tolist()
-    )
-    return [
-        TokenCount(token, int(counts[token, expert]), int(seen[token]), float(lift[token]))
-        for token in order
-        if listed[token]
-    ]
+    lift = smoothed_lift(counts, expert)  # [V]
+    seen = counts.sum(dim=1)  # [V]
+    descending = values.masked_fill(~is_listed, -math.inf).argsort(descending=True, stable=True)
+
+    tokens = []
+    for token in descending[:number].tolist():
+        if is_listed[token]:
+            occurrences = int(counts[token, expert])
+            tokens.append(TokenCount(token, occurrences, int(seen[token]), float(lift[token])))
+    return tokens
+
+
+def token_names(
+    tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, tokens: Sequence[int]
+) -> list[str]:
+    """Returns how tokens of a layer are shown.
+
+    The padding token that a decoder starts with is `<start>`; other padding is never in a trace.
+    """
+    names = []
+    for token in tokens:
+        is_start = layer.stack == "decoder" and token == tokenizer.pad_token_id
+        name = tokenizer.convert_ids_to_tokens(token)
+        names.append("<start>" if is_start else str(name))
+    return names
+
+
+# ---------------------------------------------------------------------------
+# Load and entropy
 
 
 def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
     """Returns the entropy in nats of the experts that a class of tokens goes to; 0 for no token.
 
     Args:
-        counts: <int64>[V, E].
+        counts: <int64>[V, E] first choices.
         tokens: <bool>[V] the class.
 
     Source:
         ST-MoE (arXiv:2202.08906) Table 14: sentinels in the encoder are routed with less entropy
         than ln E.
     """
-    load = counts[tokens].sum(dim=0).double()
+    load = counts[tokens].sum(dim=0).double()  # [E]
     share = load / load.sum().clamp(min=1)
     return float(torch.special.entr(share).sum())
 
 
 def load_shares(layer: LayerTrace) -> list[float]:
-    """Returns each expert's share of the places that asked for a slot, before capacity; they add up
-    to 1.
+    """Returns each expert's share of the slots that were asked for, before capacity; their sum is
+    1.
     """
-    load = layer.stats.expert_load.double()
+    load = layer.stats.expert_load.double()  # [E]
     return (load / load.sum().clamp(min=1)).tolist()
 
 
@@ -119,36 +161,10 @@ def layer_name(layer: LayerTrace) -> str:
     return f"{layer.stack} {layer.layer + 1}"
 
 
-def token_names(
-    tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, tokens: Sequence[int]
-) -> list[str]:
-    """Returns how tokens of a layer are shown; the padding token that a decoder starts with is
-    `<start>`.
-
-    Other padding is never in a trace.
-    """
-    names = []
-    for token in tokens:
-        name = tokenizer.convert_ids_to_tokens(token)
-        starts = layer.stack == "decoder" and token == tokenizer.pad_token_id
-        names.append("<start>" if starts else str(name))
-    return names
-
-
-HEALTH_HEADER = [
-    "sparse layer",
-    "dead experts",
-    "dropped",
-    "entropy (nats)",
-    "load CV",
-    "max / mean",
-    "slots used",
-]
-
-
 def health_rows(trace: RoutingTrace) -> list[list[str]]:
-    """Returns a row for each layer under HEALTH_HEADER; entropy stands beside ln E, the largest
-    there is.
+    """Returns a row for each layer under HEALTH_HEADER.
+
+    Entropy stands beside ln E, the largest there is.
     """
     rows = []
     for layer in trace:
@@ -168,11 +184,20 @@ def health_rows(trace: RoutingTrace) -> list[list[str]]:
     return rows
 
 
+# ---------------------------------------------------------------------------
+# Plain text
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns an aligned plain-text table."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (header, *rows)
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    lines = [header, *rows]
+    widths = [0] * len(header)
+    for line in lines:
+        for column in range(len(header)):
+            widths[column] = max(widths[column], len(line[column]))
+
+    texts = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)

@@ -1,9 +1,10 @@
 """Which tokens go to which expert: counts over many batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from moe.data.pipeline import Batch
@@ -20,7 +21,7 @@ class LayerTrace(NamedTuple):
         layer: Number of the sparse layer within its stack, from 0.
         first_choice: <int64>[V, E] how often a token id had an expert as its first choice: of those
             that it asked for, or that chose it, the one of highest probability.
-        accepted: <int64>[V, E] how often a token id got a slot of an expert, over all places.
+        accepted: <int64>[V, E] how often a token id got a slot of an expert, over all choices.
         stats: Summed statistics.
     """
 
@@ -43,59 +44,82 @@ def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch])
     Padding is not counted.
 
     Args:
-        model: Its training mode is restored.
-        batches: With labels, on the model's device.
+        model: The model; its training mode is restored.
+        batches: Batches with labels, on the model's device.
 
     Source:
         ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
     """
     training = model.training
     model.eval()
+
     layers: list[LayerTrace] = []
     for batch in batches:
         output = model(**batch, output_router_logits=True, use_cache=False)
         decoder_ids = model.prepare_decoder_input_ids_from_labels(
             batch["labels"], batch.get("decoder_segment_ids")
         )
-        found = [
-            _trace_layer(stack, layer, ids, router, model.config.vocab_size)
-            for stack, ids, routers in (
-                ("encoder", batch["input_ids"], output.encoder_router_outputs),
-                ("decoder", decoder_ids, output.decoder_router_outputs),
-            )
-            for layer, router in enumerate(routers or ())  # None of a stack without sparse layers
+        vocab_size = model.config.vocab_size
+        batch_layers = [
+            *_trace_stack("encoder", batch["input_ids"], output.encoder_router_outputs, vocab_size),
+            *_trace_stack("decoder", decoder_ids, output.decoder_router_outputs, vocab_size),
         ]
-        layers = [_add(a, b) for a, b in zip(layers, found, strict=True)] if layers else found
+        layers = list(map(_add_counts, layers, batch_layers)) if layers else batch_layers
+
     model.train(training)
     return tuple(layers)
+
+
+def _trace_stack(
+    stack: str, ids: Tensor, routers: Sequence[RouterOutput] | None, vocab_size: int
+) -> list[LayerTrace]:
+    """Returns the counts of each sparse layer of a stack in one batch.
+
+    Args:
+        stack: `encoder` or `decoder`.
+        ids: <int64>[B, L] token ids.
+        routers: Outputs of its routers; None of a stack without sparse layers.
+        vocab_size: V.
+    """
+    layers = []
+    for layer, router in enumerate(routers or ()):
+        layers.append(_trace_layer(stack, layer, ids, router, vocab_size))
+    return layers
 
 
 def _trace_layer(
     stack: str, layer: int, ids: Tensor, router: RouterOutput, vocab_size: int
 ) -> LayerTrace:
-    """Returns the counts of one layer in one batch; ids are <int64>[B, L]."""
+    """Returns the counts of one layer in one batch; ids are <int64>[B, L], N tokens."""
     plan = router.plan
-    num_experts, num_places = router.router_logits.shape[-1], plan.expert_index.shape[-1]
-    cell = ids.flatten()[:, None] * num_experts + plan.expert_index.reshape(-1, num_places)
-    accepted, wanted = (x.reshape(-1, num_places) for x in (plan.accepted, plan.wanted))
-    scores = router.router_logits.gather(-1, plan.expert_index).reshape(-1, num_places)
-    first = scores.masked_fill(~wanted, float("-inf")).argmax(dim=-1)
+    num_experts = router.router_logits.shape[-1]
+    requested = rearrange(plan.requested, "g s k -> (g s) k")  # [N, K]
+    accepted = rearrange(plan.accepted, "g s k -> (g s) k")  # [N, K]
+    expert = rearrange(plan.expert_index, "g s k -> (g s) k")  # [N, K]
+
+    # The cell of the table [V, E] that a choice of a token counts in.
+    cell = ids.flatten()[:, None] * num_experts + expert  # [N, K]
+
+    # First choice: of the experts that a token asked for, the one of the highest logit.
+    logits = router.router_logits.gather(-1, plan.expert_index)  # [G, S, K]
+    logits = rearrange(logits, "g s k -> (g s) k").masked_fill(~requested, float("-inf"))
+    first = logits.argmax(dim=-1, keepdim=True)  # [N, 1]
+    first_cell = cell.gather(1, first)[requested.any(dim=-1)]
 
     def count(cells: Tensor) -> Tensor:
-        return torch.bincount(cells, minlength=vocab_size * num_experts).reshape(
-            vocab_size, num_experts
-        )
+        counts = torch.bincount(cells, minlength=vocab_size * num_experts)
+        return rearrange(counts, "(v e) -> v e", e=num_experts)  # [V, E]
 
     return LayerTrace(
-        stack,
-        layer,
-        count(cell.gather(1, first[:, None])[wanted.any(dim=-1)].flatten()),
-        count(cell[accepted]),
-        router.stats,
+        stack=stack,
+        layer=layer,
+        first_choice=count(first_cell.flatten()),
+        accepted=count(cell[accepted]),
+        stats=router.stats,
     )
 
 
-def _add(a: LayerTrace, b: LayerTrace) -> LayerTrace:
+def _add_counts(a: LayerTrace, b: LayerTrace) -> LayerTrace:
     """Returns the counts of both."""
     return a._replace(
         first_choice=a.first_choice + b.first_choice,

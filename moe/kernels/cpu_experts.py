@@ -19,7 +19,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,62 +28,87 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.kernels.cpu_matmul import multiply
-from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import ExpertRows
+from moe.kernels.expert_rows import ExpertRows, sum_by_token
 
-_FEW_ROWS = 64  # rows of an expert, on average, below which the memory of its gradient costs more than the products
-_IN_TURN = 32  # rows of a layer up to which reading weights is all the work: one expert at a time, on all cores
+# Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
+_ROWS_PER_PIECE = 512
+
+# Rows of a layer up to which reading weights is all the work: one expert at a time, on all cores.
+_SEQUENTIAL_ROWS = 32
+
+# Mean rows of an expert below which its gradient's memory costs more than its products.
+_FEW_ROWS = 64
+
 _HUGE_PAGE = 2**21  # bytes
-_CHUNK = 512  # rows in one piece of the forward pass: enough for a full-speed product, few enough for the cache
 
 
-class Piece(NamedTuple):
-    """Rows `start` to `end` of one expert; `part` counts the pieces of that expert."""
+class ExpertForm(NamedTuple):
+    """What an expert computes between its two products.
 
-    expert: int
-    part: int
-    start: int
-    end: int
+    Attributes:
+        activation: `gelu` (the tanh approximation) or `relu`.
+        gated: Whether the first product holds a gate above what it is multiplied with.
+        bias_kind: `none`, `additive` or `multiplicative`: what the bias does to the hidden units.
+        dropout_rate: Share of the hidden units that is set to zero; 0 outside training.
+    """
+
+    activation: str
+    gated: bool
+    bias_kind: str
+    dropout_rate: float
+
+
+class ExpertWeights(NamedTuple):
+    """Stacked weights of E experts.
+
+    Attributes:
+        first: <float>[E, 2F or F, D] of the first product, gate above up.
+        down: <float>[E, D, F] of the second.
+        bias: <float>[E, F] of the hidden units; None for none.
+    """
+
+    first: Tensor
+    down: Tensor
+    bias: Tensor | None
 
 
 @torch.compiler.disable()
-def parallel_feed_forward(
+def fused_feed_forward(
     tokens: Tensor,
     rows: ExpertRows,
-    first: Tensor,
-    down: Tensor,
-    bias: Tensor | None,
-    config: SparseConfig,
-    drop_rate: float,
+    weights: ExpertWeights,
+    form: ExpertForm,
 ) -> Tensor:
-    """Returns every token's weighted sum of what its experts make of it.
+    """Returns every token's weighted sum of its experts' outputs: gather, experts and sum in one node.
 
     Results do not depend on the number of threads in the forward pass; in the backward pass only an
     expert with more than its fair share of all rows is summed up in another order.
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token goes where.
-        first: <float>[E, 2F or F, D] weights.
-        down: <float>[E, D, F] weights.
-        bias: <float>[E, F].
-        config: Activation and kind of bias.
-        drop_rate: Expert dropout.
+        rows: Which token each row is, and its weight.
+        weights: Of the experts, in the dtype of the tokens.
+        form: What an expert computes.
 
     Returns:
-        <float>[T, D].
+        <float>[T, D]; zeros for a token without rows.
     """
-    learns = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (tokens, rows.weight, first, down, bias)
-    )
-    return _ParallelFeedForward.apply(
-        tokens, rows.weight, first, down, bias, rows, config, drop_rate, learns
-    )
+    inputs = (tokens, rows.weight, *weights)
+    needs_graph = any(x is not None and x.requires_grad for x in inputs)
+    keep_products = torch.is_grad_enabled() and needs_graph
+    return _FusedFeedForward.apply(*inputs, rows, form, keep_products)
 
 
-class _ParallelFeedForward(torch.autograd.Function):
-    """Gather, experts and weighted sum in one node: only what the products return is kept for the
-    backward pass.
+class _FusedFeedForward(torch.autograd.Function):
+    """Gather, experts and weighted sum; only what the products return is kept for the backward pass.
+
+    For row n of token t and expert e, with * by element:
+
+        z_n = W1_e x_t                    first product, its halves z' (gate) and z'' when gated
+        p_n = act(z'_n) * z''_n           plain hidden units
+        h_n = dropout(p_n + B_e), or p_n * B_e in place of the sum
+        o_n = W2_e h_n                    second product
+        y_t = sum over its rows of w_n o_n
     """
 
     @staticmethod
@@ -94,206 +120,246 @@ class _ParallelFeedForward(torch.autograd.Function):
         down: Tensor,
         bias: Tensor | None,
         rows: ExpertRows,
-        config: SparseConfig,
-        drop_rate: float,
-        learns: bool,
+        form: ExpertForm,
+        keep_products: bool,
     ) -> Tensor:
-        counts, num_rows = rows.counts.tolist(), rows.token.numel()
-        expert = _Expert(config, drop_rate)
-        products = tokens.new_empty(num_rows if learns else 0, first.shape[1])
-        gates = tokens.new_empty(num_rows if learns and expert.gelu else 0, down.shape[2])
-        kept = torch.empty(num_rows if drop_rate else 0, down.shape[2], dtype=torch.bool)
-        outputs = tokens.new_empty(num_rows, down.shape[1])
-        seed = int(torch.randint(2**62, ()).item()) if drop_rate else 0
+        counts = rows.counts.tolist()
+        num_rows = rows.token.numel()
+        num_saved = num_rows if keep_products else 0
+        num_dropped = num_rows if form.dropout_rate else 0
+        hidden_layer = _HiddenLayer(form)
 
-        def run(piece: Piece) -> None:
+        # What the backward pass needs; a tensor without rows stands for what it does not need.
+        num_gates = num_saved if hidden_layer.is_gelu else 0
+        products = tokens.new_empty(num_saved, first.shape[1])  # z  [N, 2F or F]
+        gates = tokens.new_empty(num_gates, down.shape[2])  # act(z')  [N, F]
+        kept_units = torch.empty(num_dropped, down.shape[2], dtype=torch.bool)  # [N, F]
+        outputs = tokens.new_empty(num_rows, down.shape[1])  # o  [N, D]
+
+        # Each piece has a generator of its own, so that threads do not change what is dropped.
+        seed = int(torch.randint(2**62, ()).item()) if form.dropout_rate else 0
+
+        def run_piece(piece: Piece) -> None:
             here = slice(piece.start, piece.end)
-            x = tokens.index_select(0, rows.token[here])
-            if drop_rate:
-                kept[here].bernoulli_(
-                    1 - drop_rate, generator=torch.Generator().manual_seed(seed + piece.start)
-                )
-            product = multiply(x, first[piece.expert], out=products[here] if learns else None)
-            gate = expert.activate(product, gates[here] if gates.numel() else None)
-            hidden = expert.hidden(product, gate, _of(bias, piece.expert), kept[here]).hidden
-            multiply(hidden, down[piece.expert], out=outputs[here])
+            expert_bias = None if bias is None else bias[piece.expert]
+            if form.dropout_rate:
+                generator = torch.Generator().manual_seed(seed + piece.start)
+                kept_units[here].bernoulli_(1 - form.dropout_rate, generator=generator)
 
-        pieces = [piece for piece in cut_rows(counts, _CHUNK) if piece.end > piece.start]
-        if num_rows <= _IN_TURN:
+            # One expert's rows go through both products while they are in the cache.
+            x = tokens.index_select(0, rows.token[here])  # [n, D]
+            product = products[here] if keep_products else None
+            product = multiply(x, first[piece.expert], out=product)  # [n, 2F or F]
+            gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
+            hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
+            multiply(hidden.dropped, down[piece.expert], out=outputs[here])  # [n, D]
+
+        pieces = [piece for piece in split_rows(counts, _ROWS_PER_PIECE) if piece.num_rows]
+        if num_rows <= _SEQUENTIAL_ROWS:
             for piece in pieces:
-                run(piece)
+                run_piece(piece)
         else:
-            run_pieces(run, pieces)
+            run_pieces(run_piece, pieces)
+
+        # The outputs are needed for the gradient of the combine weights alone.
+        kept_outputs = outputs if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(
-            tokens,
-            weight,
-            first,
-            down,
-            bias,
-            products,
-            gates,
-            kept,
-            outputs if ctx.needs_input_grad[1] else None,
+            tokens, weight, first, down, bias, products, gates, kept_units, kept_outputs
         )
-        ctx.rows, ctx.counts, ctx.expert = rows, counts, expert
-        return sum_by_token(outputs, rows, weight)
+        ctx.rows = rows
+        ctx.counts = counts
+        ctx.hidden_layer = hidden_layer
+        return sum_by_token(outputs, rows, weight)  # [T, D]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        d_output = grad_outputs[0]
-        tokens, weight, first, down, bias, products, gates, kept, outputs = ctx.saved_tensors
-        rows, expert = ctx.rows, ctx.expert
-        d_rows = tokens.new_empty(
-            products.shape[0] if ctx.needs_input_grad[0] else 0, tokens.shape[1]
-        )
-        d_weight = None if outputs is None else torch.empty_like(weight)
-        d_first, d_down, d_bias = (
-            _ExpertSums(x, products.shape[0]) if needed else None
-            for x, needed in zip((first, down, bias), ctx.needs_input_grad[2:5], strict=True)
-        )
-        row_weight = weight.to(tokens.dtype)[:, None]
+        d_output = grad_outputs[0]  # dy  [T, D]
+        tokens, weight, first, down, bias, products, gates, kept_units, outputs = ctx.saved_tensors
+        rows: ExpertRows = ctx.rows
+        hidden_layer: _HiddenLayer = ctx.hidden_layer
+        needs_tokens, _, needs_first, needs_down, needs_bias = ctx.needs_input_grad[:5]
+        num_rows = products.shape[0]
+        row_weight = weight.to(tokens.dtype)[:, None]  # [N, 1]
 
-        def run(piece: Piece) -> None:
+        # One tensor for each gradient that is asked for.
+        d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
+        d_weight = None if outputs is None else torch.empty_like(weight)
+        d_first = _WeightGradient(first, num_rows) if needs_first else None
+        d_down = _WeightGradient(down, num_rows) if needs_down else None
+        d_bias = _WeightGradient(bias, num_rows) if needs_bias else None
+
+        def run_piece(piece: Piece) -> None:
             here = slice(piece.start, piece.end)
-            token, product, expert_bias = rows.token[here], products[here], _of(bias, piece.expert)
-            dy = d_output.index_select(0, token)
+            token = rows.token[here]
+            product = products[here]
+            kept = kept_units[here]
+            expert_bias = None if bias is None else bias[piece.expert]
+
+            # dw_n = dy_t . o_n and do_n = w_n dy_t.
+            d_row = d_output.index_select(0, token)  # [n, D]
             if outputs is not None and d_weight is not None:
-                d_weight[here] = torch.linalg.vecdot(dy, outputs[here])
-            dy *= row_weight[here]
-            gate = gates[here] if gates.numel() else expert.gate(product)
-            parts = expert.hidden(product, gate, expert_bias, kept[here])
-            if d_down:
-                torch.mm(dy.t(), parts.hidden, out=d_down.of(piece))
-            d_hidden = multiply(dy, down[piece.expert].t())
-            d_plain = expert.d_plain(
-                d_hidden, parts, expert_bias, kept[here], d_bias.of(piece) if d_bias else None
-            )
-            d_product = expert.d_product(d_plain, product, gate)
-            if d_first:
-                torch.mm(d_product.t(), tokens.index_select(0, token), out=d_first.of(piece))
-            if ctx.needs_input_grad[0]:
+                d_weight[here] = torch.linalg.vecdot(d_row, outputs[here])
+            d_row *= row_weight[here]
+
+            # dW2 = do^T h, with h computed again from the kept products, and dh = do W2.
+            gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
+            hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
+            if d_down is not None:
+                torch.mm(d_row.t(), hidden.dropped, out=d_down.piece_sum(piece))
+            d_hidden = multiply(d_row, down[piece.expert].t())  # [n, F]
+
+            # Back through dropout, bias and activation, to dz.
+            d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
+            d_plain = hidden_layer.d_plain(d_hidden, hidden, expert_bias, kept, d_bias_sum)
+            d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
+
+            # dW1 = dz^T x and dx = dz W1.
+            if d_first is not None:
+                x = tokens.index_select(0, token)
+                torch.mm(d_product.t(), x, out=d_first.piece_sum(piece))
+            if needs_tokens:
                 multiply(d_product, first[piece.expert].t(), out=d_rows[here])
 
-        share = math.ceil(products.shape[0] / torch.get_num_threads())
-        run_pieces(run, cut_rows(ctx.counts, max(_CHUNK, share)))
-        d_tokens = sum_by_token(d_rows, rows, None) if ctx.needs_input_grad[0] else None
+        # A weight's gradient is one sum over an expert's rows: as few pieces as keep all cores busy.
+        fair_share = math.ceil(num_rows / torch.get_num_threads())
+        run_pieces(run_piece, split_rows(ctx.counts, max(_ROWS_PER_PIECE, fair_share)))
         return (
-            d_tokens,
+            sum_by_token(d_rows, rows, None) if needs_tokens else None,
             d_weight,
-            *(x.total() if x else None for x in (d_first, d_down, d_bias)),
-            *[None] * 4,
+            d_first.total() if d_first is not None else None,
+            d_down.total() if d_down is not None else None,
+            d_bias.total() if d_bias is not None else None,
+            None,
+            None,
+            None,
         )
 
 
 class _Hidden(NamedTuple):
-    """The steps from the first product to the second.
+    """The hidden units of some rows.
 
     Attributes:
-        plain: <float>[n, F] hidden activation before bias and dropout.
-        hidden: <float>[n, F] what the second product takes.
+        plain: <float>[n, F] p, before bias and dropout.
+        dropped: <float>[n, F] h, after both: what the second product takes.
     """
 
     plain: Tensor
-    hidden: Tensor
+    dropped: Tensor
 
 
-class _Expert:
-    """The elementwise half of an expert, forwards and backwards.
+class _HiddenLayer:
+    """What is done element by element between the two products, forwards and backwards.
 
     A ReLU is done in place of the first product, since its gradient needs no more than that. GELU's
     gradient needs its input, and to do it again would cost more than to keep its result.
     """
 
-    def __init__(self, config: SparseConfig, drop_rate: float) -> None:
-        self.gated, self.gelu = config.gated, config.activation == "gelu"
-        self.multiplicative, self.keep_scale = (
-            config.expert_bias == "multiplicative",
-            1 / (1 - drop_rate),
-        )
+    def __init__(self, form: ExpertForm) -> None:
+        self.is_gated = form.gated
+        self.is_gelu = form.activation == "gelu"
+        self.multiplies_bias = form.bias_kind == "multiplicative"
+        self.keep_scale = 1 / (1 - form.dropout_rate)
 
-    def gate(self, product: Tensor) -> Tensor:
-        """Returns the gate's part <float>[n, F] of a first product <float>[n, 2F or F]."""
-        return product.chunk(2, dim=-1)[0] if self.gated else product
+    def gate_half(self, product: Tensor) -> Tensor:
+        """Returns z' <float>[n, F] of z <float>[n, 2F or F]."""
+        return product.chunk(2, dim=-1)[0] if self.is_gated else product
 
     def activate(self, product: Tensor, out: Tensor | None) -> Tensor:
-        """Returns the activated gate <float>[n, F] of a first product <float>[n, 2F or F]; GELU may
-        fill `out`.
-        """
-        gate = self.gate(product)
-        if not self.gelu:
+        """Returns act(z') <float>[n, F] of z <float>[n, 2F or F]; GELU may fill `out`."""
+        gate = self.gate_half(product)
+        if not self.is_gelu:
             return gate.relu_()
         if out is None:
             return F.gelu(gate, approximate="tanh")
         return torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
 
     def hidden(self, product: Tensor, gate: Tensor, bias: Tensor | None, kept: Tensor) -> _Hidden:
-        """Returns the steps from first product and activated gate <float>[n, F]; `kept` is empty
-        without dropout.
+        """Returns p and h of z <float>[n, 2F or F] and act(z') <float>[n, F].
+
+        Args:
+            product: z.
+            gate: act(z').
+            bias: <float>[F] B of the expert.
+            kept: <bool>[n, F] units that dropout keeps; empty without dropout.
         """
-        plain = gate * product.chunk(2, dim=-1)[1] if self.gated else gate
-        hidden = plain
+        # p = act(z') * z'', or act(z') alone.
+        plain = gate
+        if self.is_gated:
+            plain = gate * product.chunk(2, dim=-1)[1]
+
+        # h: the bias, then dropout, which scales up what it keeps.
+        dropped = plain
         if bias is not None:
-            hidden = plain * bias if self.multiplicative else plain + bias
+            dropped = plain * bias if self.multiplies_bias else plain + bias
         if kept.numel():
-            hidden = hidden * kept * self.keep_scale
-        return _Hidden(plain, hidden)
+            dropped = dropped * kept * self.keep_scale
+        return _Hidden(plain, dropped)
 
     def d_plain(
         self,
         d_hidden: Tensor,
-        parts: _Hidden,
+        hidden: _Hidden,
         bias: Tensor | None,
         kept: Tensor,
         d_bias: Tensor | None,
     ) -> Tensor:
-        """Returns the gradient <float>[n, F] before dropout and bias; fills that of the bias
-        <float>[F].
-        """
+        """Returns dp <float>[n, F] of dh <float>[n, F], and fills dB <float>[F] when it is given."""
+        # Through dropout, then through the bias: dB is a sum over the rows.
         if kept.numel():
             d_hidden = d_hidden * kept * self.keep_scale
         if d_bias is not None:
-            torch.sum(
-                d_hidden * parts.plain if self.multiplicative else d_hidden, dim=0, out=d_bias
-            )
-        return d_hidden * bias if bias is not None and self.multiplicative else d_hidden
+            d_bias_rows = d_hidden * hidden.plain if self.multiplies_bias else d_hidden
+            torch.sum(d_bias_rows, dim=0, out=d_bias)
+        if bias is not None and self.multiplies_bias:
+            return d_hidden * bias
+        return d_hidden
 
     def d_product(self, d_plain: Tensor, product: Tensor, gate: Tensor) -> Tensor:
-        """Returns the gradient <float>[n, 2F or F] of the first product; overwrites `d_plain`."""
-        if not self.gated:
-            return self._d_gate(d_plain, product, d_plain)
+        """Returns dz <float>[n, 2F or F] of dp <float>[n, F], which is overwritten."""
+        if not self.is_gated:
+            return self._d_activation(d_plain, product, d_plain)
+
+        # p = act(z') * z'', so dz'' = dp * act(z') and dz' = dp * z'' * act'(z').
         d_product = torch.empty_like(product)
         d_gate, d_up = d_product.chunk(2, dim=-1)
         torch.mul(d_plain, gate, out=d_up)
-        self._d_gate(d_plain.mul_(product.chunk(2, dim=-1)[1]), self.gate(product), d_gate)
+        d_activated = d_plain.mul_(product.chunk(2, dim=-1)[1])
+        self._d_activation(d_activated, self.gate_half(product), d_gate)
         return d_product
 
-    def _d_gate(self, d_activated: Tensor, gate: Tensor, out: Tensor) -> Tensor:
-        """Returns `out`, filled with the gradient <float>[n, F] of the activation's input."""
-        if self.gelu:
+    def _d_activation(self, d_activated: Tensor, gate: Tensor, out: Tensor) -> Tensor:
+        if self.is_gelu:
             return torch.ops.aten.gelu_backward.grad_input(
                 d_activated, gate, approximate="tanh", grad_input=out
             )
         return torch.ops.aten.threshold_backward.grad_input(d_activated, gate, 0, grad_input=out)
 
 
-class _ExpertSums:
-    """Gradient of stacked weights; an expert in several pieces is summed in their order, whoever
-    ends first.
+# ---- gradients of stacked weights ----
+
+
+class _WeightGradient:
+    """Gradient of stacked weights, summed over the pieces of each expert.
+
+    An expert in several pieces is summed in their order, whichever ends first.
     """
 
     def __init__(self, weights: Tensor, num_rows: int) -> None:
-        few_rows = num_rows < _FEW_ROWS * weights.shape[0]
-        self._first_pieces = in_huge_pages(weights) if few_rows else torch.empty_like(weights)
+        has_few_rows = num_rows < _FEW_ROWS * weights.shape[0]
+        self._first_pieces = (
+            empty_in_huge_pages(weights) if has_few_rows else torch.empty_like(weights)
+        )
         self._further_pieces: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, piece: Piece) -> Tensor:
+    def piece_sum(self, piece: "Piece") -> Tensor:
         """Returns where the sum <float>[...] over the rows of `piece` belongs."""
         target = self._first_pieces[piece.expert]
         if piece.part:
-            target = self._further_pieces[piece.expert, piece.part] = torch.empty_like(target)
+            target = torch.empty_like(target)
+            self._further_pieces[piece.expert, piece.part] = target
         return target
 
     def total(self) -> Tensor:
@@ -303,50 +369,78 @@ class _ExpertSums:
         return self._first_pieces
 
 
-def in_huge_pages(like: Tensor) -> Tensor:
-    """Returns uninitialised memory of shape and dtype of <float>[...], in huge pages where the
-    system has them.
+def empty_in_huge_pages(like: Tensor) -> Tensor:
+    """Returns uninitialised memory, in huge pages where the system has them.
+
+    Args:
+        like: <float>[...] gives shape and dtype.
+
+    Returns:
+        <dtype of like>[...] of any values.
     """
     num_bytes = like.numel() * like.element_size()
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty_like(like)
+
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
-def _of(bias: Tensor | None, expert: int) -> Tensor | None:
-    """Returns one expert's bias <float>[F]."""
-    return None if bias is None else bias[expert]
+# ---- pieces of work and their threads ----
 
 
-def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Tensor:
-    """Returns each token's sum <float>[T, D] over its rows <float>[N, D], weighted by <float>[N]."""
-    if not outputs.shape[0]:
-        return outputs.new_zeros(rows.token_start.numel(), outputs.shape[1])
-    if weight is not None:
-        weight = weight.to(outputs.dtype).index_select(0, rows.by_token)
-    return F.embedding_bag(
-        rows.by_token, outputs, rows.token_start, mode="sum", per_sample_weights=weight
-    )
+class Piece(NamedTuple):
+    """Rows `start` to `end` of one expert; `part` counts the pieces of that expert."""
+
+    expert: int
+    part: int
+    start: int
+    end: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the piece."""
+        return self.end - self.start
 
 
-def cut_rows(counts: list[int], most: int) -> list[Piece]:
-    """Returns each expert's rows in even pieces of at most `most`, largest first; an expert without
-    rows has one.
+def split_rows(counts: list[int], most: int) -> list[Piece]:
+    """Returns each expert's rows in even pieces, the largest piece first.
+
+    An expert without rows has one piece, since its gradient is filled as well.
 
     Args:
         counts: Rows of each expert.
         most: Rows in a piece.
     """
-    pieces, start = [], 0
+    # Borders are rounded down, so that pieces of an expert differ by one row at most.
+    pieces: list[Piece] = []
+    expert_start = 0
     for expert, count in enumerate(counts):
-        parts = max(1, math.ceil(count / most))
-        borders = [start + count * part // parts for part in range(parts + 1)]
-        pieces += [Piece(expert, part, *borders[part : part + 2]) for part in range(parts)]
-        start += count
-    return sorted(pieces, key=lambda piece: piece.start - piece.end)
+        num_parts = max(1, math.ceil(count / most))
+        for part in range(num_parts):
+            start = expert_start + count * part // num_parts
+            end = expert_start + count * (part + 1) // num_parts
+            pieces.append(Piece(expert, part, start, end))
+        expert_start += count
+    return sorted(pieces, key=attrgetter("num_rows"), reverse=True)
+
+
+class _Queue:
+    """The pieces that no worker has begun."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = deque(pieces)
+        self._lock = threading.Lock()
+
+    def take(self) -> Piece | None:
+        with self._lock:
+            return self._pieces.popleft() if self._pieces else None
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pieces.clear()
 
 
 def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
@@ -354,73 +448,70 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
 
     After an error or Ctrl-C no piece begins any more, and none is running when it is raised.
     """
-    waiting, lock = deque(pieces), threading.Lock()
-
-    def take() -> Piece | None:
-        with lock:
-            return waiting.popleft() if waiting else None
-
-    def stop() -> None:
-        with lock:
-            waiting.clear()
+    queue = _Queue(pieces)
 
     def work() -> None:
         try:
-            while (piece := take()) is not None:
+            while (piece := queue.take()) is not None:
                 run(piece)
         except BaseException:
-            stop()
+            queue.clear()
             raise
 
-    threads = torch.get_num_threads()
-    if threads == 1:
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
         with torch.autocast("cpu", enabled=False):
             work()
         return
-    pool, jobs = _thread_pool(threads), []
-    if (
-        torch.is_inference_mode_enabled()
-    ):  # the mode belongs to a thread, and its tensors change within it only
+
+    pool = _thread_pool(num_threads)
+    if torch.is_inference_mode_enabled():
+        # The mode belongs to a thread, and tensors of the mode can be changed within it only.
         work = torch.inference_mode()(work)
+
+    jobs: list[Future[None]] = []
+    job = None
     try:
-        for _ in range(threads):
+        for _ in range(num_threads):
             jobs.append(pool.submit(work))
         for job in jobs:
             job.result()
     except BaseException:
-        stop()
+        queue.clear()
         wait(jobs)
         raise
-    finally:  # an error, its frame and the jobs would hold each other, and with them the workers
+    finally:
+        # An error, its frame and the jobs would hold each other, and with them the workers.
         job = None
         jobs.clear()
 
 
-@functools.lru_cache(
-    maxsize=4
-)  # the workers of a number of threads that is no longer asked for end
-def _thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Returns the workers for so many threads: each runs torch on one core and builds no graph."""
-    started = threading.Barrier(threads)
+@functools.lru_cache(maxsize=4)
+def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
+    """Returns the workers for so many threads: each runs torch on one core and builds no graph.
+
+    Workers of a number of threads that is no longer asked for end when the cache forgets them.
+    """
+    started = threading.Barrier(num_threads)
 
     def prepare() -> None:
-        torch.get_num_threads()  # a thread's first question sets it to the process's number: let that be over
+        # A thread's first question sets it to the process's number: let that be over.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
 
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="experts", initializer=prepare)
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="experts", initializer=prepare)
     try:
-        for ready in [pool.submit(started.wait) for _ in range(threads)]:
+        # The barrier lets no worker take two of these jobs, so that all workers start now.
+        for ready in [pool.submit(started.wait) for _ in range(num_threads)]:
             ready.result()
-    except (
-        BaseException
-    ):  # the system gives no more threads: who waits for them would keep the process from ending
+    except BaseException:
+        # The system gives no more threads: who waits for them would keep the process from ending.
         started.abort()
         raise
     finally:
-        torch.set_num_threads(
-            threads
-        )  # the workers' setting is also what threads to come would inherit
+        # The workers' setting is also what threads to come would inherit.
+        torch.set_num_threads(num_threads)
     return pool
 
 

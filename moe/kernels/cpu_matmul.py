@@ -15,39 +15,47 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from moe.kernels.torch_private import is_in_functorch, is_jit_tracing, onednn_linear
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # no shard, no stand-in of a tracer
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T <any float>[..., O], differentiably.
+    """Returns x W^T, differentiably.
 
     Args:
         x: <any float>[..., I].
         weight: <any float>[O, I].
+
+    Returns:
+        <dtype of x>[..., O].
     """
-    if (
-        torch.compiler.is_compiling()
-        or _is_watched()
-        or x.dim() < 2
-        or not _onednn_is_faster(x, weight)
-    ):
+    # Tracers and transforms must see an operation that they know.
+    needs_plain_product = torch.compiler.is_compiling() or _is_transformed() or x.dim() < 2
+    if needs_plain_product or not _onednn_is_faster(x, weight):
         return F.linear(x, weight)
-    return _Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    product = _Linear.apply(x.flatten(0, -2), weight)
+    return product.unflatten(0, x.shape[:-1])
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns x W^T <float>[N, O], without a graph.
+    """Returns x W^T, without a graph.
 
     Args:
         x: <float>[N, I], of any strides.
         weight: <float>[O, I], of any strides.
         out: <float>[N, O] to fill; None for a new one.
+
+    Returns:
+        <float>[N, O].
     """
     if not _onednn_is_faster(x, weight):
         return torch.mm(x, weight.t(), out=out)
-    product = _by_onednn(x, weight)
+
+    product = onednn_linear(x, weight)
     return product if out is None else out.copy_(product)
 
 
@@ -57,49 +65,36 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _by_onednn(x, weight)
+        return onednn_linear(x, weight)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what it is
-        ctx: Any, grad: Tensor
+        ctx: Any, d_product: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        dx = linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        return dx, linear(grad.t(), x.t()) if ctx.needs_input_grad[1] else None
+        d_x = None
+        d_weight = None
+
+        # y = x W^T, so dx = dy W and dW = dy^T x.
+        if ctx.needs_input_grad[0]:
+            d_x = linear(d_product, weight.t())
+        if ctx.needs_input_grad[1]:
+            d_weight = linear(d_product.t(), x.t())
+        return d_x, d_weight
 
 
-def _is_watched() -> bool:
+def _is_transformed() -> bool:
     """Returns whether autocast, the tracer or torch.func is on, which know the plain product alone."""
-    functional = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
-    return functional or torch.is_autocast_enabled("cpu") or torch._C._is_tracing()
+    return is_in_functorch() or torch.is_autocast_enabled("cpu") or is_jit_tracing()
 
 
 def _onednn_is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether <any float>[..., I] times <any float>[O, I] is a product for oneDNN."""
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.numel() * weight.shape[0] >= _LEAST_WORK
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
+        and type(x) in _PLAIN_TYPES
+        and type(weight) in _PLAIN_TYPES
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
     )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)  # no shard, no stand-in of a tracer
-
-
-def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T <float32>[N, O] of <float32>[N, I] and <float32>[O, I]; the operation that
-    torch.compile uses.
-    """
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-if torch.backends.mkldnn.is_available():
-
-    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
-    def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
-        """Returns the arithmetic of a product, for torch's FlopCounterMode."""
-        return 2 * x.numel() * weight[0]

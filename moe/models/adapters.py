@@ -40,7 +40,7 @@ def lora_config(
 ) -> LoraConfig:
     """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
 
-    PEFT's own `target_modules="all-linear"` attaches nothing to the experts and says nothing: they
+    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they
     are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
     experts is one A and one B of `rank` for each expert; B starts at zero, so that attaching
     changes no output.
@@ -71,6 +71,7 @@ def lora_config(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
 
+    # Options that PEFT would drop in silence are refused.
     check_flag("experts", experts)
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)
@@ -124,6 +125,7 @@ def _check_options(options: dict[str, Any], known: AbstractSet[str]) -> None:
             "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
             "o_proj here; wi and wo are up_proj and down_proj."
         )
+    # Everything else must be a field of LoraConfig.
     for name in options:
         if name not in known:
             candidates = known | {"rank", "alpha", "experts", "attention"}
@@ -135,6 +137,7 @@ def _check_options(options: dict[str, Any], known: AbstractSet[str]) -> None:
 
 def _check_options_of_experts(options: dict[str, Any]) -> None:
     """Raises a ConfigError for an option that does not work on stacked parameters."""
+    # Stacked parameters are no modules, at which PEFT looks for these.
     ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
     if ignored:
         settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)

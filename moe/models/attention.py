@@ -168,6 +168,7 @@ class Attention(nn.Module):
         self.d_kv = config.d_kv
         self.dropout_rate = config.dropout_rate
 
+        # Variances s / fan_in; that of the query has the 1 / d_kv of the scores in it.
         width = config.num_heads * config.d_kv
         std_in = math.sqrt(config.initializer_scale / config.d_model)
         std_out = math.sqrt(config.initializer_scale / width)
@@ -204,10 +205,12 @@ class Attention(nn.Module):
         """
         x = copy_to_tp_region(x, self.tp)
 
+        # Each rank of the tensor-parallel group has some of the heads.
         query = self._split_heads(self.q_proj(x))  # [B, H, L, d_kv]
         source = x if memory is None else memory
         key, value = self._keys_and_values(source, cache)  # [B, H, keys, d_kv]
 
+        # transformers' registry has sdpa and what users add to it; eager is ours.
         implementation = self.config._attn_implementation or "eager"
         if output_weights:
             implementation = "eager"
@@ -224,6 +227,7 @@ class Attention(nn.Module):
             is_causal=False,
         )
 
+        # The output projection sums over the heads of all ranks.
         y = self.o_proj(heads.flatten(2))  # [B, L, H, d_kv] -> [B, L, D]
         y = reduce_from_tp_region(y, self.tp)
         return y, weights if output_weights else None
@@ -247,6 +251,7 @@ class Attention(nn.Module):
         if not self.cross:
             return cache.self_attention_cache.update(key, value, self.layer)
 
+        # The first step with a cache fills it for the steps that follow.
         cache.is_updated[self.layer] = True
         cache.cross_attention_cache.update(key, value, self.layer)
         return key, value

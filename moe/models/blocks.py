@@ -31,6 +31,7 @@ class FeedForward(nn.Module):
         self.dropout_rate = config.dropout_rate
         self.gated = config.feed_forward_proj == "gated-gelu"
 
+        # The gate and the projection that it multiplies are one matrix, the gate first.
         num_inputs = 2 if self.gated else 1
         std_up = math.sqrt(config.initializer_scale / config.d_model)
         std_down = math.sqrt(config.initializer_scale / config.d_ff)
@@ -61,7 +62,7 @@ class FeedForward(nn.Module):
 
 
 class Context(NamedTuple):
-    """What every block of a stack reads beside the residual stream.
+    """Inputs of every block of a stack beside the residual stream.
 
     Attributes:
         self_bias: <float>[B, 1 or H, L, keys] positions and masks of self-attention.
@@ -159,6 +160,7 @@ class Block(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, context: Context) -> BlockOutput:
         """Returns the residual stream after the block, for <float>[B, L, D] before it."""
+        # What only some blocks return.
         router = None
         cross_weights = None
         attention: dict[str, Any] = {
@@ -166,10 +168,12 @@ class Block(GradientCheckpointingLayer):
             "output_weights": context.output_attentions,
         }
 
+        # Each layer reads the normalised residual stream and adds to it.
         y = self.self_attention_norm(x)
         y, self_weights = self.self_attention(y, context.self_bias, **attention)
         x = x + self.dropout(y)
 
+        # In a decoder: attention to the encoder's output.
         if context.memory is not None:
             y = self.cross_attention_norm(x)
             y, cross_weights = self.cross_attention(
@@ -177,6 +181,7 @@ class Block(GradientCheckpointingLayer):
             )
             x = x + self.dropout(y)
 
+        # The sparse layer; appendix C of the paper adds a dense one behind it.
         if self.sparse:
             y, router = self.sparse_feed_forward(
                 self.sparse_norm(x),
@@ -298,6 +303,7 @@ class Stack(nn.Module):
         if memory is not None:
             memory = copy_to_tp_region(memory, self.tp)
 
+        # Every block reads the same.
         context = Context(
             self_bias=mask_bias(self_bias, allowed),
             token_mask=routing_mask,
@@ -333,6 +339,7 @@ class Stack(nn.Module):
                 attentions.append(self_weights)
                 cross_attentions.append(cross_weights)
 
+        # The last hidden state is that after the norm.
         x = self.dropout(self.final_norm(x))
         has_cross_attention = context.memory is not None
         return StackOutput(

@@ -37,7 +37,7 @@ def model_card(
 ) -> str:
     """Returns the text of a model's README.md.
 
-    It says nothing that is neither given nor in the config.
+    It holds only facts that are given, or follow from the config.
 
     Args:
         config: Of the model.
@@ -68,6 +68,7 @@ def model_card(
             sparse_fields["expert_capacity"] = config.expert_capacity
         sparse_fields["drop_rate"] = _drop_rate(config, stats)
 
+    # Beside the common entries of the hub: parameters, capacity and drops.
     generates = model_class == _GENERATES
     header = ModelCardData(
         library_name="moe",
@@ -105,6 +106,7 @@ def check_card(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: When one is unknown, or statistics are of no stack.
     """
+    # A misspelt name would leave its entry out in silence.
     for name in given:
         if name not in _ARGUMENTS:
             raise ConfigError(
@@ -134,6 +136,7 @@ def write_card(folder: Path | str, text: str) -> None:
     if _belongs_to_user(path):
         return
 
+    # Ours is replaced, but the tags of others stay.
     replaced = read_card(path)
     path.write_text(text, encoding="utf-8")
     if replaced:
@@ -193,6 +196,7 @@ def find_source_model(name_or_path: Path | str) -> str | None:
     if not path.exists():
         return str(name_or_path)
 
+    # A folder has the name in its card.
     card = read_card(path / CARD_NAME)
     base_model = card.data.get("base_model") if card else None
     return base_model if isinstance(base_model, str) else None
@@ -215,6 +219,7 @@ def _belongs_to_user(path: Path) -> bool:
     if seal is None:
         return True
 
+    # The seal has the digest of the card without it.
     unsealed = ModelCard(str(card).replace(seal.group(), ""))
     return _digest(unsealed) != seal.group(1)
 
@@ -260,6 +265,7 @@ def _sparse_rows(
     config: STMoEConfig, drop_rate: float | str | dict[str, float]
 ) -> list[tuple[str, str]]:
     """Returns the rows of the table about sparse layers."""
+    # Encoder and decoder may have different routers, or one of them no sparse layer.
     layers = []
     routers = []
     for stack, decoder in (("encoder", False), ("decoder", True)):

@@ -26,6 +26,7 @@ from moe.models.configuration_keywords import check_keywords, check_names, check
 from moe.models.json_files import COPY_AGAIN, read_json_object, write_config
 from moe.models.presets import PRESETS
 from moe.parsing import to_record
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
     BalanceScope,
     CapacityScope,
@@ -38,7 +39,6 @@ from moe.sparse.config import (
     SparseConfig,
     reference_fields,
 )
-from moe.sparse.router import load_routers
 
 _REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
 
@@ -89,7 +89,7 @@ class STMoEConfig(PreTrainedConfig):
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
-        output_router_logits: Whether outputs carry what the routers did.
+        output_router_logits: Whether outputs have the records of the routers.
         pad_token_id: Id of padding.
         eos_token_id: Id or ids at which generation ends; None for none.
         bos_token_id: Kept for tokenizers and harnesses; nothing here reads it.
@@ -225,6 +225,7 @@ class STMoEConfig(PreTrainedConfig):
         settings = reference_fields(reference, overrides.get("router", cls.router))
         settings["router_loss_reduction"] = _REFERENCE_REDUCTION[reference]
 
+        # Options are of a router: another one of the decoder has its own.
         decoder_router = overrides.get("decoder_router")
         if decoder_router is not None:
             decoder_settings = reference_fields(reference, decoder_router)
@@ -258,6 +259,7 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When it is of another model, or has a value that this library cannot
                 represent.
         """
+        # The fields of another library's config.json are replaced by ours.
         raw, unused = cls._read(*args, **kwargs)
         checkpoint_format = find_format(raw)
         if checkpoint_format is not None:
@@ -290,6 +292,7 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When the source cannot be a folder or name.
             OSError: When there is no config.json, which transformers takes for one without a field.
         """
+        # transformers reports a missing repository as an OSError without a number.
         check_source(source)
         try:
             raw, unused = super().get_config_dict(source, **kwargs)
@@ -395,6 +398,7 @@ class STMoEConfig(PreTrainedConfig):
         if expert_dropout_rate is None:
             expert_dropout_rate = self.dropout_rate
 
+        # Settings of a layer that follow from several of ours.
         gated = self.feed_forward_proj == "gated-gelu"
         settings: dict[str, Any] = {
             "router": router,

@@ -21,7 +21,8 @@ from moe.checks import (
 )
 from moe.errors import ConfigError
 from moe.models.configuration_keywords import check_dtype
-from moe.sparse.router import check_causal, load_routers
+from moe.sparse.all_routers import load_routers
+from moe.sparse.router_options import check_causal
 
 FeedForward = Literal["gated-gelu", "relu"]
 Reduction = Literal["sum", "mean"]
@@ -95,6 +96,7 @@ def check_config(config: PreTrainedConfig) -> None:
     Args:
         config: An STMoEConfig.
     """
+    # Each field by itself.
     _check_inherited(config)
     for name in _SIZES:
         check_size(name, getattr(config, name))
@@ -110,9 +112,12 @@ def check_config(config: PreTrainedConfig) -> None:
     )
     _check_numbers(config)
     _check_token_ids(config)
+
+    # Fields against each other.
     _check_positions(config)
     _check_sparse_layers(config)
 
+    # Sizes that are fine one by one may be too large together.
     num_parameters = config.num_parameters()
     if num_parameters > _MAX_PARAMETERS:
         raise ConfigError(
@@ -281,6 +286,7 @@ def _check_sparse_layers(config: PreTrainedConfig) -> None:
             "one at least 1 of each: set the other."
         )
 
+    # A router of a decoder that has no sparse layer would do nothing.
     _check_routers(config)
     for name in ("decoder_router", "decoder_router_options"):
         value = getattr(config, name)
@@ -313,6 +319,7 @@ def _check_stack(
             f"num_sparse_{stack}_layers is {num_sparse}, which does not divide the "
             f"{num_layers} blocks of the {stack}. Choose one of {divisors}."
         )
+    # The encoder's router may need tokens that a decoder has not seen yet.
     if decoder and config.decoder_router is None:
         check_causal(config.router, "Set decoder_router to")
 

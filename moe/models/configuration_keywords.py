@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from moe.checks import check, check_flag, check_integer, shown
 from moe.errors import ConfigError, did_you_mean
-from moe.sparse.router import router_options_by_name
+from moe.sparse.router_options import router_options_by_name
 
 _MAX_LABELS = 2**20
 
@@ -101,6 +101,7 @@ def check_keywords(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
         if alias in kwargs:
             setattr(config, alias, kwargs.pop(alias))
 
+    # In code an unknown keyword is a mistake, in a file a field of another version or library.
     known = _known_to_transformers()
     unknown = [name for name in kwargs if name not in known]
     for name in unknown:
@@ -145,6 +146,7 @@ def _refuse_unknown(
     value: object,
 ) -> None:
     """Raises a ConfigError for an unknown keyword, with the name that was probably meant."""
+    # Options of a router are often given beside it.
     routers_by_option = router_options_by_name()
     if name in routers_by_option:
         raise ConfigError(
@@ -199,6 +201,7 @@ def _check_common(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> None:
         check(value is None or isinstance(value, str | Mapping), name, value, "a name, e.g. eager")
     check_dtype("torch_dtype", kwargs.get("torch_dtype"))
 
+    # transformers accepts its own class or the fields of it.
     quantization = kwargs.get("quantization_config")
     is_config = isinstance(quantization, Mapping) or hasattr(quantization, "to_dict")
     check(

@@ -66,13 +66,14 @@ def warn_of_drops(
         rows.append(torch.stack([router.stats.dropped_tokens, router.stats.num_tokens]))
     counts = torch.stack(rows)  # [layers, 2]
 
+    # Dropped tokens as a fraction of the real ones, in the layer that drops most.
     worst_fraction = 0.0
     for dropped_tokens, num_tokens in counts.tolist():
         worst_fraction = max(worst_fraction, dropped_tokens / max(1, num_tokens))
     if worst_fraction <= _TOLERATED_FRACTION:
         return
 
-    # Which settings drop nothing.
+    # The settings that drop nothing.
     name = config.eval_capacity_field or ""
     remedy = "eval_capacity_factor=None"
     if name == "expert_capacity":

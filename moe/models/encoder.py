@@ -65,8 +65,9 @@ class STMoEEncoder(STMoEPreTrainedModel):
         """
         refuse_unknown_arguments(further, type(self).forward)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
-        watch_drops = can_drop_tokens(self)
 
+        # Routers also report for the warning of drops.
+        watch_drops = can_drop_tokens(self)
         output = self.stack(
             self.embed(input_ids, inputs_embeds),
             token_ids=input_ids,
@@ -81,6 +82,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
         if watch_drops:
             warn_of_drops(self, self.config, "encoder", output.routers)
 
+        # A dense encoder has no records.
         routers = None
         if output_routers and output.routers:
             routers = RouterRecords(output.routers)
@@ -122,6 +124,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             return self.embed_tokens(ids)
 
         assert vectors is not None, "exactly one of both is given"
+        # Under autocast they may come in another dtype than the residual stream has.
         check_vectors(f"{prefix}inputs_embeds", vectors, self.config.d_model)
         return vectors.to(self.embed_tokens.weight.dtype)
 

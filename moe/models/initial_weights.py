@@ -120,7 +120,7 @@ def _draw(
         whole[name] = nn.Parameter(empty)
     devices = [parameter.device for parameter in whole.values() if parameter.is_cuda]
 
-    # The leaf draws its weights itself, with whole parameters in the place of its shards.
+    # The leaf draws its weights itself, with whole parameters for its shards.
     shards = dict(leaf._parameters)
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
     with torch.random.fork_rng(devices=devices[:1]):

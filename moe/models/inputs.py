@@ -74,6 +74,7 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
         ConfigError: With the reason where transformers' models have the argument, else with the
             nearest name.
     """
+    # Callers of transformers pass all of their arguments, with None for those not given.
     for name, value in further.items():
         unsupported = name in _UNSUPPORTED_ARGUMENTS
         if name in _IGNORED_ARGUMENTS or (unsupported and value is None):
@@ -108,6 +109,7 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     if not _values_are_free(ids):
         return
 
+    # One pass over the values tells whether there is something to look for.
     least, most = ids.aminmax()
     if int(least) < 0 or int(most) >= vocab_size:
         outside = (ids < 0) | (ids >= vocab_size)
@@ -196,6 +198,7 @@ def real_tokens(
         return None
 
     batch, num_keys = shape
+    # One value for each token: masks of pairs of tokens are refused with the reason.
     if not isinstance(mask, Tensor) or mask.is_complex():
         _refuse(name, mask, f"a mask [{batch}, {num_keys}], 1 for a token and 0 for padding")
     if mask.dim() != 2:
@@ -334,6 +337,7 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
     if not is_number:
         _refuse("num_items_in_batch", num_items, expected)
 
+    # The losses are divided by it.
     if is_known:
         value = float(num_items)
         without_target = _values_are_free(labels) and not (labels != IGNORED_LABEL).any()
@@ -352,6 +356,7 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
     Raises:
         DataError: When it is something else, or there are labels, each of which needs its logits.
     """
+    # Indices, or a number of last positions.
     if isinstance(logits_to_keep, Tensor):
         is_selection = logits_to_keep.dim() == 1 and logits_to_keep.dtype in _ID_DTYPES
         keeps_all = False

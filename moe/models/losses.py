@@ -105,6 +105,7 @@ def sum_counts(counts: LossCounts, group: ProcessGroup | None) -> LossCounts:
     local = [counts.target_tokens, *counts.encoder, *counts.decoder]
     target_tokens, *sums = sum_each_over_ranks(local, group)
 
+    # In the order in which they were listed.
     num_fields = len(StackCounts._fields)
     return counts._replace(
         target_tokens=target_tokens,
@@ -126,6 +127,7 @@ def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
     else:
         load_balance = positions if counts_padding else tokens
 
+    # The z-loss is a mean over tokens.
     router_z = positions if config.router_z_loss_over == "all_positions" else tokens
     return StackCounts(tokens, load_balance, router_z)
 
@@ -199,6 +201,7 @@ def model_losses(
                 load_balance = load_balance + router.losses.load_balance_sum / num_balanced
                 router_z = router_z + router.losses.router_z_sum / num_z
 
+    # Mesh-TensorFlow sums over layers, T5X takes the mean.
     if config.router_loss_reduction == "mean":
         num_layers = max(1, len(encoder_routers) + len(decoder_routers))
         load_balance = load_balance / num_layers
@@ -251,10 +254,12 @@ def _cross_entropy_sums(
     log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)  # [B, T]
     log_normalizer = logits.gather(-1, index).squeeze(-1) - log_prob
 
+    # A smoothed target gives the label 1 - smoothing, and every token an equal part of the rest.
     if label_smoothing:
         mean_log_prob = logits.mean(dim=-1) - log_normalizer  # over all V tokens
         log_prob = (1 - label_smoothing) * log_prob + label_smoothing * mean_log_prob
 
+    # Positions without a target add nothing.
     cross_entropy = -(log_prob * is_target).sum()
     z = (log_normalizer.square() * is_target).sum()
     return cross_entropy, z
@@ -274,6 +279,7 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
         ConfigError: When losses that have a weight would be left out in silence, or padding would
             be routed.
     """
+    # A model without experts has one auxiliary loss.
     names = ["z_loss_weight"]
     if config.num_experts:
         names = ["load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"]
@@ -286,6 +292,7 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
             "compute_loss_func of your own, set these weights to 0."
         )
 
+    # The labels would also have told padding from the decoder's tokens.
     if config.num_sparse_decoder_layers and not decoder_masked:
         raise ConfigError(
             "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask "

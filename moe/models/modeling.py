@@ -106,6 +106,7 @@ class STMoEModel(STMoEPreTrainedModel):
                 argument is unknown.
             DataError: When an input has another type or shape, or values that nothing stands for.
         """
+        # What was asked for; None leaves it to the config.
         refuse_unknown_arguments(further, type(self).forward)
         past_key_values = encoder_decoder_cache(past_key_values)
         self._refuse_cache_of_checkpointing(use_cache or past_key_values is not None)
@@ -159,6 +160,7 @@ class STMoEModel(STMoEPreTrainedModel):
         if watch_drops:
             warn_of_drops(self.encoder, self.config, "decoder", decoder.routers)
 
+        # An encoder that did not run here may have left its records in its output.
         decoder_routers = None
         if output_routers and decoder.routers:
             decoder_routers = RouterRecords(decoder.routers)
@@ -205,6 +207,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
         self.model = STMoEModel(config)
+
+        # The head draws its weights like the projections of the blocks.
         std = math.sqrt(config.initializer_scale / config.d_model)
         self.lm_head = Projection(
             config.d_model,
@@ -249,6 +253,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         shape = (labels.shape[0], labels.shape[1])
         check_segments("decoder_segment_ids", decoder_segment_ids, shape)
 
+        # A position without a target is padding as an input.
         shifted = labels.roll(1, dims=-1)
         shifted = shifted.masked_fill(shifted == IGNORED_LABEL, self.config.pad_token_id)
 
@@ -279,11 +284,13 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         inputs = batch["input_ids"]
         labels = batch["labels"]
 
+        # Padding has the mask 0, or the segment 0; without both there is none.
         encoder_mask = batch.get("attention_mask", batch.get("segment_ids"))
         if encoder_mask is None:
             encoder_mask = torch.ones(inputs.shape[:2], device=labels.device)
         encoder_mask = (encoder_mask != 0).expand(inputs.shape[:2])  # [B, L]
 
+        # In the decoder a position without a target is padding, unless a mask says otherwise.
         decoder_mask = batch.get("decoder_attention_mask", labels != IGNORED_LABEL)
         decoder_mask = (decoder_mask != 0).expand(labels.shape)  # [B, T]
         return count_losses(self.config, encoder_mask, decoder_mask, labels)
@@ -359,6 +366,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 the labels of a training step away (see `refuse_missing_labels`), or an argument is
                 unknown.
         """
+        # Calls that would compute something else than was meant.
         refuse_unknown_arguments(further, type(self).forward)
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
@@ -421,14 +429,13 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         losses: dict[str, Tensor] = {}
         if labels is not None:
             if divisors is None:
-                batch = {"input_ids": outputs.encoder_last_hidden_state, "labels": labels}
-                if attention_mask is not None:
-                    batch["attention_mask"] = attention_mask
-                if segment_ids is not None:
-                    batch["segment_ids"] = segment_ids
-                if decoder_attention_mask is not None:
-                    batch["decoder_attention_mask"] = decoder_attention_mask
-                divisors = self.loss_counts(batch)
+                divisors = self._count_batch(
+                    outputs.encoder_last_hidden_state,
+                    labels,
+                    attention_mask=attention_mask,
+                    segment_ids=segment_ids,
+                    decoder_attention_mask=decoder_attention_mask,
+                )
             smoothing = self.config.label_smoothing if self.training else 0.0
             parts = model_losses(
                 self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing
@@ -436,6 +443,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             losses = parts._asdict()
             losses["loss"] = losses.pop("total")
 
+        # The losses needed the routers' records; the output has them where they were asked for.
         router_fields: dict[str, Any] = {}
         if output_routers:
             router_fields = {
@@ -456,6 +464,22 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             **router_fields,
             **losses,
         )
+
+    def _count_batch(
+        self, encoder_hidden: Tensor, labels: Tensor, **masks: Tensor | None
+    ) -> LossCounts:
+        """Returns the divisors of the losses of this call.
+
+        Args:
+            encoder_hidden: <float>[B, L, D] whose shape is that of the encoder's inputs.
+            labels: <int64>[B, T], -100 for no target.
+            masks: <int64 or bool>[B, L or T] by the name of the argument, where they were given.
+        """
+        batch = {"input_ids": encoder_hidden, "labels": labels}
+        for name, mask in masks.items():
+            if mask is not None:
+                batch[name] = mask
+        return self.loss_counts(batch)
 
     def _refuse_replica(self) -> None:
         """Raises a ConfigError for a replica of torch.nn.DataParallel."""

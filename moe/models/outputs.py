@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.utils.generic import ModelOutput
 
+from moe.kernels.torch_private import register_named_tuple, register_tree_node
 from moe.models.blocks import BlockOutput, StackOutput
 from moe.models.losses import LossCounts, Losses, StackCounts
 from moe.sparse.layer import RouterOutput
@@ -21,9 +21,7 @@ _RECORDS_OF_A_MODEL = (BlockOutput, StackOutput, LossCounts, StackCounts, Losses
 
 # torch.export saves only those records whose names it knows.
 for record in (*_RECORDS_OF_A_LAYER, *_RECORDS_OF_A_MODEL):
-    pytree._register_namedtuple(
-        record, serialized_type_name=f"{record.__module__}.{record.__qualname__}"
-    )
+    register_named_tuple(record)
 
 
 class RouterRecords(Sequence[RouterOutput]):
@@ -65,6 +63,7 @@ class RouterRecords(Sequence[RouterOutput]):
         return f"RouterRecords({list(self._records)!r})"
 
 
+# torch's trees see a list of records, so that compiled graphs and hooks reach their tensors.
 def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
     return list(records), None
 
@@ -73,12 +72,7 @@ def _unflatten_records(records: Iterable[Any], _: None) -> RouterRecords:
     return RouterRecords(records)
 
 
-pytree.register_pytree_node(
-    RouterRecords,
-    _flatten_records,
-    _unflatten_records,
-    serialized_type_name=f"{RouterRecords.__module__}.{RouterRecords.__qualname__}",
-)
+register_tree_node(RouterRecords, _flatten_records, _unflatten_records)
 
 
 def logits_by_sequence(

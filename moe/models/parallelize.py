@@ -27,33 +27,27 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: experts over data rows, hidden units over model columns;
-        Megatron-LM (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not sharded
-        over `tp`.
+        Megatron-LM (arXiv:1909.08053) §3 for heads. Differs: the embedding and the head are not
+        sharded over `tp`.
     """
+    # The gate and the up projection of a gated layer are packed in one matrix.
     gated = config.feed_forward_proj == "gated-gelu"
     return (
+        # Whole on every rank of tp.
         Rule("embedding", r"(.*\.)?embed_tokens\.weight"),
         Rule("head", r"lm_head\.weight"),
         Rule("norm", r".*_norm\.weight"),
+        # Attention: each rank of tp has some of the heads.
         Rule("position bias", r".*\.position_bias\.table", tp_dim=-1),
         Rule("attention in", r".*_attention\.[qkv]_proj\.weight", tp_dim=-2),
         Rule("attention out", r".*_attention\.o_proj\.weight", tp_dim=-1),
+        # Sparse layers: experts over ep, the hidden units of each over tp.
         Rule("router", r".*\.sparse_feed_forward\.router\.gate"),
-        Rule(
-            "experts in",
-            r".*\.experts\.(gate_)?up_proj",
-            tp_dim=-2,
-            expert=True,
-            packed=gated,
-        ),
+        Rule("experts in", r".*\.experts\.(gate_)?up_proj", tp_dim=-2, expert=True, packed=gated),
         Rule("experts out", r".*\.experts\.down_proj", tp_dim=-1, expert=True),
         Rule("expert bias", r".*\.experts\.bias", tp_dim=-1, expert=True),
-        Rule(
-            "feed-forward in",
-            r".*\.feed_forward\.up_proj\.weight",
-            tp_dim=-2,
-            packed=gated,
-        ),
+        # Dense layers: hidden units over tp.
+        Rule("feed-forward in", r".*\.feed_forward\.up_proj\.weight", tp_dim=-2, packed=gated),
         Rule("feed-forward out", r".*\.feed_forward\.down_proj\.weight", tp_dim=-1),
     )
 
@@ -134,7 +128,7 @@ def shard_model(
     # The ranks with which each module computes.
     for module in model.modules():
         if isinstance(module, SparseFeedForward):
-            module.spread(mesh.ep, mesh.tp)
+            module.set_parallel_axes(mesh.ep, mesh.tp)
         elif isinstance(module, Attention | FeedForward | Stack):
             module.tp = mesh.tp
 

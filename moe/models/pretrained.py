@@ -1,4 +1,4 @@
-"""What all models share: loading, saving, initialisation, activation checkpointing."""
+"""The base of all models: loading, saving, initialisation, activation checkpointing."""
 
 import os
 import tempfile
@@ -98,7 +98,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
-    # Of a dense model and of static dispatch; an instance that cannot be compiled whole says so.
+    # Holds for dense models and static dispatch; __init__ sets it for each instance.
     _can_compile_fullgraph = True
 
     def __init__(self, config: STMoEConfig) -> None:
@@ -213,6 +213,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
                 cls._check_files(source, raw_config, download, kwargs)
                 result = super().from_pretrained(source, *args, **kwargs)
 
+        # With output_loading_info the result is a pair.
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
@@ -274,6 +275,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
                 if other_name in stored:
                     stored[name] = stored.pop(other_name)
 
+        # transformers would convert integers, and refuses shapes without saying what to do.
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
         refuse_integers(source, expected, dtypes)
         stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -487,7 +489,7 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
     try:
         return STMoEConfig.read_raw(source, **download)
     except OSError:
-        # An adapter, or nothing; transformers says so.
+        # An adapter, or nothing; transformers raises the error.
         return None
 
 

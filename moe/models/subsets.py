@@ -64,6 +64,7 @@ class Selection(NamedTuple):
             f"({share:.1%})"
         ]
 
+        # One line for each kind, with the numbers aligned.
         width = len(f"{max(self.total.values()):,}")
         for kind, count in self.total.items():
             state = "trains" if self.trainable[kind] else "frozen"
@@ -107,6 +108,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
             "are attached."
         )
 
+    # The sharding rules cover every parameter, and name its kind.
     kinds = {name: _KIND_OF_RULE[rule] for name, rule in rule_names(model).items()}
     chosen = SUBSETS[subset]
     present = set(kinds.values())
@@ -121,6 +123,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
             "model has none. Choose 'all'."
         )
 
+    # Count while freezing.
     total = Counter[str]()
     trainable = Counter[str]()
     for name, parameter in model.named_parameters():

@@ -10,14 +10,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moe.checksums import (
-    SUMS_FILE,
-    Damage,
-    find_damage,
-    read_sums,
-    sha256_of,
-    write_sums,
-)
+from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, write_sums
 from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 
@@ -38,6 +31,7 @@ def forget_weight_sums(folder: Path) -> None:
     if not (folder / SUMS_FILE).is_file():
         return
 
+    # Without the sums of the weights, a file without others is removed.
     others = _other_sums(folder)
     if others:
         write_sums(folder, others)
@@ -77,6 +71,7 @@ def check_weights(folder: Path) -> None:
     def find_in_part(part: int) -> list[Damage]:
         return list(find_damage(folder, part=part, num_parts=_THREADS))
 
+    # Each thread reads a share of the files.
     damaged: list[Damage] = []
     with ThreadPoolExecutor(_THREADS) as pool:
         for part in pool.map(find_in_part, range(_THREADS)):

@@ -161,6 +161,7 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
                 headers[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
         return headers
 
+    # A .bin is a pickle; only tensors are accepted of it, and no memory is taken for them.
     content = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(content, dict):
         raise TypeError(f"it holds {shown(content)}; expected tensors by name")
@@ -249,6 +250,7 @@ def _find_shards_of_index(
             f"The index of weights {path} cannot be used: {error}. {COPY_AGAIN}"
         ) from error
 
+    # Shards of a folder lie beside their index; those of the hub are downloaded by now.
     paths = [Path(file) for file in files or ()]
     for file in paths:
         if not file.is_file():
@@ -280,6 +282,7 @@ def read_index(path: Path) -> list[str]:
             error=CheckpointError,
         )
 
+    # A name with a folder in it could reach any file of the machine.
     names = sorted(set(index["weight_map"].values()))
     for name in names:
         if not name or Path(name).name != name:
@@ -291,6 +294,7 @@ def read_index(path: Path) -> list[str]:
 
 def find_shards(folder: Path, variant: str | None = None) -> list[str]:
     """Returns the names of the files in a folder that hold a part of a model each."""
+    # model-00001-of-00002.safetensors
     stem, ending = _with_variant(SAFE_WEIGHTS_NAME, variant).rsplit(".", 1)
     pattern = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{ending}")
     return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
@@ -350,6 +354,7 @@ def refuse_integers(
     Raises:
         CheckpointError: Names the first.
     """
+    # Quantised weights come with a config that says so, and are not checked here.
     for name, tensor in expected.items():
         dtype = stored.get(name)
         if tensor.is_floating_point() and dtype is not None and not dtype.is_floating_point:

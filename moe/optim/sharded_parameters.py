@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from moe.distributed.sharding import local_shard
+from moe.kernels.torch_private import StridedShard
 
 Groups = tuple[ProcessGroup, ...]
 """One process group for each mesh axis that a sum runs over."""
@@ -166,7 +166,7 @@ def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
 
 def _sharded_dim(placement: Placement) -> int | None:
     """Returns the dimension that an axis shards; None for none."""
-    if isinstance(placement, Shard | _StridedShard):
+    if isinstance(placement, Shard | StridedShard):
         return placement.dim
     assert isinstance(placement, Replicate), (
         f"a parameter is sharded or replicated, but its placement is {placement}"
@@ -182,6 +182,6 @@ def _placement_with_dims(placement: Placement, dims: tuple[int, ...]) -> Placeme
 
     # The dimension has another number among those that are kept.
     new_dim = dims.index(dim)
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(new_dim, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(new_dim, split_factor=placement.split_factor)
     return Shard(new_dim)

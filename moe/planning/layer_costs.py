@@ -200,7 +200,11 @@ def head_cost(head: Projection, stack: StackPass) -> LayerCost:
 
 
 def dropout_mask_bytes(
-    num_elements: int, rate: float, stack: StackPass, *, in_float32: bool = False
+    num_elements: int,
+    rate: float,
+    stack: StackPass,
+    *,
+    in_float32: bool = False,
 ) -> int:
     """Returns the bytes of dropout's mask over so many numbers.
 

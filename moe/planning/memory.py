@@ -48,7 +48,12 @@ class Unit(NamedTuple):
         return self.shard_numel(mesh) * self.num_shards
 
 
-def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool) -> list[Unit]:
+def fsdp_units(
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
+    *,
+    bfloat16: bool,
+) -> list[Unit]:
     """Returns the units of FSDP as `moe.models.parallelize` makes them; none for one data rank.
 
     Args:
@@ -92,7 +97,11 @@ def parameter_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig) -> int:
     return FLOAT32_BYTES * numel
 
 
-def optimizer_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig, optimizer: str) -> int:
+def optimizer_bytes(
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
+    optimizer: str,
+) -> int:
     """Returns the bytes of a rank's optimizer state.
 
     Args:
@@ -106,7 +115,11 @@ def optimizer_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig, optimizer: 
 
 
 def gathered_bytes(
-    layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool, accumulates: bool
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
+    *,
+    bfloat16: bool,
+    accumulates: bool,
 ) -> int:
     """Returns the bytes of whole parameters and gradients that a rank holds for a while.
 
@@ -141,7 +154,11 @@ def gathered_bytes(
     return total + max(bytes_by_block.values(), default=0)
 
 
-def _autocast_copies(layouts: Mapping[str, Layout], units: list[Unit], mesh: MeshConfig) -> int:
+def _autocast_copies(
+    layouts: Mapping[str, Layout],
+    units: list[Unit],
+    mesh: MeshConfig,
+) -> int:
     """Returns the bytes of bfloat16 copies of weights that no block's unit gathers in bfloat16.
 
     Autocast keeps a copy of the weights of all products.

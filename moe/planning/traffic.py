@@ -134,7 +134,12 @@ def traffic(
     return tuple(Transfer(*kind, total) for kind, total in totals.items() if total)
 
 
-def _all_reduce(what: str, axis: str, num_bytes: float, mesh: MeshConfig) -> Transfer:
+def _all_reduce(
+    what: str,
+    axis: str,
+    num_bytes: float,
+    mesh: MeshConfig,
+) -> Transfer:
     """Returns what a rank sends in an all-reduce of so many bytes."""
     size = group_size(axis, mesh)
     return Transfer(what, axis, 2 * num_bytes * (size - 1) / size)

@@ -1,4 +1,4 @@
-"""How many slots an expert has in a group: integers only."""
+"""How many slots an expert has in a group: integers only. Asked by the routers."""
 
 from fractions import Fraction
 
@@ -11,12 +11,15 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
     """Returns C, the slots of one expert in one group; None when no token is dropped.
 
     Args:
-        config: Of the layer.
+        config: Settings of the layer.
         num_tokens: Tokens of the group with its padding, S.
         training: Whether the capacity factor of training counts, or that of evaluation.
     """
+    # A fixed number; more slots than tokens would never be filled.
     if config.expert_capacity is not None:
-        return min(config.expert_capacity, num_tokens)  # more would never be filled
+        return min(config.expert_capacity, num_tokens)
+
+    # Or a share of the group, which training and evaluation may set apart.
     factor = config.capacity_factor if training else config.eval_capacity_factor
     if factor is None:
         return None
@@ -40,7 +43,7 @@ def expert_capacity(
 
     Args:
         num_tokens: Tokens of the group with its padding, S.
-        num_experts: E.
+        num_experts: Experts, E.
         capacity_factor: Slots relative to an even share S / E.
         min_expert_capacity: Least result, whatever the group.
         rounding: `floor`, then at most S; or `round` half to even, with no such bound.
@@ -50,19 +53,23 @@ def expert_capacity(
         Flaxformer architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). Differs:
         no rounding error of binary fractions.
     """
+    # S * CF / E as a fraction of integers: the quotient, and what remains.
     numerator, denominator = _written_ratio(capacity_factor)
-    whole = num_experts * denominator
-    slots, rest = num_tokens * numerator // whole, num_tokens * numerator % whole
+    divisor = num_experts * denominator
+    capacity = num_tokens * numerator // divisor
+    remainder = num_tokens * numerator % divisor
+
+    # Round half to even, as Python does; or down, and then to no more slots than tokens.
     if rounding == "round":
-        slots += int(2 * rest > whole or (2 * rest == whole and slots % 2 == 1))
+        is_half = 2 * remainder == divisor
+        rounds_up = 2 * remainder > divisor or (is_half and capacity % 2 == 1)
+        capacity += int(rounds_up)
     else:
-        slots = min(num_tokens, slots)
-    return max(slots, min_expert_capacity)
+        capacity = min(num_tokens, capacity)
+    return max(capacity, min_expert_capacity)
 
 
 @torch.compiler.assume_constant_result
 def _written_ratio(factor: float) -> tuple[int, int]:
-    """Returns the ratio of integers that the decimal number means; a compiled graph holds it as a
-    constant.
-    """
+    """Returns the decimal number as a ratio of integers, which a compiled graph holds as a constant."""
     return Fraction(str(factor)).as_integer_ratio()

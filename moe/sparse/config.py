@@ -1,11 +1,16 @@
-"""What can be set on a sparse layer. Read first; the token's journey starts in groups.py."""
+"""The settings of a sparse layer, checked when they are built.
+
+Read first; the token's journey starts in groups.py. A configuration checks its own numbers here;
+what its router asks of it is in router_options.py.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe.checks import check, check_field_types, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
+from moe.sparse.router_options import ROUTER_REQUIREMENTS, check_router, option_names
 
 Activation = Literal["gelu", "relu"]
 ExpertBias = Literal["none", "additive", "multiplicative"]
@@ -24,7 +29,7 @@ _INT64 = "tokens are counted in 64 bits"
 _LARGEST_FACTOR = 1e6
 _LARGEST_SCALE = 1e6
 _OVERFLOW = "products of larger weights overflow"
-_MOST_LEAST_SLOTS = 2**20
+_LARGEST_MIN_CAPACITY = 2**20
 
 
 @dataclass(frozen=True)
@@ -116,90 +121,109 @@ class SparseConfig:
     router_initializer_std: float | None = 0.02
 
     def __post_init__(self) -> None:
-        """Checks every value once, at the door.
+        """Checks every value once, when the configuration is built.
 
         Raises:
             ConfigError: When a value is out of range or contradicts another.
         """
         check_field_types(self)
-        for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
-            check_integer(
-                name, getattr(self, name), least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE
-            )
-        check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS, reason=_INT64)
+        self._check_sizes()
         self._check_capacity()
+        self._check_initialization()
 
-        check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
-        scale, std = self.initializer_scale, self.router_initializer_std
-        check_number("initializer_scale", scale, above=0, most=_LARGEST_SCALE, reason=_OVERFLOW)
-        drawn = "None to draw it like the experts"
-        check_number(
-            "router_initializer_std",
-            std,
-            least=0,
-            most=_LARGEST_SCALE,
-            reason=_OVERFLOW,
-            optional=drawn,
-        )
         if self.num_selected_experts > self.num_experts:
             raise ConfigError(
                 f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
                 f"experts. Set num_selected_experts to at most {self.num_experts}, or raise num_experts."
             )
 
-        options = self.router_options
+        expected = "a mapping of the router's option names"
         check(
-            isinstance(options, Mapping),
+            isinstance(self.router_options, Mapping),
             "router_options",
-            options,
-            "a mapping of the router's option names",
+            self.router_options,
+            expected,
         )
-        object.__setattr__(
-            self, "router_options", dict(options)
-        )  # a copy: the caller's may change later
-        from moe.sparse.router import check_router  # routers are made of a SparseConfig
-
+        # A copy, since the caller may change the mapping later.
+        object.__setattr__(self, "router_options", dict(self.router_options))
         check_router(self)
 
+    def _check_sizes(self) -> None:
+        # Bounds that no machine reaches: beyond them a typing error is likelier than a wish.
+        for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
+            value = getattr(self, name)
+            check_integer(name, value, least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE)
+        check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS, reason=_INT64)
+
     def _check_capacity(self) -> None:
-        """Checks what says how many slots an expert has."""
+        """Checks the settings that say how many slots an expert has."""
         check_integer(
             "min_expert_capacity",
             self.min_expert_capacity,
             least=0,
-            most=_MOST_LEAST_SLOTS,
+            most=_LARGEST_MIN_CAPACITY,
             reason="every expert of every group has so many",
         )
         for name in ("capacity_factor", "eval_capacity_factor"):
-            value, optional = getattr(self, name), "None to drop no token"
-            check_number(name, value, above=0, most=_LARGEST_FACTOR, optional=optional)
-        slots, optional = self.expert_capacity, "None to follow the capacity factors"
+            check_number(
+                name,
+                getattr(self, name),
+                above=0,
+                most=_LARGEST_FACTOR,
+                optional="None to drop no token",
+            )
         check_integer(
-            "expert_capacity", slots, least=1, most=_MOST_TOKENS, reason=_INT64, optional=optional
+            "expert_capacity",
+            self.expert_capacity,
+            least=1,
+            most=_MOST_TOKENS,
+            reason=_INT64,
+            optional="None to follow the capacity factors",
         )
 
-        if slots is not None and None in (self.capacity_factor, self.eval_capacity_factor):
+        # A fixed capacity and a factor that drops nothing contradict each other.
+        has_fixed_capacity = self.expert_capacity is not None
+        if has_fixed_capacity and None in (self.capacity_factor, self.eval_capacity_factor):
             raise ConfigError(
-                f"expert_capacity is {slots}, and a capacity factor is None, which is to drop no token. Set "
-                "expert_capacity to None to follow the capacity factors, or give both factors a number: they are "
-                "then not used."
+                f"expert_capacity is {self.expert_capacity}, and a capacity factor is None, which is to drop no "
+                "token. Set expert_capacity to None to follow the capacity factors, or give both factors a number: "
+                "they are then not used."
             )
+
+    def _check_initialization(self) -> None:
+        """Checks the settings of initialisation and dropout."""
+        # A rate of 1 would leave nothing of the hidden units.
+        check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
+        check_number(
+            "initializer_scale",
+            self.initializer_scale,
+            above=0,
+            most=_LARGEST_SCALE,
+            reason=_OVERFLOW,
+        )
+        check_number(
+            "router_initializer_std",
+            self.router_initializer_std,
+            least=0,
+            most=_LARGEST_SCALE,
+            reason=_OVERFLOW,
+            optional="None to draw it like the experts",
+        )
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "SparseConfig":
-        """Returns a configuration that routes as a reference implementation does, with `overrides`
-        on top.
+        """Returns a configuration that routes as a reference implementation does.
 
         Args:
             reference: A name in REFERENCES: `mesh_tensorflow` or `flaxformer`.
-            overrides: Fields of this class.
+            overrides: Fields of this class, which go before those of the reference.
 
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
-        return cls(
-            **{**reference_fields(reference, overrides.get("router", cls.router)), **overrides}
-        )
+        # What the caller sets goes before what the reference sets.
+        settings = reference_fields(reference, overrides.get("router", cls.router))
+        return cls(**{**settings, **overrides})
 
 
 # In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token
@@ -253,11 +277,11 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
             f"There is no reference implementation called {shown(reference)}.{did_you_mean(reference, REFERENCES)} "
             f"Known: {', '.join(sorted(REFERENCES))}."
         )
-    from moe.sparse.router import load_routers  # routers are made of a SparseConfig
 
-    known = {item.name for item in fields(load_routers().get(router).Options)}
-    options = REFERENCES[reference]["router_options"]
-    return {
-        **REFERENCES[reference],
-        "router_options": {name: options[name] for name in options if name in known},
-    }
+    # Of the reference's options, those that the router has.
+    known = option_names(ROUTER_REQUIREMENTS.get(router))
+    options: dict[str, Any] = {}
+    for name, value in REFERENCES[reference]["router_options"].items():
+        if name in known:
+            options[name] = value
+    return {**REFERENCES[reference], "router_options": options}

@@ -1,123 +1,273 @@
-"""Dispatch: tokens to rows of their experts; combine: rows to tokens. Between the two, experts.py.
+"""Dispatch: tokens to their experts; combine: the experts' outputs to tokens.
 
-Rows are either sorted by expert, exactly the accepted ones (`sort_rows`), or stand in fixed slots
-(`dispatch_slots`, `combine_slots`); both carry out the same plan.
+Comes after plan.py, which it carries out; between the two halves the experts work (experts.py).
+`Dispatcher` states both halves once. Here are its forms for experts on this rank; those for experts
+on other ranks are in expert_parallel.py:
+
+    RowDispatcher    exactly the accepted rows, sorted by expert
+    FusedDispatcher  the same on a CPU, where gather, experts and combine are one kernel
+    SlotDispatcher   C slots of every expert for each group, empty or not
 """
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from moe.kernels.expert_rows import ExpertRows
 from moe.sparse.plan import DispatchPlan
 
+# ---- what travels ----
 
-class ExpertRows(NamedTuple):
-    """The accepted places as rows sorted by expert; no row stands for an empty slot or a dropped
-    token.
+
+class SortedRows(NamedTuple):
+    """Inputs of the experts: one row for each accepted choice, sorted by expert.
 
     Attributes:
+        x: <float>[N, D] rows.
         counts: <int64>[E] rows of each expert; they add up to N.
-        token: <int64>[N] token of each row, in the flattened [G, S].
-        weight: <float32>[N] combine weight of each row.
-        by_token: <int64>[N] the rows in the order of their tokens.
-        token_start: <int64>[G * S] where each token's rows begin in `by_token`.
     """
 
+    x: Tensor
     counts: Tensor
-    token: Tensor
-    weight: Tensor
-    by_token: Tensor
-    token_start: Tensor
+
+
+class UngatheredRows(NamedTuple):
+    """Inputs of the fused experts: tokens, and the rows that are to be made of them.
+
+    Attributes:
+        tokens: <float>[T, D].
+        rows: Which token each row is, and its combine weight.
+    """
+
+    tokens: Tensor
+    rows: ExpertRows
+
+
+ExpertInputs = SortedRows | UngatheredRows | Tensor
+"""Rows, or the slots <float>[E, G * C, D] of every expert."""
+
+
+class InFlight(Protocol):
+    """Inputs of the experts that may still be on their way from other ranks."""
+
+    def wait(self) -> ExpertInputs:
+        """Returns the inputs when all are here; to be called once."""
+        ...
+
+
+class Arrived(NamedTuple):
+    """Inputs of experts on this rank: nothing is on its way."""
+
+    inputs: ExpertInputs
+
+    def wait(self) -> ExpertInputs:
+        """Returns the inputs."""
+        return self.inputs
+
+
+# ---- the contract ----
+
+
+class Dispatcher(ABC):
+    """Brings tokens to their experts and the outputs back; made for one plan.
+
+        dispatch   tokens [T, D]  ->  rows [N, D] sorted by expert, or slots [E, G * C, D]
+        experts    ->  outputs of the same shape
+        combine    outputs        ->  tokens [T, D]
+
+    T = G * S, the tokens of all groups. Every form of it gives the same tokens.
+    """
+
+    @abstractmethod
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Sends tokens to their experts, and does not wait until they are there.
+
+        Args:
+            tokens: <float>[T, D].
+
+        Returns:
+            The inputs of the experts; `wait` gives them.
+        """
+
+    @abstractmethod
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns every token's weighted sum over the outputs of its experts.
+
+        Args:
+            outputs: <float> of the shape of the inputs.
+
+        Returns:
+            <float>[T, D]; zeros for a token without an expert.
+        """
+
+
+# ---- rows ----
 
 
 def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
-    """Returns which token each row of each expert is; rows are selected before they are sorted.
+    """Returns which token each row of each expert is; accepted choices are rows, and no others.
 
     Args:
         plan: Where tokens go.
-        num_experts: E.
+        num_experts: Experts, E.
     """
-    accepted = plan.accepted.flatten(0, 1)
-    place = accepted.flatten().nonzero().squeeze(-1)
-    expert = plan.expert_index.flatten().index_select(0, place)
-    order = expert.argsort(stable=True)
-    by_token = torch.empty_like(order).scatter(
-        0, order, torch.arange(order.numel(), device=order.device)
-    )
-    place = place.index_select(0, order)
-    rows_of_token = accepted.sum(dim=-1)
+    accepted = plan.accepted.flatten(0, 1)  # [T, K]
+    num_choices = accepted.shape[1]
+
+    # The accepted choices, in the order of the tokens.
+    choice = accepted.flatten().nonzero().squeeze(-1)  # [N], indices into [T * K]
+    expert = plan.expert_index.flatten().index_select(0, choice)  # [N]
+
+    # Sort them by expert; within an expert the earlier token comes first.
+    order = expert.argsort(stable=True)  # [N]
+    choice = choice.index_select(0, order)
+
+    # For the way back: the rows of a token side by side, and where they start.
+    row = torch.arange(order.numel(), device=order.device)
+    by_token = torch.empty_like(order).scatter(0, order, row)  # the inverse of `order`
+    rows_of_token = accepted.sum(dim=-1)  # [T]
     return ExpertRows(
-        counts=torch.bincount(expert, minlength=num_experts),
-        token=place // accepted.shape[-1],
-        weight=plan.combine_weight.flatten().index_select(0, place),
+        counts=torch.bincount(expert, minlength=num_experts),  # [E]
+        token=choice // num_choices,
+        weight=plan.combine_weight.flatten().index_select(0, choice),
         by_token=by_token,
         token_start=rows_of_token.cumsum(0) - rows_of_token,
     )
 
 
+def row_dispatcher(rows: ExpertRows) -> Dispatcher:
+    """Returns the dispatcher of rows for experts on this rank: the fused one on a CPU.
+
+    This is the one place where the device decides.
+    """
+    if rows.token.device.type == "cpu":
+        return FusedDispatcher(rows)
+    return RowDispatcher(rows)
+
+
+class RowDispatcher(Dispatcher):
+    """Copies of the tokens, sorted by expert; outputs are added to their tokens."""
+
+    def __init__(self, rows: ExpertRows) -> None:
+        self._rows = rows
+
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Returns a row for each choice of the tokens <float>[T, D]."""
+        x = tokens.index_select(0, self._rows.token)  # [N, D]
+        return Arrived(SortedRows(x, self._rows.counts))
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the tokens <float>[T, D] of the rows <float>[N, D]."""
+        weight = self._rows.weight[:, None].to(outputs.dtype)  # [N, 1]
+        num_tokens = self._rows.token_start.numel()
+        combined = outputs.new_zeros(num_tokens, outputs.shape[1])  # [T, D]
+        return combined.index_add(0, self._rows.token, outputs * weight)
+
+
+class FusedDispatcher(Dispatcher):
+    """Leaves copies and sums to the experts' kernel, which does them while rows are in the cache.
+
+    The outputs of the experts are therefore combined already, and have the shape of the tokens.
+    """
+
+    def __init__(self, rows: ExpertRows) -> None:
+        self._rows = rows
+
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Returns the tokens <float>[T, D] with the rows that are to be made of them."""
+        return Arrived(UngatheredRows(tokens, self._rows))
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the outputs <float>[T, D] as they are."""
+        return outputs
+
+
+# ---- slots ----
+
+
 class Slots(NamedTuple):
-    """A plan as fixed slots: every expert has as many as the groups have together, empty or not.
+    """A plan as fixed slots: every expert has C of them for each group, empty or not.
 
     Attributes:
-        token: <int64>[E, G * C] token of each slot, in the flattened [G, S]; G * S, which is none,
-            for an empty one.
+        token: <int64>[E, G * C] token in each slot, an index into [T, D]; T, which is none, for an
+            empty one.
         weight: <float32>[E, G * C] combine weight; 0 for an empty slot.
+        num_tokens: T.
     """
 
     token: Tensor
     weight: Tensor
+    num_tokens: int
 
 
 def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
-    """Returns who stands in each slot; no shape depends on the tokens, and the device is never
-    waited for.
+    """Returns the token in each slot.
+
+    No shape depends on the tokens, and the device is never waited for.
 
     Args:
         plan: Where tokens go; without a capacity every expert has a slot for every token.
-        num_experts: E.
+        num_experts: Experts, E.
     """
-    groups, size, _ = plan.expert_index.shape
-    capacity = size if plan.capacity is None else plan.capacity
-    group = torch.arange(groups, device=plan.slot.device)[:, None, None]
-    index = (plan.expert_index * groups + group) * capacity + plan.slot
-    nowhere = num_experts * groups * capacity
-    index = index.masked_fill(~plan.accepted, nowhere).flatten()
-    token = (
-        torch.arange(groups * size, device=index.device)[:, None]
-        .expand(-1, plan.slot.shape[-1])
-        .flatten()
+    num_groups, group_size, num_choices = plan.expert_index.shape
+    capacity = group_size if plan.capacity is None else plan.capacity
+    num_slots = num_experts * num_groups * capacity
+    num_tokens = num_groups * group_size
+    device = plan.slot.device
+
+    # The slot of each choice, counted over all experts and groups; refused choices share one more.
+    group = torch.arange(num_groups, device=device)[:, None, None]  # [G, 1, 1]
+    slot = (plan.expert_index * num_groups + group) * capacity + plan.slot  # [G, S, K]
+    slot = slot.masked_fill(~plan.accepted, num_slots).flatten()  # [T * K]
+
+    # Write the token of each choice into its slot, and its weight.
+    token = torch.arange(num_tokens, device=device)
+    token_of_choice = token[:, None].expand(-1, num_choices).flatten()  # [T * K]
+    weight_of_choice = plan.combine_weight.flatten()  # [T * K]
+    slot_token = token.new_full((num_slots + 1,), num_tokens)
+    slot_token = slot_token.scatter(0, slot, token_of_choice)
+    slot_weight = weight_of_choice.new_zeros(num_slots + 1)
+    slot_weight = slot_weight.scatter(0, slot, weight_of_choice)
+
+    return Slots(
+        token=rearrange(slot_token[:num_slots], "(e n) -> e n", e=num_experts),
+        weight=rearrange(slot_weight[:num_slots], "(e n) -> e n", e=num_experts),
+        num_tokens=num_tokens,
     )
-    token = token.new_full((nowhere + 1,), groups * size).scatter(0, index, token)
-    weight = plan.combine_weight.new_zeros(nowhere + 1).scatter(
-        0, index, plan.combine_weight.flatten()
-    )
-    by_expert = "(e n) -> e n"
-    return Slots(*(rearrange(x[:nowhere], by_expert, e=num_experts) for x in (token, weight)))
 
 
-def dispatch_slots(tokens: Tensor, slots: Slots) -> Tensor:
-    """Returns the buffers of the experts <any float>[E, G * C, D] for tokens <any float>[G * S, D].
+class SlotDispatcher(Dispatcher):
+    """Tokens in the slots of their experts; outputs are added to their tokens.
 
     An empty slot holds zeros, not some token's row: 0 times a row that is not finite, or overflows
     there, is NaN.
     """
-    rows = F.pad(tokens, (0, 0, 0, 1)).index_select(0, slots.token.flatten())
-    return rearrange(rows, "(e n) d -> e n d", e=slots.token.shape[0])
 
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
 
-def combine_slots(outputs: Tensor, slots: Slots, num_tokens: int) -> Tensor:
-    """Returns every token's weighted sum over its slots <any float>[G * S, D]; zeros where there is
-    none.
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Returns the slots of the experts for tokens <float>[T, D]."""
+        return Arrived(self.fill(tokens))
 
-    Args:
-        outputs: <any float>[E, G * C, D] of the experts.
-        slots: Of the dispatch.
-        num_tokens: G * S.
-    """
-    rows = rearrange(outputs * slots.weight[..., None].to(outputs.dtype), "e n d -> (e n) d")
-    return rows.new_zeros(num_tokens + 1, rows.shape[-1]).index_add(0, slots.token.flatten(), rows)[
-        :num_tokens
-    ]
+    def fill(self, tokens: Tensor) -> Tensor:
+        """Returns the slots <float>[E, G * C, D] for tokens <float>[T, D]."""
+        # A row of zeros stands behind the last token, for empty slots.
+        padded = F.pad(tokens, (0, 0, 0, 1))  # [T + 1, D]
+        rows = padded.index_select(0, self._slots.token.flatten())
+        return rearrange(rows, "(e n) d -> e n d", e=self._slots.token.shape[0])
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the tokens <float>[T, D] of the slots <float>[E, G * C, D]."""
+        num_tokens = self._slots.num_tokens
+        weight = self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, 1]
+        rows = rearrange(outputs * weight, "e n d -> (e n) d")
+
+        # What is in empty slots is added to a row behind the last token.
+        combined = rows.new_zeros(num_tokens + 1, rows.shape[-1])
+        combined = combined.index_add(0, self._slots.token.flatten(), rows)
+        return combined[:num_tokens]  # [T, D]

@@ -1,132 +1,188 @@
-"""Experts on other ranks: rows go out over the ep axis, are worked on where their experts are, and
-come back.
+"""Dispatch to experts on other ranks: inputs go out over the ep axis, and outputs come back.
 
-Dispatch and combine stay those of dispatch.py; the routing weights never leave. `ragged` sends the
-accepted rows and their counts; `static` sends every slot, empty or not, and waits for nothing on
-the way.
+The forms of `Dispatcher` (dispatch.py) when every rank of the axis holds E / ep of the experts.
+Sending and combining stay with the rank that the tokens are on; the combine weights never leave.
+
+    RowExchange   sends the accepted rows, after their counts
+    SlotExchange  sends every slot, empty or not, and waits for nothing on the way
 
 Received rows carry a weight of 1. Experts that write them in the order of arrival, without a
 weight, and a gradient of the combination in pieces that fit the cache were no faster on a CPU (a
 layer took 47.4 ms of CPU time either way).
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.distributed.all_to_all import equal_route, send_counts, send_rows
+from moe.distributed.all_to_all import (
+    PendingCounts,
+    PendingRows,
+    Route,
+    equal_route,
+    send_counts,
+    send_rows,
+)
 from moe.distributed.mesh import ExpertAxis
-from moe.kernels.cpu_experts import sum_by_token
-from moe.sparse.dispatch import ExpertRows, combine_slots, dispatch_slots, fill_slots, sort_rows
-from moe.sparse.experts import Experts
-from moe.sparse.plan import DispatchPlan
+from moe.kernels.expert_rows import ExpertRows, combine_rows, gather_rows
+from moe.sparse.dispatch import (
+    Dispatcher,
+    ExpertInputs,
+    InFlight,
+    SlotDispatcher,
+    Slots,
+    row_dispatcher,
+)
+
+# ---- rows ----
 
 
-def start_ragged(
-    tokens: Tensor, plan: DispatchPlan, num_experts: int, experts: Experts, axis: ExpertAxis
-) -> Callable[[], Tensor]:
-    """Sends accepted rows to their experts, and returns a function that brings back what they make
-    of them.
+def exchange_rows(rows: ExpertRows, axis: ExpertAxis) -> "RowExchange":
+    """Returns the dispatcher of rows over the ep axis; their counts are on their way then.
 
     Args:
-        tokens: <float>[T, D] of this rank, in the dtype that travels.
-        plan: Where they go.
-        num_experts: E, on all ranks together.
-        experts: Those of this rank.
+        rows: Rows of this rank's tokens, sorted by the experts of all ranks.
         axis: The ranks.
-
-    Returns:
-        A function that returns every token's weighted sum <float>[T, D].
     """
-    rows = sort_rows(plan, num_experts)
-    counts = send_counts(rows.counts, axis)
-    leaving = _GatherRows.apply(tokens, rows)
-    received, route = counts.wait()
-    arrive = send_rows(leaving, route, "dispatch")
-
-    def finish() -> Tensor:
-        outputs = experts(arrive.wait(), sort_received(received))
-        return _CombineRows.apply(
-            send_rows(outputs, route, "combine", reverse=True).wait(), rows.weight, rows
-        )
-
-    return finish
+    return RowExchange(rows, send_counts(rows.counts, axis))
 
 
-def start_static(
-    tokens: Tensor, plan: DispatchPlan, num_experts: int, experts: Experts, axis: ExpertAxis
-) -> Callable[[], Tensor]:
-    """Does what `start_ragged` does with fixed slots; every rank must have as many of them."""
-    slots = fill_slots(plan, num_experts)
-    buffers = rearrange(dispatch_slots(tokens, slots), "e n d -> (e n) d")
-    route = equal_route(axis, buffers.shape[0], buffers.device)
-    arrive = send_rows(buffers, route, "dispatch")
-    sizes = {"p": axis.size, "e": num_experts // axis.size}
+class RowExchange(Dispatcher):
+    """Two dispatches in a row: tokens to rows that leave, and received rows to the experts here.
 
-    def finish() -> Tensor:
-        inputs = rearrange(arrive.wait(), "(p e n) d -> e (p n) d", **sizes)
-        outputs = rearrange(experts(inputs), "e (p n) d -> (p e n) d", **sizes)
-        back = send_rows(outputs, route, "combine", reverse=True).wait()
-        return combine_slots(
-            rearrange(back, "(e n) d -> e n d", e=num_experts), slots, tokens.shape[0]
-        )
+        dispatch   tokens [T, D] -> rows [N, D] -> all-to-all -> received rows [M, D] -> experts
+        combine    outputs -> [M, D] in the order of arrival -> all-to-all -> [N, D] -> tokens [T, D]
 
-    return finish
+    Args:
+        rows: Rows of this rank's tokens.
+        counts: How many go from where to where, on its way.
+    """
+
+    def __init__(self, rows: ExpertRows, counts: PendingCounts) -> None:
+        self._rows = rows
+        self._counts = counts
+
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Sends a row for each choice of the tokens <float>[T, D]."""
+        leaving = gather_rows(tokens, self._rows)  # [N, D], while the counts travel
+        return RowsInFlight(send_rows(leaving, self._route, "dispatch"), self)
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the tokens <float>[T, D] of the outputs of the experts here."""
+        # Back to the order of arrival, to the ranks that they came from, and to their tokens.
+        outputs = self.local_dispatcher.combine(outputs)  # [M, D]
+        returned = send_rows(outputs, self._route, "combine", reverse=True).wait()  # [N, D]
+        return combine_rows(returned, self._rows)
+
+    @cached_property
+    def _received(self) -> tuple[Tensor, Route]:
+        """Rows from each rank for each expert here <int64>[ep, E / ep], and the route of the rows."""
+        return self._counts.wait()
+
+    @property
+    def _route(self) -> Route:
+        return self._received[1]
+
+    @cached_property
+    def local_dispatcher(self) -> Dispatcher:
+        """The dispatcher of the received rows to the experts of this rank."""
+        return row_dispatcher(sort_received(self._received[0]))
+
+
+class RowsInFlight(NamedTuple):
+    """Rows on their way to this rank.
+
+    Attributes:
+        pending: <float>[M, D] rows in the order of arrival, when they are there.
+        exchange: The dispatcher that sent this rank's rows.
+    """
+
+    pending: PendingRows
+    exchange: RowExchange
+
+    def wait(self) -> ExpertInputs:
+        """Returns the received rows as the experts here take them."""
+        # Sorted by rank now; a second dispatch sorts them by expert.
+        received = self.pending.wait()
+        return self.exchange.local_dispatcher.dispatch(received).wait()
 
 
 def sort_received(counts: Tensor) -> ExpertRows:
-    """Returns which received row each row of each expert here is; all have weight 1, for their own
-    is elsewhere.
+    """Returns which received row each row of each expert here is.
+
+    All have weight 1, for their own is with the rank that sent them.
 
     Args:
         counts: <int64>[ep, E / ep] rows from each rank for each expert; they arrive in this order.
     """
-    expert = torch.arange(counts.shape[1], device=counts.device).expand_as(counts).flatten()
-    expert = expert.repeat_interleave(counts.flatten())
-    token = expert.argsort(stable=True)
-    rows = torch.arange(token.numel(), device=token.device)
-    weight = torch.ones(token.numel(), device=token.device)
+    # The expert of each row, in the order of arrival.
+    expert = torch.arange(counts.shape[1], device=counts.device)
+    expert = expert.expand_as(counts).flatten()  # [ep * E / ep]
+    expert = expert.repeat_interleave(counts.flatten())  # [M]
+
+    # A received row is one row of one expert: it plays the part of a token.
+    token = expert.argsort(stable=True)  # [M]
+    row = torch.arange(token.numel(), device=token.device)
     return ExpertRows(
-        counts.sum(dim=0), token, weight, torch.empty_like(token).scatter(0, token, rows), rows
+        counts=counts.sum(dim=0),  # [E / ep]
+        token=token,
+        weight=torch.ones(token.numel(), device=token.device),
+        by_token=torch.empty_like(token).scatter(0, token, row),  # the inverse of `token`
+        token_start=row,
     )
 
 
-class _GatherRows(torch.autograd.Function):
-    """Tokens <float>[T, D] to rows <float>[N, D]; backwards every token sums up its rows at once."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.rows = rows
-        return tokens.index_select(0, rows.token)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, None]:
-        return sum_by_token(grad_outputs[0], ctx.rows, None), None
+# ---- slots ----
 
 
-class _CombineRows(torch.autograd.Function):
-    """Rows <float>[N, D] and their weights <float32>[N] to every token's weighted sum <float>[T,
-    D].
+class SlotExchange(Dispatcher):
+    """Fixed slots over the ep axis; every rank must have as many of them.
+
+        dispatch   tokens [T, D] -> slots [E, n, D] -> all-to-all -> [E / ep, ep * n, D] -> experts
+        combine    the same way back, n = G * C slots of an expert on each rank
+
+    Args:
+        slots: Slots of the experts of all ranks, filled with this rank's tokens.
+        axis: The ranks.
     """
 
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(outputs, weight)
-        return sum_by_token(outputs, rows, weight)
+    def __init__(self, slots: Slots, axis: ExpertAxis) -> None:
+        # Every rank sends as many rows to every other: the route is known without asking.
+        num_experts, slots_per_expert = slots.token.shape
+        num_rows = num_experts * slots_per_expert
+        self._local = SlotDispatcher(slots)
+        self._num_experts = num_experts
+        self._sizes = {"p": axis.size, "e": num_experts // axis.size}
+        self._route = equal_route(axis, num_rows, slots.token.device)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # its decorator takes the names away
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        outputs, weight = ctx.saved_tensors
-        d_rows = grad_outputs[0].index_select(0, ctx.rows.token)
-        d_weight = torch.linalg.vecdot(d_rows, outputs).to(weight.dtype)
-        return d_rows.mul_(weight[:, None].to(d_rows.dtype)), d_weight, None
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Sends the slots of all experts for tokens <float>[T, D]."""
+        slots = rearrange(self._local.fill(tokens), "e n d -> (e n) d")
+        return SlotsInFlight(send_rows(slots, self._route, "dispatch"), self._sizes)
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
+        # Sorted by rank again, so that every rank gets back what it sent.
+        outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
+        returned = send_rows(outputs, self._route, "combine", reverse=True).wait()
+        returned = rearrange(returned, "(e n) d -> e n d", e=self._num_experts)
+        return self._local.combine(returned)
+
+
+class SlotsInFlight(NamedTuple):
+    """Slots on their way to this rank.
+
+    Attributes:
+        pending: <float>[E * n, D] slots, sorted by the rank that they are from, when they are there.
+        sizes: Ranks `p` of the axis, and experts `e` of each.
+    """
+
+    pending: PendingRows
+    sizes: dict[str, int]
+
+    def wait(self) -> ExpertInputs:
+        """Returns the slots <float>[E / ep, ep * n, D] of the experts here."""
+        return rearrange(self.pending.wait(), "(p e n) d -> e (p n) d", **self.sizes)

@@ -1,4 +1,7 @@
-"""Tokens to groups and back. After this, router.py gives every group its logits."""
+"""Tokens to groups and back: only tokens of one group compete for the slots of an expert.
+
+Comes after inputs.py. After this, router.py gives every group its logits.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +15,7 @@ from moe.sparse.config import CapacityScope
 
 
 class Grouping(Protocol):
-    """The settings that say which tokens are routed together; configurations of layers and of
-    models have them.
-    """
+    """The settings that say which tokens are routed together, of a layer or of a model."""
 
     @property
     def group_size(self) -> int:
@@ -28,8 +29,9 @@ class Grouping(Protocol):
 
 
 def tokens_per_group(config: Grouping) -> int:
-    """Returns the most tokens that are routed together, for `sequences_per_group`; 1 makes groups
-    of one sequence.
+    """Returns the most tokens that are routed together, as `sequences_per_group` takes it.
+
+    A single token stands for groups of one sequence, however long it is.
     """
     return 1 if config.capacity_scope == "sequence" else config.group_size
 
@@ -39,7 +41,7 @@ def sequences_per_group(batch: int, length: int, group_size: int) -> int:
 
     It is the largest divisor of `batch` whose tokens fit into `group_size`; a sequence longer than
     that is a group of its own. Groups of whole sequences keep routing independent of how a batch is
-    cut into micro-batches, as long as each micro-batch gives the same number here.
+    split into micro-batches, as long as each micro-batch gives the same number here.
 
     Args:
         batch: Sequences in the batch, B.
@@ -48,10 +50,14 @@ def sequences_per_group(batch: int, length: int, group_size: int) -> int:
 
     Source:
         ST-MoE (arXiv:2202.08906) §7.2: groups of 4 sequences, mostly 2 to 8. Differs:
-        Mesh-TensorFlow cuts the flat token axis and may cut through a sequence.
+        Mesh-TensorFlow splits the flat token axis, and may split a sequence.
     """
-    most = max(1, group_size // max(1, length))
-    return next(count for count in range(min(most, max(1, batch)), 0, -1) if batch % count == 0)
+    # As many as fit into a group, or the next smaller number that divides the batch.
+    most_sequences = max(1, group_size // max(1, length))
+    sequences = min(most_sequences, max(1, batch))
+    while batch % sequences:
+        sequences -= 1
+    return sequences
 
 
 def has_same_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> bool:
@@ -97,15 +103,24 @@ def to_groups(x: Tensor, sequences: int) -> Tensor:
     Raises:
         ConfigError: When `sequences` does not divide B.
     """
-    if x.shape[0] % sequences:
-        fitting = [n for n in range(1, x.shape[0] + 1) if x.shape[0] % n == 0]
+    batch = x.shape[0]
+    if batch % sequences:
+        divisors = [count for count in range(1, batch + 1) if batch % count == 0]
         raise ConfigError(
-            f"A group of {sequences} sequences does not divide a batch of {x.shape[0]} sequences. Choose one of "
-            f"{fitting} sequences a group, or another batch size."
+            f"A group of {sequences} sequences does not divide a batch of {batch} sequences. Choose one of "
+            f"{divisors} sequences a group, or another batch size."
         )
     return rearrange(x, "(g b) l ... -> g (b l) ...", b=sequences)
 
 
 def from_groups(x: Tensor, sequences: int) -> Tensor:
-    """Returns <any>[B, L, ...]: the inverse of `to_groups` on <any>[G, S, ...]."""
+    """Returns the tokens of each sequence in a row of their own again: the inverse of `to_groups`.
+
+    Args:
+        x: <any>[G, S, ...] values by token.
+        sequences: Sequences in a group.
+
+    Returns:
+        <any>[B, L, ...].
+    """
     return rearrange(x, "g (b l) ... -> (g b) l ...", b=sequences)

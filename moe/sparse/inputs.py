@@ -1,8 +1,7 @@
-"""What a sparse layer is given: shapes, dtypes and masks, checked at the door. Comes before
-groups.py.
+"""The checks of what a sparse layer is given: shapes, dtypes and masks. Comes before groups.py.
 
-Shapes and dtypes are checked always. Values are looked at on a CPU and outside of compiled graphs
-only: elsewhere that would wait for the device, or break the graph.
+Shapes and dtypes are checked always. Values are read on a CPU and outside of compiled graphs only:
+elsewhere that would wait for the device, or break the graph.
 """
 
 from typing import Any
@@ -37,6 +36,7 @@ def check_inputs(
     Raises:
         DataError: When one is no tensor, or has another shape or dtype.
     """
+    # x itself: three dimensions, the last as wide as the layer.
     _check_tensor("x", x)
     if x.dim() != 3 or x.shape[-1] != d_model:
         raise DataError(
@@ -45,17 +45,11 @@ def check_inputs(
         )
     _check_floating("x", x)
 
-    beside = {"token_mask": token_mask, "token_ids": token_ids, "word_embeddings": word_embeddings}
-    for name, value in beside.items():
-        if value is None:
-            continue
-        _check_tensor(name, value)
-        embeddings = name == "word_embeddings"
-        if value.shape != (x.shape if embeddings else x.shape[:2]):
-            raise DataError(
-                f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
-                f"Give one {f'embedding of {x.shape[2]} numbers' if embeddings else 'value'} for each token."
-            )
+    # What stands beside x has one value, or one embedding, for each of its tokens.
+    _check_by_token("token_mask", token_mask, x, x.shape[:2], "value")
+    _check_by_token("token_ids", token_ids, x, x.shape[:2], "value")
+    embedding = f"embedding of {x.shape[2]} numbers"
+    _check_by_token("word_embeddings", word_embeddings, x, x.shape, embedding)
 
     if token_ids is not None and token_ids.dtype not in _INTEGERS:
         raise DataError(
@@ -81,36 +75,59 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
     if token_mask.is_complex():
         raise DataError(f"token_mask has dtype {token_mask.dtype}. {_MASK_ADVICE}.")
 
-    if can_look_at(token_mask):
-        odd = token_mask[(token_mask != 0) & (token_mask != 1)]
-        if odd.numel():
-            raise DataError(
-                f"token_mask holds {shown(odd[0].item())}; expected 0 for padding and 1 for real tokens. "
-                f"{_MASK_ADVICE}; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
-            )
-        if token_mask.is_floating_point() and token_mask.numel() and not token_mask.any():
-            raise DataError(
-                f"token_mask is 0 everywhere, in {token_mask.dtype}: nothing but padding, or an additive mask that "
-                f"hides nothing. {_MASK_ADVICE}."
-            )
+    if can_read_values(token_mask):
+        _refuse_additive_mask(token_mask)
     return token_mask > 0
 
 
-def can_look_at(x: Tensor) -> bool:
-    """Returns whether the values of a tensor can be looked at without waiting for a device or
-    breaking a graph.
-    """
+def _refuse_additive_mask(token_mask: Tensor) -> None:
+    """Raises a DataError for a mask <any>[...] that holds more than 0 and 1, or may be additive."""
+    # Additive masks hold 0 for real tokens and a large negative number for padding.
+    odd_values = token_mask[(token_mask != 0) & (token_mask != 1)]
+    if odd_values.numel():
+        raise DataError(
+            f"token_mask holds {shown(odd_values[0].item())}; expected 0 for padding and 1 for real tokens. "
+            f"{_MASK_ADVICE}; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
+        )
+
+    # All 0 is nothing but padding in a mask of 0 and 1, and no padding in an additive one.
+    if token_mask.is_floating_point() and token_mask.numel() and not token_mask.any():
+        raise DataError(
+            f"token_mask is 0 everywhere, in {token_mask.dtype}: nothing but padding, or an additive mask that "
+            f"hides nothing. {_MASK_ADVICE}."
+        )
+
+
+def can_read_values(x: Tensor) -> bool:
+    """Returns whether values <any>[...] can be read without waiting for a device or breaking a graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_tensor(name: str, value: Any) -> None:
-    """Raises a DataError unless a value is a tensor."""
     if not isinstance(value, Tensor):
         raise DataError(f"{name} is {shown(value)}; expected a tensor.")
 
 
+def _check_by_token(
+    name: str,
+    value: Tensor | None,
+    x: Tensor,
+    shape: torch.Size,
+    what: str,
+) -> None:
+    """Raises a DataError unless an input, if given, is a tensor of the shape that x asks for."""
+    if value is None:
+        return
+
+    _check_tensor(name, value)
+    if value.shape != shape:
+        raise DataError(
+            f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
+            f"Give one {what} for each token."
+        )
+
+
 def _check_floating(name: str, value: Tensor) -> None:
-    """Raises a DataError unless a tensor holds floating-point numbers."""
     if not value.is_floating_point():
         raise DataError(
             f"{name} has dtype {value.dtype}; expected floating-point numbers. Give hidden states or embeddings, not "

@@ -1,7 +1,5 @@
-"""The sparse feed-forward layer: the whole journey in one forward."""
+"""The sparse feed-forward layer: the whole journey of a token in one forward."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +9,16 @@ from torch.distributed import ProcessGroup
 from moe.checks import check
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
+from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import combine_slots, dispatch_slots, fill_slots, sort_rows
-from moe.sparse.expert_parallel import start_ragged, start_static
+from moe.sparse.dispatch import Dispatcher, SlotDispatcher, fill_slots, row_dispatcher, sort_rows
+from moe.sparse.expert_parallel import SlotExchange, exchange_rows
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
-from moe.sparse.plan import DispatchPlan
-from moe.sparse.router import RouterInputs, build_router
-from moe.sparse.scores import RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.sparse.router import RouterInputs
 from moe.sparse.stats import RouterStats, router_stats
 
 
@@ -41,24 +39,25 @@ class RouterOutput(NamedTuple):
 
     def within(self, totals: BalanceTotals) -> "RouterOutput":
         """Returns the same as a part of a wider scope of the balance loss; see `balance_within`."""
+        # The statistics report the loss of the wider scope, too.
         losses = balance_within(self.losses, totals)
-        balance, count = (
-            losses.load_balance_sum.detach().double(),
-            losses.load_balance_count.double(),
+        stats = self.stats._replace(
+            load_balance_sum=losses.load_balance_sum.detach().double(),
+            load_balance_count=losses.load_balance_count.double(),
         )
-        stats = self.stats._replace(load_balance_sum=balance, load_balance_count=count)
         return self._replace(losses=losses, stats=stats)
 
 
 class SparseFeedForward(nn.Module):
-    """A feed-forward layer in which every token uses a few of E experts; fits any Transformer's
-    feed-forward slot.
+    """A feed-forward layer in which every token uses a few of E experts.
+
+    It fits where any Transformer has its feed-forward layer; see also integration.py.
 
     Example:
         layer = SparseFeedForward(SparseConfig(d_model=512, d_ff=2048, num_experts=8))
         y, router = layer(x, token_mask)
-        loss = task_loss + 0.01 * router.losses.load_balance_loss + 0.001 *
-        router.losses.router_z_loss
+        losses = router.losses
+        loss = task_loss + 0.01 * losses.load_balance_loss + 0.001 * losses.router_z_loss
 
     Source:
         ST-MoE (arXiv:2202.08906) §2 and §3. Differs: padding is never routed.
@@ -66,25 +65,24 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
-        check(
-            isinstance(config, SparseConfig), "config of a sparse layer", config, "a SparseConfig"
-        )
+        is_config = isinstance(config, SparseConfig)
+        check(is_config, "config of a sparse layer", config, "a SparseConfig")
         self.config = config
         self.router = build_router(config)
         self.experts = Experts(config)
         self.ep: ExpertAxis | None = None
         self.tp: ProcessGroup | None = None
 
-    def spread(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
-        """Tells the layer where its experts are; their parameters are cut by
-        `moe.distributed.sharding`.
+    def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
+        """Sets the ranks that share the experts; `moe.distributed.sharding` shards the parameters.
 
         Args:
             ep: Ranks that hold E / ep experts each; None when all are here.
             tp: Ranks that hold F / tp hidden units of each expert here and see the same tokens;
                 None likewise.
         """
-        self.ep, self.tp = ep, tp
+        self.ep = ep
+        self.tp = tp
 
     def forward(
         self,
@@ -119,55 +117,100 @@ class SparseFeedForward(nn.Module):
             DataError: When a shape or dtype does not fit, an input that the router needs is
                 missing, or the router's logits are not finite.
         """
+        # Tokens of whole sequences, side by side in groups.
         check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
-        token_mask = None if token_mask is None else to_bool_mask(token_mask)
-        sequences = sequences_per_group(x.shape[0], x.shape[1], tokens_per_group(self.config))
-        tokens, mask, ids, words = (
-            None if value is None else to_groups(value, sequences)
-            for value in (x, token_mask, token_ids, word_embeddings)
-        )
-        assert tokens is not None, "x is given"
-        real = (
-            torch.ones(tokens.shape[:2], dtype=torch.bool, device=x.device)
-            if mask is None
-            else mask
-        )
+        batch, length, _ = x.shape
+        sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
+        inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)
 
-        scores = self.router(RouterInputs(tokens, mask, ids, words))
-        plan = self.router.assign(scores, real, drop_tokens=drop_tokens)
-        finish = self.start_experts(
-            tokens, plan
-        )  # with experts on other ranks, rows travel while the losses are made
+        # Scores of every expert for every token, and the plan that is made of them.
+        scores = self.router(inputs)  # logits [G, S, E]
+        plan = self.router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
+
+        # To the experts; from other ranks rows arrive while the losses are computed.
+        dispatcher = self.build_dispatcher(plan)
+        in_flight = dispatcher.dispatch(self.expert_tokens(inputs.tokens))  # [G * S, D]
         output = self._report(scores, plan) if report else None
-        return from_groups(finish(), sequences).to(x.dtype), output
+
+        # Through the experts, and back to the tokens.
+        outputs = self.experts(in_flight.wait())  # rows [N, D] or slots [E, G * C, D]
+        combined = reduce_from_tp_region(dispatcher.combine(outputs), self.tp)  # [G * S, D]
+        combined = combined.unflatten(0, inputs.tokens.shape[:2])  # [G, S, D]
+        return from_groups(combined, sequences).to(x.dtype), output
+
+    def build_dispatcher(self, plan: DispatchPlan) -> Dispatcher:
+        """Returns what carries a plan out: rows or slots, to experts here or on other ranks."""
+        # On every rank of tp the weights meet a part of each output: their gradients are summed.
+        combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
+        plan = plan._replace(combine_weight=combine_weight)
+
+        # Rows or slots, here or over the ep axis.
+        if self.config.dispatch == "ragged":
+            rows = sort_rows(plan, self.config.num_experts)
+            return row_dispatcher(rows) if self.ep is None else exchange_rows(rows, self.ep)
+        slots = fill_slots(plan, self.config.num_experts)
+        return SlotDispatcher(slots) if self.ep is None else SlotExchange(slots, self.ep)
+
+    def expert_tokens(self, tokens: Tensor) -> Tensor:
+        """Returns tokens <any float>[G, S, D] as the experts take them.
+
+        Returns:
+            <dtype of the products>[G * S, D].
+        """
+        # PEFT may have wrapped the experts into a module of its own.
+        experts: Any = self.experts
+        if hasattr(experts, "get_base_layer"):
+            experts = experts.get_base_layer()
+        return copy_to_tp_region(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
 
     def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
-        """Returns what the router did."""
+        # Losses keep their gradient; statistics have none.
         losses = self.router.losses(scores, plan)
-        return RouterOutput(scores.logits, plan, losses, router_stats(scores, plan, losses))
+        return RouterOutput(
+            router_logits=scores.logits,
+            plan=plan,
+            losses=losses,
+            stats=router_stats(scores, plan, losses),
+        )
 
-    def start_experts(self, tokens: Tensor, plan: DispatchPlan) -> Callable[[], Tensor]:
-        """Dispatches tokens <any float>[G, S, D] and returns a function that runs the experts and
-        combines.
 
-        That function returns <any float>[G, S, D].
-        """
-        wrapped: Any = self.experts  # by an adapter of PEFT, perhaps
-        experts = wrapped.get_base_layer() if hasattr(wrapped, "get_base_layer") else wrapped
-        flat = copy_to_tp_region(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
-        plan = plan._replace(combine_weight=copy_to_tp_region(plan.combine_weight, self.tp))
-        if self.ep is None:
-            start = partial(self._run_here, flat, plan)
-        else:
-            exchange = start_ragged if self.config.dispatch == "ragged" else start_static
-            start = exchange(flat, plan, self.config.num_experts, self.experts, self.ep)
-        return lambda: reduce_from_tp_region(start(), self.tp).unflatten(0, tokens.shape[:2])
+def group_inputs(
+    x: Tensor,
+    token_mask: Tensor | None,
+    token_ids: Tensor | None,
+    word_embeddings: Tensor | None,
+    sequences: int,
+) -> RouterInputs:
+    """Returns the inputs of a layer by group; None for what was not given.
 
-    def _run_here(self, flat: Tensor, plan: DispatchPlan) -> Tensor:
-        """Returns <any float>[T, D]: dispatch, experts and combine of tokens <any float>[T, D] on
-        this rank.
-        """
-        if self.config.dispatch == "ragged":
-            return self.experts(flat, sort_rows(plan, self.config.num_experts))
-        slots = fill_slots(plan, self.config.num_experts)
-        return combine_slots(self.experts(dispatch_slots(flat, slots)), slots, flat.shape[0])
+    Args:
+        x: <any float>[B, L, D].
+        token_mask: <bool>[B, L], or 0 and 1 of any dtype.
+        token_ids: <any integer>[B, L].
+        word_embeddings: <any float>[B, L, D].
+        sequences: Sequences in a group.
+
+    Raises:
+        DataError: When the mask holds something else than 0 and 1.
+    """
+    # Everything that belongs to a token goes where the token goes.
+    if token_mask is not None:
+        token_mask = to_groups(to_bool_mask(token_mask), sequences)  # [G, S]
+    if token_ids is not None:
+        token_ids = to_groups(token_ids, sequences)  # [G, S]
+    if word_embeddings is not None:
+        word_embeddings = to_groups(word_embeddings, sequences)  # [G, S, D]
+    return RouterInputs(
+        tokens=to_groups(x, sequences),  # [G, S, D]
+        token_mask=token_mask,
+        token_ids=token_ids,
+        word_embeddings=word_embeddings,
+    )
+
+
+def real_tokens(inputs: RouterInputs) -> Tensor:
+    """Returns which tokens are real <bool>[G, S]: all where there is no mask."""
+    if inputs.token_mask is not None:
+        return inputs.token_mask
+    tokens = inputs.tokens
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

@@ -1,4 +1,8 @@
-"""The two auxiliary losses of a router, as sums and counts."""
+"""The two auxiliary losses of a router, as sums and counts.
+
+Comes after plan.py; layer.py returns them. The balance loss may be taken over more tokens than one
+call has: see `balance_totals` and `balance_within` at the end.
+"""
 
 from typing import NamedTuple
 
@@ -8,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.collectives import sum_over_ranks
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan
-from moe.sparse.scores import RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores
 
 
 class RouterLosses(NamedTuple):
@@ -44,8 +47,9 @@ class RouterLosses(NamedTuple):
 
     @property
     def load_balance_loss(self) -> Tensor:
-        """<float32>[] E * sum_i f_i P_i, mean over scopes: 1 at perfect balance (K with all
-        choices), at most E.
+        """<float32>[] E * sum_i f_i P_i, mean over scopes.
+
+        It is 1 at perfect balance (K with all choices), and at most E.
         """
         return self.load_balance_sum / self.load_balance_count.clamp(min=1)
 
@@ -83,7 +87,7 @@ def router_losses(
     setting z there acts like 0.01 z; the weights of this library are independent factors.
 
     Args:
-        scores: Of the router.
+        scores: <float32>[G, S, E] of the router.
         plan: The plan made of them.
         config: Says which choices and positions count, and the scope.
         balanced_by_construction: Makes the balance loss 0, for routers in which experts choose.
@@ -94,50 +98,136 @@ def router_losses(
         groups that hold one (there: of all positions, over all groups, which `balance_over`
         `all_positions` follows), so that padding changes nothing.
     """
-    probs, mask = scores.probs, plan.token_mask.to(scores.probs.dtype)
-    real = mask.sum(dim=-1)
-    positions = (
-        torch.full_like(real, mask.shape[-1]) if config.balance_over == "all_positions" else real
-    )
-    z, z_counts = scores.log_normalizer.square(), torch.full_like(real, mask.shape[-1])
-    if config.router_z_loss_over == "real_tokens":
-        z, z_counts = z * mask, real
-    z_sum, z_count, group_z = z.sum(), z_counts.sum(), z.sum(dim=-1) / z_counts.clamp(min=1)
-    if balanced_by_construction:
-        nothing, unbalanced = probs.new_zeros(probs.shape[-1]), torch.zeros_like(real)
-        none, all_positions = nothing.sum(), positions.sum()
-        return RouterLosses(
-            none, none, z_sum, z_count, nothing, nothing, all_positions, unbalanced, group_z
-        )
+    is_real = plan.token_mask.to(scores.probs.dtype)  # [G, S], 1 for a real token
 
-    num_choices = 1 if config.balance_choices == "first" else config.num_selected_experts
-    index = plan.expert_index[..., :num_choices].flatten(1)
-    choices = probs.new_zeros(probs.shape[0], probs.shape[-1])
-    choices = choices.scatter_add(
-        1, index, mask[..., None].expand(*mask.shape, num_choices).flatten(1)
-    )
-    prob_sums = (probs * mask[..., None]).sum(
-        dim=1
-    )  # not a product of matrices, which autocast would round
-    overlap = (choices * prob_sums).sum(dim=-1) / positions.clamp(min=1).square()
-    balance, group_balance = probs.shape[-1] * overlap.sum(), probs.shape[-1] * overlap
-    count = (positions > 0).to(probs.dtype).sum()
-    choices, prob_sums, positions = choices.sum(dim=0), prob_sums.sum(dim=0), positions.sum()
+    # Eq. 5 and appendix A, each as a sum over tokens or groups and how many there are.
+    z = _z_loss(scores, is_real, config)
+    if balanced_by_construction:
+        balance = _zero_balance_loss(scores, is_real, config)
+    else:
+        balance = _balance_loss(scores, plan, is_real, config)
+
     losses = RouterLosses(
-        balance, count, z_sum, z_count, choices, prob_sums, positions, group_balance, group_z
+        load_balance_sum=balance.loss_sum,
+        load_balance_count=balance.num_groups,
+        router_z_sum=z.loss_sum,
+        router_z_count=z.num_tokens,
+        choices=balance.choices,
+        prob_sums=balance.prob_sums,
+        num_positions=balance.num_positions,
+        group_load_balance=balance.group_loss,
+        group_router_z=z.group_loss,
     )
-    return (
-        losses
-        if config.balance_scope == "group"
-        else balance_within(losses, BalanceTotals(choices, positions))
+
+    # Shares of wider scopes than a group; those over ranks are made by whoever knows the ranks.
+    if balanced_by_construction or config.balance_scope == "group":
+        return losses
+    return balance_within(losses, BalanceTotals(losses.choices, losses.num_positions))
+
+
+class _ZLoss(NamedTuple):
+    """The z-loss; see `RouterLosses`."""
+
+    loss_sum: Tensor
+    num_tokens: Tensor
+    group_loss: Tensor
+
+
+def _z_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _ZLoss:
+    """Returns eq. 5: the mean over tokens of (log sum_i exp x_i)², with x the router's logits."""
+    # (log sum_i exp x_i)² of each token, and the tokens of each group.
+    z = scores.log_normalizer.square()  # [G, S]
+    num_tokens = is_real.sum(dim=-1)  # [G]
+
+    # Padding counts for nothing, or in Flaxformer as a token with logits of 0.
+    if config.router_z_loss_over == "real_tokens":
+        z = z * is_real
+    else:
+        num_tokens = torch.full_like(num_tokens, is_real.shape[-1])
+    return _ZLoss(
+        loss_sum=z.sum(),
+        num_tokens=num_tokens.sum(),
+        group_loss=z.sum(dim=-1) / num_tokens.clamp(min=1),
     )
+
+
+class _BalanceLoss(NamedTuple):
+    """The balance loss of the groups; see `RouterLosses`."""
+
+    loss_sum: Tensor
+    num_groups: Tensor
+    choices: Tensor
+    prob_sums: Tensor
+    num_positions: Tensor
+    group_loss: Tensor
+
+
+def _balance_loss(
+    scores: RouterScores,
+    plan: DispatchPlan,
+    is_real: Tensor,
+    config: SparseConfig,
+) -> _BalanceLoss:
+    """Returns appendix A: E * sum_i f_i P_i of each group, and their sum."""
+    num_groups, _, num_experts = scores.probs.shape
+    num_positions = _num_positions(is_real, config)  # n  [G]
+
+    # n f_i: how many of the group's tokens chose expert i, before capacity; no gradient.  [G, E]
+    counts_all = config.balance_choices == "all"
+    num_choices = config.num_selected_experts if counts_all else 1
+    chosen = plan.expert_index[..., :num_choices].flatten(1)  # [G, S * K]
+    counted = is_real[..., None].expand(*is_real.shape, num_choices).flatten(1)
+    choices = scores.probs.new_zeros(num_groups, num_experts)
+    choices = choices.scatter_add(1, chosen, counted)
+
+    # n P_i: probability of expert i, summed over the same tokens; the only factor with a gradient.
+    # A sum, not a product of matrices, which autocast would round.  [G, E]
+    prob_sums = (scores.probs * is_real[..., None]).sum(dim=1)
+
+    # sum_i f_i P_i: both factors are divided by n at once, after the sum over experts.  [G]
+    overlap = (choices * prob_sums).sum(dim=-1) / num_positions.clamp(min=1).square()
+    return _BalanceLoss(
+        loss_sum=num_experts * overlap.sum(),
+        num_groups=(num_positions > 0).to(overlap.dtype).sum(),
+        choices=choices.sum(dim=0),
+        prob_sums=prob_sums.sum(dim=0),
+        num_positions=num_positions.sum(),
+        group_loss=num_experts * overlap,
+    )
+
+
+def _zero_balance_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _BalanceLoss:
+    """Returns a balance loss of 0 that no group counts in."""
+    num_groups, _, num_experts = scores.probs.shape
+    # Zeros without a graph: experts that choose their tokens have nothing to balance.
+    zero = scores.probs.new_zeros(())
+    zero_by_expert = scores.probs.new_zeros(num_experts)
+    return _BalanceLoss(
+        loss_sum=zero,
+        num_groups=zero,
+        choices=zero_by_expert,
+        prob_sums=zero_by_expert,
+        num_positions=_num_positions(is_real, config).sum(),
+        group_loss=scores.probs.new_zeros(num_groups),
+    )
+
+
+def _num_positions(is_real: Tensor, config: SparseConfig) -> Tensor:
+    """Returns how many tokens of each group the shares are of <float32>[G]."""
+    num_real = is_real.sum(dim=-1)
+    if config.balance_over == "real_tokens":
+        return num_real
+    return torch.full_like(num_real, is_real.shape[-1])
+
+
+# ---- scopes wider than one call ----
 
 
 def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> BalanceTotals:
-    """Returns what the shares are of over the ranks of `group`, without gradient; a collective of E
-    + 1 numbers.
+    """Returns what the shares are of over the ranks of `group`, without gradient.
 
-    Add the totals of several calls up with `add_totals` when the scope spans micro-batches.
+    A collective of E + 1 numbers. Add the totals of several calls up with `add_totals` when the
+    scope spans micro-batches.
 
     Args:
         losses: Of this rank's call.
@@ -145,8 +235,10 @@ def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> B
             rank.
     """
     with torch.no_grad():
-        both = sum_over_ranks(torch.cat([losses.choices, losses.num_positions[None]]), group)
-        return BalanceTotals(both[:-1], both[-1])
+        # One collective for both.
+        numbers = torch.cat([losses.choices, losses.num_positions[None]])  # [E + 1]
+        totals = sum_over_ranks(numbers, group)
+        return BalanceTotals(choices=totals[:-1], num_positions=totals[-1])
 
 
 def add_totals(a: BalanceTotals, b: BalanceTotals) -> BalanceTotals:
@@ -158,18 +250,20 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     """Returns the losses of a part of a scope that is wider than one call.
 
     The sums of all parts, divided by the sum of their counts, are the loss of the whole scope, and
-    so are their
-    gradients: choices carry none, and the loss is linear in the probabilities.
+    so are their gradients: choices carry none, and the loss is linear in the probabilities.
 
     Args:
         losses: Of the part.
         totals: Of the whole scope.
     """
+    # E * sum_i f_i P_i times the tokens of the part: f_i over the scope, P_i over the part.
     num_experts = losses.prob_sums.shape[-1]
-    balance = (
-        num_experts * (totals.choices * losses.prob_sums).sum() / totals.num_positions.clamp(min=1)
+    overlap = (totals.choices * losses.prob_sums).sum()
+    loss_sum = num_experts * overlap / totals.num_positions.clamp(min=1)
+    losses = losses._replace(
+        load_balance_sum=loss_sum,
+        load_balance_count=losses.num_positions,
     )
-    losses = losses._replace(load_balance_sum=balance, load_balance_count=losses.num_positions)
-    return losses._replace(
-        group_load_balance=losses.load_balance_loss.expand_as(losses.group_load_balance)
-    )
+
+    group_loss = losses.load_balance_loss.expand_as(losses.group_load_balance)
+    return losses._replace(group_load_balance=group_loss)

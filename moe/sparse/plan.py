@@ -1,5 +1,7 @@
-"""The plan: which token takes which slot of which expert, with which weight; dispatch.py carries it
-out.
+"""Scores and plan: which token takes which slot of which expert, and with which weight.
+
+A router makes scores of the tokens, and the plan of the scores; dispatch.py carries the plan out.
+Both are pure data, the same for every router.
 """
 
 from typing import NamedTuple
@@ -9,19 +11,46 @@ from einops import rearrange
 from torch import Tensor
 
 
-class DispatchPlan(NamedTuple):
-    """Where every token of every group goes; pure data, the same for every router.
-
-    A token has K places: with token choice its K experts, best first; with expert choice one for
-    each expert.
+class RouterScores(NamedTuple):
+    """Scores of every expert for every token; float64 in a float64 model, float32 otherwise.
 
     Attributes:
-        expert_index: <int64>[G, S, K] expert of each place.
-        slot: <int64>[G, S, K] row in that expert's buffer of the group; meaningful where accepted.
-        accepted: <bool>[G, S, K] whether the place got a slot; never for padding.
+        logits: <float32>[G, S, E] `router_logits`.
+        probs: <float32>[G, S, E] `router_probs`, their softmax over experts.
+        log_normalizer: <float32>[G, S] logsumexp of the logits.
+    """
+
+    logits: Tensor
+    probs: Tensor
+    log_normalizer: Tensor
+
+
+def router_scores(logits: Tensor) -> RouterScores:
+    """Returns the scores that belong to logits <float32>[G, S, E].
+
+    The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie
+    in a softmax.
+    """
+    return RouterScores(
+        logits=logits,
+        probs=logits.softmax(dim=-1),  # [G, S, E]
+        log_normalizer=logits.logsumexp(dim=-1),  # [G, S]
+    )
+
+
+class DispatchPlan(NamedTuple):
+    """Where every token of every group goes.
+
+    A token has K choices: with token choice its K experts, best first; with expert choice one for
+    each expert. A choice is requested or not, and a requested one is accepted or refused.
+
+    Attributes:
+        expert_index: <int64>[G, S, K] expert of each choice.
+        slot: <int64>[G, S, K] slot of that expert in the group; meaningful where accepted.
+        accepted: <bool>[G, S, K] whether the choice got a slot; never for padding.
         combine_weight: <float32 or float64>[G, S, K] weight of the expert's output; 0 where not
             accepted.
-        wanted: <bool>[G, S, K] whether the place asked for a slot, before capacity.
+        requested: <bool>[G, S, K] whether the choice asks for a slot, before capacity.
         token_mask: <bool>[G, S] real tokens; False is padding.
         capacity: Slots of an expert in a group, C; None when every expert has room for all tokens.
     """
@@ -30,31 +59,30 @@ class DispatchPlan(NamedTuple):
     slot: Tensor
     accepted: Tensor
     combine_weight: Tensor
-    wanted: Tensor
+    requested: Tensor
     token_mask: Tensor
     capacity: int | None
 
 
 def assign_slots(
     expert_index: Tensor,
-    wanted: Tensor,
+    requested: Tensor,
     num_experts: int,
     capacity: int | None,
     priority: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the slot of every place and whether it was accepted.
+    """Returns the slot of every choice and whether it was accepted.
 
-    All first places are served before any second place, and tokens in the order of the sequence, so
-    that what a decoder drops of the first places tells nothing of later tokens. A second place can
-    be lost to the first place of a
-    later token: that is the paper's rule, and an incremental decoder, which drops nothing, is free
-    of it.
+    All first choices are served before any second choice, and tokens in the order of the sequence,
+    so that what a decoder drops of the first choices tells nothing of later tokens. A second choice
+    can be lost to the first choice of a later token: that is the paper's rule, and an incremental
+    decoder, which drops nothing, is free of it.
 
     Args:
         expert_index: <int64>[G, S, K] chosen experts.
-        wanted: <bool>[G, S, K] places that ask for a slot.
-        num_experts: E.
-        capacity: Slots of an expert in a group, C; None serves everybody.
+        requested: <bool>[G, S, K] choices that ask for a slot.
+        num_experts: Experts, E.
+        capacity: Slots of an expert in a group, C; None accepts every request.
         priority: <float>[G, S] serves tokens of larger values first instead; of equals the earlier.
             Not for a decoder.
 
@@ -63,43 +91,68 @@ def assign_slots(
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix D; Mesh-TensorFlow transformer/moe.py at a32810e,
-        `_top_n_gating`. The
-        rank of a place among all that ask for its expert is its slot: whoever asks after a refusal
-        finds the expert full.
+        `_top_n_gating`. Differs: no; a choice's position in the queue of its expert is its slot,
+        since whoever asks after a refusal finds the expert full.
     """
-    served = None
+    # Put the tokens in the order in which they are served.
+    serving_order = None
     if priority is not None:
-        served = priority.argsort(dim=1, descending=True, stable=True)[..., None].expand_as(
-            expert_index
-        )
-        expert_index, wanted = expert_index.gather(1, served), wanted.gather(1, served)
-    by_place = rearrange(expert_index, "g s k -> g (k s)"), rearrange(wanted, "g s k -> g (k s)")
-    slot = rearrange(
-        queue_position(*by_place, num_experts), "g (k s) -> g s k", k=expert_index.shape[2]
-    )
-    accepted = wanted if capacity is None else wanted & (slot < capacity)
-    if served is not None:
-        slot = torch.empty_like(slot).scatter(1, served, slot)
-        accepted = torch.empty_like(accepted).scatter(1, served, accepted)
+        serving_order = priority.argsort(dim=1, descending=True, stable=True)  # [G, S]
+        serving_order = serving_order[..., None].expand_as(expert_index)  # [G, S, K]
+        expert_index = expert_index.gather(1, serving_order)
+        requested = requested.gather(1, serving_order)
+
+    # Queue up at the experts: the first choices of all tokens, then all second choices, ...
+    num_choices = expert_index.shape[2]
+    queueing_expert = rearrange(expert_index, "g s k -> g (k s)")  # [G, K * S]
+    queueing = rearrange(requested, "g s k -> g (k s)")
+    position = queue_position(queueing_expert, queueing, num_experts)
+    slot = rearrange(position, "g (k s) -> g s k", k=num_choices)  # [G, S, K]
+
+    # An expert accepts the first C of its queue.
+    accepted = requested if capacity is None else requested & (slot < capacity)
+
+    # Back to the order of the sequence.
+    if serving_order is not None:
+        slot = torch.empty_like(slot).scatter(1, serving_order, slot)
+        accepted = torch.empty_like(accepted).scatter(1, serving_order, accepted)
     return slot, accepted
 
 
-def queue_position(expert_index: Tensor, wanted: Tensor, num_experts: int) -> Tensor:
-    """Returns how many of the earlier ones in the group ask for the same expert.
+def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) -> Tensor:
+    """Returns how many earlier requests of the group are for the same expert.
+
+    A stable sort brings the requests of each queue side by side; the position is the distance from
+    the queue's first. No mask [G, N, E] is built.
 
     Args:
         expert_index: <int64>[G, N] experts.
-        wanted: <bool>[G, N] who asks.
-        num_experts: E.
+        requested: <bool>[G, N] whether there is a request.
+        num_experts: Experts, E.
 
     Returns:
-        <int64>[G, N]; meaningful where wanted.
+        <int64>[G, N] positions from 0; meaningful where requested.
     """
-    groups, size = expert_index.shape
-    queue = expert_index + torch.arange(groups, device=expert_index.device)[:, None] * num_experts
-    queue = queue.masked_fill(~wanted, groups * num_experts).flatten()
-    length = queue.new_zeros(groups * num_experts + 1).scatter_add(0, queue, torch.ones_like(queue))
-    order = queue.argsort(stable=True)
-    start = (length.cumsum(0) - length).index_select(0, queue.index_select(0, order))
-    rank = torch.arange(groups * size, device=queue.device) - start
-    return torch.empty_like(rank).scatter(0, order, rank).reshape(groups, size)
+    num_groups, group_size = expert_index.shape
+    num_queues = num_groups * num_experts
+    device = expert_index.device
+
+    # One queue for each expert of each group, and one more for those who request nothing.
+    group = torch.arange(num_groups, device=device)[:, None]  # [G, 1]
+    queue = expert_index + group * num_experts
+    queue = queue.masked_fill(~requested, num_queues).flatten()  # [G * N]
+
+    # Sort by queue, the earlier first.
+    order = queue.argsort(stable=True)  # [G * N]
+    sorted_queue = queue.index_select(0, order)
+
+    # Where each queue starts in that order.
+    length = queue.new_zeros(num_queues + 1)
+    length = length.scatter_add(0, queue, torch.ones_like(queue))  # [G * E + 1]
+    start = length.cumsum(0) - length
+
+    # Position in the queue, and back to the order of the tokens.
+    position = torch.arange(num_groups * group_size, device=device)
+    position = position - start.index_select(0, sorted_queue)  # [G * N]
+    position = torch.empty_like(position).scatter(0, order, position)
+    return position.reshape(num_groups, group_size)

@@ -1,32 +1,27 @@
-"""The router: tokens to a plan. Comes after groups.py; dispatch.py carries the plan out.
+"""The router: scores of every expert for every token, and the plan that is made of them.
 
-What all routers share stands here; each of them is a file in moe/sparse/routers/, found by ROUTERS.
+Comes after groups.py; dispatch.py carries the plan out. What all routers share stands here; each
+router is a file in moe/sparse/routers/. Read token_choice.py first, the router of ST-MoE.
 """
 
-import dataclasses
-import functools
-import importlib
 import math
-import pkgutil
-import typing
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-import moe.sparse.routers
-from moe.checks import check, check_field_types, is_kind
-from moe.errors import ConfigError, DataError, did_you_mean
+from moe.errors import DataError
+from moe.kernels.torch_private import assert_on_device
 from moe.registry import Registry
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.config import SparseConfig
 from moe.sparse.experts import truncated_normal_
+from moe.sparse.inputs import can_read_values
 from moe.sparse.losses import RouterLosses, router_losses
-from moe.sparse.plan import DispatchPlan
-from moe.sparse.scores import RouterScores, router_scores
+from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
+from moe.sparse.router_options import ROUTER_REQUIREMENTS, NoOptions, RouterRequirements
 from moe.sparse.stats import RouterStats
 
 
@@ -47,11 +42,6 @@ class RouterInputs(NamedTuple):
     word_embeddings: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """Options of a router that has none."""
-
-
 class Router(nn.Module):
     """Base of the routers: a float32 gate, and a rule that makes a plan of its scores.
 
@@ -62,8 +52,8 @@ class Router(nn.Module):
         Options: Frozen dataclass of the settings of this router alone; `check(config)` of it is
             optional.
         causal: Whether a token's choice never depends on later tokens; if not, a decoder refuses
-            the router. Capacity can cost a token a place after its first through later tokens all
-            the same; see `assign_slots`.
+            the router. Capacity can still cost a token a choice after its first through later
+            tokens; see `assign_slots`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
     """
 
@@ -75,13 +65,15 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.options = self.Options(**config.router_options)
+
+        # A router without parameters, such as `hash`, has no gate.
         if self.num_parameters(config):
             self.gate = nn.Parameter(torch.empty(config.num_experts, self.gate_width(config)))
         self.reset_parameters()
 
     @staticmethod
     def gate_width(config: SparseConfig) -> int:
-        """Returns the numbers of a token that the gate sees."""
+        """Returns how many numbers of a token the gate sees: D or 2D."""
         return config.d_model * (2 if config.router_input.startswith("concat") else 1)
 
     @classmethod
@@ -95,76 +87,102 @@ class Router(nn.Module):
         return config.num_selected_experts
 
     def reset_parameters(self) -> None:
-        """Draws the gate anew: normal, or truncated normal with variance scale / fan_in; see
-        SparseConfig.
+        """Draws the gate anew: normal, or truncated normal with variance scale / fan_in.
+
+        SparseConfig says which, by `router_initializer_std`.
         """
         if not self.num_parameters(self.config):
             return
+
+        # Flaxformer's normal, or the truncated normal of Mesh-TensorFlow.
         std = self.config.router_initializer_std
-        if std is None:
-            truncated_normal_(
-                self.gate, math.sqrt(self.config.initializer_scale / self.gate.shape[1])
-            )
-        else:
+        if std is not None:
             nn.init.normal_(self.gate, std=std)
+        else:
+            fan_in = self.gate.shape[1]
+            truncated_normal_(self.gate, math.sqrt(self.config.initializer_scale / fan_in))
 
     def forward(self, inputs: RouterInputs) -> RouterScores:
-        """Returns the scores of every expert for every token; those of padding are zeros with no
-        gradient.
+        """Returns the scores of every expert for every token.
+
+        Scores of padding are those of logits of zero, with no gradient.
 
         Raises:
             DataError: When the scores of a real token are not finite, or a needed input is missing.
         """
+        # Selective precision: the router computes in float32 at least, whatever runs around it.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
         with torch.autocast(inputs.tokens.device.type, enabled=False):
-            seen = self.gate_input(inputs)
+            gate_input = self.gate_input(inputs)  # [G, S, D or 2D]
+
+            # Padding must not reach the gate: it may hold NaN, and it has no scores.
             if inputs.token_mask is not None:
-                seen = seen.masked_fill(~inputs.token_mask[..., None], 0)
-            scores = router_scores(gate_logits(self.perturb(seen.to(dtype)), self.gate.to(dtype)))
+                is_padding = ~inputs.token_mask[..., None]
+                gate_input = gate_input.masked_fill(is_padding, 0)
+
+            gate_input = self.perturb(gate_input.to(dtype))
+            logits = gate_logits(gate_input, self.gate.to(dtype))  # [G, S, E]
+            scores = router_scores(logits)
         _refuse_not_finite(scores.logits)
         return scores
 
     def gate_input(self, inputs: RouterInputs) -> Tensor:
-        """Returns <any float>[G, S, D or 2D]: what the gate sees of the tokens.
+        """Returns what the gate sees of the tokens: hidden states, perhaps with word embeddings.
+
+        Returns:
+            <any float>[G, S, D or 2D].
+
+        Raises:
+            DataError: When word embeddings are asked for and there are none.
 
         Source:
             ST-MoE (arXiv:2202.08906) appendix C: neutral after long training; the hidden state
             alone is the default.
         """
-        mode, tokens = self.config.router_input, inputs.tokens
+        # The default: the hidden state alone.
+        mode = self.config.router_input
+        tokens = inputs.tokens
         if mode == "hidden":
             return tokens
-        if inputs.word_embeddings is None:
+
+        # What the token is as a word, beside what it means here.
+        words = inputs.word_embeddings
+        if words is None:
             raise DataError(
                 f"router_input is {mode!r}, but the layer got no word embeddings. Pass word_embeddings [B, L, D] "
                 "beside the tokens, or set router_input to 'hidden'."
             )
-        words = (
-            inputs.word_embeddings.detach()
-            if mode.endswith("stop_gradient")
-            else inputs.word_embeddings
-        )
-        return (
-            tokens + words
-            if mode.startswith("add")
-            else torch.cat([tokens, words.to(tokens.dtype)], dim=-1)
-        )
+        if mode.endswith("stop_gradient"):
+            words = words.detach()
 
-    def perturb(self, seen: Tensor) -> Tensor:
-        """Returns the gate's input <float32>[G, S, D or 2D] with the noise that the router adds to
-        it.
+        if mode.startswith("add"):
+            return tokens + words  # [G, S, D]
+        return torch.cat([tokens, words.to(tokens.dtype)], dim=-1)  # [G, S, 2D]
+
+    def perturb(self, gate_input: Tensor) -> Tensor:
+        """Returns the gate's input with the noise that the router adds to it; by default none.
+
+        Args:
+            gate_input: <float32>[G, S, D or 2D].
+
+        Returns:
+            <float32>[G, S, D or 2D].
         """
-        return seen
+        return gate_input
 
     @abstractmethod
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
         """Returns the plan for these scores.
 
         Args:
             scores: <float32>[G, S, E] of each kind.
-            token_mask: <bool>[G, S] real tokens; padding asks for nothing.
+            token_mask: <bool>[G, S] real tokens; padding requests nothing.
             drop_tokens: False gives every expert room for all tokens, whatever the capacity factor.
         """
 
@@ -174,117 +192,74 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update(self, stats: RouterStats) -> None:
-        """Learns from the load of a whole update; called once after the optimizer's step. Most
-        routers do not.
+        """Learns from the load of a whole update; called once after the optimizer's step.
+
+        Most routers do not.
         """
 
     def capacity(self, num_tokens: int, drop_tokens: bool) -> int | None:
-        """Returns the slots of an expert in a group of `num_tokens`; None when there is room for
-        all.
-        """
+        """Returns the slots of an expert in a group of `num_tokens`; None for room for all."""
         if not drop_tokens:
             return None
         return slots_of_expert(self.config, num_tokens, training=self.training)
 
 
-ROUTERS: Registry[type[Router]] = Registry("router", base=Router)
+class RouterRegistry(Registry[type[Router]]):
+    """Routers by name; what a router asks of a configuration is entered in ROUTER_REQUIREMENTS."""
 
+    def add(self, name: str, value: type[Router]) -> type[Router]:
+        """Stores a router under `name` and returns it.
 
-@functools.cache
-def load_routers() -> Registry[type[Router]]:
-    """Returns ROUTERS with every file of moe/sparse/routers in it."""
-    for module in pkgutil.iter_modules(moe.sparse.routers.__path__):
-        importlib.import_module(f"moe.sparse.routers.{module.name}")
-    return ROUTERS
+        Raises:
+            ConfigError: When the name is taken, or the value is no router.
+        """
+        super().add(name, value)
 
-
-def build_router(config: SparseConfig) -> Router:
-    """Returns the router that the configuration names, with fresh parameters."""
-    return load_routers().get(config.router)(config)
-
-
-def check_router(config: SparseConfig) -> None:
-    """Checks the router, its options and what it demands of the other settings.
-
-    Raises:
-        ConfigError: When there is no such router or option, or the layer is not made for it.
-    """
-    router = load_routers().get(config.router)
-    known = [item.name for item in dataclasses.fields(router.Options)]
-    for name in config.router_options:
-        if name not in known:
-            raise ConfigError(
-                f"Router {config.router!r} has no option {name!r}.{did_you_mean(name, known)} "
-                f"Known: {', '.join(known) or 'none'}."
-            )
-        kind = typing.get_type_hints(router.Options)[name]
-        value = config.router_options[name]
-        if kind in _KINDS:
-            check(is_kind(value, kind), f"{name} of router {config.router!r}", value, _KINDS[kind])
-    options = router.Options(**config.router_options)
-    check_field_types(options)
-    if hasattr(options, "check"):
-        options.check(config)
-    if config.decoder:
-        check_causal(config.router, "Use it in the encoder only, and here")
-    if router.single and config.num_selected_experts != 1:
-        raise ConfigError(
-            f"Router {config.router!r} gives each token one expert, but num_selected_experts is "
-            f"{config.num_selected_experts}. Set num_selected_experts to 1."
+        # From now on a configuration may name it.
+        requirements = RouterRequirements(
+            options=value.Options, causal=value.causal, single=value.single
         )
+        ROUTER_REQUIREMENTS.add(name, requirements)
+        return value
 
 
-def check_causal(name: str, advice: str) -> None:
-    """Raises a ConfigError when router `name` is for encoders only; `advice` is what to do with the
-    others' names.
-    """
-    if not load_routers().get(name).causal:
-        causal = ", ".join(other for other in ROUTERS.names() if ROUTERS.get(other).causal)
-        raise ConfigError(
-            f"Router {name!r} cannot be used in a decoder: it decides about a token by looking at later ones, which a "
-            f"decoder does not have when it generates. {advice} one of {causal}."
-        )
+ROUTERS = RouterRegistry("router", base=Router)
 
 
-_KINDS = {bool: "True or False", int: "an integer", float: "a finite number"}
+def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:
+    """Returns the logits of every expert for every token.
 
-
-def router_options_by_name() -> dict[str, list[str]]:
-    """Returns the name of every option that a router has, with the names of the routers that have
-    it.
-    """
-    found: dict[str, list[str]] = {}
-    for name in load_routers().names():
-        for item in dataclasses.fields(ROUTERS.get(name).Options):
-            found.setdefault(item.name, []).append(name)
-    return found
-
-
-def gate_logits(seen: Tensor, gate: Tensor) -> Tensor:
-    """Returns the logits <float32>[G, S, E] of what the gate sees.
+    The gate stands on the left of the product, since libraries do that several times faster.
 
     Args:
-        seen: <float32>[G, S, D or 2D].
-        gate: <float32>[E, D or 2D]; stands on the left, since libraries do that product several
-            times faster.
+        gate_input: <float32>[G, S, D or 2D].
+        gate: <float32>[E, D or 2D].
+
+    Returns:
+        <float32>[G, S, E].
     """
-    by_expert = gate @ rearrange(seen, "g s d -> d (g s)")
-    return rearrange(by_expert.unflatten(1, seen.shape[:2]), "e g s -> g s e").contiguous()
+    num_groups, group_size, _ = gate_input.shape
+    logits = gate @ rearrange(gate_input, "g s d -> d (g s)")  # [E, G * S]
+    logits = logits.unflatten(1, (num_groups, group_size))
+    return rearrange(logits, "e g s -> g s e").contiguous()
 
 
 def _refuse_not_finite(logits: Tensor) -> None:
-    """Raises a DataError when <float>[G, S, E] holds NaN or infinity; on an accelerator without
-    waiting for it.
+    """Raises a DataError when <float>[G, S, E] holds NaN or infinity.
+
+    On an accelerator the device stops later, since nobody waits for it.
     """
+    if torch.compiler.is_compiling() or not logits.numel():
+        return
+
     message = (
         "The router's logits are not finite: its input or its weights hold NaN or infinity. Look for the first layer "
         "whose output is not finite; lower the learning rate, or use bfloat16 instead of float16."
     )
-    if torch.compiler.is_compiling() or not logits.numel():
-        return
-    least, largest = logits.aminmax()  # one pass over them
-    finite = (largest - least).isfinite()
-    if logits.device.type != "cpu":
-        torch.ops.aten._assert_async.msg(finite, message)
-    elif not finite:
+    # Largest less least is finite only if all are, and takes one pass.
+    least, largest = logits.aminmax()
+    is_finite = (largest - least).isfinite()
+    if not can_read_values(logits):
+        assert_on_device(is_finite, message)
+    elif not is_finite:
         raise DataError(message)

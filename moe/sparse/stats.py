@@ -1,5 +1,7 @@
-"""What a router did, as sums and counts that add up exactly over batches, micro-batches, layers and
-ranks.
+"""Statistics of a router, as sums and counts.
+
+They add up exactly over batches, micro-batches, layers and ranks; `summarize` makes the means and
+shares of them that people read. Comes after losses.py; layer.py returns them.
 """
 
 from typing import NamedTuple
@@ -10,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.collectives import sum_each_over_ranks
 from moe.sparse.losses import RouterLosses
-from moe.sparse.plan import DispatchPlan
-from moe.sparse.scores import RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores
 
 _REPORTED = (
     "load_balance_loss",
@@ -25,22 +26,21 @@ _REPORTED = (
 
 
 class RouterStats(NamedTuple):
-    """Sums and counts over the real tokens of one layer; see `summarize` for the numbers that
-    people read.
+    """Sums and counts over the real tokens of one layer; `summarize` gives the numbers to read.
 
     Counts are integers and sums float64, so that no token is lost in a long run.
 
     Attributes:
-        expert_load: <int64>[E] places that asked for each expert, before capacity.
-        accepted_load: <int64>[E] places that got a slot.
+        expert_load: <int64>[E] choices that asked for each expert, before capacity.
+        accepted_load: <int64>[E] choices that got a slot.
         num_slots: <int64>[] slots there were; without a capacity, the slots that were used.
         num_tokens: <int64>[] real tokens.
         num_positions: <int64>[] tokens with their padding.
         dropped_tokens: <int64>[] tokens that reached no expert.
-        dropped_by_place: <int64>[K] places that asked for a slot and got none.
+        dropped_by_choice: <int64>[K] choices that asked for a slot and got none.
         second_expert_tokens: <int64>[] tokens that reached two or more experts.
         entropy_sum: <float64>[] entropy of the router's probabilities in nats, over tokens.
-        confidence_sum: <float64>[] combine weights of the accepted places.
+        confidence_sum: <float64>[] combine weights of the accepted choices.
         load_balance_sum: <float64>[] see `RouterLosses`, with the three below.
         load_balance_count: <float64>[]
         router_z_sum: <float64>[]
@@ -53,7 +53,7 @@ class RouterStats(NamedTuple):
     num_tokens: Tensor
     num_positions: Tensor
     dropped_tokens: Tensor
-    dropped_by_place: Tensor
+    dropped_by_choice: Tensor
     second_expert_tokens: Tensor
     entropy_sum: Tensor
     confidence_sum: Tensor
@@ -65,32 +65,40 @@ class RouterStats(NamedTuple):
 
 @torch.no_grad()
 def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses) -> RouterStats:
-    """Returns the statistics of one layer, without gradient and without a host synchronisation.
+    """Returns the statistics of one layer, without gradient and without waiting for the device.
 
     Args:
-        scores: Of the router.
+        scores: <float32>[G, S, E] of the router.
         plan: The plan made of them.
         losses: The losses of the same plan.
     """
-    groups, size, num_experts = scores.probs.shape
-    accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)
-    reached = plan.accepted.sum(dim=-1)
-    entropy = scores.log_normalizer - (scores.probs * scores.logits).sum(
-        dim=-1
-    )  # which autocast does not round
+    # Who asked for an expert, who got one, and who did not.
+    num_groups, group_size, num_experts = scores.probs.shape
+    expert_load = _count_experts(plan.expert_index, plan.requested, num_experts)  # [E]
+    accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)  # [E]
+    refused = plan.requested & ~plan.accepted  # [G, S, K]
+    experts_reached = plan.accepted.sum(dim=-1)  # [G, S]
+
+    # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i; a sum, which autocast does not round.
+    mean_logit = (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
+    entropy = scores.log_normalizer - mean_logit
+
+    # Without a capacity there are as many slots as are used.
     if plan.capacity is None:
         num_slots = accepted_load.sum()
     else:
-        num_slots = torch.full_like(accepted_load[0], groups * num_experts * plan.capacity)
+        slots_of_all = num_groups * num_experts * plan.capacity
+        num_slots = torch.full_like(accepted_load[0], slots_of_all)
+
     return RouterStats(
-        expert_load=_count_experts(plan.expert_index, plan.wanted, num_experts),
+        expert_load=expert_load,
         accepted_load=accepted_load,
         num_slots=num_slots,
         num_tokens=plan.token_mask.sum(),
-        num_positions=torch.full_like(accepted_load[0], groups * size),
-        dropped_tokens=(plan.token_mask & (reached == 0)).sum(),
-        dropped_by_place=(plan.wanted & ~plan.accepted).sum(dim=(0, 1)),
-        second_expert_tokens=(reached > 1).sum(),
+        num_positions=torch.full_like(accepted_load[0], num_groups * group_size),
+        dropped_tokens=(plan.token_mask & (experts_reached == 0)).sum(),
+        dropped_by_choice=refused.sum(dim=(0, 1)),
+        second_expert_tokens=(experts_reached > 1).sum(),
         entropy_sum=(entropy.double() * plan.token_mask).sum(),
         confidence_sum=plan.combine_weight.sum(dtype=torch.float64),
         load_balance_sum=losses.load_balance_sum.detach().double(),
@@ -100,10 +108,10 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
     )
 
 
-def _count_experts(expert_index: Tensor, counted: Tensor, num_experts: int) -> Tensor:
-    """Returns <int64>[E]: how often each expert stands in <int64>[G, S, K] where `counted`."""
+def _count_experts(expert_index: Tensor, is_counted: Tensor, num_experts: int) -> Tensor:
+    """Returns <int64>[E]: how often each expert stands in <int64>[G, S, K] where it is counted."""
     counts = expert_index.new_zeros(num_experts)
-    return counts.scatter_add(0, expert_index.flatten(), counted.flatten().long())
+    return counts.scatter_add(0, expert_index.flatten(), is_counted.flatten().long())
 
 
 def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
@@ -112,8 +120,11 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
 
 
 def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterStats:
-    """Returns the statistics of all ranks of `group` together, the same on each; None for all
-    ranks.
+    """Returns the statistics of all ranks together, the same on each.
+
+    Args:
+        stats: Of this rank.
+        group: The ranks; None for all of them.
     """
     return RouterStats(*sum_each_over_ranks(stats, group))
 
@@ -123,39 +134,47 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
     Returns:
         `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
-        reached no expert), `fraction_dropped_choice_1` to `_K` (places that asked and got no slot,
+        reached no expert), `fraction_dropped_choice_1` to `_K` (choices that asked and got no slot,
         of all tokens), `fraction_padding` (of all positions), `second_expert_rate` (tokens that
         reached two or more experts), `entropy` (nats, mean over tokens), `load_cv` (standard
         deviation over mean of the expert load before capacity), `max_over_mean` of the same load,
         `dead_experts` (that no token asked for), `expert_usage` (filled slots over slots),
-        `confidence` (mean combine weight of an accepted place).
+        `confidence` (mean combine weight of an accepted choice).
     """
-    load, tokens = stats.expert_load.double(), float(stats.num_tokens) or 1.0
-    mean = float(load.mean()) or 1.0
-    dropped = {
-        f"fraction_dropped_choice_{place}": count / tokens
-        for place, count in enumerate(stats.dropped_by_place.tolist(), start=1)
-    }
+    # Where nothing was counted, shares are of 1 instead of 0.
+    load = stats.expert_load.double()  # [E]
+    mean_load = float(load.mean()) or 1.0
+    num_tokens = float(stats.num_tokens) or 1.0
+    num_accepted = float(stats.accepted_load.sum())
+
+    # One share for each choice, counted from 1.
+    dropped_by_choice: dict[str, float] = {}
+    for choice, count in enumerate(stats.dropped_by_choice.tolist(), start=1):
+        dropped_by_choice[f"fraction_dropped_choice_{choice}"] = count / num_tokens
+
     return {
-        "load_balance_loss": float(stats.load_balance_sum)
-        / (float(stats.load_balance_count) or 1.0),
-        "router_z_loss": float(stats.router_z_sum) / (float(stats.router_z_count) or 1.0),
-        "fraction_dropped": float(stats.dropped_tokens) / tokens,
-        **dropped,
-        "fraction_padding": 1 - float(stats.num_tokens) / (float(stats.num_positions) or 1.0),
-        "second_expert_rate": float(stats.second_expert_tokens) / tokens,
-        "entropy": float(stats.entropy_sum) / tokens,
-        "load_cv": float(load.std(correction=0)) / mean,
-        "max_over_mean": float(load.max()) / mean,
+        "load_balance_loss": _ratio(stats.load_balance_sum, stats.load_balance_count),
+        "router_z_loss": _ratio(stats.router_z_sum, stats.router_z_count),
+        "fraction_dropped": float(stats.dropped_tokens) / num_tokens,
+        **dropped_by_choice,
+        "fraction_padding": 1 - _ratio(stats.num_tokens, stats.num_positions),
+        "second_expert_rate": float(stats.second_expert_tokens) / num_tokens,
+        "entropy": float(stats.entropy_sum) / num_tokens,
+        "load_cv": float(load.std(correction=0)) / mean_load,
+        "max_over_mean": float(load.max()) / mean_load,
         "dead_experts": float((load == 0).sum()),
-        "expert_usage": float(stats.accepted_load.sum()) / (float(stats.num_slots) or 1.0),
-        "confidence": float(stats.confidence_sum) / (float(stats.accepted_load.sum()) or 1.0),
+        "expert_usage": num_accepted / (float(stats.num_slots) or 1.0),
+        "confidence": float(stats.confidence_sum) / (num_accepted or 1.0),
     }
+
+
+def _ratio(total: Tensor, count: Tensor) -> float:
+    """Returns total <any>[] over count <any>[]; the total where nothing was counted."""
+    return float(total) / (float(count) or 1.0)
 
 
 def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
-    """Returns `router/{stack}/...`: those numbers of a stack's routers that every training run
-    reports.
+    """Returns `router/{stack}/...`: the numbers of a stack's routers that every training run reports.
 
     Args:
         stack: `encoder` or `decoder`.

@@ -21,7 +21,7 @@ from moe.checks import check, check_flag, shown
 from moe.distributed.launch import DEFAULT_TIMEOUT
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.models.configuration import STMoEConfig
-from moe.sparse.router import router_options_by_name
+from moe.sparse.router_options import router_options_by_name
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import (
     EXTENDS,

@@ -23,9 +23,12 @@ from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
 from moe.data.pipeline import ALL_ROWS, BatchSource
-from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero
+from moe.distributed.collectives import (
+    broadcast_from_rank_zero,
+    enter_on_rank_zero,
+    is_rank_zero,
+)
 from moe.distributed.mesh import MeshConfig
-from moe.distributed.rank_zero import enter_on_rank_zero
 from moe.errors import CheckpointError, DataError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS

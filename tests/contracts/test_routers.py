@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 import moe.sparse.routers
 from moe import ConfigError, SparseConfig, SparseFeedForward
-from moe.sparse.router import RouterInputs, build_router, load_routers, router_scores
+from moe.sparse.all_routers import build_router, load_routers
+from moe.sparse.plan import router_scores
+from moe.sparse.router import RouterInputs
 
 ROUTERS = load_routers()
 NAMES = ROUTERS.names()
@@ -31,9 +33,9 @@ by_name = pytest.mark.parametrize("name", NAMES)
 
 
 def config_of(name, **fields):
-    """The least that a router needs; one that gives each token one expert wants one place."""
-    places = 1 if ROUTERS.get(name).single else 2
-    sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5, "num_selected_experts": places}
+    """The least that a router needs; one that gives each token one expert wants one choice."""
+    choices = 1 if ROUTERS.get(name).single else 2
+    sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5, "num_selected_experts": choices}
     return SparseConfig(
         **{
             **sizes,
@@ -124,7 +126,7 @@ def test_a_decoder_takes_a_router_only_if_it_never_looks_at_later_tokens(name):
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_router_of_one_expert_a_token_refuses_more_places_and_fills_no_more(name):
+def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(name):
     with pytest.raises(
         ConfigError, match=r"num_selected_experts is 2\. Set num_selected_experts to 1"
     ):
@@ -159,14 +161,14 @@ def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, tra
 
     shape = (39 // group_size, group_size)
     assert torch.equal(plan.token_mask.reshape(3, 13), mask)
-    places = plan.expert_index.shape[-1]
-    for field in (plan.expert_index, plan.slot, plan.accepted, plan.combine_weight, plan.wanted):
-        assert field.shape == (*shape, places)
+    choices = plan.expert_index.shape[-1]
+    for field in (plan.expert_index, plan.slot, plan.accepted, plan.combine_weight, plan.requested):
+        assert field.shape == (*shape, choices)
     assert plan.expert_index.dtype == plan.slot.dtype == torch.int64
-    assert plan.accepted.dtype == plan.wanted.dtype == torch.bool
+    assert plan.accepted.dtype == plan.requested.dtype == torch.bool
 
-    assert not (plan.accepted & ~plan.wanted).any()
-    assert not (plan.wanted & ~plan.token_mask[..., None]).any()
+    assert not (plan.accepted & ~plan.requested).any()
+    assert not (plan.requested & ~plan.token_mask[..., None]).any()
     assert ((plan.expert_index >= 0) & (plan.expert_index < num_experts)).all()
     assert plan.combine_weight.isfinite().all()
     assert torch.count_nonzero(plan.combine_weight[~plan.accepted]) == 0
@@ -217,7 +219,7 @@ def test_without_a_capacity_nothing_is_dropped_and_every_token_has_an_expert(nam
         inputs(),
     )
     router = layer(x, mask, drop_tokens=how == "no factor", **beside)[1]
-    assert torch.equal(router.plan.accepted, router.plan.wanted)
+    assert torch.equal(router.plan.accepted, router.plan.requested)
     assert router.plan.accepted.any(dim=-1).equal(router.plan.token_mask)
     assert int(router.stats.dropped_tokens) == 0
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,23 +272,26 @@ _HASHES: dict[tuple[str, int, int, int], str] = {}
 def _snapshot(root: Path) -> dict[str, str]:
     """Returns what lies below a folder: the hash of each file, by path."""
     found = {}
-    for folder, folders, files in os.walk(root):
-        for name in folders:
-            found[os.path.join(folder, name)] = "folder"  # noqa: PTH118  bytes that are no UTF-8 may be in it
-        for name in files:
-            path = os.path.join(folder, name)  # noqa: PTH118
-            found[path] = _hash(path)
+    folders = [str(root)]  # texts: bytes that are no UTF-8 may be in a name
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:  # some case forbids to look
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                    found[entry.path] = "folder"
+                else:
+                    found[entry.path] = _hash(entry)
     return found
 
 
-def _hash(path: str) -> str:
+def _hash(entry: "os.DirEntry[str]") -> str:
     """Returns the hash of a file's content, which is read once as long as it does not change."""
-    if os.path.islink(path):  # noqa: PTH114
-        return f"link to {os.readlink(path)}"  # noqa: PTH115
-    facts = os.stat(path)  # noqa: PTH116
-    key = (path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
+    if entry.is_symlink():
+        return f"link to {os.readlink(entry.path)}"  # noqa: PTH115
+    facts = entry.stat(follow_symlinks=False)
+    key = (entry.path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
     if key not in _HASHES:
-        with open(path, "rb") as file:  # noqa: PTH123
+        with open(entry.path, "rb") as file:  # noqa: PTH123
             _HASHES[key] = hashlib.file_digest(file, "sha256").hexdigest()
     return _HASHES[key]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -31,6 +32,7 @@ from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.distributed.mesh import MeshLimits
 from moe.sparse.losses import BalanceTotals
+from moe.sparse.router_options import ROUTER_REQUIREMENTS
 from moe.training.recipe import (
     FinetuneRecipe,
     MixtureRecipe,
@@ -289,7 +291,9 @@ def MeshConfig_(**fields: Any) -> Any:
 def check_mesh(
     config: Mapping[str, Any], num_ranks: Any, num_experts: Any, num_heads: Any, d_ff: Any
 ) -> None:
-    moe.check_mesh(MeshConfig(**config), MeshLimits(num_ranks, num_experts, num_heads, d_ff))
+    moe.distributed.mesh.check_mesh(
+        MeshConfig(**config), MeshLimits(num_ranks, num_experts, num_heads, d_ff)
+    )
 
 
 def build_mesh(config: Any, device_type: Any) -> Any:
@@ -342,8 +346,8 @@ def SparseFeedForward_forward(
     )[0].shape
 
 
-def FeedForwardSlot(layer: Any, x: Any) -> Any:
-    return moe.FeedForwardSlot(layer)(x)
+def SparseFeedForwardAdapter(layer: Any, x: Any) -> Any:
+    return moe.SparseFeedForwardAdapter(layer)(x)
 
 
 def collect_routers(module: Any, token_mask: Any = None) -> Any:
@@ -376,7 +380,8 @@ def ROUTERS_add(name: Any, value: Any) -> Any:
     registry = type(moe.ROUTERS)
     routers = object.__new__(registry)
     routers.__dict__.update({**moe.ROUTERS.__dict__, "_entries": dict(moe.ROUTERS._entries)})
-    return routers.add(name, value)
+    with mock.patch.dict(ROUTER_REQUIREMENTS._entries):
+        return routers.add(name, value)
 
 
 def PRESETS_get(name: Any) -> Any:
@@ -422,7 +427,7 @@ def load_complete(folder: Any, **options: Any) -> Any:
 
 
 def check_model_folder(folder: Any) -> Any:
-    return moe.check_model_folder(folder)
+    return moe.checkpoint.loading.check_model_folder(folder)
 
 
 def save_pretrained(folder: Any, **options: Any) -> Any:
@@ -438,7 +443,7 @@ def conversion_report(source: Any, **settings: Any) -> Any:
 
 
 def model_card(**arguments: Any) -> Any:
-    return moe.model_card(_model().config, **arguments)
+    return moe.models.card.model_card(_model().config, **arguments)
 
 
 def select_parameters(model: Any, subset: Any) -> Any:
@@ -483,10 +488,10 @@ def read_pairs_(path: Any) -> Any:
 
 
 def whole_file(path: Any) -> None:
-    with moe.whole_file(Path(path)) as partial:
+    with moe.files.whole_file(Path(path)) as partial:
         partial.write_text("whole")
 
 
 def locked_folder(folder: Any) -> None:
-    with moe.locked_folder(Path(folder), f"Another process holds {folder}."):
+    with moe.files.locked_folder(Path(folder), f"Another process holds {folder}."):
         pass

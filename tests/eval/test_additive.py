@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
-from eval.scores.additive import matthews, mean_f1, mean_of_sums, mean_parts
+from eval.scores.additive import matthews, mean_f1, mean_of_sums, mean_terms
 from eval.scores.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
 
 
 def both(additive, targets, answers):
-    return additive.of_sums(additive.parts(targets, answers).sum(axis=0))
+    return additive.score_of_sums(additive.terms(targets, answers).sum(axis=0))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -32,16 +32,16 @@ def test_a_class_that_never_occurs_and_constant_answers_count_zero():
 
 
 def test_many_sums_at_once_are_each_alone():
-    parts = mean_f1(range(3)).parts([0, 1, 2, 1], [0, 2, 2, 1])
+    parts = mean_f1(range(3)).terms([0, 1, 2, 1], [0, 2, 2, 1])
     sums = np.stack([parts[:2].sum(axis=0), parts[1:].sum(axis=0)])
-    assert mean_f1(range(3)).of_sums(sums).tolist() == [
-        mean_f1(range(3)).of_sums(one) for one in sums
+    assert mean_f1(range(3)).score_of_sums(sums).tolist() == [
+        mean_f1(range(3)).score_of_sums(one) for one in sums
     ]
 
 
 def test_a_mean_leaves_out_what_does_not_count():
-    assert mean_of_sums(mean_parts(np.asarray([10, np.nan, 30])).sum(axis=0)) == 20
-    assert np.isnan(mean_of_sums(mean_parts(np.asarray([np.nan])).sum(axis=0)))
+    assert mean_of_sums(mean_terms(np.asarray([10, np.nan, 30])).sum(axis=0)) == 20
+    assert np.isnan(mean_of_sums(mean_terms(np.asarray([np.nan])).sum(axis=0)))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(
         assert baseline_outputs(other, bodies, bodies) == {}
     assert baseline_outputs(summaries, [], bodies) == {}
     monkeypatch.setattr(
-        baselines, "MOST_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
+        baselines, "MAX_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
     )
     assert baseline_outputs(summaries, bodies, bodies) == {}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval.__main__ import advice_after_interrupt, main
-from moe import run_main
+from moe.cli import run_main
 from tests.models.tiny import tiny_model
 from tests.processes import Command, run_command, start_torchrun
 

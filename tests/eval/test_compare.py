@@ -6,12 +6,14 @@ import pytest
 
 from eval.answers.likelihood import ChoiceLikelihood, Scoring
 from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
-from eval.commands.compare import compare_runs, markdown
-from eval.reports.describe import score_row
-from eval.run_folder import examples_path, predictions_path, write_examples, write_whole
+from eval.commands.compare import compare_runs, comparison_markdown
+from eval.records import to_json
+from eval.reports.task_summary import score_system
+from eval.run_folder import examples_path, predictions_path, write_examples
 from eval.sealed_json import seal
 from eval.task import TASKS
 from moe import ConfigError, DataError
+from moe.files import write_text
 from tests.eval.conftest import colour_task
 
 
@@ -41,17 +43,17 @@ def write_run(
         predictions.append(
             [Batch([prediction], {}) for prediction in made_by(mode, examples, answers)[::-1]]
         )
-        rows.append(score_row(task, examples, answers, name, mode)[0])
+        rows.append(to_json(score_system(task, examples, answers, name, mode).result))
     entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
     entry |= {"num_examples": len(examples), "decoding": task.decoding._asdict(), "systems": rows}
-    entry |= write_examples(folder, task, examples)
+    entry |= write_examples(folder, task, examples)._asdict()
     settings = {"scoring": {"include_eos": True, "normalize": "none"}}
     report = {
         "settings": settings,
         "models": {name: {"fingerprint": "f" * 16}},
         "tasks": [{**entry, **changes}],
     }
-    write_whole(folder / "report.json", seal(json.dumps(report)))
+    write_text(folder / "report.json", seal(json.dumps(report)))
     return str(folder)
 
 
@@ -83,17 +85,17 @@ def test_the_difference_the_test_and_the_examples(tmp_path):
     a = write_run(tmp_path / "a", ["red"] * 3)  # the first example is right
     b = write_run(tmp_path / "b", ["pink"] * 4)
     result = compare_runs(a, b)
-    (task,) = result["tasks"]
-    (metric,) = task["metrics"]
-    assert (metric["a"], metric["b"]) == (92, 84)
-    assert metric["difference"] == pytest.approx(8)
-    assert (metric["wins"], metric["losses"], metric["ties"]) == (2, 0, 23)
-    assert metric["p_value"] == 0.5  # two groups differ, both in favour of A: two of four tosses
-    assert metric["low"] <= 8 <= metric["high"]
-    assert (task["num_outputs_differ"], task["num_scores_differ"]) == (4, 2)
-    assert [example["id"] for example in task["examples"]] == ["fire-0", "blood-0"]
-    assert (task["examples"][0]["a"], task["examples"][0]["b"]) == ("red", "pink")
-    text = markdown(result)
+    (task,) = result.tasks
+    (metric,) = task.metrics
+    assert (metric.a, metric.b) == (92, 84)
+    assert metric.difference == pytest.approx(8)
+    assert (metric.wins, metric.losses, metric.ties) == (2, 0, 23)
+    assert metric.p_value == 0.5  # two groups differ, both in favour of A: two of four tosses
+    assert metric.low <= 8 <= metric.high
+    assert (task.num_outputs_differ, task.num_scores_differ) == (4, 2)
+    assert [example.id for example in task.examples] == ["fire-0", "blood-0"]
+    assert (task.examples[0].a, task.examples[0].b) == ("red", "pink")
+    text = comparison_markdown(result)
     assert "| accuracy | 92.0 | 84.0 | +8.0 |" in text
     assert "| fire-0 | name the colour of fire | red | red | pink | 100.0 | 0.0 |" in text
 
@@ -109,7 +111,7 @@ def test_examples_read_back_score_as_those_that_were_written(tmp_path, colour):
 def test_another_model_of_a_run_is_named(tmp_path):
     a = write_run(tmp_path / "a", [], name="first")
     b = write_run(tmp_path / "b", ["pink"], name="second")
-    assert compare_runs(a, f"second={b}")["b"]["name"] == "second"
+    assert compare_runs(a, f"second={b}").b.name == "second"
     with pytest.raises(
         ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\? It has second"
     ):
@@ -124,9 +126,9 @@ def test_modes_and_tasks_that_one_run_lacks_are_left_out_and_said(tmp_path):
     a = write_run(tmp_path / "a", [], modes=("generate", "rank"))
     b = write_run(tmp_path / "b", ["pink"])
     result = compare_runs(a, b)
-    assert [task["mode"] for task in result["tasks"]] == ["generate"]
-    assert result["left_out"] == ["colour by rank is in A only."]
-    assert "- Left out: colour by rank is in A only." in markdown(result)
+    assert [task.mode for task in result.tasks] == ["generate"]
+    assert result.left_out == ["colour by rank is in A only."]
+    assert "- Left out: colour by rank is in A only." in comparison_markdown(result)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eval.answers.batches import requests_of
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.compare import compare_runs
-from eval.run import evaluate, read_task, requests_of
+from eval.run import evaluate, read_task
 from eval.task import TASKS
 from moe import CheckpointError, DataError
 
@@ -49,7 +50,7 @@ def runs(folders, tmp_path_factory) -> tuple[Path, Path]:
         made.append(tmp_path_factory.mktemp("run") / name)
         report = evaluate({"model": folders[name]}, [TASK], data=FIXTURES, out=made[-1], command="")
         assert report is not None
-        assert report["failed"] == []
+        assert report.failed == []
     return made[0], made[1]
 
 
@@ -83,7 +84,7 @@ def a_change(draw, content: bytes) -> bytes:
 @pytest.fixture(scope="module")
 def expected(runs):
     """What comparing the whole runs says."""
-    return compare_runs(str(runs[0]), str(runs[1]))["tasks"]
+    return compare_runs(str(runs[0]), str(runs[1])).tasks
 
 
 @settings(max_examples=100, deadline=None)
@@ -94,7 +95,7 @@ def test_compare_says_the_same_or_names_the_file(runs, expected, tmp_path_factor
     name = data.draw(st.sampled_from(FILES))
     (folder / name).write_bytes(a_change(data.draw, (folder / name).read_bytes()))
     try:
-        assert compare_runs(str(folder), str(runs[1]))["tasks"] == expected
+        assert compare_runs(str(folder), str(runs[1])).tasks == expected
     except DataError as error:
         assert str(folder / name) in str(error)
 
@@ -196,7 +197,7 @@ def asked(folders):
     return (
         load_seq2seq(folders["moe"]),
         task,
-        requests_of(read_task(task, task.split, data=FIXTURES)[1]),
+        requests_of(read_task(task, task.split, data=FIXTURES).examples),
     )
 
 
@@ -248,8 +249,8 @@ def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(folders, tmp_path):
     (tmp_path / "data/rte/validation.jsonl").unlink()
     report = evaluate(**asked)
     assert report is not None
-    assert [one["task"] for one in report["failed"]] == ["rte"]
-    assert report["earlier"] == "report.1.json"
+    assert [failure.task for failure in report.failed] == ["rte"]
+    assert report.earlier == "report.1.json"
     for name, content in good.items():
         stem, _, suffix = name.partition(".")
         assert (tmp_path / "out" / f"{stem}.1.{suffix}").read_bytes() == content

@@ -12,12 +12,12 @@ import scipy.stats
 from eval.scores.additive import mean_f1
 from eval.scores.intervals import (
     RESAMPLES,
-    draw_groups,
-    judge,
-    rows_by_group,
+    bootstrap,
+    examples_by_group,
+    group_statistic,
+    score_answers,
     score_metrics,
-    seed_of,
-    statistic_of,
+    task_seed,
 )
 from eval.scores.metrics import ACCURACY, Metric, mean_of
 
@@ -43,7 +43,7 @@ def values_of(name):
 
 def score(metric, targets, answers, groups=None, seed=(0,)):
     groups = [str(number) for number in range(len(targets))] if groups is None else groups
-    return score_metrics(judge([metric], targets, answers), groups, seed)[0][metric.name]
+    return score_metrics(score_answers([metric], targets, answers), groups, seed)[0][metric.name]
 
 
 def test_the_value_is_the_metric_and_the_standard_error_that_of_a_mean():
@@ -106,11 +106,11 @@ def test_the_interval_widens_when_neighbours_share_their_fate():
 
 def test_groups_are_drawn_whole_though_their_rows_are_apart():
     groups = ["b", "a", "c", "a", "b"]
-    assert [members.tolist() for members in rows_by_group(groups)] == [[1, 3], [0, 4], [2]]
+    assert [members.tolist() for members in examples_by_group(groups)] == [[1, 3], [0, 4], [2]]
     seen = []
     counted = Metric("count", lambda targets, answers: float(seen.append(sorted(answers)) or 0))
-    judged = judge([counted], [0] * 5, groups)
-    draw_groups(statistic_of(judged, counted, rows_by_group(groups)), 3, (0,))
+    judged = score_answers([counted], [0] * 5, groups)
+    bootstrap(group_statistic(judged, counted, examples_by_group(groups)), 3, (0,))
     assert len(seen) == RESAMPLES
     assert all(answers.count("a") % 2 == 0 and answers.count("b") % 2 == 0 for answers in seen)
 
@@ -129,8 +129,8 @@ def test_the_same_seed_gives_the_same_interval_and_tasks_have_their_own():
     answers = np.random.default_rng(4).random(31).tolist()
     metric = values_of("mean")
     assert score(metric, answers, answers) == score(metric, answers, answers)
-    assert score(metric, answers, answers, seed=seed_of("rte")) != score(
-        metric, answers, answers, seed=seed_of("cb")
+    assert score(metric, answers, answers, seed=task_seed("rte")) != score(
+        metric, answers, answers, seed=task_seed("cb")
     )
 
 
@@ -188,5 +188,5 @@ def test_ten_thousand_rows_take_seconds():
     answers = rng.integers(2, size=10_000).tolist()
     groups = [str(number // 2) for number in range(10_000)]
     start = time.perf_counter()
-    score_metrics(judge([ACCURACY, SUMMED_F1, F1], targets, answers), groups)
+    score_metrics(score_answers([ACCURACY, SUMMED_F1, F1], targets, answers), groups)
     assert time.perf_counter() - start < 20

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from eval.scores import metrics
 from eval.scores.metrics import Metric
+from eval.scores.superglue import SUPERGLUE, superglue_average
 from moe import ConfigError, DataError
 
 words = st.text(st.sampled_from("ab .'’-Tthe"), max_size=9)
@@ -84,7 +85,10 @@ def unzip(pairs):
 @given(data=st.data())
 def test_a_mean_is_the_mean_of_the_scores_that_count(metric, values, data):
     targets, given_answers = unzip(data.draw(values))
-    each, score = metric.each(targets, given_answers), metric.score(targets, given_answers)
+    each, score = (
+        metric.score_examples(targets, given_answers),
+        metric.score(targets, given_answers),
+    )
     assert each.shape == (len(targets),)
     assert each.dtype == np.float64
     counted = [value for value in each if not math.isnan(value)]
@@ -132,7 +136,7 @@ def test_an_exact_match_is_a_full_overlap_unless_both_are_empty(pair, cases):
         metrics.normalize_squad if pair[0] is metrics.SQUAD_EM else metrics.normalize_trivia_qa
     )
     for exact, overlap, output in zip(
-        *(metric.each(targets, outputs) for metric in pair), outputs, strict=True
+        *(metric.score_examples(targets, outputs) for metric in pair), outputs, strict=True
     ):
         assert exact <= overlap + 1e-9 or normalize(output) == ""
 
@@ -208,7 +212,7 @@ def test_the_middle_of_a_question_is_no_question_of_its_own():
     targets, outputs = unzip(
         grouped([((1, 1), (0, 3)), ((1, 1), (1, 3)), ((0, 1), (0, 3)), ((0, 0), (1, 3))])
     )
-    assert metrics.MULTIRC_EM.each(targets, outputs).tolist() == pytest.approx(
+    assert metrics.MULTIRC_EM.score_examples(targets, outputs).tolist() == pytest.approx(
         [0, 100, math.nan, math.nan], nan_ok=True
     )
     as_json = [{**target, "group": list(target["group"])} for target in targets]
@@ -297,7 +301,7 @@ def test_correlations_are_signed_and_undefined_or_0_for_constants():
 def test_parity_is_of_pairs_whatever_is_right():
     outputs = [0, 0, 1, 0, -1, -1, 1]
     for targets in ([0] * 7, [1] * 7):
-        each = metrics.GENDER_PARITY.each(targets, outputs)
+        each = metrics.GENDER_PARITY.score_examples(targets, outputs)
         assert each[::2].tolist() == pytest.approx([100, 0, 100, math.nan], nan_ok=True)
         assert np.isnan(each[1::2]).all()
         assert metrics.GENDER_PARITY.score(targets, outputs) == pytest.approx(200 / 3)
@@ -316,7 +320,7 @@ def test_the_superglue_average_is_of_eight_tasks_with_two_scores_of_three_halved
         task: {"a": values[i], "b": values[i + 1]}
         for task, i in (("cb", 5), ("multirc", 7), ("record", 9))
     }
-    average = metrics.superglue_average(
+    average = superglue_average(
         {**single, **double, "axb": diagnostic, "axg": {"parity": diagnostic}}
     )
     assert average == pytest.approx((sum(values[:5]) + sum(values[5:]) / 2) / 8)
@@ -324,7 +328,7 @@ def test_the_superglue_average_is_of_eight_tasks_with_two_scores_of_three_halved
 
 def test_an_average_of_fewer_tasks_is_refused():
     with pytest.raises(ConfigError, match="missing: wic, wsc"):
-        metrics.superglue_average(dict.fromkeys(metrics.SUPERGLUE[:6], 50.0))
+        superglue_average(dict.fromkeys(SUPERGLUE[:6], 50.0))
 
 
 # --- ranked choices: targets are (row, choice), right, weight, length ---

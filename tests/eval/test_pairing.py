@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 
 from eval.scores.additive import mean_f1
-from eval.scores.intervals import judge, rows_by_group
+from eval.scores.intervals import examples_by_group, score_answers
 from eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric
 from eval.scores.pairing import compare_answers, permutation_test
 
@@ -22,12 +22,16 @@ ANEW = Metric("accuracy", ACCURACY.score)
 
 def compared(metric, targets, a, b, groups=None):
     groups = groups or [str(number) for number in range(len(targets))]
-    return compare_answers(metric, judge([metric], targets, a), judge([metric], targets, b), groups)
+    return compare_answers(
+        metric, score_answers([metric], targets, a), score_answers([metric], targets, b), groups
+    )
 
 
 def p_value(metric, targets, a, b, groups=None):
-    rows = rows_by_group(groups or [str(number) for number in range(len(targets))])
-    return permutation_test(metric, judge([metric], targets, a), judge([metric], targets, b), rows)
+    rows = examples_by_group(groups or [str(number) for number in range(len(targets))])
+    return permutation_test(
+        metric, score_answers([metric], targets, a), score_answers([metric], targets, b), rows
+    )
 
 
 def test_a_coin_that_falls_eight_times_on_one_side():
@@ -59,8 +63,8 @@ def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
         pair = compared(metric, targets, a, b, [str(question) for question in questions])
         found[metric.name] = (pair.wins, pair.losses, pair.ties)
     assert found == {"f1": (3, 0, 1), "exact_match": (2, 0, 0)}
-    both = judge([MULTIRC_F1A, MULTIRC_EM], targets, b)
-    assert both.examples.tolist() == [100, 0, 0, 0]  # by answer, as the headline counts
+    both = score_answers([MULTIRC_F1A, MULTIRC_EM], targets, b)
+    assert both.headline_scores.tolist() == [100, 0, 0, 0]  # by answer, as the headline counts
 
 
 def test_the_same_answers_differ_by_nothing():
@@ -99,7 +103,7 @@ def test_groups_of_different_sizes_are_swapped_whole():
     groups = sorted(str(number) for number in rng.integers(8, size=41))
     a, b = rng.integers(2, size=41).tolist(), rng.integers(2, size=41).tolist()
     sums = [
-        [sum(answers[row] for row in members) for members in rows_by_group(groups)]
+        [sum(answers[row] for row in members) for members in examples_by_group(groups)]
         for answers in (a, b)
     ]
     theirs = scipy.stats.permutation_test(

@@ -16,9 +16,10 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 import eval.answers.predict
 from eval.answers.batches import Request, TokenizedRequest, make_batches
 from eval.answers.predict import MODES, predict
-from eval.answers.seq2seq import fingerprint, load_seq2seq
+from eval.answers.seq2seq import load_seq2seq
 from eval.task import Decoding
 from moe import CheckpointError, DataError
+from moe.checksums import model_fingerprint
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
 from tests.eval.rows import predictions_by_id
@@ -282,7 +283,7 @@ def test_weights_in_any_format_tell_checkpoints_apart(tmp_path):
         for content in (b"one", b"two"):
             (tmp_path / name).write_bytes(content)
             (tmp_path / "config.json").write_text("{}")
-            found.add(fingerprint(tmp_path))
+            found.add(model_fingerprint(tmp_path))
     assert len(found) == 4
 
 

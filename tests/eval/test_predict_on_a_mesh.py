@@ -18,7 +18,8 @@ from eval.answers.data_ranks import arrange_ranks
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.task import Decoding
-from moe import CheckpointError, ConfigError, MeshConfig, World
+from moe import CheckpointError, ConfigError, MeshConfig
+from moe.distributed.launch import World
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
 from tests.eval.rows import predictions_by_id
@@ -126,7 +127,7 @@ def predict_on_a_rank(rank, num_ranks, models, out):
             made = ask(system, mode, path)
             answers[f"{name} {ep} {tp} {mode}"] = (
                 [prediction[:3] for prediction in made.predictions],
-                made.router,
+                made.router and {stack: total._asdict() for stack, total in made.router.items()},
             )
             whole = path.read_bytes()
             dist.barrier()
@@ -168,16 +169,16 @@ def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
         parts = []
         for rank in range(size):
             ranks = arrange_ranks(World(rank, size, rank, "cpu"), 1, 1, [])
-            ranks = ranks._replace(sizes=ranks.sizes.__class__(dp_replicate=size // tp, tp=tp))
-            parts.append([ranks.share(dealt) for dealt in ranks.deal(batches)])
+            ranks = ranks._replace(mesh_config=MeshConfig(dp_replicate=size // tp, tp=tp))
+            parts.append([ranks.own_batch(dealt) for dealt in ranks.rounds(batches)])
         assert all(part == parts[rank // tp * tp] for rank, part in enumerate(parts))
         assert [
             batch for dealt in zip(*parts[::tp], strict=True) for batch in dealt if batch
         ] == batches
 
 
-def test_ranks_in_step_keep_whole_rounds_and_others_every_batch():
+def test_ranks_in_lockstep_keep_whole_rounds_and_others_every_batch():
     alone = arrange_ranks(World(0, 4, 0, "cpu"), 1, 1, [])
-    in_step = alone._replace(sizes=MeshConfig(ep=2, dp_replicate=2))
-    assert [alone.whole_rounds(made, 7) for made in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [in_step.whole_rounds(made, 7) for made in range(8)] == [0, 0, 0, 0, 4, 4, 4, 7]
+    in_lockstep = alone._replace(mesh_config=MeshConfig(ep=2, dp_replicate=2))
+    assert [alone.num_reusable(made, 7) for made in range(8)] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [in_lockstep.num_reusable(made, 7) for made in range(8)] == [0, 0, 0, 0, 4, 4, 4, 7]

@@ -14,10 +14,18 @@ from eval.answers.predictions_file import Batch, Header, Prediction, Predictions
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.compare import compare_runs
 from eval.dev_scores import read_tasks
-from eval.reports.describe import score_row
-from eval.reports.published import SUPERGLUE
-from eval.run import check_tasks, evaluate, read_task, score
-from eval.run_folder import Entry, Report, predictions_path, read_answers, write_examples
+from eval.records import FailedTask, to_json
+from eval.reports import task_summary
+from eval.reports.task_summary import score_system
+from eval.run import check_tasks, evaluate, read_task
+from eval.run_folder import (
+    SavedReport,
+    SavedTask,
+    predictions_path,
+    read_answers,
+    write_examples,
+)
+from eval.scores.superglue import SUPERGLUE
 from eval.task import TASKS
 from moe import ConfigError, DataError
 
@@ -32,21 +40,21 @@ def run(folders, tasks, out, **options):
 @pytest.mark.slow
 def test_the_superglue_average_is_that_of_its_eight_tasks(folders, tmp_path):
     report = run(folders, [*SUPERGLUE, "axb"], tmp_path, modes=None)
-    assert report["failed"] == []
-    (average,) = report["averages"]  # wsc has no choices to rank
-    assert (average["name"], average["mode"]) == ("ours", "generate")
+    assert report.failed == []
+    (average,) = report.averages  # wsc has no choices to rank
+    assert (average.name, average.mode) == ("ours", "generate")
     parts = []
-    for task in report["tasks"][:8]:
-        row = next(row for row in task["systems"] if row["mode"] == "generate")
-        values = [one["value"] for one in row["scores"]]
+    for task in report.tasks[:8]:
+        system = next(system for system in task.systems if system.mode == "generate")
+        values = [score.value for score in system.scores]
         parts.append(sum(values) / len(values))
-    assert average["value"] == pytest.approx(sum(parts) / 8)
-    assert average["low"] <= average["value"] <= average["high"]
-    assert {row["mode"] for row in report["tasks"][0]["systems"]} == {"generate", "rank"}
+    assert average.value == pytest.approx(sum(parts) / 8)
+    assert average.low <= average.value <= average.high
+    assert {system.mode for system in report.tasks[0].systems} == {"generate", "rank"}
     assert "superglue" in (tmp_path / "report.html").read_text()
     scores = read_tasks(SUPERGLUE, str(FIXTURES)).scores(None, SINGLE_PROCESS)
     assert scores is not None
-    assert scores(folders["moe"], tmp_path / "dev")["mean"] == pytest.approx(average["value"])
+    assert scores(folders["moe"], tmp_path / "dev")["mean"] == pytest.approx(average.value)
 
 
 def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatch):
@@ -54,26 +62,28 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
         raise ZeroDivisionError("of a bug")
 
     monkeypatch.setattr(
-        eval.run, "by_class", lambda task, *rest: broken() if task.name == "copa" else []
+        task_summary, "class_counts", lambda task, *rest: broken() if task.name == "copa" else []
     )
     written = []
-    write = eval.run.write_reports
+    save = eval.run.save_report
     monkeypatch.setattr(
         eval.run,
-        "write_reports",
-        lambda report, out: written.append(len(report["tasks"])) or write(report, out),
+        "save_report",
+        lambda report, out, **options: (
+            written.append(len(report.tasks)) or save(report, out, **options)
+        ),
     )
     (tmp_path / "data").mkdir()
     for name in ("boolq", "rte", "copa"):
         (tmp_path / "data" / name).symlink_to(FIXTURES / name)
     report = run(folders, ["cb", "boolq", "copa", "rte"], tmp_path / "out", data=tmp_path / "data")
-    assert [task["task"] for task in report["tasks"]] == ["boolq", "rte"]
-    assert [one["task"] for one in report["failed"]] == ["cb", "copa"]
-    assert "There is no folder" in report["failed"][0]["message"]
-    assert report["failed"][1]["message"] == "ZeroDivisionError: of a bug"
+    assert [task.task for task in report.tasks] == ["boolq", "rte"]
+    assert [failure.task for failure in report.failed] == ["cb", "copa"]
+    assert "There is no folder" in report.failed[0].message
+    assert report.failed[1] == FailedTask("copa", "ZeroDivisionError: of a bug")
     assert written == [0, 1, 1, 2]  # after each task
     written = json.loads((tmp_path / "out/report.json").read_text())
-    assert written == {**report, "sha256": written["sha256"]}
+    assert written == {**to_json(report), "sha256": written["sha256"]}
 
 
 def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
@@ -83,8 +93,8 @@ def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
             DataError, match=r"Another evaluation writes to .*Wait for it, or give another --out"
         ):
             run(folders, ["boolq"], tmp_path)
-    assert run(folders, ["boolq"], tmp_path)["failed"] == []
-    assert run(folders, ["boolq"], tmp_path)["failed"] == []
+    assert run(folders, ["boolq"], tmp_path).failed == []
+    assert run(folders, ["boolq"], tmp_path).failed == []
 
 
 def test_reports_that_cannot_be_written_are_one_message(folders, tmp_path):
@@ -99,24 +109,21 @@ def test_reports_that_cannot_be_written_are_one_message(folders, tmp_path):
 def test_the_report_says_what_was_run_on_what(folders, tmp_path):
     scoring = Scoring(include_eos=False, normalize="tokens")
     report = run(folders, ["boolq", "boolq"], tmp_path, modes=["rank"], limit=3, scoring=scoring)
-    (task,) = report["tasks"]
-    assert task["data"]["folder"] == str(FIXTURES / "boolq")
-    assert (task["data"]["repository"], task["num_expected"], task["num_examples"]) == (
+    (task,) = report.tasks
+    assert task.data.folder == str(FIXTURES / "boolq")
+    assert (task.data.repository, task.num_expected, task.num_examples) == (
         "aps/super_glue",
         3270,
         3,
     )
-    assert (task["limit"], task["data"]["split"]) == (3, "validation")
-    largest = next(one for one in task["published"] if one["system"] == "ST-MoE-32B")
-    assert (largest["value"], largest["split"], largest["own_metric"]) == (92.4, "test", "accuracy")
-    assert any("not from the hub" in note for note in task["notes"])
-    assert report["settings"]["scoring"] == {"include_eos": False, "normalize": "tokens"}
-    assert report["versions"]["torch"]
-    assert (
-        report["models"]["ours"]["parameters"]
-        == load_seq2seq(folders["moe"]).model.num_parameters()
-    )
-    assert set(task["systems"][0]["router"]) == {"encoder", "decoder"}
+    assert (task.limit, task.data.split) == (3, "validation")
+    largest = next(one for one in task.published if one.system == "ST-MoE-32B")
+    assert (largest.value, largest.split, largest.own_metric) == (92.4, "test", "accuracy")
+    assert any("not from the hub" in note for note in task.notes)
+    assert to_json(report.settings.scoring) == {"include_eos": False, "normalize": "tokens"}
+    assert report.versions["torch"]
+    assert report.models["ours"].parameters == load_seq2seq(folders["moe"]).model.num_parameters()
+    assert set(task.systems[0].router) == {"encoder", "decoder"}
 
 
 def test_the_best_checkpoint_of_a_run_is_named_where_it_was_chosen(folders, tmp_path):
@@ -129,10 +136,8 @@ def test_the_best_checkpoint_of_a_run_is_named_where_it_was_chosen(folders, tmp_
     report = evaluate(
         models, ["boolq", "rte"], modes=["rank"], data=FIXTURES, out=tmp_path / "out", command=""
     )
-    assert report["models"]["ours"]["chosen_by"]["tasks"] == ["boolq"]
-    peaks = [
-        any("on this same split" in note for note in task["notes"]) for task in report["tasks"]
-    ]
+    assert report.models["ours"].chosen_by.tasks == ["boolq"]
+    peaks = [any("on this same split" in note for note in task.notes) for task in report.tasks]
     assert peaks == [True, False]
     assert "step 7" in (tmp_path / "out/report.md").read_text()
 
@@ -153,11 +158,11 @@ def test_two_runs_of_the_same_rows_are_compared_and_of_a_part_are_not(folders, t
         {"t5": folders["t5"]}, ["multirc", "record"], data=FIXTURES, out=tmp_path / "b", command=""
     )
     result = compare_runs(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert [(task["task"], task["mode"]) for task in result["tasks"]] == [
+    assert [(task.task, task.mode) for task in result.tasks] == [
         ("multirc", "generate"),
         ("record", "generate"),
     ]
-    assert result["left_out"] == ["multirc by rank is in B only.", "record by rank is in B only."]
+    assert result.left_out == ["multirc by rank is in B only.", "record by rank is in B only."]
     run(folders, ["multirc"], tmp_path / "c", limit=3)
     with pytest.raises(
         DataError, match="did not answer the same examples of multirc: limit None in A and 3 in B"
@@ -181,19 +186,27 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     predictions.append(
         [Batch([Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)], {})]
     )
-    entry = Entry(
-        name, task.version, task.split, None, len(examples), task.decoding, **written, systems=[]
+    saved = SavedTask(
+        task=name,
+        version=task.version,
+        split=task.split,
+        limit=None,
+        num_examples=len(examples),
+        decoding=task.decoding,
+        digest=written.digest,
+        examples_sha256=written.examples_sha256,
+        systems=[],
     )
-    report = Report(tmp_path, {"model": "f"}, header.scoring, {name: entry})
+    report = SavedReport(tmp_path, {"model": "f"}, header.scoring, {name: saved})
     answers = read_answers(report, name, "model", "generate")
-    assert score(task, answers.examples, answers.outputs) == pytest.approx(
-        score(task, examples, outputs), nan_ok=True
+    assert task.scores(answers.examples, answers.outputs) == pytest.approx(
+        task.scores(examples, outputs), nan_ok=True
     )
-    row, *_ = score_row(task, examples, outputs, "model", "generate")
+    scored = score_system(task, examples, outputs, "model", "generate")
     values = {
-        one["metric"]: math.nan if one["value"] is None else one["value"] for one in row["scores"]
+        one.metric: math.nan if one.value is None else one.value for one in scored.result.scores
     }
-    assert values == pytest.approx(score(task, examples, outputs), nan_ok=True)
+    assert values == pytest.approx(task.scores(examples, outputs), nan_ok=True)
 
 
 def test_what_cannot_be_run_is_said_before_anything_is_loaded():

@@ -4,6 +4,7 @@ a model.
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,23 +13,41 @@ import numpy as np
 import pytest
 import yaml
 
+from eval.answers.likelihood import Scoring
+from eval.answers.predict import RouterSummary
 from eval.baselines import baseline_outputs
+from eval.records import (
+    AverageScore,
+    ClassCount,
+    DataInfo,
+    FailedTask,
+    InputLengths,
+    LengthBin,
+    MetricScore,
+    ModelInfo,
+    Report,
+    RunSettings,
+    Selection,
+    SystemResult,
+    TaskResult,
+    WorstAnswer,
+    to_json,
+)
 from eval.reports.charts import bar_chart
-from eval.reports.describe import (
-    by_class,
+from eval.reports.published import SYSTEMS, published_scores
+from eval.reports.report_files import device_name, library_versions, write_reports
+from eval.reports.report_text import model_comparisons
+from eval.reports.scoreboard import build_scoreboard
+from eval.reports.task_summary import (
+    class_counts,
+    comparability_notes,
     count_unparsable,
     input_lengths,
-    notes_of,
-    score_row,
-    task_score,
-    worst,
+    score_system,
+    worst_answers,
 )
-from eval.reports.published import SUPERGLUE, SYSTEMS, published
-from eval.reports.report import describe_place, write_reports
-from eval.reports.scoreboard import scoreboard
-from eval.reports.wording import compare_models
-from eval.run import score, thin_out
-from eval.task import TASKS, Example
+from eval.scores.superglue import SUPERGLUE
+from eval.task import GREEDY, TASKS, Example, limit_examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -60,12 +79,21 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
+HUB = DataInfo(None, "owner/colours", "plain", "validation", "main")
+
+
 def a_score(metric, value, low=None, high=None):
-    return {"metric": metric, "value": value, "stderr": 1.0, "low": low, "high": high, "note": ""}
+    return MetricScore(metric, value, stderr=1.0, low=low, high=high, note="")
 
 
-def an_entry(name="colour", scores=None, **changes):
-    """An entry of report.json with made-up scores of two systems."""
+def a_router(**changes):
+    fields = {"fraction_dropped": 0.0123, "load_cv": 0.5, "max_over_mean": 2.0}
+    fields |= {"dead_experts": 1.0, "expert_load": [3, 0, 9]}
+    return {"encoder": RouterSummary(**{**fields, **changes})}
+
+
+def a_task(name="colour", scores=None, router=None, **changes):
+    """The result of a task with made-up scores of two systems."""
     scores = scores or [a_score("accuracy", 80.0, 70.0, 90.0)]
     row = {
         "mode": "generate",
@@ -74,111 +102,108 @@ def an_entry(name="colour", scores=None, **changes):
         "num_unparsable": 2,
         "num_empty": 1,
     }
-    router = {
-        "encoder": {
-            "fraction_dropped": 0.0123,
-            "load_cv": 0.5,
-            "max_over_mean": 2.0,
-            "dead_experts": 1.0,
-            "expert_load": [3, 0, 9],
-        }
-    }
-    entry = {
-        "task": name,
-        "version": 1,
-        "description": "Colours | things <b>.",
-        "licence": "CC0-1.0",
-        "prompt_source": "T5",
-        "variant_of": None,
-        "split": "validation",
-        "limit": None,
-        "digest": "0",
-        "data": {
-            "folder": None,
-            "repository": "owner/colours",
-            "config": "plain",
-            "split": "validation",
-            "revision": "main",
-        },
-        "num_rows": 25,
-        "num_expected": 25,
-        "num_available": 25,
-        "num_examples": 25,
-        "num_groups": 5,
-        "systems": [
-            {"name": "ours", "router": router, **row},
-            {"name": "other", "router": None, **row},
-        ],
-        "inputs": {
-            "mean": 6.5,
-            "median": 6.0,
-            "longest": 9,
-            "limit": 8,
-            "num_cut": 3,
-            "histogram": [{"from": 0, "to": 7, "count": 22}, {"from": 8, "to": 15, "count": 3}],
-        },
-        "by_class": [{"target": "red", "right": 1, "total": 2, "answered": 3}],
-        "worst": [
-            {
-                "id": "x",
-                "inputs": "a|b <i>" + "long " * 500,
-                "target": "red",
-                "output": "",
-                "score": 0.0,
-            }
-        ],
-        "notes": ["A note."],
-    }
-    return {**entry, **changes}
+    systems = [
+        SystemResult(name="ours", router=router or a_router(), **row),
+        SystemResult(name="other", router=None, **row),
+    ]
+    published = []
+    for one in scores:
+        published += published_scores(name, one.metric, changes.get("variant_of"))
+    bins = [LengthBin(0, 7, 22), LengthBin(8, 15, 3)]
+    result = TaskResult(
+        task=name,
+        version=1,
+        description="Colours | things <b>.",
+        licence="CC0-1.0",
+        prompt_source="T5",
+        variant_of=None,
+        split="validation",
+        limit=None,
+        data=HUB,
+        num_rows=25,
+        num_expected=25,
+        num_available=25,
+        num_examples=25,
+        num_groups=5,
+        decoding=GREEDY,
+        digest="0",
+        examples_sha256="0",
+        systems=systems,
+        inputs=InputLengths(6.5, 6.0, longest=9, limit=8, num_cut=3, histogram=bins),
+        published=published,
+        by_class=[ClassCount("red", right=1, total=2, answered=3)],
+        worst=[WorstAnswer("x", "a|b <i>" + "long " * 500, target="red", output="", score=0.0)],
+        notes=["A note."],
+    )
+    return replace(result, **changes)
+
+
+def a_model(**changes):
+    return replace(
+        ModelInfo(
+            folder="runs/a",
+            fingerprint="0123",
+            class_name="T5",
+            parameters=5,
+            active_parameters=3,
+            chosen_by=None,
+            last_of_run=False,
+        ),
+        **changes,
+    )
 
 
 def a_report(*tasks, **changes):
-    model = {
-        "folder": "runs/a",
-        "fingerprint": "0123",
-        "class": "T5",
-        "parameters": 5,
-        "active_parameters": 3,
-        "chosen_by": None,
-        "last_of_run": False,
-    }
-    report = {"command": "python -m eval run", "settings": {}, **describe_place()}
-    return {
-        **report,
-        "models": {"ours": model},
-        "tasks": list(tasks),
-        "averages": [],
-        "failed": [],
-        "earlier": None,
-    } | changes
+    settings = RunSettings(
+        tasks=[task.task for task in tasks],
+        modes=None,
+        split=None,
+        limit=None,
+        data=None,
+        revision=None,
+        scoring=Scoring(),
+        ranks=1,
+        ep=1,
+        tp=1,
+    )
+    report = Report(
+        command="python -m eval run",
+        settings=settings,
+        versions=library_versions(),
+        device=device_name(),
+        models={"ours": a_model()},
+        tasks=list(tasks),
+    )
+    return replace(report, **changes)
 
 
 def test_a_row_holds_every_metric_with_its_interval_and_counts_what_cannot_be_read(task):
     examples = task.examples("validation")
     outputs = [example.targets for example in examples]
     outputs[:3] = ["", "pink", "green"]
-    row, draws, _ = score_row(task, examples, outputs, "ours", "generate", {"encoder": {}})
-    assert [one["metric"] for one in row["scores"]] == [metric.name for metric in task.metrics]
-    assert row["scores"][0]["value"] == pytest.approx(score(task, examples, outputs)["accuracy"])
-    assert row["scores"][0]["low"] < row["scores"][0]["value"]
-    assert (row["num_unparsable"], row["num_empty"], row["router"]) == (2, 1, {"encoder": {}})
+    router = a_router()
+    row, draws, _ = score_system(task, examples, outputs, "ours", "generate", router)
+    assert [one.metric for one in row.scores] == [metric.name for metric in task.metrics]
+    assert row.scores[0].value == pytest.approx(task.scores(examples, outputs)["accuracy"])
+    assert row.scores[0].low < row.scores[0].value
+    assert (row.num_unparsable, row.num_empty, row.router) == (2, 1, router)
     assert len(draws["accuracy"]) == 1000
 
 
 def test_score_of_perfect_and_of_absurd_answers(task):
     examples = task.examples("validation")
-    assert score(task, examples, [example.targets for example in examples]) == {"accuracy": 100}
-    assert score(task, examples, ["nonsense"] * len(examples)) == {"accuracy": 0}
+    assert task.scores(examples, [example.targets for example in examples]) == {"accuracy": 100}
+    assert task.scores(examples, ["nonsense"] * len(examples)) == {"accuracy": 0}
 
 
 def test_classes_count_right_answers_examples_and_answers(task):
     examples = [
         example for example in task.examples("validation") if example.targets != "dark blue"
     ][:5]
-    found = {row["target"]: row for row in by_class(task, examples, ["red"] * 5)}
+    found = {row.target: row for row in class_counts(task, examples, ["red"] * 5)}
     num_red = sum(example.targets == "red" for example in examples)
-    assert found["red"] == {"target": "red", "right": num_red, "total": num_red, "answered": 5}
-    assert found["green"]["right"] == found["green"]["answered"] == 0
+    assert found["red"] == ClassCount("red", right=num_red, total=num_red, answered=5)
+    assert found["green"].right == found["green"].answered == 0
     assert "dark blue" not in found
 
 
@@ -186,14 +211,15 @@ def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
     examples = task.examples("validation")
 
     def worst_of(outputs):
-        return worst(examples, outputs, score_row(task, examples, outputs, "ours", "generate")[2])
+        scored = score_system(task, examples, outputs, "ours", "generate")
+        return worst_answers(examples, outputs, scored.example_scores)
 
     assert worst_of([example.targets for example in examples]) == []
     found = worst_of(["nonsense"] * 25)
     assert len(found) == 10
-    assert [row["id"] for row in found][::9] == [examples[0].id, examples[22].id]
+    assert [row.id for row in found][::9] == [examples[0].id, examples[22].id]
     only = worst_of([example.targets for example in examples[:-1]] + ["x"])
-    assert [row["id"] for row in only] == [examples[-1].id]
+    assert [row.id for row in only] == [examples[-1].id]
 
 
 @pytest.mark.parametrize(
@@ -218,68 +244,82 @@ def test_lengths_count_the_inputs_that_are_cut(task, tokenizer):
     examples = task.examples("validation")
     lengths = sorted(len(tokenizer(example.inputs)["input_ids"]) for example in examples)
     found = input_lengths(examples, tokenizer, lengths[20])
-    assert found["longest"] == lengths[-1]
-    assert found["num_cut"] == sum(length > lengths[20] for length in lengths)
-    assert sum(one["count"] for one in found["histogram"]) == 25
+    assert found.longest == lengths[-1]
+    assert found.num_cut == sum(length > lengths[20] for length in lengths)
+    assert sum(one.count for one in found.histogram) == 25
 
 
 def test_a_limit_takes_whole_groups_from_all_over(task):
     examples = [Example(str(i), str(i // 3), "", "", (), {}) for i in range(21)]
-    assert [example.id for example in thin_out(examples, 7)] == ["0", "1", "2", "9", "10", "11"]
-    assert [example.id for example in thin_out(examples, 1)] == ["0", "1", "2"]
-    assert thin_out(examples, 21) == thin_out(examples, None) == examples
+    assert [example.id for example in limit_examples(examples, 7)] == [
+        "0",
+        "1",
+        "2",
+        "9",
+        "10",
+        "11",
+    ]
+    assert [example.id for example in limit_examples(examples, 1)] == ["0", "1", "2"]
+    assert limit_examples(examples, 21) == limit_examples(examples, None) == examples
     alone = [example._replace(group=example.id) for example in examples]
     for limit in range(1, 21):
-        assert len(thin_out(alone, limit)) == limit
-        assert len(thin_out(examples, limit)) <= max(limit, 3)
+        assert len(limit_examples(alone, limit)) == limit
+        assert len(limit_examples(examples, limit)) <= max(limit, 3)
 
 
 def test_two_metrics_of_some_tasks_are_one_part_of_the_average():
-    assert task_score("boolq", [70.0]) == 70
-    assert task_score("cb", [60.0, 80.0]) == 70
-    assert task_score("squad", [60.0, 80.0]) == 60
-    assert np.isnan(task_score("cb", [60.0, None]))
+    assert TASKS.get("boolq").headline_score({"accuracy": 70.0}) == 70
+    cb = TASKS.get("cb")
+    assert cb.headline_score({"accuracy": 60.0, "mean_3class_f1": 80.0}) == 70
+    assert TASKS.get("squad").headline_score({"f1": 60.0, "em": 80.0}) == 60
+    assert np.isnan(cb.headline_score({"accuracy": 60.0, "mean_3class_f1": None}))
+    draws = {"accuracy": np.asarray([50.0, 60.0]), "mean_3class_f1": np.asarray([70.0, 60.0])}
+    assert cb.headline_score(draws).tolist() == [60, 60]
 
 
 def test_what_was_published_has_a_known_system_and_the_average_of_its_parts():
     for name in SUPERGLUE:
-        assert published(name, "accuracy") or published(name, "f1") or published(name, "em"), name
-    assert {one.system for one in published("superglue", "average")} == set(SYSTEMS)
-    shown = {one.system: one for one in published("superglue", "average")}["ST-MoE-32B"]
+        assert (
+            published_scores(name, "accuracy")
+            or published_scores(name, "f1")
+            or published_scores(name, "em")
+        ), name
+    assert {one.system for one in published_scores("superglue", "average")} == set(SYSTEMS)
+    shown = {one.system: one for one in published_scores("superglue", "average")}["ST-MoE-32B"]
     assert (shown.value, shown.split) == (93.2, "validation")
-    by_system = {one.system: one for one in published("boolq", "accuracy")}
+    by_system = {one.system: one for one in published_scores("boolq", "accuracy")}
     assert (by_system["ST-MoE-32B"].value, by_system["ST-MoE-32B"].split) == (92.4, "test")
     assert (by_system["ST-MoE-L"].value, by_system["ST-MoE-L"].split) == (88.6, "validation")
-    assert published("colour", "accuracy") == []
+    assert published_scores("colour", "accuracy") == []
 
 
 def test_notes_say_what_is_not_comparable():
-    model = {"chosen_by": {"rule": "best", "tasks": ["boolq"]}}
-    plain = an_entry("boolq", inputs=None)
-    assert notes_of(plain, {"ours": {"chosen_by": None}}) == []
-    local = {**plain["data"], "folder": "here"}
+    chosen = a_model(chosen_by=Selection("best", ["boolq"]))
+    none_cut = replace(a_task().inputs, num_cut=0)
+    plain = a_task("boolq", inputs=none_cut)
+    assert comparability_notes(plain, {"ours": a_model()}) == []
     for changes, text in (
-        ({"data": local}, "from here, not from the hub"),
+        ({"data": replace(HUB, folder="here")}, "from here, not from the hub"),
         ({"num_rows": 24}, "24 rows of 25"),
         ({"limit": 5, "num_examples": 5}, "--limit 5: 5 of 25"),
         ({"prompt_source": "this library"}, "The prompt is of this library"),
-        ({"inputs": {"num_cut": 3, "limit": 8}}, "3 inputs were cut to 8 tokens"),
+        ({"inputs": replace(none_cut, num_cut=3)}, "3 inputs were cut to 8 tokens"),
     ):
-        (note,) = notes_of({**plain, **changes}, {})
+        (note,) = comparability_notes(replace(plain, **changes), {})
         assert text in note
-    (note,) = notes_of(plain, {"ours": model})
+    (note,) = comparability_notes(plain, {"ours": chosen})
     assert "`ours` is the best of its run on this same split" in note
-    assert notes_of({**plain, "split": "test"}, {"ours": model}) == []
-    assert notes_of({**plain, "task": "rte"}, {"ours": model}) == []
+    assert comparability_notes(replace(plain, split="test"), {"ours": chosen}) == []
+    assert comparability_notes(replace(plain, task="rte"), {"ours": chosen}) == []
 
 
 def test_published_scores_stand_beside_ours_with_a_sign_where_the_split_differs(tmp_path):
-    board = scoreboard(a_report(an_entry("boolq"), an_entry("colour")))
+    board = build_scoreboard(a_report(a_task("boolq"), a_task("colour")))
     assert board.systems == [("ours", "generate"), ("other", "generate")]
     assert board.published == ["ST-MoE-32B", "previous best", "ST-MoE-L", "Dense-L"]
     assert [one and one.value for one in board.lines[0].published] == [92.4, 92.0, 88.6, 87.1]
     assert board.lines[1].published == [None] * 4
-    write_reports(a_report(an_entry("boolq"), an_entry("colour")), tmp_path)
+    write_reports(a_report(a_task("boolq"), a_task("colour")), tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert (
         "| boolq | accuracy | validation | 80.0 (70.0 to 90.0) | 80.0 (70.0 to 90.0) | 92.4† | 92.0† | 88.6 |"
@@ -289,31 +329,25 @@ def test_published_scores_stand_beside_ours_with_a_sign_where_the_split_differs(
 
 
 def test_a_variant_and_rows_of_a_folder_are_marked():
-    varied = an_entry("anli_r3.flan", variant_of="anli_r3", prompt_source="FLAN")
-    assert scoreboard(a_report(varied)).lines[0].marks == "‡"
-    local = an_entry(
-        "boolq", data={"folder": "here", "repository": "a", "config": "b", "revision": "c"}
-    )
-    assert scoreboard(a_report(local)).lines[0].marks == "§"
+    varied = a_task("anli_r3.flan", variant_of="anli_r3", prompt_source="FLAN")
+    assert build_scoreboard(a_report(varied)).lines[0].marks == "‡"
+    local = a_task("boolq", data=replace(HUB, folder="here"))
+    assert build_scoreboard(a_report(local)).lines[0].marks == "§"
 
 
 def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
-    average = {
-        "average": "superglue",
-        "name": "ours",
-        "mode": "generate",
-        "value": 81.0,
-        "stderr": 1.0,
-    }
+    average = AverageScore(
+        "superglue", "ours", "generate", 81.0, stderr=1.0, low=79.0, high=83.0, note=""
+    )
     report = a_report(
-        an_entry(),
-        an_entry("boolq"),
-        averages=[{**average, "low": 79.0, "high": 83.0, "note": ""}],
-        failed=[{"task": "rte", "message": "The hub is <away>."}],
+        a_task(),
+        a_task("boolq"),
+        averages=[average],
+        failed=[FailedTask("rte", "The hub is <away>.")],
     )
     write_reports(report, tmp_path)
     written = json.loads((tmp_path / "report.json").read_text())
-    assert written == {**report, "sha256": written["sha256"]}
+    assert written == {**to_json(report), "sha256": written["sha256"]}
     assert not list(tmp_path.glob(".*"))
     page = Page((tmp_path / "report.html").read_text())
     assert page.open == []
@@ -344,7 +378,7 @@ def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
 
 def test_the_value_in_the_chart_stands_at_the_score_and_not_at_the_end_of_its_interval():
     chart = bar_chart(
-        scoreboard(a_report(an_entry(scores=[a_score("accuracy", 50.0, 10.0, 100.0)])))
+        build_scoreboard(a_report(a_task(scores=[a_score("accuracy", 50.0, 10.0, 100.0)])))
     )
     (width,) = set(re.findall(r'<rect class="ours2?" x="250" y="\d+" width="([\d.]+)"', chart))
     (place,) = set(re.findall(r'<text x="([\d.]+)" y="[\d.]+">50\.0</text>', chart))
@@ -358,7 +392,7 @@ def test_the_value_in_the_chart_stands_at_the_score_and_not_at_the_end_of_its_in
 
 def test_a_report_says_only_what_it_has_computed(tmp_path):
     write_reports(
-        a_report(an_entry("boolq"), an_entry("record", scores=[a_score("em", 50.0, 40.0, 60.0)])),
+        a_report(a_task("boolq"), a_task("record", scores=[a_score("em", 50.0, 40.0, 60.0)])),
         tmp_path,
     )
     page = (tmp_path / "report.html").read_text()
@@ -366,28 +400,26 @@ def test_a_report_says_only_what_it_has_computed(tmp_path):
     assert "closed-book" not in page
     assert "By class (ours by generate)" in page
     assert "In tokens of <code>ours</code>: 6.5 on average" in page
-    write_reports(a_report(an_entry()), tmp_path)
+    write_reports(a_report(a_task()), tmp_path)
     page = (tmp_path / "report.html").read_text()
     for word in ("Published", "published", "Metrics under other names", "earlier report"):
         assert word not in page
 
 
 def test_a_report_of_failures_alone_is_a_report(tmp_path):
-    write_reports(a_report(failed=[{"task": "rte", "message": "No hub."}]), tmp_path)
+    write_reports(a_report(failed=[FailedTask("rte", "No hub.")]), tmp_path)
     assert "No hub." in (tmp_path / "report.html").read_text()
     assert "No hub." in (tmp_path / "report.md").read_text()
 
 
 def test_a_score_that_is_not_defined_is_a_dash_everywhere(tmp_path):
-    write_reports(a_report(an_entry(scores=[a_score("accuracy", None)])), tmp_path)
+    write_reports(a_report(a_task(scores=[a_score("accuracy", None)])), tmp_path)
     assert "| ours | generate | accuracy | - | - |" in (tmp_path / "report.md").read_text()
     assert "value" not in (tmp_path / "card.md").read_text()
 
 
 def test_a_router_that_saw_no_token_makes_no_invalid_json(tmp_path):
-    entry = an_entry()
-    entry["systems"][0]["router"]["encoder"]["load_cv"] = float("nan")
-    write_reports(a_report(entry), tmp_path)
+    write_reports(a_report(a_task(router=a_router(load_cv=float("nan")))), tmp_path)
     text = (tmp_path / "report.json").read_text()
     assert (
         json.loads(text, parse_constant=lambda _: 1 / 0)["tasks"][0]["systems"][0]["router"][
@@ -398,10 +430,8 @@ def test_a_router_that_saw_no_token_makes_no_invalid_json(tmp_path):
 
 
 def test_the_card_is_read_by_the_hub(tmp_path):
-    local = an_entry(
-        "rte", data={"folder": "here", "repository": "a/b", "config": "c", "revision": "d"}, limit=3
-    )
-    write_reports(a_report(an_entry("boolq"), local), tmp_path)
+    local = a_task("rte", data=replace(HUB, folder="here"), limit=3)
+    write_reports(a_report(a_task("boolq"), local), tmp_path)
     card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
     first, second = card.data.eval_results
     assert (first.dataset_type, first.dataset_config, first.dataset_split) == (
@@ -417,19 +447,12 @@ def test_the_card_is_read_by_the_hub(tmp_path):
 
 
 def test_the_cards_header_keeps_tasks_apart_that_share_a_repository_or_have_none(tmp_path):
-    hub = an_entry()["data"]
-    first = an_entry("anli_r1", data={**hub, "split": "test_r1"})
-    third = an_entry("anli_r3", data={**hub, "split": "test_r3"})
-    varied = {**third, "task": "anli_r3.flan", "variant_of": "anli_r3", "prompt_source": "FLAN"}
-    offline = {
-        "folder": None,
-        "repository": None,
-        "config": None,
-        "split": "test",
-        "revision": None,
-    }
-    without = [an_entry(name, data=offline) for name in ("unicode_category", "docstring_summary")]
-    local = [an_entry(name, data={**hub, "folder": "here"}) for name in ("rte", "boolq")]
+    first = a_task("anli_r1", data=replace(HUB, split="test_r1"))
+    third = a_task("anli_r3", data=replace(HUB, split="test_r3"))
+    varied = replace(third, task="anli_r3.flan", variant_of="anli_r3", prompt_source="FLAN")
+    offline = DataInfo(folder=None, repository=None, config=None, split="test", revision=None)
+    without = [a_task(name, data=offline) for name in ("unicode_category", "docstring_summary")]
+    local = [a_task(name, data=replace(HUB, folder="here")) for name in ("rte", "boolq")]
     write_reports(a_report(first, third, varied, *without, *local), tmp_path)
     index = yaml.safe_load((tmp_path / "card.md").read_text().split("---")[1])["model-index"][0][
         "results"
@@ -453,12 +476,12 @@ def test_the_cards_header_keeps_tasks_apart_that_share_a_repository_or_have_none
 
 
 def test_models_are_compared_by_their_intervals():
-    first, second = an_entry()["systems"]
-    far = {**second, "scores": [a_score("accuracy", 20.0, 10.0, 30.0)]}
-    assert "overlap; `python -m eval compare` tests them" in compare_models([first, second])[0]
+    first, second = a_task().systems
+    far = replace(second, scores=[a_score("accuracy", 20.0, 10.0, 30.0)])
+    assert "overlap; `python -m eval compare` tests them" in model_comparisons([first, second])[0]
     assert (
         "+60.0 points from `other`; their 95 % intervals do not overlap"
-        in compare_models([first, far])[0]
+        in model_comparisons([first, far])[0]
     )
 
 

@@ -186,8 +186,8 @@ def test_scores_of_examples_have_the_score_of_the_task_as_their_mean(name):
         examples, [*best(task, examples)[:2], *worst(task, examples)[2:]]
     )
     for metric in task.metrics:
-        if metric.each is not None:
-            each = metric.each(targets, answers)
+        if metric.score_examples is not None:
+            each = metric.score_examples(targets, answers)
             assert each.shape == (len(examples),)
             assert np.nanmean(each) == pytest.approx(metric.score(targets, answers))
 

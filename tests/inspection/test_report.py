@@ -12,8 +12,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from eval.answers.seq2seq import fingerprint
 from moe import CheckpointError, ConfigError, DataError
+from moe.checksums import model_fingerprint
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer, tokenize_corpus
@@ -119,7 +119,7 @@ def inputs(tmp_path_factory):
         tokenizer.save_pretrained(str(folder / name / "model"))
     (folder / "run/recipe.yaml").write_text("seed: 41\noptim:\n  lr: 0.75\n")
     (folder / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    digest = fingerprint(folder / "run/model")
+    digest = model_fingerprint(folder / "run/model")
     (folder / "report.json").write_text(
         json.dumps(an_evaluation(mine=digest, other="0f0f0f0f0f0f0f0f"))
     )
@@ -172,7 +172,7 @@ def test_without_metrics_evaluation_and_recipe_nothing_is_said_of_them(nothing_m
 
 def test_the_page_names_what_it_was_made_from(inputs, everything):
     text = " ".join(" ".join(Text(everything).all).split())
-    assert f"{inputs}/run/model , fingerprint {fingerprint(inputs / 'run/model')}" in text
+    assert f"{inputs}/run/model , fingerprint {model_fingerprint(inputs / 'run/model')}" in text
     assert "seed: 41 optim: lr: 0.75" in text
     assert f"held-out part of {inputs}/corpus" in text
     assert f"{NUM_BATCHES} of 64 examples, each of {INPUTS_LENGTH} encoder and" in text
@@ -267,7 +267,7 @@ def numbers_of_the_model(inputs):
             probs = logits.softmax(-1)
             plan = router.plan
             firsts[side] += zip(ids.flatten().tolist(), logits.argmax(-1).tolist(), strict=True)
-            loads[side] += plan.expert_index[plan.wanted].tolist()
+            loads[side] += plan.expert_index[plan.requested].tolist()
             accepted[side].append(int(plan.accepted.sum()))
             slots[side].append(plan.capacity * NUM_EXPERTS * plan.expert_index.shape[0])
             entropies[side] += (-(probs * probs.log()).sum(-1)).tolist()

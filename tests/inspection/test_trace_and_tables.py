@@ -11,8 +11,8 @@ from moe.inspection.tables import (
     format_table,
     health_rows,
     load_shares,
+    preferred_tokens,
     routing_entropy,
-    special_tokens,
     token_names,
     top_tokens,
 )
@@ -67,22 +67,24 @@ def test_top_tokens_and_lift_by_hand():
 
     # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by
     # nobody.
-    special = special_tokens(counts, 0)
-    assert [entry.token for entry in special] == [0, 2]
-    assert special[0].lift == pytest.approx((30 + 20 * 41 / 101) / (40 + 20) / (41 / 101))
-    assert special[1].lift == pytest.approx((10 + 20 * 41 / 101) / (20 + 20) / (41 / 101))
-    assert [entry.token for entry in special_tokens(counts, 1)] == [1]
+    preferred = preferred_tokens(counts, 0)
+    assert [entry.token for entry in preferred] == [0, 2]
+    assert preferred[0].lift == pytest.approx((30 + 20 * 41 / 101) / (40 + 20) / (41 / 101))
+    assert preferred[1].lift == pytest.approx((10 + 20 * 41 / 101) / (20 + 20) / (41 / 101))
+    assert [entry.token for entry in preferred_tokens(counts, 1)] == [1]
 
 
 def test_lift_ranks_tokens_that_never_go_elsewhere_by_evidence():
     counts = torch.tensor([[1000, 0, 0, 0], [10, 0, 0, 0], [0, 1010, 1010, 1010]])
-    special = special_tokens(counts, 0)
-    assert [(entry.token, entry.occurrences, entry.seen) for entry in special] == [
+    preferred = preferred_tokens(counts, 0)
+    assert [(entry.token, entry.occurrences, entry.seen) for entry in preferred] == [
         (0, 1000, 1000),
         (1, 10, 10),
     ]
-    assert 3.9 < special[0].lift < 4  # 4 is the most that the expert's quarter of all tokens allows
-    assert special[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
+    assert (
+        3.9 < preferred[0].lift < 4
+    )  # 4 is the most that the expert's quarter of all tokens allows
+    assert preferred[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
 
 
 def test_the_token_that_a_decoder_starts_with_is_no_padding(tmp_path):

@@ -21,11 +21,10 @@ from moe import (
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
     STMoEModel,
-    model_card,
     total_stats,
 )
 from moe.data.tokenizer import train_tokenizer
-from moe.models.card import find_source_model
+from moe.models.card import find_source_model, model_card
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_run import write_texts
 

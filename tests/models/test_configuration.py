@@ -20,9 +20,10 @@ from moe import (
     STMoEConfig,
     STMoEForConditionalGeneration,
 )
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import REFERENCES
 from moe.sparse.experts import Experts
-from moe.sparse.router import Router, load_routers
+from moe.sparse.router import Router
 from tests.models.tiny import FIELDS
 
 SPARSE = {"num_experts": 5, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}

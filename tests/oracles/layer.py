@@ -1,4 +1,4 @@
-"""The sparse layer, one token at a time: a loop over accepted places, and the dense einsum with [G,
+"""The sparse layer, one token at a time: a loop over accepted choices, and the dense einsum with [G,
 S, E, C] masks.
 
 Source: ST-MoE (arXiv:2202.08906) §3.1 and appendix C for an expert; Mesh-TensorFlow
@@ -100,7 +100,7 @@ def hash_logits(layer, token_ids):
 def route(layer, logits, probs, mask, token_ids, capacity):
     """Returns the routing by the layer's router under its options."""
     config, options = layer.config, layer.router.options
-    places, name = config.num_selected_experts, config.router
+    choices, name = config.num_selected_experts, config.router
     if name in ("token_choice", "batch_prioritized"):
         mode = "" if layer.training else "eval_"
         policy = getattr(options, mode + "second_expert_policy")
@@ -109,12 +109,12 @@ def route(layer, logits, probs, mask, token_ids, capacity):
             "token_choice": routing.token_choice,
             "batch_prioritized": routing.batch_prioritized,
         }[name]
-        return router(probs, mask, capacity, places, policy, threshold, options.normalize_gates)
+        return router(probs, mask, capacity, choices, policy, threshold, options.normalize_gates)
     if name == "switch":
         return routing.switch(probs, mask, capacity)
     if name == "bias_balanced":
         bias = [steps * options.update_rate for steps in layer.router.load_steps.tolist()]
-        return routing.bias_balanced(probs, mask, capacity, bias, places, options.normalize_gates)
+        return routing.bias_balanced(probs, mask, capacity, bias, choices, options.normalize_gates)
     if name == "no_token_left_behind":
         return routing.no_token_left_behind(probs, mask, capacity, options.num_candidates)
     if name == "hash":
@@ -152,15 +152,15 @@ def run_expert(layer, expert, token):
 
 def combine_by_loop(layer, groups, routing):
     """Returns the output [G, S, D] of groups [G, S, D]: the weighed outputs of each token's
-    accepted places.
+    accepted choices.
     """
     outputs = []
     for g, tokens in enumerate(groups):
         for s, token in enumerate(tokens):
             y = torch.zeros_like(token)
-            for place, expert in enumerate(routing.expert_index[g][s]):
-                if routing.accepted[g][s][place]:
-                    y = y + routing.weight[g][s][place] * run_expert(layer, expert, token)
+            for choice, expert in enumerate(routing.expert_index[g][s]):
+                if routing.accepted[g][s][choice]:
+                    y = y + routing.weight[g][s][choice] * run_expert(layer, expert, token)
             outputs.append(y)
     return torch.stack(outputs).reshape(groups.shape)
 
@@ -169,7 +169,7 @@ def dense_einsum(layer, groups, plan):
     """Returns the output [G, S, D] by one-hot dispatch and combine masks [G, S, E, C] of a plan.
 
     Capacity 0 keeps one slot that nobody is in, as one-hot masks need a column. Slots of refused
-    places may hold
+    choices may hold
     anything: they are clamped into the mask and multiplied by accepted = 0.
     """
     capacity = plan.capacity if plan.capacity is not None else groups.shape[1]

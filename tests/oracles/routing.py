@@ -18,10 +18,10 @@ import torch
 
 @dataclass
 class Routing:
-    """Nested lists by [group][token][place]."""
+    """Nested lists by [group][token][choice]."""
 
     expert_index: list  # int, of padding too
-    wanted: list  # bool: asked for a slot
+    requested: list  # bool: asked for a slot
     accepted: list  # bool: got one
     slot: list  # int; None where not accepted
     weight: list  # torch scalar; the float 0.0 where not accepted
@@ -50,23 +50,23 @@ def nobody_served(expert_index):
     """Returns a routing in which nobody has asked for anything yet."""
 
     def everywhere(value):
-        return [[[value for _ in places] for places in group] for group in expert_index]
+        return [[[value for _ in choices] for choices in group] for group in expert_index]
 
     return Routing(
         expert_index, everywhere(False), everywhere(False), everywhere(None), everywhere(0.0)
     )
 
 
-def ask(routing, used, capacity, group, token, place, weight):
-    """A token asks the expert of one of its places for a slot; `used` [E] counts the group's filled
+def ask(routing, used, capacity, group, token, choice, weight):
+    """A token asks the expert of one of its choices for a slot; `used` [E] counts the group's filled
     slots.
     """
-    expert = routing.expert_index[group][token][place]
-    routing.wanted[group][token][place] = True
+    expert = routing.expert_index[group][token][choice]
+    routing.requested[group][token][choice] = True
     if capacity is None or used[expert] < capacity:
-        routing.accepted[group][token][place] = True
-        routing.slot[group][token][place] = used[expert]
-        routing.weight[group][token][place] = weight
+        routing.accepted[group][token][choice] = True
+        routing.slot[group][token][choice] = used[expert]
+        routing.weight[group][token][choice] = weight
         used[expert] += 1
 
 
@@ -79,15 +79,17 @@ def gates_of(probs, experts, normalize):
     return gates
 
 
-def place_keeps(place, gate, policy, threshold):
-    """Returns whether a place asks for a slot: the first always, the others by the policy."""
-    if place == 0 or policy == "all":
+def choice_keeps(choice, gate, policy, threshold):
+    """Returns whether a choice asks for a slot: the first always, the others by the policy."""
+    if choice == 0 or policy == "all":
         return True
     return {"none": False, "threshold": gate > threshold}[policy]
 
 
-def serve_place_by_place(probs, mask, capacity, expert_index, order, policy, threshold, normalize):
-    """Serves place 0 of all tokens, then place 1 of all, and so on; order [G] lists each group's
+def serve_choice_by_choice(
+    probs, mask, capacity, expert_index, order, policy, threshold, normalize
+):
+    """Serves choice 0 of all tokens, then choice 1 of all, and so on; order [G] lists each group's
     tokens in turn.
     """
     routing = nobody_served(expert_index)
@@ -97,10 +99,10 @@ def serve_place_by_place(probs, mask, capacity, expert_index, order, policy, thr
             gates_of(p, experts, normalize)
             for p, experts in zip(probs[g], expert_index[g], strict=True)
         ]
-        for place in range(len(gates[0])):
+        for choice in range(len(gates[0])):
             for s in order[g]:
-                if mask[g][s] and place_keeps(place, gates[s][place].item(), policy, threshold):
-                    ask(routing, used, capacity, g, s, place, gates[s][place])
+                if mask[g][s] and choice_keeps(choice, gates[s][choice].item(), policy, threshold):
+                    ask(routing, used, capacity, g, s, choice, gates[s][choice])
     return routing
 
 
@@ -113,7 +115,7 @@ def token_choice(probs, mask, capacity, num_selected, policy, threshold, normali
         [best_first(token.tolist(), num_selected) for token in group] for group in probs
     ]
     order = [range(len(group)) for group in mask]
-    return serve_place_by_place(
+    return serve_choice_by_choice(
         probs, mask, capacity, expert_index, order, policy, threshold, normalize
     )
 
@@ -126,7 +128,7 @@ def switch(probs, mask, capacity):
 
 
 def batch_prioritized(probs, mask, capacity, num_selected, policy, threshold, normalize):
-    """Token choice, but inside each place the surest tokens are served first. Source: V-MoE
+    """Token choice, but inside each choice the surest tokens are served first. Source: V-MoE
     (arXiv:2106.05974).
     """
     expert_index = [
@@ -138,7 +140,7 @@ def batch_prioritized(probs, mask, capacity, num_selected, policy, threshold, no
             max(p.tolist()) if real else -1.0 for p, real in zip(tokens, group_mask, strict=True)
         ]
         order.append(best_first(sureness, len(sureness)))
-    return serve_place_by_place(
+    return serve_choice_by_choice(
         probs, mask, capacity, expert_index, order, policy, threshold, normalize
     )
 
@@ -155,7 +157,7 @@ def bias_balanced(probs, mask, capacity, bias, num_selected, normalize):
         for group in probs
     ]
     order = [range(len(group)) for group in mask]
-    return serve_place_by_place(probs, mask, capacity, expert_index, order, "all", 0.0, normalize)
+    return serve_choice_by_choice(probs, mask, capacity, expert_index, order, "all", 0.0, normalize)
 
 
 def no_token_left_behind(probs, mask, capacity, num_candidates):
@@ -209,7 +211,7 @@ def hash_by_murmur(token_ids, num_experts, seed):
 
 
 def experts_take(scores, mask, capacity):
-    """Every expert takes the real tokens that score highest, scores [G][S][E]; place e of a token
+    """Every expert takes the real tokens that score highest, scores [G][S][E]; choice e of a token
     is expert e.
     """
     num_experts = len(scores[0][0])

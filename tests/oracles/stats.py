@@ -1,4 +1,4 @@
-"""What a routing did, counted place by place, and the numbers that people read.
+"""What a routing did, counted choice by choice, and the numbers that people read.
 
 Source: this project's own definitions, written out here and in moe/sparse/stats.py. Idea: tally
 marks; every value is a plain int or float.
@@ -9,14 +9,14 @@ import math
 
 def statistics(probs, mask, routing, num_experts, capacity):
     """Returns sums and counts over the real tokens of all groups; probs [G, S, E], mask [G][S]."""
-    num_places = len(routing.expert_index[0][0])
+    num_choices = len(routing.expert_index[0][0])
     count = {
         "expert_load": [0] * num_experts,
         "accepted_load": [0] * num_experts,
         "num_tokens": 0,
         "num_positions": 0,
         "dropped_tokens": 0,
-        "dropped_by_place": [0] * num_places,
+        "dropped_by_choice": [0] * num_choices,
         "second_expert_tokens": 0,
         "num_slots": 0,
         "entropy_sum": 0.0,
@@ -36,15 +36,15 @@ def statistics(probs, mask, routing, num_experts, capacity):
 def count_token(count, routing, g, s):
     """Adds one real token to the tally."""
     count["num_tokens"] += 1
-    for place, expert in enumerate(routing.expert_index[g][s]):
-        wanted, accepted = routing.wanted[g][s][place], routing.accepted[g][s][place]
-        if wanted:
+    for choice, expert in enumerate(routing.expert_index[g][s]):
+        requested, accepted = routing.requested[g][s][choice], routing.accepted[g][s][choice]
+        if requested:
             count["expert_load"][expert] += 1
         if accepted:
             count["accepted_load"][expert] += 1
-            count["confidence_sum"] += routing.weight[g][s][place].item()
-        if wanted and not accepted:
-            count["dropped_by_place"][place] += 1
+            count["confidence_sum"] += routing.weight[g][s][choice].item()
+        if requested and not accepted:
+            count["dropped_by_choice"][choice] += 1
     if sum(routing.accepted[g][s]) == 0:
         count["dropped_tokens"] += 1
     if sum(routing.accepted[g][s]) >= 2:
@@ -67,8 +67,8 @@ def summary(count):
     deviation = math.sqrt(sum((x - mean) ** 2 for x in load) / len(load))
     return {
         **{
-            f"fraction_dropped_choice_{place + 1}": share(refused, count["num_tokens"])
-            for place, refused in enumerate(count["dropped_by_place"])
+            f"fraction_dropped_choice_{choice + 1}": share(refused, count["num_tokens"])
+            for choice, refused in enumerate(count["dropped_by_choice"])
         },
         "expert_usage": share(sum(count["accepted_load"]), count["num_slots"]),
         "fraction_dropped": share(count["dropped_tokens"], count["num_tokens"]),

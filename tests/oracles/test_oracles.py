@@ -31,12 +31,12 @@ FOUR = table([0.6, 0.3, 0.1], [0.5, 0.4, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8])
 REAL = [[True] * 4]
 
 
-def test_token_choice_serves_first_places_then_second_places_in_the_order_of_the_tokens():
+def test_token_choice_serves_first_choices_then_second_choices_in_the_order_of_the_tokens():
     found = routers.token_choice(FOUR, REAL, 2, 2, "all", 0.2, normalize=True)
     assert found.expert_index == [[[0, 1], [0, 1], [1, 0], [2, 0]]]
     # Place 0: t0, t1 fill expert 0; t2 sits in expert 1, t3 in expert 2. Place 1: t0 takes the last
     # slot of expert 1, so t1 is refused there; t2 and t3 are refused at expert 0.
-    assert found.wanted == [[[True, True]] * 4]
+    assert found.requested == [[[True, True]] * 4]
     assert found.slot == [[[0, 1], [1, None], [0, None], [0, None]]]
     assert found.accepted == [[[True, True], [True, False], [True, False], [True, False]]]
     # Gates: 6/9 and 3/9; 5/9; 7/9; 8/9. What is left after a drop is not scaled up.
@@ -48,7 +48,7 @@ def test_token_choice_serves_first_places_then_second_places_in_the_order_of_the
     ]
 
 
-def test_no_second_place_is_served_before_a_later_tokens_first_place():
+def test_no_second_choice_is_served_before_a_later_tokens_first_choice():
     # With one slot each, t0's second choice comes after t1's first choice of the same expert.
     found = routers.token_choice(
         table([0.9, 0.1], [0.2, 0.8]), [[True] * 2], 1, 2, "all", 0.2, normalize=True
@@ -57,7 +57,7 @@ def test_no_second_place_is_served_before_a_later_tokens_first_place():
     assert found.slot == [[[0, None], [0, None]]]
 
 
-def test_the_policy_decides_who_wants_a_second_place():
+def test_the_policy_decides_who_wants_a_second_choice():
     # Normalised, the second gates are 3/9, 4/9, 2/9, 1/9; raw, they are 0.3, 0.4, 0.2, 0.1, and 0.2
     # is not above 0.2.
     for policy, normalize, second in (
@@ -66,13 +66,13 @@ def test_the_policy_decides_who_wants_a_second_place():
         ("threshold", False, 2),
     ):
         found = routers.token_choice(FOUR, REAL, None, 2, policy, 0.2, normalize)
-        assert found.wanted == found.accepted == [[[True, s < second] for s in range(4)]]
+        assert found.requested == found.accepted == [[[True, s < second] for s in range(4)]]
 
 
 def test_switch_weighs_by_the_raw_probability_and_skips_padding():
     found = routers.switch(FOUR, [[True, False, True, True]], 1)
     assert found.slot == [[[0], [None], [0], [0]]]
-    assert found.wanted == [[[True], [False], [True], [True]]]
+    assert found.requested == [[[True], [False], [True], [True]]]
     assert numbers(found) == [[0.6], [0.0], [0.7], [0.8]]
 
 
@@ -85,7 +85,7 @@ def test_batch_prioritized_admits_the_surest_tokens_first_and_padding_never():
     )
     # Everybody wants expert 0 and then expert 1; t0 comes last both times and is dropped.
     assert found.slot == [[[None, None], [0, 0], [2, 2], [1, 1], [None, None]]]
-    assert found.wanted == [[[True, True]] * 4 + [[False, False]]]
+    assert found.requested == [[[True, True]] * 4 + [[False, False]]]
 
 
 def test_experts_take_their_best_tokens():
@@ -94,7 +94,7 @@ def test_experts_take_their_best_tokens():
     found = routers.expert_choice_over_experts(probs, [[True] * 3], 2)
     assert found.expert_index == [[[0, 1]] * 3]
     assert found.slot == [[[1, 1], [None, 0], [0, None]]]
-    assert found.wanted == found.accepted == [[[True, True], [False, True], [True, False]]]
+    assert found.requested == found.accepted == [[[True, True], [False, True], [True, False]]]
     assert numbers(found) == [[0.7, 0.3], [0.0, 0.6], [0.9, 0.0]]
     # Without t2, both experts take both of the others although there is room for three.
     found = routers.expert_choice_over_experts(probs, [[True, True, False]], 3)
@@ -122,7 +122,7 @@ def test_no_token_is_left_behind_while_a_candidate_has_room():
     found = routers.no_token_left_behind(probs, [[False, True, True, True]], 1, 3)
     # Round 0: t1 takes expert 0. Round 1: t2 takes expert 1, t3 comes too late. Round 2: t3 takes
     # expert 2.
-    assert found.wanted == [
+    assert found.requested == [
         [[False] * 3, [True, False, False], [True, True, False], [True, True, True]]
     ]
     assert found.accepted == [
@@ -152,11 +152,11 @@ def test_a_bias_moves_the_choice_but_not_the_weight():
 
 def test_capacity_0_accepts_nobody():
     found = routers.token_choice(FOUR, REAL, 0, 2, "all", 0.2, normalize=True)
-    assert found.wanted == [[[True, True]] * 4]
+    assert found.requested == [[[True, True]] * 4]
     assert found.accepted == [[[False, False]] * 4]
-    assert routers.expert_choice_over_experts(FOUR, REAL, 0).wanted == [[[False] * 3] * 4]
+    assert routers.expert_choice_over_experts(FOUR, REAL, 0).requested == [[[False] * 3] * 4]
     counted = statistics(FOUR, REAL, found, 3, 0)
-    assert (counted["dropped_tokens"], counted["dropped_by_place"], counted["num_slots"]) == (
+    assert (counted["dropped_tokens"], counted["dropped_by_choice"], counted["num_slots"]) == (
         4,
         [4, 4],
         0,
@@ -193,7 +193,7 @@ def test_the_loop_and_the_einsum_add_up_weighed_experts():
 
 
 def test_perfect_balance_costs_1_by_first_choices_and_k_by_all():
-    # P = (1/2, 1/2); f = (1/2, 1/2) of first choices, (1, 1) of all, wanted or not: 2 * 1/2 = 1 and
+    # P = (1/2, 1/2); f = (1/2, 1/2) of first choices, (1, 1) of all, requested or not: 2 * 1/2 = 1 and
     # 2 * 1 = 2.
     probs, mask = table([0.9, 0.1], [0.1, 0.9]), [[True] * 2]
     found = routers.token_choice(probs, mask, 0, 2, "none", 0.2, normalize=True)
@@ -259,7 +259,7 @@ def test_statistics_count_the_first_example_with_a_fifth_padded_token():
     counted = statistics(table([0.5, 0.5, 0], *[[1.0, 0, 0]] * 3, [1 / 3] * 3), mask, found, 3, 2)
     # Asked for expert 0: t0, t1, t2, t3; for 1: t2, t0, t1; for 2: t3. Only t0 got both. Weights
     # (6+3+5+7+8) / 9.
-    lists = {"expert_load": [4, 3, 1], "accepted_load": [2, 2, 1], "dropped_by_place": [0, 3]}
+    lists = {"expert_load": [4, 3, 1], "accepted_load": [2, 2, 1], "dropped_by_choice": [0, 3]}
     counts = {
         "num_tokens": 4,
         "num_positions": 5,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe.distributed.mesh import MeshConfig, build_mesh
@@ -22,6 +23,7 @@ from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.planning.memory import optimizer_bytes, parameter_bytes
 from moe.planning.plan import build_model
+from tests.processes import fork_context
 
 MESH = MeshConfig(ep=64, tp=16)  # one expert on a data row, as in the paper's Mesh-TensorFlow runs
 LIMIT = 4 * 2**30
@@ -94,7 +96,8 @@ def check_rank(index):
 
 @pytest.mark.slow
 def test_st_moe_32b_is_sharded_over_1024_ranks_as_planned():
-    torch.multiprocessing.spawn(check_rank, nprocs=len(RANKS))
+    fork_context()
+    start_processes(check_rank, nprocs=len(RANKS), start_method="forkserver")
 
 
 def test_the_shards_of_all_1024_ranks_make_up_the_model():

@@ -7,8 +7,8 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from moe.kernels.expert_rows import ExpertRows
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import ExpertRows
 
 KINDS = list(
     itertools.product(["gelu", "relu"], [True, False], ["none", "additive", "multiplicative"])
@@ -23,7 +23,11 @@ def expert_rows(expert_of_row, token_of_row, num_experts, num_tokens):
     of_token = torch.bincount(token, minlength=num_tokens)
     weight = torch.rand(len(pairs), dtype=torch.float64)
     return ExpertRows(
-        counts, token, weight, token.argsort(stable=True), of_token.cumsum(0) - of_token
+        counts=counts,
+        token=token,
+        weight=weight,
+        by_token=token.argsort(stable=True),
+        token_start=of_token.cumsum(0) - of_token,
     )
 
 

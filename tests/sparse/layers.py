@@ -4,9 +4,9 @@ E=5.
 
 import torch
 
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import SparseFeedForward
-from moe.sparse.router import load_routers
 
 ROUTER_NAMES = load_routers().names()
 GATED_NAMES = [

@@ -84,7 +84,9 @@ def test_in_the_scope_of_a_sequence_each_expert_takes_the_first_tokens_of_each_s
         strict=True,
     ):
         assert wish == (row @ layer.router.gate.T).argmax(-1).tolist()
-        assert accepted == [wish[:place].count(expert) < slots for place, expert in enumerate(wish)]
+        assert accepted == [
+            wish[:choice].count(expert) < slots for choice, expert in enumerate(wish)
+        ]
 
 
 @pytest.mark.parametrize(

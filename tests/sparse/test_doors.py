@@ -130,7 +130,7 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(name, choic
             config(**{name: value})
 
 
-def test_there_are_no_more_places_than_experts():
+def test_there_are_no_more_choices_than_experts():
     text = (
         "num_selected_experts is 7, but there are only 5 experts. Set num_selected_experts to at most 5, or raise "
         "num_experts."
@@ -223,7 +223,7 @@ def test_a_router_that_looks_ahead_is_refused_in_a_decoder(router):
 
 
 @pytest.mark.parametrize("router", ["hash", "no_token_left_behind", "switch"])
-def test_a_router_of_one_expert_a_token_wants_one_place(router):
+def test_a_router_of_one_expert_a_token_wants_one_choice(router):
     text = (
         f"Router '{router}' gives each token one expert, but num_selected_experts is 2. "
         "Set num_selected_experts to 1."
@@ -243,7 +243,7 @@ def test_token_choice_knows_four_policies(router, name):
 @pytest.mark.parametrize("name", ["second_expert_threshold", "eval_second_expert_threshold"])
 def test_token_choice_wants_thresholds_above_zero(router, name):
     text = (
-        f"{name} is 0.0; expected a finite number above 0 (policy 'all' always uses every place)."
+        f"{name} is 0.0; expected a finite number above 0 (policy 'all' always uses every choice)."
     )
     with refused(ConfigError, text):
         options(router, **{name: 0.0})

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.kernels import cpu_experts as parallel
+from moe.kernels import cpu_experts
+from moe.kernels.cpu_experts import ExpertForm, ExpertWeights
 from tests.processes import run_program
 from tests.sparse.expert_loop import KINDS, expert_rows, problem, run_loop, tiny
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients
@@ -31,9 +32,9 @@ def threads():
 def run_engine(inputs, rows, config, drop_rate=0.0):
     tokens, weight, first, down, *bias = inputs
     rows = rows._replace(weight=weight)
-    return parallel.parallel_feed_forward(
-        tokens, rows, first, down, bias[0] if bias else None, config, drop_rate
-    )
+    weights = ExpertWeights(first, down, bias[0] if bias else None)
+    form = ExpertForm(config.activation, config.gated, config.expert_bias, drop_rate)
+    return cpu_experts.fused_feed_forward(tokens, rows, weights, form)
 
 
 # ---- the engine of the CPU against the loop ----
@@ -48,8 +49,8 @@ def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
 ):
     threads(num_threads)
     monkeypatch.setattr(
-        parallel, "_CHUNK", chunk
-    )  # few rows a piece: experts are cut and summed up again
+        cpu_experts, "_ROWS_PER_PIECE", chunk
+    )  # few rows a piece: experts are split and summed up again
     config = tiny(activation, gated, expert_bias, d_model=7, d_ff=11)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
     output = run_engine(inputs, rows, config, drop_rate)
@@ -151,7 +152,7 @@ def test_without_gradients_the_output_is_the_same_and_no_product_is_kept(
     threads(num_threads)
     config = tiny(expert_bias="multiplicative")
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
-    sizes, hidden = [], parallel._Expert.hidden
+    sizes, hidden = [], cpu_experts._HiddenLayer.hidden
 
     def watch(self, product, gate, bias, kept):
         sizes.append(
@@ -159,7 +160,7 @@ def test_without_gradients_the_output_is_the_same_and_no_product_is_kept(
         )
         return hidden(self, product, gate, bias, kept)
 
-    monkeypatch.setattr(parallel._Expert, "hidden", watch)
+    monkeypatch.setattr(cpu_experts._HiddenLayer, "hidden", watch)
     expected = run_engine(inputs, rows, config, 0.0)
     assert {stored for _, stored in sizes} == {11}  # for the backward pass
     sizes.clear()
@@ -213,7 +214,7 @@ def _in_a_child(layer, x, answers):
     (gate, *_) = gradients(y.square().sum(), layer)
     torch.set_num_threads(2)
     ran = []
-    parallel.run_pieces(ran.append, parallel.cut_rows([3, 5], most=2))
+    cpu_experts.run_pieces(ran.append, cpu_experts.split_rows([3, 5], most=2))
     answers.put((y.detach().numpy(), gate.numpy(), len(ran)))
 
 
@@ -249,7 +250,7 @@ def test_workers_run_torch_on_one_core_each(threads):
         torch.zeros(2**20).add(1)  # large enough to be split
         seen.append(torch.get_num_threads())
 
-    parallel.run_pieces(run, parallel.cut_rows([3, 5], most=1))
+    cpu_experts.run_pieces(run, cpu_experts.split_rows([3, 5], most=1))
     assert set(seen) == {1}
     assert torch.get_num_threads() == 2
 
@@ -391,7 +392,7 @@ def test_all_tokens_may_go_to_one_expert(num_threads, threads):
 
 def test_pieces_cover_every_row_once_and_every_expert():
     counts = [5, 0, 13, 1]
-    pieces = parallel.cut_rows(counts, most=3)
+    pieces = cpu_experts.split_rows(counts, most=3)
     assert sorted(row for p in pieces for row in range(p.start, p.end)) == list(range(19))
     assert {p.expert for p in pieces} == {0, 1, 2, 3}
     assert all(p.end - p.start <= 3 for p in pieces)
@@ -411,7 +412,7 @@ def test_an_error_in_a_piece_reaches_the_caller(threads):
             raise ZeroDivisionError("expert 2")
 
     with pytest.raises(ZeroDivisionError, match="expert 2"):
-        parallel.run_pieces(run, parallel.cut_rows([3, 3, 3, 3], most=2))
+        cpu_experts.run_pieces(run, cpu_experts.split_rows([3, 3, 3, 3], most=2))
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -429,7 +430,7 @@ def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
         ended.append(piece)
 
     with pytest.raises(error):
-        parallel.run_pieces(run, parallel.cut_rows([5] * 13, most=1))
+        cpu_experts.run_pieces(run, cpu_experts.split_rows([5] * 13, most=1))
     assert (len(begun), len(ended)) == (2, 1)
 
 
@@ -451,7 +452,7 @@ def test_ctrl_c_leaves_no_piece_running(threads):
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            parallel.run_pieces(run, parallel.cut_rows([5] * 131, most=1))
+            cpu_experts.run_pieces(run, cpu_experts.split_rows([5] * 131, most=1))
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(begun) == len(ended) < 100
@@ -460,7 +461,7 @@ def test_ctrl_c_leaves_no_piece_running(threads):
 def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
     for number in range(2, 14):
         threads(number)
-        parallel.run_pieces(lambda piece: None, parallel.cut_rows([3], most=1))
+        cpu_experts.run_pieces(lambda piece: None, cpu_experts.split_rows([3], most=1))
     for _ in range(200):
         workers = [thread for thread in threading.enumerate() if thread.name.startswith("experts")]
         if len(workers) <= 10 + 11 + 12 + 13:
@@ -473,7 +474,7 @@ def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
 def test_a_process_that_gets_no_threads_ends_with_the_error(tmp_path):
     program = (
         "import threading, torch\n"
-        "from moe.kernels import cpu_experts as parallel\n"
+        "from moe.kernels import cpu_experts\n"
         "torch.set_num_threads(3)\n"
         "start, started = threading.Thread.start, []\n"
         "def refuse(self):\n"
@@ -481,7 +482,7 @@ def test_a_process_that_gets_no_threads_ends_with_the_error(tmp_path):
         '    if len(started) == 2: raise RuntimeError("can\'t start new thread")\n'
         "    start(self)\n"
         "threading.Thread.start = refuse\n"
-        "parallel.run_pieces(print, parallel.cut_rows([3], most=1))\n"
+        "cpu_experts.run_pieces(print, cpu_experts.split_rows([3], most=1))\n"
     )
     done = run_program(tmp_path, program)
     assert done.returncode == 1

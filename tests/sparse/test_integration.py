@@ -1,6 +1,6 @@
 """The sparse layer in transformers' T5 and torch's TransformerEncoder.
 
-Oracles: a slot with one expert is T5's own dense feed-forward with the same weights; real tokens
+Oracles: an adapter with one expert is T5's own dense feed-forward with the same weights; real tokens
 are counted by hand; checkpointed layers must do what layers that keep their activations do. The two
 parts marked `guide` hold the lines that docs/guides/layer.md shows.
 """
@@ -15,8 +15,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import T5Config, T5ForConditionalGeneration
 
+import moe
 from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
-from moe.sparse.integration import FeedForwardSlot, collect_routers, router_loss, total_stats
+from moe.sparse.integration import (
+    SparseFeedForwardAdapter,
+    collect_routers,
+    router_loss,
+    total_stats,
+)
 
 B, L, T, D, F, E = 3, 13, 11, 21, 17, 5
 LAYERS = 2
@@ -43,7 +49,7 @@ def sparse_t5(seed=0, dropout_rate=0.0):
             eval_capacity_factor=None,
         )
         for block in stack.block:
-            block.layer[-1].DenseReluDense = FeedForwardSlot(config)
+            block.layer[-1].DenseReluDense = SparseFeedForwardAdapter(config)
     # end of guide
     return model
 
@@ -68,7 +74,7 @@ def sparse_encoder(seed=0, **changes):
     encoder = nn.TransformerEncoder(layer, num_layers=LAYERS, enable_nested_tensor=False)
     for layer in encoder.layers:
         config = SparseConfig(**{"d_model": D, "d_ff": F, "num_experts": E, **changes})
-        layer.linear1, layer.linear2 = FeedForwardSlot(config), nn.Identity()
+        layer.linear1, layer.linear2 = SparseFeedForwardAdapter(config), nn.Identity()
     return encoder
 
 
@@ -106,13 +112,13 @@ def test_a_slot_with_one_expert_is_the_dense_feed_forward_of_t5(feed_forward):
                 d_model=D, d_ff=F, num_experts=1, num_selected_experts=1, gated=gated,
                 activation="gelu" if gated else "relu", decoder=stack is model.decoder,
             )  # fmt: skip
-            slot = FeedForwardSlot(SparseFeedForward(config))
-            weights = dict(slot.sparse.experts.named_parameters())
+            adapter = SparseFeedForwardAdapter(SparseFeedForward(config))
+            weights = dict(adapter.sparse.experts.named_parameters())
             first = torch.cat([old.wi_0.weight, old.wi_1.weight]) if gated else old.wi.weight
             with torch.no_grad():
                 weights["gate_up_proj" if gated else "up_proj"].copy_(first[None])
                 weights["down_proj"].copy_(old.wo.weight[None])
-            block.layer[-1].DenseReluDense = slot
+            block.layer[-1].DenseReluDense = adapter
     ids, mask, labels = t5_batch()
     ours, theirs = (m(input_ids=ids, attention_mask=mask, labels=labels) for m in (model, dense))
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
@@ -356,21 +362,32 @@ def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
     layer = SparseFeedForward(
         SparseConfig(d_model=D, d_ff=F, num_experts=5, num_selected_experts=2)
     )
-    slot = FeedForwardSlot(wrap(layer))
-    assert any(module is layer for module in slot.modules())
+    adapter = SparseFeedForwardAdapter(wrap(layer))
+    assert any(module is layer for module in adapter.modules())
     if wrap is not torch.compile:  # which would compile for seconds
         x = torch.randn(B, L, D)
-        assert slot(x).shape == x.shape
+        assert adapter(x).shape == x.shape
     for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
         with pytest.raises(
-            ConfigError, match=r"(?s)layer of a FeedForwardSlot is .*expected a SparseFeedForward"
+            ConfigError,
+            match=r"(?s)layer of a SparseFeedForwardAdapter is .*expected a SparseFeedForward",
         ):
-            FeedForwardSlot(foreign)
+            SparseFeedForwardAdapter(foreign)
+
+
+def test_the_name_of_the_release_before_stands_for_the_adapter_and_warns_once():
+    vars(moe).pop("FeedForwardSlot", None)
+    with pytest.warns(FutureWarning, match="FeedForwardSlot is now called moe.SparseFeedForward"):
+        assert moe.FeedForwardSlot is SparseFeedForwardAdapter
+    assert moe.FeedForwardSlot is SparseFeedForwardAdapter
+    with pytest.raises(AttributeError, match="has no attribute 'FeedForwardSlots'"):
+        _ = moe.FeedForwardSlots
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
     with pytest.raises(
-        ConfigError, match=r"no SparseFeedForward in this Linear.*FeedForwardSlot\(config\)"
+        ConfigError,
+        match=r"no SparseFeedForward in this Linear.*SparseFeedForwardAdapter\(config\)",
     ):
         collect_routers(nn.Linear(2, 3)).__enter__()
     model = sparse_t5()
@@ -394,6 +411,6 @@ def test_statistics_of_layers_of_different_shape_are_not_added():
     with collect_routers(few) as few_routers, collect_routers(many) as many_routers:
         many(few(torch.randn(B, L, D)))
     with pytest.raises(
-        DataError, match="Layer 2 has 5 experts and 1 places for each token, layer 0 has 3 and 2"
+        DataError, match="Layer 2 has 5 experts and 1 choices for each token, layer 0 has 3 and 2"
     ):
         total_stats(few_routers + many_routers)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe.sparse.router import load_routers
+from moe.sparse.all_routers import load_routers
 from moe.sparse.stats import add_stats
 from tests.sparse.layers import (
     DROPLESS,
@@ -50,18 +50,18 @@ def test_permuting_the_experts_permutes_the_plan_and_leaves_the_output(name, dis
 
     torch.testing.assert_close(y, y_permuted, rtol=0, atol=1e-12)
     plan, plan_permuted = router.plan, router_permuted.plan
-    if name == "expert_choice":  # place e of a token is expert e: the places are permuted
+    if name == "expert_choice":  # choice e of a token is expert e: the choices are permuted
         plan = plan._replace(
             **{
                 field: getattr(plan, field)[..., old_of_new]
-                for field in ("slot", "accepted", "wanted", "combine_weight")
+                for field in ("slot", "accepted", "requested", "combine_weight")
             }
         )
     else:
         real = plan.token_mask  # padding has equal scores, and the lower index of equals
         assert torch.equal(plan.expert_index[real], old_of_new[plan_permuted.expert_index[real]])
     assert 0 < int(plan.accepted.sum()) < 2 * int(mask.sum())
-    for field in ("accepted", "wanted"):
+    for field in ("accepted", "requested"):
         assert torch.equal(getattr(plan, field), getattr(plan_permuted, field))
     assert torch.equal(plan.slot[plan.accepted], plan_permuted.slot[plan.accepted])
     torch.testing.assert_close(
@@ -146,43 +146,43 @@ def change_after(x, ids, last):
     return torch.where(keep[..., None], x, other), torch.where(keep, ids, other_ids)
 
 
-def plans_up_to(layer, last, places=None):
-    """Returns who of the tokens up to `last` goes where, in so many places, for two inputs that
+def plans_up_to(layer, last, choices=None):
+    """Returns who of the tokens up to `last` goes where, in so many choices, for two inputs that
     differ behind it.
     """
     x, _, ids = random_input(batch=2)
     decided = []
     for tokens, token_ids in ((x, ids), change_after(x, ids, last)):
         plan = layer(tokens, token_ids=token_ids)[1].plan
-        fields = (plan.expert_index, plan.wanted, plan.accepted, plan.combine_weight)
-        decided.append([field[:, : last + 1, :places] for field in fields])
+        fields = (plan.expert_index, plan.requested, plan.accepted, plan.combine_weight)
+        decided.append([field[:, : last + 1, :choices] for field in fields])
     return decided
 
 
 @pytest.mark.parametrize("last", [0, 5, 12, 17])
 @pytest.mark.parametrize("slots", [DROPLESS, THREE_SLOTS, {"eval_capacity_factor": 1.0}], ids=str)
 @pytest.mark.parametrize("name", CAUSAL_NAMES)
-def test_with_one_place_a_decoders_plan_does_not_depend_on_later_tokens(name, slots, last):
+def test_with_one_choice_a_decoders_plan_does_not_depend_on_later_tokens(name, slots, last):
     layer = build_layer(name, decoder=True, num_selected_experts=1, group_size=26, **slots)
     before, after = plans_up_to(layer, last)
     assert_all_close(before, after, atol=0)
 
 
 @pytest.mark.parametrize("last", [5, 17])
-@pytest.mark.parametrize("places", [2, 3])
+@pytest.mark.parametrize("choices", [2, 3])
 @pytest.mark.parametrize("name", ["token_choice", "bias_balanced"])
-def test_with_several_places_later_tokens_change_no_first_place_and_without_a_capacity_none(
-    name, places, last
+def test_with_several_choices_later_tokens_change_no_first_choice_and_without_a_capacity_none(
+    name, choices, last
 ):
-    fields = {"decoder": True, "num_selected_experts": places, "group_size": 26}
-    before, after = plans_up_to(build_layer(name, **fields, **THREE_SLOTS), last, places=1)
+    fields = {"decoder": True, "num_selected_experts": choices, "group_size": 26}
+    before, after = plans_up_to(build_layer(name, **fields, **THREE_SLOTS), last, choices=1)
     assert_all_close(before, after, atol=0)
     before, after = plans_up_to(build_layer(name, **fields, **DROPLESS), last)
     assert_all_close(before, after, atol=0)
 
 
-def test_a_second_place_can_be_lost_to_the_first_place_of_a_later_token():
-    """The paper's own rule, all first places before any second, is what makes K = 2 with a capacity
+def test_a_second_choice_can_be_lost_to_the_first_choice_of_a_later_token():
+    """The paper's own rule, all first choices before any second, is what makes K = 2 with a capacity
     look ahead.
     """
     options = {"eval_second_expert_policy": "all"}
@@ -192,15 +192,15 @@ def test_a_second_place_can_be_lost_to_the_first_place_of_a_later_token():
         layer.router.gate.zero_()
         layer.router.gate[0, 0] = 1.0
 
-    def second_place_of_the_first_token(later_token_likes_expert):
+    def second_choice_of_the_first_token(later_token_likes_expert):
         x = torch.zeros(1, 2, 7, dtype=torch.float64)
         x[0, :, 0] = torch.tensor([1.0, 1.0 if later_token_likes_expert == 0 else -1.0])
         plan = layer(x)[1].plan
         assert plan.expert_index[0, :, 0].tolist() == [0, later_token_likes_expert]
         return bool(plan.accepted[0, 0, 1])
 
-    assert second_place_of_the_first_token(later_token_likes_expert=0)
-    assert not second_place_of_the_first_token(later_token_likes_expert=1)
+    assert second_choice_of_the_first_token(later_token_likes_expert=0)
+    assert not second_choice_of_the_first_token(later_token_likes_expert=1)
 
 
 @pytest.mark.parametrize("name", sorted(set(ROUTER_NAMES) - set(CAUSAL_NAMES)))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe import RouterStats, SparseFeedForward, summarize
 from moe.sparse.config import RouterInput
 from moe.sparse.routers.hash_by_token import hash_expert
-from moe.sparse.routers.token_choice import keep_places
+from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import answer, dense_einsum
 from tests.oracles.stats import summary
 from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of
@@ -144,18 +144,18 @@ def inputs(case):
     return x.requires_grad_(), mask, ids, words.requires_grad_()
 
 
-def gradients(output, load_balance_loss, router_z_loss, cotangent, wanted):
+def gradients(output, load_balance_loss, router_z_loss, cotangent, inputs):
     """Gradients of a weighted sum of all that is learnt from; zeros where nothing depends on it."""
     total = (output * cotangent).sum() + 0.7 * load_balance_loss + 0.3 * router_z_loss
     if not total.requires_grad:
-        return [torch.zeros_like(x) for x in wanted]
-    return torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        return [torch.zeros_like(x) for x in inputs]
+    return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
 
 def check_plan(plan, routing):
     """A plan holds the routing of the oracle; slots and weights count where accepted."""
     assert plan.expert_index.tolist() == routing.expert_index
-    assert plan.wanted.tolist() == routing.wanted
+    assert plan.requested.tolist() == routing.requested
     assert plan.accepted.tolist() == routing.accepted
     slots = torch.tensor(
         [[[-1 if slot is None else slot for slot in s] for s in g] for g in routing.slot]
@@ -194,9 +194,9 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
     output = expected.output.reshape(x.shape)
     cotangent = torch.randn_like(x)
     names, parameters = zip(*layer.named_parameters(), strict=True)
-    wanted = [x, words, *parameters]
+    leaves = [x, words, *parameters]
     losses = (expected.load_balance_loss, expected.router_z_loss)
-    expected_gradients = gradients(output, *losses, cotangent, wanted)
+    expected_gradients = gradients(output, *losses, cotangent, leaves)
 
     for dispatch in ("ragged", "static"):
         ours = SparseFeedForward(dataclasses.replace(layer.config, dispatch=dispatch)).double()
@@ -228,8 +228,8 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
 # ---- order, slots and weights, by hand ----
 
 
-def test_first_places_are_served_before_any_second_place_and_tokens_in_order():
-    # Two experts with three slots; tokens 0, 1, 3 prefer expert 0. Two first places fill expert 1
+def test_first_choices_are_served_before_any_second_choice_and_tokens_in_order():
+    # Two experts with three slots; tokens 0, 1, 3 prefer expert 0. Two first choices fill expert 1
     # up to its last slot.
     options = {"eval_second_expert_policy": "all"}
     layer = layer_with_logits(
@@ -244,7 +244,7 @@ def test_first_places_are_served_before_any_second_place_and_tokens_in_order():
     assert plan.slot[0, 0, 1] == 2
 
 
-def test_a_gate_is_not_scaled_up_when_the_other_place_is_dropped():
+def test_a_gate_is_not_scaled_up_when_the_other_choice_is_dropped():
     # Both tokens choose experts 0 and 1 by 6 : 3, but each expert has one slot: token 1 has
     # nothing.
     options = {"eval_second_expert_policy": "all"}
@@ -256,10 +256,10 @@ def test_a_gate_is_not_scaled_up_when_the_other_place_is_dropped():
     assert_close(plan.combine_weight, expected, tolerance=1e-8)
 
 
-def test_a_place_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always_is():
+def test_a_choice_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always_is():
     gates = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.3, 0.0]]])
     kept = {
-        policy: keep_places(gates, policy, 0.25)[0].tolist()
+        policy: keep_choices(gates, policy, 0.25)[0].tolist()
         for policy in ("all", "none", "threshold")
     }
     assert kept["all"] == [[True] * 3] * 2

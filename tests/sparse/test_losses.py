@@ -80,7 +80,7 @@ def test_after_mesh_tensorflow_a_group_of_padding_lowers_the_mean_and_after_flax
         )
 
 
-def test_dropped_places_count_for_balance_as_they_were_chosen():
+def test_dropped_choices_count_for_balance_as_they_were_chosen():
     x = logits_of(*[[0.6, 0.4]] * 3)
     for factor in (None, 0.01):
         losses = losses_of(x, eval_capacity_factor=factor, min_expert_capacity=0)
@@ -214,11 +214,11 @@ def route_after(reference):
 
 def test_after_mesh_tensorflow_routes_and_costs_as_worked_out_by_hand():
     router = route_after("mesh_tensorflow")
-    # 5/3 is 1 slot. t0, t2 and t4 take the only slots of experts 0, 1 and 2; all second places come
+    # 5/3 is 1 slot. t0, t2 and t4 take the only slots of experts 0, 1 and 2; all second choices come
     # too late.
     assert router.plan.capacity == 1
     assert router.plan.expert_index[0].tolist() == [[0, 1], [0, 1], [1, 2], [0, 1], [2, 0]]
-    assert router.plan.wanted[0].tolist() == [
+    assert router.plan.requested[0].tolist() == [
         [True, True],
         [True, False],
         [True, True],
@@ -239,7 +239,7 @@ def test_after_flaxformer_routes_and_costs_as_worked_out_by_hand():
     router = route_after("flaxformer")
     # 5/3 is 2 slots. Expert 0 takes t0, t1; expert 1 t2, t0; expert 2 t4, t2. Gates stay raw.
     assert router.plan.capacity == 2
-    assert router.plan.wanted[0].tolist() == [[True, True]] * 3 + [[False] * 2, [True, True]]
+    assert router.plan.requested[0].tolist() == [[True, True]] * 3 + [[False] * 2, [True, True]]
     weights = [[0.6, 0.3], [1, 0], [0.5, 0.3], [0, 0], [0.7, 0]]
     assert_close(router.plan.combine_weight[0], torch.tensor(weights, dtype=torch.float64))
     # Of 4 real tokens: f = (3, 3, 2) / 4 by all choices; z over 5 positions, and that of padding is
@@ -260,7 +260,7 @@ def test_each_reference_is_the_oracle_under_its_settings(reference, policy, norm
     found = routing.token_choice(
         torch.tensor([TABLE]).double(), MASK.tolist(), capacity, 2, policy, 0.2, normalize
     )
-    assert (plan.wanted.tolist(), plan.accepted.tolist()) == (found.wanted, found.accepted)
+    assert (plan.requested.tolist(), plan.accepted.tolist()) == (found.requested, found.accepted)
 
 
 def test_the_references_set_the_same_fields_and_each_to_another_value():

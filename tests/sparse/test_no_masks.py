@@ -5,7 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe import SparseConfig, SparseFeedForward, load_routers
+from moe import SparseConfig, SparseFeedForward
+from moe.sparse.all_routers import load_routers
 
 TOKENS, EXPERTS, D, F = 211, 23, 3, 5
 
@@ -33,12 +34,12 @@ def one_thread():
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
 @pytest.mark.parametrize("router", load_routers().names())
 def test_nothing_is_larger_than_the_logits_and_the_rows(router, dispatch, one_thread):
-    places = 1 if load_routers().get(router).single else 2
+    choices = 1 if load_routers().get(router).single else 2
     config = SparseConfig(
         D,
         F,
         EXPERTS,
-        places,
+        choices,
         router=router,
         dispatch=dispatch,
         capacity_factor=5.0,

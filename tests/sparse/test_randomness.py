@@ -12,13 +12,13 @@ import torch
 
 from moe import SparseConfig
 from moe.sparse.experts import Experts, truncated_normal_
-from moe.sparse.routers.token_choice import keep_places
+from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import dense_einsum
 from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of, tokens
 from tests.sparse.layers import build_layer
 
 RANDOM = {
-    "second places": {"router_options": {"second_expert_policy": "random"}},
+    "second choices": {"router_options": {"second_expert_policy": "random"}},
     "surest first": {
         "router": "batch_prioritized",
         "router_options": {"second_expert_policy": "random"},
@@ -52,24 +52,24 @@ def test_evaluation_draws_nothing(name, dispatch):
     assert torch.equal(layer(x)[0], y)
 
 
-def test_a_place_is_kept_with_probability_gate_over_threshold():
+def test_a_choice_is_kept_with_probability_gate_over_threshold():
     torch.manual_seed(0)
     gates = torch.tensor([0.7, 0.25, 0.05]).expand(3, 40_009, 3)
-    kept = keep_places(gates, "random", 0.2).double().mean(dim=(0, 1))
+    kept = keep_choices(gates, "random", 0.2).double().mean(dim=(0, 1))
     assert kept[:2].tolist() == [1, 1]
     assert abs(kept[2].item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / (3 * 40_009))
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_each_mode_draws_second_places_by_its_own_policy_and_threshold(training):
+def test_each_mode_draws_second_choices_by_its_own_policy_and_threshold(training):
     read, other = ("", "eval_") if training else ("eval_", "")
     options = {f"{read}second_expert_policy": "random", f"{read}second_expert_threshold": 0.5}
     options |= {f"{other}second_expert_policy": "none", f"{other}second_expert_threshold": 0.1}
     layer = layer_with_logits(2, router_options=options).train(training)
     torch.manual_seed(0)
-    wanted = layer(logits_of([0.9, 0.1]).expand(1, 4099, 2))[1].plan.wanted[0]
-    assert wanted[:, 0].all()
-    assert abs(wanted[:, 1].double().mean().item() - 0.2) < 5 * math.sqrt(0.2 * 0.8 / 4099)
+    requested = layer(logits_of([0.9, 0.1]).expand(1, 4099, 2))[1].plan.requested[0]
+    assert requested[:, 0].all()
+    assert abs(requested[:, 1].double().mean().item() - 0.2) < 5 * math.sqrt(0.2 * 0.8 / 4099)
 
 
 def switch(num_experts, **options):

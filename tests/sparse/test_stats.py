@@ -18,7 +18,7 @@ COUNTS = [name for name in RouterStats._fields if name.split("_")[-1] not in ("s
 
 
 def made_stats(**changes):
-    """Ten tokens of 16 positions with two places, three experts with 8 slots each."""
+    """Ten tokens of 16 positions with two choices, three experts with 8 slots each."""
     fields = {
         "expert_load": torch.tensor([9, 0, 3]),
         "accepted_load": torch.tensor([7, 0, 2]),
@@ -26,7 +26,7 @@ def made_stats(**changes):
         "num_tokens": torch.tensor(10),
         "num_positions": torch.tensor(16),
         "dropped_tokens": torch.tensor(3),
-        "dropped_by_place": torch.tensor([1, 2]),
+        "dropped_by_choice": torch.tensor([1, 2]),
         "second_expert_tokens": torch.tensor(2),
         "entropy_sum": torch.tensor(5.0),
         "confidence_sum": torch.tensor(6.75),
@@ -69,7 +69,7 @@ def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():
     stats = layer(logits_of(*[[0.6, 0.3, 0.1]] * 4), mask)[1].stats
     assert stats.expert_load.tolist() == [3, 3, 0]
     assert stats.accepted_load.tolist() == [2, 2, 0]
-    assert stats.dropped_by_place.tolist() == [1, 1]
+    assert stats.dropped_by_choice.tolist() == [1, 1]
     names = ("num_slots", "num_tokens", "num_positions", "dropped_tokens", "second_expert_tokens")
     assert [int(getattr(stats, name)) for name in names] == [6, 3, 4, 1, 2]
     entropy = -sum(p * math.log(p) for p in (0.6, 0.3, 0.1))

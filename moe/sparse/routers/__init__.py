@@ -1,3 +1,1 @@
-"""One file a router; each registers itself in ROUTERS (moe/sparse/router.py), which finds every
-file here.
-"""
+"""One file a router; each enters itself into ROUTERS (moe/sparse/router.py)."""

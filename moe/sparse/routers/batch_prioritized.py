@@ -1,20 +1,22 @@
-"""Batch prioritised routing: when slots are short, the tokens that a router is surest of come
-first. Encoder only.
+"""Batch prioritised routing: when slots are short, the tokens of the surest first choice come first.
+
+For encoders only.
 """
 
 from typing import ClassVar
 
 from torch import Tensor
 
+from moe.sparse.plan import RouterScores
 from moe.sparse.router import ROUTERS
 from moe.sparse.routers.token_choice import TokenChoiceRouter
-from moe.sparse.scores import RouterScores
 
 
 @ROUTERS.register("batch_prioritized")
 class BatchPrioritizedRouter(TokenChoiceRouter):
-    """Token choice in which tokens are admitted by falling probability of their first choice, place
-    by place.
+    """Token choice in which tokens are served by falling probability of their first choice.
+
+    All first choices come before any second choice, as in token choice.
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix D, after V-MoE (arXiv:2106.05974); google/flaxformer
@@ -25,7 +27,5 @@ class BatchPrioritizedRouter(TokenChoiceRouter):
     causal: ClassVar[bool] = False
 
     def priority(self, scores: RouterScores, token_mask: Tensor) -> Tensor:
-        """Returns the probability of the first choice <float32>[G, S]; padding asks for nothing
-        anyway.
-        """
+        """Returns the probability of the first choice <float32>[G, S]; padding requests nothing."""
         return scores.probs.detach().amax(dim=-1)

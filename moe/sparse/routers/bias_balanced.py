@@ -1,5 +1,6 @@
-"""Loss-free balancing: a bias for each expert, moved with the load, steers the choice and not the
-weight.
+"""Loss-free balancing: a bias of each expert, moved with its load, steers the choice of experts.
+
+The weights of the chosen experts do not see the bias.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,9 @@ from torch import Tensor, nn
 
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
 from moe.sparse.router import ROUTERS, Router
 from moe.sparse.routers.token_choice import normalize_gates, select_experts
-from moe.sparse.scores import RouterScores
 from moe.sparse.stats import RouterStats
 
 
@@ -38,12 +38,12 @@ class BiasBalancedOptions:
 
 @ROUTERS.register("bias_balanced")
 class BiasBalancedRouter(Router):
-    """Every token chooses the K experts of highest probability plus bias; its weights are the
-    probabilities alone.
+    """Every token chooses the K experts of highest probability plus bias.
 
-    `update` raises the bias of experts with less than the mean load and lowers that of the others.
-    The training loop calls it once after each step; your own loop must do so too. The balance loss
-    stays available; its weight is usually set to 0, or small.
+    Its weights are the probabilities alone. `update` raises the bias of experts with less than the
+    mean load and lowers that of the others. The training loop calls it once after each step; your
+    own loop must do so too. The balance loss stays available; its weight is usually set to 0, or
+    small.
 
     Source:
         Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3
@@ -60,27 +60,46 @@ class BiasBalancedRouter(Router):
     def reset_parameters(self) -> None:
         """Draws the gate anew and sets the biases to zero."""
         super().reset_parameters()
-        if "load_steps" in self._buffers:
+        # The base class calls this before there are biases.
+        if hasattr(self, "load_steps"):
             nn.init.zeros_(self.load_steps)
 
     def load_bias(self) -> Tensor:
-        """Returns the bias of each expert <float64>[E], in units of probability."""
+        """Returns the bias b_i of each expert <float64>[E], in units of probability."""
         return self.load_steps.double() * self.options.update_rate
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        biased = scores.probs.detach() + self.load_bias().to(scores.probs.dtype)
-        expert_index = select_experts(biased, self.config.num_selected_experts)
-        gates = scores.probs.gather(-1, expert_index)
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
+        # The K experts of highest s_i + b_i: the bias decides who is chosen ...
+        bias = self.load_bias().to(scores.probs.dtype)  # [E]
+        biased_probs = scores.probs.detach() + bias  # [G, S, E]
+        num_selected = self.config.num_selected_experts
+        expert_index = select_experts(biased_probs, num_selected)  # [G, S, K]
+
+        # ... and s_i alone with which weight.
+        gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
         if self.options.normalize_gates:
             gates = normalize_gates(gates)
-        wanted = token_mask[..., None].expand_as(expert_index)
-        slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
+
+        # Every choice of a real token asks for a slot.
+        requested = token_mask[..., None].expand_as(expert_index)
+        capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
-            expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity
+            expert_index=expert_index,
+            slot=slot,
+            accepted=accepted,
+            combine_weight=gates * accepted,
+            requested=requested,
+            token_mask=token_mask,
+            capacity=capacity,
         )
 
     @torch.no_grad()
@@ -90,5 +109,7 @@ class BiasBalancedRouter(Router):
         Args:
             stats: Of this layer, added up over the micro-batches and ranks of the update.
         """
+        # Algorithm 1: e_i = mean load - load of expert i, and b_i moves by u * sign(e_i).
         load = stats.expert_load.double()
-        self.load_steps.add_((load.mean() - load).sign().long())
+        error = load.mean() - load
+        self.load_steps.add_(error.sign().long())

@@ -1,4 +1,4 @@
-"""Expert choice: every expert takes its best tokens. Encoder only."""
+"""Expert choice: every expert takes its best tokens. For encoders only."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,9 +8,8 @@ from torch import Tensor
 
 from moe.sparse.config import SparseConfig
 from moe.sparse.losses import RouterLosses, router_losses
-from moe.sparse.plan import DispatchPlan
+from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import ROUTERS, Router
-from moe.sparse.scores import RouterScores
 
 Over = Literal["experts", "tokens"]
 
@@ -30,12 +29,11 @@ class ExpertChoiceOptions:
 
 @ROUTERS.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Every expert takes the C tokens of the group that score highest with it; a token may go to
-    any number of experts.
+    """Every expert takes the C tokens of the group that score highest with it.
 
-    Load is balanced by construction, so that the balance loss is 0. `num_selected_experts` plays no
-    part; the capacity factor is the mean number of experts a token has. In the plan, place e of a
-    token is expert e.
+    A token may go to any number of experts. Load is balanced by construction, so that the balance
+    loss is 0. `num_selected_experts` plays no part; the capacity factor is the mean number of
+    experts a token has. In the plan, choice e of a token is expert e.
 
     What a token gets depends on its batch mates: experts compare the tokens of a group. Without a
     capacity every expert takes every token, at E / C times the cost and far from what was trained;
@@ -58,33 +56,51 @@ class ExpertChoiceRouter(Router):
         return config.num_experts
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
-        groups, size, num_experts = scores.logits.shape
-        capacity = self.capacity(size, drop_tokens)
-        real = token_mask[..., None]
-        over_tokens = self.options.softmax_over == "tokens"
-        weights = scores.probs
-        if over_tokens:
-            never = torch.finfo(
-                scores.logits.dtype
-            ).min  # finite, so that a group of padding has no NaN
-            weights = scores.logits.masked_fill(~real, never).softmax(dim=1)
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
+        num_groups, group_size, num_experts = scores.logits.shape
+        is_real = token_mask[..., None]  # [G, S, 1]
+        is_over_tokens = self.options.softmax_over == "tokens"
 
-        ranked = (
-            weights.detach().masked_fill(~real, -1).argsort(dim=1, descending=True, stable=True)
+        # What each expert thinks of each token.  [G, S, E]
+        weights = scores.probs
+        if is_over_tokens:
+            # Finite, so that a group of padding has no NaN.
+            never = torch.finfo(scores.logits.dtype).min
+            weights = scores.logits.masked_fill(~is_real, never).softmax(dim=1)
+
+        # A token's slot is its rank in the expert's order; padding comes last, of equals the earlier.
+        preference = weights.detach().masked_fill(~is_real, -1)
+        order = preference.argsort(dim=1, descending=True, stable=True)  # [G, S, E]
+        rank = torch.arange(group_size, device=order.device)  # [S]
+        rank = rank[None, :, None].expand_as(order)
+        slot = torch.empty_like(order).scatter(1, order, rank)  # [G, S, E]
+
+        # The best C are accepted.
+        capacity = self.capacity(group_size, drop_tokens)
+        accepted = is_real.expand_as(slot)  # [G, S, E]
+        if capacity is not None:
+            accepted = accepted & (slot < capacity)
+        if is_over_tokens:
+            num_experts_of_token = accepted.sum(dim=-1, keepdim=True)  # [G, S, 1]
+            weights = weights / num_experts_of_token.clamp(min=1)
+
+        # Choice e of every token is expert e.
+        expert = torch.arange(num_experts, device=slot.device)
+        return DispatchPlan(
+            expert_index=expert.expand(num_groups, group_size, num_experts),
+            slot=slot,
+            accepted=accepted,
+            combine_weight=weights.masked_fill(~accepted, 0),
+            requested=accepted,
+            token_mask=token_mask,
+            capacity=capacity,
         )
-        rank = torch.arange(size, device=ranked.device)[None, :, None].expand_as(ranked)
-        slot = torch.empty_like(ranked).scatter(1, ranked, rank)
-        accepted = real.expand_as(slot) if capacity is None else real & (slot < capacity)
-        if over_tokens:
-            weights = weights / accepted.sum(dim=-1, keepdim=True).clamp(min=1)
-        expert_index = torch.arange(num_experts, device=slot.device).expand(
-            groups, size, num_experts
-        )
-        weights = weights.masked_fill(~accepted, 0)
-        return DispatchPlan(expert_index, slot, accepted, weights, accepted, token_mask, capacity)
 
     def losses(self, scores: RouterScores, plan: DispatchPlan) -> RouterLosses:
         """Returns the auxiliary losses of a plan: only the z-loss."""

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
-from moe.sparse.inputs import can_look_at
-from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.inputs import can_read_values
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
 from moe.sparse.router import ROUTERS, Router, RouterInputs
-from moe.sparse.scores import RouterScores, router_scores
 
-_NEVER = -1e4  # exp of it is exactly 0 in float32 and float64, and it stays finite in every loss
+# A logit whose exp is exactly 0 in float32 and float64, and that stays finite in every loss.
+_NEVER = -1e4
+_31_BITS = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class HashOptions:
 
 @ROUTERS.register("hash")
 class HashRouter(Router):
-    """The expert of a token is a fixed random function of its id, its weight is 1; there are no
-    parameters.
+    """The expert of a token is a fixed random function of its id, and its weight is 1.
+
+    There are no parameters.
 
     Source:
         Hash Layers (arXiv:2106.04426), random hash. Differs: the function is computed, not a table
@@ -59,44 +61,57 @@ class HashRouter(Router):
         Raises:
             DataError: When there are no token ids, or one of a real token is negative.
         """
-        if inputs.token_ids is None:
+        token_ids = inputs.token_ids
+        if token_ids is None:
             raise DataError(
                 "Router 'hash' needs the ids of the tokens, but the layer got none. Pass token_ids [B, L] beside the "
                 "tokens; a model does so when it is given input_ids, not inputs_embeds."
             )
-        _refuse_negative(inputs.token_ids, inputs.token_mask)
-        expert = hash_expert(inputs.token_ids, self.config.num_experts, self.options.seed)
+        _refuse_negative(token_ids, inputs.token_mask)
+        num_experts = self.config.num_experts
+        expert = hash_expert(token_ids, num_experts, self.options.seed)  # [G, S]
+
+        # Logit 0 for that expert, and probability 0 for all others.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
-        shape = (*expert.shape, self.config.num_experts)
-        never = torch.full(shape, _NEVER, dtype=dtype, device=expert.device)
-        return router_scores(never.scatter(-1, expert[..., None], 0.0))
+        shape = (*expert.shape, num_experts)
+        logits = torch.full(shape, _NEVER, dtype=dtype, device=expert.device)
+        logits = logits.scatter(-1, expert[..., None], 0.0)  # [G, S, E]
+        return router_scores(logits)
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
+        # The one expert that is possible, with a weight of 1.
+        expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
+        requested = token_mask[..., None]
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        expert_index = scores.logits.argmax(dim=-1, keepdim=True)
-        wanted = token_mask[..., None]
-        slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
-            expert_index,
-            slot,
-            accepted,
-            accepted.to(scores.probs.dtype),
-            wanted,
-            token_mask,
-            capacity,
+            expert_index=expert_index,
+            slot=slot,
+            accepted=accepted,
+            combine_weight=accepted.to(scores.probs.dtype),
+            requested=requested,
+            token_mask=token_mask,
+            capacity=capacity,
         )
 
 
 def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
-    """Raises a DataError when the id <any integer>[G, S] of a real token is negative, where that
-    can be looked at.
+    """Raises a DataError when the id <any integer>[G, S] of a real token is negative.
+
+    Only where ids can be read without waiting for a device.
     """
-    if not can_look_at(token_ids):
+    if not can_read_values(token_ids):
         return
 
+    # Padding may have any id.
     ids = token_ids if token_mask is None else token_ids[token_mask]
     if ids.numel() and ids.min() < 0:
         raise DataError(
@@ -106,20 +121,24 @@ def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
 
 
 def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:
-    """Returns the expert <int64>[...] of each token id <int64>[...]: an even, fixed, random-looking
-    function.
+    """Returns the expert of each token id: an even, fixed, random-looking function.
 
     Args:
-        token_ids: Vocabulary ids.
-        num_experts: E.
+        token_ids: <int64>[...] vocabulary ids.
+        num_experts: Experts, E.
         seed: Chooses the function.
+
+    Returns:
+        <int64>[...].
 
     Source:
         Multiply and shift as in the finaliser of MurmurHash3, on 31 bits, since torch's integers
         are signed.
     """
-    mask = 0x7FFFFFFF
-    mixed = (token_ids * 2 + 1 + (seed * 0x9E3779B1 & mask)) & mask
+    seed_offset = seed * 0x9E3779B1 & _31_BITS
+    mixed = (token_ids * 2 + 1 + seed_offset) & _31_BITS
+
+    # Each round carries high bits into low ones, then multiplies.
     for factor in (0x45D9F3B, 0x119DE1F3):
-        mixed = ((mixed ^ (mixed >> 16)) * factor) & mask
+        mixed = ((mixed ^ (mixed >> 16)) * factor) & _31_BITS
     return (mixed ^ (mixed >> 15)) % num_experts

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from moe.checks import check_integer
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, queue_position
+from moe.sparse.plan import DispatchPlan, RouterScores, queue_position
 from moe.sparse.router import ROUTERS, Router
 from moe.sparse.routers.token_choice import select_experts
-from moe.sparse.scores import RouterScores
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,18 @@ class NoTokenLeftBehindOptions:
 
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when there are fewer experts than candidates."""
-        reason = f"num_experts is {config.num_experts}"
         check_integer(
-            "num_candidates", self.num_candidates, least=1, most=config.num_experts, reason=reason
+            "num_candidates",
+            self.num_candidates,
+            least=1,
+            most=config.num_experts,
+            reason=f"num_experts is {config.num_experts}",
         )
 
 
 @ROUTERS.register("no_token_left_behind")
 class NoTokenLeftBehindRouter(Router):
-    """One expert for each token, tried in turn: all tokens ask their best, the refused their
-    second, and so on.
+    """One expert for each token, tried in turn: the refused ask their second best, and so on.
 
     The weight is the raw probability of the expert that accepts. A refused token of an early
     position can take the room that a later one would have had, never the other way round within a
@@ -45,8 +46,8 @@ class NoTokenLeftBehindRouter(Router):
 
     Source:
         Switch Transformers (arXiv:2101.03961) appendix B; Mesh-TensorFlow transformer/moe.py at
-        a32810e. It did not
-        help there: a token is best served by the expert that it chose first. Differs: no.
+        a32810e. It did not help there: a token is best served by the expert that it chose first.
+        Differs: no.
     """
 
     Options: ClassVar[type[NoTokenLeftBehindOptions]] = NoTokenLeftBehindOptions
@@ -54,23 +55,49 @@ class NoTokenLeftBehindRouter(Router):
     single: ClassVar[bool] = True
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_experts = self.config.num_experts
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        expert_index = select_experts(scores.probs, self.options.num_candidates)
-        taken = expert_index.new_zeros(expert_index.shape[0], num_experts)
-        asking, slots, wanted, accepts = token_mask, [], [], []
+        num_groups, group_size = token_mask.shape
+        capacity = self.capacity(group_size, drop_tokens)
+        num_candidates = self.options.num_candidates
+        expert_index = select_experts(scores.probs, num_candidates)  # [G, S, K]
+
+        # Who is still without an expert, and how many slots of each expert are filled.
+        unserved = token_mask  # [G, S]
+        filled_slots = expert_index.new_zeros(num_groups, num_experts)  # [G, E]
+        slots: list[Tensor] = []
+        requests: list[Tensor] = []
+        acceptances: list[Tensor] = []
+
+        # One round for each candidate: whoever is not served yet queues up behind the filled slots.
         for candidate in expert_index.unbind(-1):
-            slot = queue_position(candidate, asking, num_experts) + taken.gather(-1, candidate)
-            accepted = asking if capacity is None else asking & (slot < capacity)
-            taken = taken.scatter_add(-1, candidate, accepted.to(taken.dtype))
-            wanted.append(asking)
+            position = queue_position(candidate, unserved, num_experts)
+            slot = position + filled_slots.gather(-1, candidate)  # [G, S]
+            accepted = unserved if capacity is None else unserved & (slot < capacity)
+
+            requests.append(unserved)
             slots.append(slot)
-            accepts.append(accepted)
-            asking = asking & ~accepted
-        accepted = torch.stack(accepts, dim=-1)
-        weight = scores.probs.gather(-1, expert_index) * accepted
-        slot, asked = torch.stack(slots, dim=-1), torch.stack(wanted, dim=-1)
-        return DispatchPlan(expert_index, slot, accepted, weight, asked, token_mask, capacity)
+            acceptances.append(accepted)
+
+            num_accepted = accepted.to(filled_slots.dtype)
+            filled_slots = filled_slots.scatter_add(-1, candidate, num_accepted)
+            unserved = unserved & ~accepted
+
+        # Each round is a choice of the plan.
+        accepted = torch.stack(acceptances, dim=-1)  # [G, S, K]
+        gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
+        return DispatchPlan(
+            expert_index=expert_index,
+            slot=torch.stack(slots, dim=-1),
+            accepted=accepted,
+            combine_weight=gates * accepted,
+            requested=torch.stack(requests, dim=-1),
+            token_mask=token_mask,
+            capacity=capacity,
+        )

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
 from moe.sparse.router import ROUTERS, Router
 from moe.sparse.routers.token_choice import select_experts
-from moe.sparse.scores import RouterScores
 
 Policy = Literal["argmax", "input_jitter", "input_dropout", "sample"]
 
@@ -26,8 +25,8 @@ class SwitchOptions:
             router's own copy of its input; `sample` draws the expert from the probabilities.
         jitter: Half-width of the factor U(1 - jitter, 1 + jitter) of each number.
         input_dropout_rate: Share of the numbers that `input_dropout` sets to zero.
-        temperature: Of `sample`: above 1 explores more, towards 0 it is the best expert; at least
-            1e-6.
+        temperature: Temperature of `sample`: above 1 explores more, towards 0 it is the best
+            expert; at least 1e-6.
     """
 
     policy: Policy = "input_jitter"
@@ -55,42 +54,72 @@ class SwitchRouter(Router):
     Options: ClassVar[type[SwitchOptions]] = SwitchOptions
     single: ClassVar[bool] = True
 
-    def perturb(self, seen: Tensor) -> Tensor:
-        """Returns the gate's input <float32>[G, S, D], jittered or with dropout when training asks
-        for it.
+    def perturb(self, gate_input: Tensor) -> Tensor:
+        """Returns the gate's input, in training with jitter or dropout if the policy says so.
+
+        Args:
+            gate_input: <float32>[G, S, D or 2D].
+
+        Returns:
+            <float32>[G, S, D or 2D].
         """
         options = self.options
-        if self.training and options.policy == "input_jitter":
-            return seen * torch.empty_like(seen).uniform_(1 - options.jitter, 1 + options.jitter)
+        if not self.training:
+            return gate_input
+
+        # Each number of the input is multiplied with a number near 1, or dropped.
+        if options.policy == "input_jitter":
+            low = 1 - options.jitter
+            high = 1 + options.jitter
+            return gate_input * torch.empty_like(gate_input).uniform_(low, high)
         if options.policy == "input_dropout":
-            return F.dropout(seen, options.input_dropout_rate, self.training)
-        return seen
+            return F.dropout(gate_input, options.input_dropout_rate)
+        return gate_input
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
+        # The expert of each token.  [G, S, 1]
         if self.training and self.options.policy == "sample":
             expert_index = sample_expert(scores.logits, self.options.temperature)
         else:
             expert_index = select_experts(scores.probs, 1)
-        wanted = token_mask[..., None]
-        slot, accepted = assign_slots(expert_index, wanted, self.config.num_experts, capacity)
-        gates = scores.probs.gather(-1, expert_index)
+
+        # The raw probability is the weight, so that the router learns from the task.
+        gate = scores.probs.gather(-1, expert_index)  # [G, S, 1]
+
+        # Every real token asks for its expert; the first C of an expert's tokens get it.
+        requested = token_mask[..., None]
+        capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        num_experts = self.config.num_experts
+        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
         return DispatchPlan(
-            expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity
+            expert_index=expert_index,
+            slot=slot,
+            accepted=accepted,
+            combine_weight=gate * accepted,
+            requested=requested,
+            token_mask=token_mask,
+            capacity=capacity,
         )
 
 
 def sample_expert(logits: Tensor, temperature: float) -> Tensor:
-    """Returns an expert <int64>[G, S, 1] drawn with probabilities softmax(logits / temperature).
+    """Returns an expert of each token, drawn with probabilities softmax(logits / temperature).
 
     Args:
         logits: <float32>[G, S, E].
         temperature: Above 0.
+
+    Returns:
+        <int64>[G, S, 1].
     """
-    gumbel = (
-        -torch.empty_like(logits).exponential_().log()
-    )  # the largest of logits + Gumbel noise is such a draw
-    return (logits.detach() / temperature + gumbel).argmax(dim=-1, keepdim=True)
+    # The largest of logits + Gumbel noise is such a draw.
+    gumbel = -torch.empty_like(logits).exponential_().log()
+    noisy_logits = logits.detach() / temperature + gumbel
+    return noisy_logits.argmax(dim=-1, keepdim=True)

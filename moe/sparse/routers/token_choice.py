@@ -8,9 +8,8 @@ from torch import Tensor
 
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
 from moe.sparse.router import ROUTERS, Router
-from moe.sparse.scores import RouterScores
 
 Policy = Literal["all", "none", "threshold", "random"]
 
@@ -20,12 +19,13 @@ class TokenChoiceOptions:
     """Options of token choice.
 
     Attributes:
-        second_expert_policy: Whether places 2..K are used in training: `all`, `none`, `threshold`
-            (iff the gate is above the threshold) or `random` (with probability gate / threshold).
+        second_expert_policy: Whether choices 2..K are requested in training: `all`, `none`,
+            `threshold` (iff the gate is above the threshold) or `random` (with probability
+            gate / threshold).
         eval_second_expert_policy: The same outside training. The reference draws there too;
             `threshold` is its deterministic counterpart, so that one input always has one output.
-        second_expert_threshold: Gate at which `threshold` and `random` use a place for certain, in
-            training.
+        second_expert_threshold: Gate at which `threshold` and `random` request a choice for
+            certain, in training.
         eval_second_expert_threshold: The same outside training.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or
             the router would get no gradient from the task.
@@ -40,16 +40,15 @@ class TokenChoiceOptions:
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when a value is out of range."""
         for name in ("second_expert_threshold", "eval_second_expert_threshold"):
-            check_number(
-                name, getattr(self, name), above=0, reason="policy 'all' always uses every place"
-            )
+            reason = "policy 'all' always uses every choice"
+            check_number(name, getattr(self, name), above=0, reason=reason)
 
 
 @ROUTERS.register("token_choice")
 class TokenChoiceRouter(Router):
     """Every token chooses its K best experts; see `TokenChoiceOptions`.
 
-    A place that is lost to the policy or to capacity is not made up for: the other gates stay as
+    A choice that is lost to the policy or to capacity is not made up for: the other gates stay as
     they are.
 
     Source:
@@ -60,35 +59,55 @@ class TokenChoiceRouter(Router):
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
 
     def assign(
-        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
+        self,
+        scores: RouterScores,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool = True,
     ) -> DispatchPlan:
-        """Returns the plan for these scores; see `Router.assign`."""
-        config, options = self.config, self.options
-        policy = (
-            options.second_expert_policy if self.training else options.eval_second_expert_policy
-        )
-        threshold = (
-            options.second_expert_threshold
-            if self.training
-            else options.eval_second_expert_threshold
-        )
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-
-        expert_index = select_experts(scores.probs, config.num_selected_experts)
-        gates = scores.probs.gather(-1, expert_index)
-        if options.normalize_gates:
+        """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
+        # The K best experts of each token, and the gate of each.
+        num_selected = self.config.num_selected_experts
+        expert_index = select_experts(scores.probs, num_selected)  # [G, S, K]
+        gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
+        if self.options.normalize_gates:
             gates = normalize_gates(gates)
-        wanted = keep_places(gates, policy, threshold) & token_mask[..., None]
+
+        # Appendix G: whether the second expert is worth its slot. Padding requests nothing.
+        policy, threshold = self._second_expert_policy()
+        requested = keep_choices(gates, policy, threshold) & token_mask[..., None]
+
+        # Capacity: first choices before second ones, in the order of the sequence.
+        capacity = self.capacity(token_mask.shape[1], drop_tokens)
         slot, accepted = assign_slots(
-            expert_index, wanted, config.num_experts, capacity, self.priority(scores, token_mask)
+            expert_index,
+            requested,
+            self.config.num_experts,
+            capacity,
+            self.priority(scores, token_mask),
         )
         return DispatchPlan(
-            expert_index, slot, accepted, gates * accepted, wanted, token_mask, capacity
+            expert_index=expert_index,
+            slot=slot,
+            accepted=accepted,
+            combine_weight=gates * accepted,
+            requested=requested,
+            token_mask=token_mask,
+            capacity=capacity,
         )
 
+    def _second_expert_policy(self) -> tuple[Policy, float]:
+        """Returns policy and threshold of training or of evaluation."""
+        options = self.options
+        if self.training:
+            return options.second_expert_policy, options.second_expert_threshold
+        return options.eval_second_expert_policy, options.eval_second_expert_threshold
+
     def priority(self, scores: RouterScores, token_mask: Tensor) -> Tensor | None:
-        """Returns who is served first within a place, <float32>[G, S]; None for the order of the
-        sequence.
+        """Returns which tokens are served first among equal choices.
+
+        Returns:
+            <float32>[G, S], the larger the earlier; None for the order of the sequence.
         """
         return None
 
@@ -98,37 +117,42 @@ def select_experts(scores: Tensor, num_selected_experts: int) -> Tensor:
 
     Args:
         scores: <float32>[G, S, E].
-        num_selected_experts: K.
+        num_selected_experts: Experts to select, K.
 
     Returns:
         <int64>[G, S, K].
     """
-    remaining, chosen = scores.detach(), []
-    for place in range(num_selected_experts):
-        if place:
-            remaining = remaining.scatter(-1, chosen[-1], float("-inf"))
-        chosen.append(remaining.argmax(dim=-1, keepdim=True))
-    return torch.cat(chosen, dim=-1)
+    remaining = scores.detach()
+    selected: list[Tensor] = []
+    for choice in range(num_selected_experts):
+        # The expert of the choice before cannot be selected again.
+        if choice > 0:
+            remaining = remaining.scatter(-1, selected[-1], float("-inf"))
+        selected.append(remaining.argmax(dim=-1, keepdim=True))  # [G, S, 1]
+    return torch.cat(selected, dim=-1)  # [G, S, K]
 
 
 def normalize_gates(gates: Tensor) -> Tensor:
-    """Returns gates that sum to 1 over the K places; a single gate stays raw.
+    """Returns gates that sum to 1 over the K choices; a single gate stays raw.
 
     Args:
         gates: <float32>[G, S, K] router probabilities of the chosen experts.
+
+    Returns:
+        <float32>[G, S, K].
     """
     if gates.shape[-1] == 1:
         return gates
     return gates / (gates.sum(dim=-1, keepdim=True) + 1e-9)
 
 
-def keep_places(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
-    """Returns which places ask for a slot: the first always, the others by the policy.
+def keep_choices(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
+    """Returns which choices ask for a slot: the first always, the others by the policy.
 
     Args:
         gates: <float32>[G, S, K] gates.
         policy: `all`, `none`, `threshold` or `random`; the last draws from torch's generator.
-        threshold: Gate above which `threshold` keeps a place, and from which on `random` always
+        threshold: Gate above which `threshold` keeps a choice, and from which on `random` always
             does.
 
     Returns:
@@ -137,13 +161,17 @@ def keep_places(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
     Source:
         ST-MoE (arXiv:2202.08906) appendix G: probability min(1, gate / threshold).
     """
-    if policy == "all" or gates.shape[-1] == 1:
+    num_choices = gates.shape[-1]
+    if policy == "all" or num_choices == 1:
         return torch.ones_like(gates, dtype=torch.bool)
+
     if policy == "none":
         keep = torch.zeros_like(gates, dtype=torch.bool)
     elif policy == "threshold":
         keep = gates > threshold
     else:
+        # A uniform number is below gate / threshold with probability min(1, gate / threshold).
         keep = torch.rand_like(gates) < gates / threshold
-    first = torch.arange(gates.shape[-1], device=gates.device) == 0
-    return keep | first
+
+    is_first = torch.arange(num_choices, device=gates.device) == 0  # [K]
+    return keep | is_first

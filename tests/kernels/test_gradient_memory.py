@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe.kernels import cpu_experts as parallel
+from moe.kernels import cpu_experts
 from tests.sparse.expert_loop import problem, tiny
 from tests.sparse.test_experts import run_engine
 
@@ -11,7 +11,7 @@ from tests.sparse.test_experts import run_engine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_memory_in_huge_pages_is_writable_and_outlives_its_maker(dtype):
     like = torch.zeros(3, 2**19, dtype=dtype)
-    memory = parallel.in_huge_pages(like)
+    memory = cpu_experts.empty_in_huge_pages(like)
     assert (memory.shape, memory.dtype) == (like.shape, like.dtype)
     assert memory.fill_(2).sum().item() == 3 * 2**20
     assert memory.clone().equal(memory)
@@ -21,15 +21,15 @@ def test_gradients_in_huge_pages_are_those_in_small_ones(monkeypatch):
     config = tiny("gelu", True, "additive", d_model=7, d_ff=11)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
     made = []
-    monkeypatch.setattr(parallel, "_HUGE_PAGE", 1)
+    monkeypatch.setattr(cpu_experts, "_HUGE_PAGE", 1)
     monkeypatch.setattr(
-        parallel,
-        "in_huge_pages",
-        lambda like, make=parallel.in_huge_pages: made.append(1) or make(like),
+        cpu_experts,
+        "empty_in_huge_pages",
+        lambda like, make=cpu_experts.empty_in_huge_pages: made.append(1) or make(like),
     )
     gradients = []
     for few_rows in (0, 2**30):
-        monkeypatch.setattr(parallel, "_FEW_ROWS", few_rows)
+        monkeypatch.setattr(cpu_experts, "_FEW_ROWS", few_rows)
         gradients.append(
             torch.autograd.grad(run_engine(inputs, rows, config).square().sum(), inputs)
         )

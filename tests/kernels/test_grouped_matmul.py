@@ -5,21 +5,21 @@ experts.
 import pytest
 import torch
 
-from moe.sparse.experts import Experts, grouped_linear
+from moe.kernels.cpu_experts import ExpertWeights
+from moe.kernels.grouped_matmul import grouped_linear
+from moe.sparse.dispatch import RowDispatcher
+from moe.sparse.experts import Experts
 from tests.sparse.expert_loop import KINDS, problem, run_loop, tiny
 
 
 def grouped_outputs(inputs, rows, config):
     """Returns what `Experts.forward` makes of these on a device other than the CPU."""
     tokens, weight, first, down, *bias = inputs
-    outputs = (
-        Experts(config)
-        .eval()
-        .run_sorted(tokens[rows.token], rows.counts, first, down, bias[0] if bias else None)
-    )
-    return torch.zeros_like(tokens).index_add(
-        0, rows.token, outputs * weight[:, None].to(outputs.dtype)
-    )
+    weights = ExpertWeights(first, down, bias[0] if bias else None)
+    dispatcher = RowDispatcher(rows._replace(weight=weight))
+    inputs = dispatcher.dispatch(tokens).wait()
+    outputs = Experts(config).eval().run_rows(inputs.x, inputs.counts, weights)
+    return dispatcher.combine(outputs)
 
 
 ALIGNED, UNALIGNED = (

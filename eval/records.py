@@ -1,0 +1,463 @@
+"""The results of an evaluation and of a comparison, as records.
+
+`eval.run` and `eval.commands.compare` build them; report.json, report.md, report.html, card.md,
+compare.json and compare.md are views of them. The fields stand in the order of the JSON files.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from eval.answers.likelihood import Scoring
+from eval.answers.predict import RouterSummary
+from eval.scores.intervals import Score
+from eval.task import Decoding
+from moe.inspection.html_page import printable
+
+# ---------------------------------------------------------------------------
+# Scores
+
+
+@dataclass(frozen=True)
+class MetricScore:
+    """One metric of one system on one task; see `eval.scores.intervals.Score`."""
+
+    metric: str
+    value: float | None
+    stderr: float | None
+    low: float | None
+    high: float | None
+    note: str
+
+    @classmethod
+    def of(cls, metric: str, score: Score) -> "MetricScore":
+        """Returns the record of a score."""
+        return cls(metric, *score)
+
+
+@dataclass(frozen=True)
+class AverageScore:
+    """The average of one system over the tasks of a benchmark.
+
+    Attributes:
+        average: Name of the benchmark.
+        name: Name of the system.
+        mode: How the system answered.
+        value: Mean of the tasks' scores.
+        stderr: Standard deviation over the bootstrap draws.
+        low: Lower end of the 95 % interval.
+        high: Upper end of the 95 % interval.
+        note: What to know before believing the interval.
+    """
+
+    average: str
+    name: str
+    mode: str
+    value: float | None
+    stderr: float | None
+    low: float | None
+    high: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class PublishedScore:
+    """A published result.
+
+    Attributes:
+        own_metric: Our name for the metric.
+        system: The published system, one of `eval.reports.published.SYSTEMS`.
+        value: The score, in 0..100.
+        metric: The metric as the paper prints it.
+        split: `validation` or `test`.
+        source: Paper and table.
+    """
+
+    own_metric: str
+    system: str
+    value: float
+    metric: str
+    split: str
+    source: str
+
+
+# ---------------------------------------------------------------------------
+# One task
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """Where the rows of a task come from.
+
+    Attributes:
+        folder: Folder of the user's own rows; None for those of the hub or of Python.
+        repository: Dataset on the hub.
+        config: Configuration of the dataset.
+        split: Split under the dataset's own name.
+        revision: Branch or commit on the hub.
+    """
+
+    folder: str | None
+    repository: str | None
+    config: str | None
+    split: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class SystemResult:
+    """What one system scored on a task in one mode.
+
+    Attributes:
+        name: Name of the model or of the baseline.
+        mode: `generate`, `rank` or `baseline`.
+        scores: One for each metric of the task.
+        num_examples: Number of examples that were answered.
+        num_unparsable: Number of answers that stand for no value; None where values are texts.
+        num_empty: Number of empty answers.
+        router: By stack, what the routers did; None for a dense model and for a baseline.
+    """
+
+    name: str
+    mode: str
+    scores: Sequence[MetricScore]
+    num_examples: int
+    num_unparsable: int | None
+    num_empty: int
+    router: Mapping[str, RouterSummary] | None
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Number of inputs whose length in tokens is `first` to `last`."""
+
+    first: int = field(metadata={"json": "from"})
+    last: int = field(metadata={"json": "to"})
+    count: int
+
+
+@dataclass(frozen=True)
+class InputLengths:
+    """Lengths of a task's inputs in tokens, end token included.
+
+    Attributes:
+        mean: Mean length.
+        median: Median length.
+        longest: Largest length.
+        limit: Tokens that the model sees of an input.
+        num_cut: Number of inputs that are longer than the limit.
+        histogram: Number of inputs by length.
+    """
+
+    mean: float
+    median: float
+    longest: int
+    limit: int
+    num_cut: int
+    histogram: Sequence[LengthBin]
+
+
+@dataclass(frozen=True)
+class ClassCount:
+    """How often a class was the target, how often it was answered, and how often both."""
+
+    target: str
+    right: int
+    total: int
+    answered: int
+
+
+@dataclass(frozen=True)
+class WorstAnswer:
+    """An example with one of the lowest scores."""
+
+    id: str
+    inputs: str
+    target: str
+    output: str
+    score: float
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Everything that a report says about one task.
+
+    Attributes:
+        task: Name of the task.
+        version: Version of the task.
+        description: One sentence about the task.
+        licence: Licence of the data.
+        prompt_source: Where the prompt is from.
+        variant_of: The task of which this is another prompt.
+        split: The evaluated split.
+        limit: `--limit`, where it left examples out.
+        data: Where the rows come from.
+        num_rows: Number of rows that were read.
+        num_expected: Number of rows that the published split has; None when it is not fixed.
+        num_available: Number of examples that the rows give.
+        num_examples: Number of examples that were evaluated.
+        num_groups: Number of their groups.
+        decoding: How answers were generated.
+        digest: Tells the examples from others.
+        examples_sha256: Checksum of the file of examples.
+        systems: Scores of models, then of baselines.
+        inputs: Lengths of the inputs, in tokens of the first model.
+        published: Published results of the same metrics.
+        by_class: Counts of a classification, of the first model and mode; else empty.
+        worst: Worst answers of the first model and mode.
+        notes: What keeps the scores from being compared with published ones.
+    """
+
+    task: str
+    version: int
+    description: str
+    licence: str
+    prompt_source: str
+    variant_of: str | None
+    split: str
+    limit: int | None
+    data: DataInfo
+    num_rows: int
+    num_expected: int | None
+    num_available: int
+    num_examples: int
+    num_groups: int
+    decoding: Decoding
+    digest: str
+    examples_sha256: str
+    systems: Sequence[SystemResult]
+    inputs: InputLengths
+    published: Sequence[PublishedScore] = ()
+    by_class: Sequence[ClassCount] = ()
+    worst: Sequence[WorstAnswer] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class FailedTask:
+    """A task that could not be evaluated, and why."""
+
+    task: str
+    message: str
+
+
+# ---------------------------------------------------------------------------
+# A whole evaluation
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How a fine-tuning chose a checkpoint as its best.
+
+    Attributes:
+        rule: What was compared.
+        tasks: Tasks whose dev splits were scored.
+        step: Number of updates.
+        mean: Mean dev score.
+    """
+
+    rule: str
+    tasks: Sequence[str]
+    step: int | None = field(default=None, metadata={"optional": True})
+    mean: float | None = field(default=None, metadata={"optional": True})
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """An evaluated checkpoint.
+
+    Attributes:
+        folder: Folder that it was loaded from.
+        fingerprint: Tells its files from those of other checkpoints.
+        class_name: Class of the model.
+        parameters: Number of parameters.
+        active_parameters: Number of parameters that one token uses.
+        chosen_by: How it was chosen as the best of its run; None when it was not.
+        last_of_run: Whether it is the last checkpoint of its run.
+    """
+
+    folder: str
+    fingerprint: str
+    class_name: str = field(metadata={"json": "class"})
+    parameters: int
+    active_parameters: int
+    chosen_by: Selection | None
+    last_of_run: bool
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The arguments of `eval.run.evaluate`; None where the default was taken."""
+
+    tasks: Sequence[str]
+    modes: Sequence[str] | None
+    split: str | None
+    limit: int | None
+    data: str | None
+    revision: str | None
+    scoring: Scoring
+    ranks: int
+    ep: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole evaluation.
+
+    Attributes:
+        command: The command line.
+        settings: Its arguments.
+        versions: Versions of Python and of the libraries that compute the numbers.
+        device: Name of the device.
+        models: By name; the report is about the first.
+        tasks: Results of the tasks that were evaluated.
+        averages: Averages over benchmarks of which all tasks were evaluated.
+        failed: Tasks that could not be evaluated.
+        earlier: File name of the kept copy of an earlier report; None for none.
+    """
+
+    command: str
+    settings: RunSettings
+    versions: Mapping[str, str]
+    device: str
+    models: Mapping[str, ModelInfo]
+    tasks: Sequence[TaskResult] = ()
+    averages: Sequence[AverageScore] = ()
+    failed: Sequence[FailedTask] = ()
+    earlier: str | None = None
+
+
+# ---------------------------------------------------------------------------
+# A comparison of two evaluations
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """One side of a comparison: a model of a run."""
+
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class MetricComparison:
+    """One metric of two systems; see `eval.scores.pairing.Pair`.
+
+    Attributes:
+        metric: Name of the metric.
+        a: Score of A.
+        b: Score of B.
+        difference: a - b.
+        p_value: Two-sided p-value of the paired permutation test.
+        exact: Whether every permutation was tried.
+        wins: Number of examples that A answers better.
+        losses: Number of examples that B answers better.
+        ties: Number of the other examples.
+        low: Lower end of the 95 % interval of the difference.
+        high: Upper end of the 95 % interval of the difference.
+    """
+
+    metric: str
+    a: float | None
+    b: float | None
+    difference: float | None
+    p_value: float | None
+    exact: bool
+    wins: int
+    losses: int
+    ties: int
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class ExampleDifference:
+    """An example on which the two systems score differently; `a` and `b` are their answers."""
+
+    id: str
+    inputs: str
+    targets: str
+    a: str
+    b: str
+    score_a: float
+    score_b: float
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """One task in one mode.
+
+    Attributes:
+        task: Name of the task.
+        mode: How both systems answered.
+        version: Version of the task.
+        split: The evaluated split.
+        num_examples: Number of examples.
+        num_groups: Number of their groups.
+        metrics: One for each metric of the task.
+        num_outputs_differ: Number of examples with different answers.
+        num_scores_differ: Number of examples with different scores.
+        examples: Those with different scores, the largest difference first.
+    """
+
+    task: str
+    mode: str
+    version: int
+    split: str
+    num_examples: int
+    num_groups: int
+    metrics: Sequence[MetricComparison]
+    num_outputs_differ: int
+    num_scores_differ: int
+    examples: Sequence[ExampleDifference]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs on the same examples; `left_out` says what only one of them has."""
+
+    a: ComparedModel
+    b: ComparedModel
+    tasks: Sequence[TaskComparison]
+    left_out: Sequence[str]
+
+
+# ---------------------------------------------------------------------------
+# Records as JSON
+
+
+def to_json(value: Any) -> Any:
+    """Returns a record as plain values: what `json.dumps` writes and other programs read.
+
+    Numbers that are not finite become None, which JSON knows. Bytes of paths that are not UTF-8
+    become escapes, so that every text can be encoded.
+
+    Args:
+        value: A record, or what a field of a record holds.
+    """
+    if is_dataclass(value):
+        return _fields_to_json(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return to_json(value._asdict())  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return {to_json(name): to_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(part) for part in value]
+
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _fields_to_json(record: Any) -> dict[str, Any]:
+    content = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if value is None and item.metadata.get("optional"):
+            continue
+        content[item.metadata.get("json", item.name)] = to_json(value)
+    return content

@@ -1,0 +1,116 @@
+"""report.md: an evaluation as Markdown."""
+
+from collections.abc import Sequence
+
+from eval.records import Report, TaskResult
+from eval.reports.formatting import (
+    format_interval,
+    format_score,
+    markdown_cell,
+    markdown_table,
+)
+from eval.reports.report_text import (
+    CLASS_HEADER,
+    ROUTER_HEADER,
+    SCORE_HEADER,
+    WORST_HEADER,
+    class_rows,
+    data_sentence,
+    earlier_report_sentence,
+    first_system,
+    lengths_sentence,
+    model_comparisons,
+    model_sentence,
+    router_rows,
+    score_notes,
+    score_rows,
+)
+from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard
+
+
+def markdown_report(report: Report, board: Scoreboard) -> str:
+    """Returns the report as Markdown."""
+    lines = ["# Evaluation", "", f"Made by `{report.command}`", ""]
+
+    # What was run on what.
+    for name, model in report.models.items():
+        lines.append(f"- `{name}`: {model_sentence(model)}")
+    versions = [f"{name} {number}" for name, number in report.versions.items()]
+    lines += ["- " + ", ".join(versions), f"- device: {report.device}", ""]
+
+    if report.earlier:
+        lines += [earlier_report_sentence(report.earlier), ""]
+    for failure in report.failed:
+        lines += [f"**{failure.task} failed**: {' '.join(failure.message.split())}", ""]
+
+    lines += _score_section(board)
+    for task in report.tasks:
+        lines += _task_section(task)
+    return "\n".join(lines) + "\n"
+
+
+def _score_section(board: Scoreboard) -> list[str]:
+    """Returns the lines of the table of all scores beside the published ones."""
+    if not board.lines:
+        return []
+
+    systems = [f"{name}, {mode}" for name, mode in board.systems]
+    header = ["task", "metric", "split", *systems, *board.published]
+    rows = []
+    for line in board.lines:
+        row = [line.task + line.marks, line.metric, line.split]
+        for score in line.ours:
+            text = ""
+            if score is not None:
+                text = f"{format_score(score.value)} ({format_interval(score.low, score.high)})"
+            row.append(text)
+        for result in line.published:
+            text = ""
+            if result is not None:
+                mark = "" if result.split == line.split else DIFFERENT_SPLIT
+                text = format_score(result.value) + mark
+            row.append(text)
+        rows.append(row)
+
+    return [
+        "## Scores",
+        "",
+        "In brackets 95 % bootstrap intervals over groups of examples.",
+        "",
+        *markdown_table(header, rows),
+        "",
+        *_bullets(board.legend),
+        "",
+    ]
+
+
+def _task_section(task: TaskResult) -> list[str]:
+    """Returns the lines about one task."""
+    lines = [f"## {task.task} (version {task.version})", "", task.description, ""]
+    lines += [data_sentence(task), "", *_bullets(task.notes), ""]
+
+    lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
+    lines += [*_bullets([*score_notes(task), *model_comparisons(task.systems)]), ""]
+
+    routers = router_rows(task)
+    if routers:
+        lines += ["### Routers", "", *markdown_table(ROUTER_HEADER, routers), ""]
+
+    lines += ["### Lengths of inputs", "", lengths_sentence(task), ""]
+
+    if task.by_class:
+        lines += [f"### By class ({first_system(task)})", ""]
+        lines += [*markdown_table(CLASS_HEADER, class_rows(task)), ""]
+
+    if task.worst:
+        rows = []
+        for answer in task.worst:
+            texts = (answer.id, answer.inputs, answer.target, answer.output)
+            rows.append([*map(markdown_cell, texts), format_score(answer.score)])
+        lines += [f"### Worst answers ({first_system(task)})", ""]
+        lines += [*markdown_table(WORST_HEADER, rows), ""]
+    return lines
+
+
+def _bullets(sentences: Sequence[str]) -> list[str]:
+    return [f"- {sentence}" for sentence in sentences]

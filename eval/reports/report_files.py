@@ -1,0 +1,163 @@
+"""The files of a report: report.json for programs, report.md and report.html for people, card.md
+for a model card. An earlier report with results that the new one lacks is kept as a copy.
+"""
+
+import json
+import platform
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from eval.answers.seq2seq import Seq2Seq
+from eval.records import ModelInfo, Report, Selection, to_json
+from eval.reports.card import model_card
+from eval.reports.html_report import html_report
+from eval.reports.markdown_report import markdown_report
+from eval.reports.scoreboard import build_scoreboard
+from eval.run_folder import (
+    REPORT,
+    is_superseded,
+    keep_earlier_report,
+    remove_earlier_report,
+    results_of_report,
+)
+from eval.sealed_json import seal
+from moe.checks import is_kind
+from moe.errors import CheckpointError
+from moe.files import write_text
+from moe.inspection.html_page import printable
+from moe.models.configuration import STMoEConfig
+from moe.parsing import read_json, to_record
+
+_LIBRARIES = (
+    "stmoe",
+    "torch",
+    "transformers",
+    "datasets",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "rouge-score",
+)
+
+
+# ---------------------------------------------------------------------------
+# What computed the numbers
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of Python and of the libraries that compute the numbers."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            continue
+    return versions
+
+
+def device_name() -> str:
+    """Returns the name of the device that models run on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"cpu ({platform.machine()})"
+
+
+def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
+    """Returns what the report says about a checkpoint.
+
+    Raises:
+        CheckpointError: When the dev scores beside it are damaged.
+    """
+    config = system.model.config
+    if isinstance(config, STMoEConfig):
+        parameters = config.num_parameters()
+        active_parameters = config.num_active_parameters()
+    else:
+        parameters = system.model.num_parameters()
+        active_parameters = parameters
+
+    run = folder.absolute().parent
+    return ModelInfo(
+        folder=str(folder),
+        fingerprint=system.fingerprint,
+        class_name=type(system.model).__name__,
+        parameters=parameters,
+        active_parameters=active_parameters,
+        chosen_by=_read_selection(run),
+        last_of_run=folder.name == "model" and (run / "recipe.yaml").is_file(),
+    )
+
+
+def _read_selection(run: Path) -> Selection | None:
+    """Returns how a fine-tuning chose its best checkpoint, which it keeps in best/model.
+
+    Args:
+        run: The folder that holds the checkpoint.
+    """
+    path = run / "scores.json"
+    if not path.is_file():
+        return None
+
+    advice = (
+        "Restore it, or remove it: the report then says nothing of how the checkpoint was chosen."
+    )
+    content = read_json(path, advice=advice, error=CheckpointError, nan=True)
+    scores = to_record(
+        dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError
+    )
+    step = scores.get("step")
+    if step is not None and not is_kind(step, int):
+        raise CheckpointError(f"{path}: step is {step}; expected an integer. {advice}")
+
+    # Scores are called TASK/METRIC.
+    tasks = dict.fromkeys(name.split("/")[0] for name in scores if "/" in name)
+    return Selection(
+        rule="best mean score on the development splits",
+        tasks=list(tasks),
+        step=None if step is None else int(step),
+        mean=scores.get("mean"),
+    )
+
+
+# ---------------------------------------------------------------------------
+# Writing
+
+
+def save_report(report: Report, out: Path, *, last: bool) -> Report:
+    """Writes the files of a report, and returns it with the name of the earlier report that is kept.
+
+    A report that is there is copied before the first new one takes its place, when it has results
+    that the new one lacks. The copy is removed when the last one has them all.
+
+    Args:
+        report: The report.
+        out: The folder.
+        last: Whether no further task follows.
+    """
+    results = results_of_report(report)
+    if report.earlier is None:
+        copy = keep_earlier_report(out, results)
+        report = replace(report, earlier=copy and copy.name)
+
+    superseded = None
+    if last and report.earlier is not None and is_superseded(out / report.earlier, results):
+        superseded = out / report.earlier
+        report = replace(report, earlier=None)
+
+    write_reports(report, out)
+    if superseded is not None:
+        remove_earlier_report(superseded)
+    return report
+
+
+def write_reports(report: Report, out: Path) -> None:
+    """Writes report.json, report.md, report.html and card.md to `out`, each whole or not at all."""
+    board = build_scoreboard(report)
+    content = json.dumps(to_json(report), indent=1, ensure_ascii=False)
+    write_text(out / REPORT, seal(content) + "\n")
+    write_text(out / "report.md", printable(markdown_report(report, board)))
+    write_text(out / "report.html", printable(html_report(report, board)))
+    write_text(out / "card.md", printable(model_card(report)))

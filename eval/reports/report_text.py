@@ -1,0 +1,170 @@
+"""Sentences about models and tasks, and the rows of their tables: the same in report.md and
+report.html.
+"""
+
+import math
+from collections.abc import Sequence
+
+from eval.answers.predict import MODES
+from eval.records import ModelInfo, SystemResult, TaskResult
+from eval.reports.formatting import format_interval, format_score
+
+SCORE_HEADER = [
+    "system",
+    "mode",
+    "metric",
+    "score",
+    "95 % interval",
+    "standard error",
+    "unparsable",
+    "empty",
+]
+ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
+CLASS_HEADER = ["target", "right", "examples", "answered"]
+WORST_HEADER = ["id", "inputs", "target", "output", "score"]
+
+
+def model_sentence(model: ModelInfo) -> str:
+    """Returns where a checkpoint is, its size, and how it was chosen."""
+    size = f"{model.parameters:,} parameters"
+    if model.active_parameters != model.parameters:
+        size += f", of which a token uses {model.active_parameters:,}"
+
+    choice = "how it was chosen among its run's checkpoints is not known"
+    if model.last_of_run:
+        choice = "the last of its run"
+    if model.chosen_by:
+        step = "?" if model.chosen_by.step is None else model.chosen_by.step
+        tasks = ", ".join(model.chosen_by.tasks)
+        choice = f"chosen by the {model.chosen_by.rule} of {tasks} (step {step})"
+    return f"{model.folder} ({model.class_name}, {size}; fingerprint {model.fingerprint}; {choice})"
+
+
+def earlier_report_sentence(name: str) -> str:
+    """Returns where the copy of an earlier report is."""
+    return (
+        f"An earlier report of this folder has results that this one lacks: it is kept as `{name}`."
+    )
+
+
+def data_sentence(task: TaskResult) -> str:
+    """Returns where a task's examples are from, and how many there are."""
+    origin = "Rows come with Python"
+    if task.data.folder:
+        origin = f"Rows are from {task.data.folder}"
+    elif task.data.repository:
+        origin = f"Rows are from {task.data.repository} ({task.data.config}, {task.data.revision})"
+    expected = "" if task.num_expected is None else f" of {task.num_expected:,} expected"
+    return (
+        f"{origin}: {task.num_rows:,}{expected} in the {task.split} split; {task.num_examples:,} examples in "
+        f"{task.num_groups:,} groups. Licence of the data: {task.licence}. Prompt: {task.prompt_source}."
+    )
+
+
+def lengths_sentence(task: TaskResult) -> str:
+    """Returns how long the inputs are."""
+    lengths = task.inputs
+    return (
+        f"In tokens of `{task.systems[0].name}`: {lengths.mean:.1f} on average, half of the inputs have at "
+        f"most {lengths.median:.0f}, the longest {lengths.longest:,}; {lengths.num_cut:,} cut at "
+        f"{lengths.limit:,}."
+    )
+
+
+def first_system(task: TaskResult) -> str:
+    """Returns the system whose classes, worst answers and lengths the report shows."""
+    system = task.systems[0]
+    return f"{system.name} by {system.mode}"
+
+
+def score_notes(task: TaskResult) -> list[str]:
+    """Returns what to know before believing single scores."""
+    sentences = []
+    for system in task.systems:
+        for score in system.scores:
+            if score.note:
+                sentences.append(f"{system.name} by {system.mode}, {score.metric}: {score.note}.")
+    return sentences
+
+
+def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
+    """Returns a sentence for each further model: how far it is from the first in the same mode, and
+    whether their intervals overlap.
+    """
+    sentences = []
+    for mode in MODES:
+        of_mode = [system for system in systems if system.mode == mode]
+        for other in of_mode[1:]:
+            first = of_mode[0]
+            ours = first.scores[0]
+            theirs = other.scores[0]
+            if ours.value is None or ours.low is None or ours.high is None:
+                continue
+            if theirs.value is None or theirs.low is None or theirs.high is None:
+                continue
+
+            relation = "do not overlap"
+            if ours.low <= theirs.high and theirs.low <= ours.high:
+                relation = "overlap; `python -m eval compare` tests them in pairs"
+            sentences.append(
+                f"{mode}: `{first.name}` is {ours.value - theirs.value:+.1f} points from `{other.name}`; "
+                f"their 95 % intervals {relation}."
+            )
+    return sentences
+
+
+# ---------------------------------------------------------------------------
+# Rows of tables
+
+
+def score_rows(task: TaskResult) -> list[list[str]]:
+    """Returns a row under SCORE_HEADER for each system and metric."""
+    rows = []
+    for system in task.systems:
+        unparsable = "-" if system.num_unparsable is None else f"{system.num_unparsable:,}"
+        for score in system.scores:
+            rows.append(
+                [
+                    system.name,
+                    system.mode,
+                    score.metric,
+                    format_score(score.value),
+                    format_interval(score.low, score.high),
+                    "-" if score.stderr is None else f"{score.stderr:.2f}",
+                    unparsable,
+                    f"{system.num_empty:,}",
+                ]
+            )
+    return rows
+
+
+def router_rows(task: TaskResult) -> list[list[str]]:
+    """Returns a row under ROUTER_HEADER for each system and stack with routers."""
+    rows = []
+    for system in task.systems:
+        for stack, summary in (system.router or {}).items():
+            rows.append(
+                [
+                    system.name,
+                    system.mode,
+                    stack,
+                    _format_finite(100 * summary.fraction_dropped, ".2f", " %"),
+                    _format_finite(summary.load_cv, ".2f"),
+                    _format_finite(summary.max_over_mean, ".2f"),
+                    _format_finite(summary.dead_experts, "g"),
+                ]
+            )
+    return rows
+
+
+def class_rows(task: TaskResult) -> list[list[str]]:
+    """Returns a row under CLASS_HEADER for each class."""
+    rows = []
+    for count in task.by_class:
+        rows.append([count.target, f"{count.right:,}", f"{count.total:,}", f"{count.answered:,}"])
+    return rows
+
+
+def _format_finite(value: float, form: str, unit: str = "") -> str:
+    """Returns a number; `-` where no token gives one."""
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "-"

@@ -1,0 +1,373 @@
+"""From the answers to one task to its `TaskResult`: scores, classes, worst answers, lengths of the
+inputs, and notes on what keeps the scores from being compared with published ones.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.answers.predict import MODES, Predicted, RouterSummary
+from eval.answers.predictions_file import Stack
+from eval.baselines import baseline_outputs, has_baselines
+from eval.records import (
+    AverageScore,
+    ClassCount,
+    DataInfo,
+    InputLengths,
+    LengthBin,
+    MetricScore,
+    ModelInfo,
+    SystemResult,
+    TaskResult,
+    WorstAnswer,
+)
+from eval.reports.formatting import shorten
+from eval.reports.published import published_scores
+from eval.run_folder import ExamplesDigest
+from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
+from eval.scores.metrics import Values, unwrap_values
+from eval.scores.superglue import SUPERGLUE, superglue_average
+from eval.source import BuiltIn
+from eval.task import TASKS, Example, Task
+
+_WORST_ANSWERS = 10
+_KEPT_CHARACTERS = 1000
+_LENGTH_BINS = 16
+_FULL_MARKS = 100.0 - 1e-9
+
+HeadlineDraws = dict[tuple[str, str, str], NDArray[np.float64]]
+"""By system, mode and task, <float64>[R] bootstrap draws of the task's headline score."""
+
+
+class TaskExamples(NamedTuple):
+    """The examples of a task that an evaluation asks.
+
+    Attributes:
+        task: The task.
+        split: The evaluated split.
+        limit: Largest number of examples, where it left some out; else None.
+        data: Where the rows come from.
+        num_rows: Number of rows that were read.
+        num_expected: Number of rows that the published split has; None when it is not fixed.
+        num_available: Number of examples that the rows give.
+        examples: The examples that are asked.
+    """
+
+    task: Task
+    split: str
+    limit: int | None
+    data: DataInfo
+    num_rows: int
+    num_expected: int | None
+    num_available: int
+    examples: list[Example]
+
+
+class ScoredSystem(NamedTuple):
+    """One system's answers to a task, scored.
+
+    Attributes:
+        result: What the report says.
+        draws: By metric, <float64>[R] bootstrap draws of its score.
+        example_scores: <float64>[N] how well each example was answered.
+    """
+
+    result: SystemResult
+    draws: dict[str, NDArray[np.float64]]
+    example_scores: NDArray[np.float64]
+
+
+def summarize_task(
+    asked: TaskExamples,
+    answers: Mapping[tuple[str, str], Predicted],
+    tokenizer: Any,
+    models: Mapping[str, ModelInfo],
+    written: ExamplesDigest,
+) -> tuple[TaskResult, HeadlineDraws]:
+    """Returns everything that the report says about a task, and the draws for averages over tasks.
+
+    Args:
+        asked: The examples.
+        answers: By system and mode; the first one gives the classes and the worst answers.
+        tokenizer: That of the first system, in whose tokens lengths are counted.
+        models: The evaluated checkpoints by name.
+        written: Digest and checksum of the file of examples.
+    """
+    task = asked.task
+    examples = asked.examples
+
+    # What each model scored in each mode.
+    systems: list[ScoredSystem] = []
+    draws: HeadlineDraws = {}
+    for (name, mode), predicted in answers.items():
+        outputs = [prediction.output for prediction in predicted.predictions]
+        scored = score_system(task, examples, outputs, name, mode, predicted.router)
+        draws[name, mode, task.name] = task.headline_score(scored.draws)
+        systems.append(scored)
+    first_outputs = [prediction.output for prediction in next(iter(answers.values())).predictions]
+    first_scores = systems[0].example_scores
+
+    # Baselines stand beside the models where their training data comes with Python.
+    if isinstance(task.source, BuiltIn) and has_baselines(task):
+        train = task.examples("train")
+        for name, outputs in baseline_outputs(task, train, examples).items():
+            systems.append(score_system(task, examples, outputs, name, "baseline"))
+
+    published = []
+    for metric in task.metrics:
+        published += published_scores(task.name, metric.name, task.variant_of)
+
+    result = TaskResult(
+        task=task.name,
+        version=task.version,
+        description=task.description,
+        licence=task.licence,
+        prompt_source=task.prompt_source,
+        variant_of=task.variant_of,
+        split=asked.split,
+        limit=asked.limit,
+        data=asked.data,
+        num_rows=asked.num_rows,
+        num_expected=asked.num_expected,
+        num_available=asked.num_available,
+        num_examples=len(examples),
+        num_groups=len({example.group for example in examples}),
+        decoding=task.decoding,
+        digest=written.digest,
+        examples_sha256=written.examples_sha256,
+        systems=[scored.result for scored in systems],
+        inputs=input_lengths(examples, tokenizer, task.inputs_length),
+        published=published,
+        by_class=class_counts(task, examples, first_outputs),
+        worst=worst_answers(examples, first_outputs, first_scores),
+    )
+    return replace(result, notes=comparability_notes(result, models)), draws
+
+
+def score_system(
+    task: Task,
+    examples: Sequence[Example],
+    outputs: Sequence[str],
+    name: str,
+    mode: str,
+    router: Mapping[Stack, RouterSummary] | None = None,
+) -> ScoredSystem:
+    """Returns one system's answers to a task, scored by every metric of the task.
+
+    Args:
+        task: Gives the metrics.
+        examples: N examples.
+        outputs: N answers.
+        name: Name of the system.
+        mode: How it answered.
+        router: What its routers did; None for a dense model.
+    """
+    scored = score_answers(task.metrics, *task.values(examples, outputs))
+    groups = [example.group for example in examples]
+    scores, draws = score_metrics(scored, groups, task_seed(task.name))
+
+    result = SystemResult(
+        name=name,
+        mode=mode,
+        scores=[MetricScore.of(metric, score) for metric, score in scores.items()],
+        num_examples=len(examples),
+        num_unparsable=count_unparsable(scored.targets, scored.answers),
+        num_empty=sum(not output.strip() for output in outputs),
+        router=router,
+    )
+    return ScoredSystem(result, draws, scored.headline_scores)
+
+
+def count_unparsable(targets: Values, answers: Values) -> int | None:
+    """Returns how many post-processed answers are -1, which stands for no valid one.
+
+    None where the targets are texts: there every answer is valid.
+    """
+    if not all(isinstance(target, int) for target in unwrap_values(targets)):
+        return None
+    return sum(answer == -1 for answer in unwrap_values(answers))
+
+
+# ---------------------------------------------------------------------------
+# Classes, worst answers, lengths
+
+
+def class_counts(
+    task: Task, examples: Sequence[Example], outputs: Sequence[str]
+) -> list[ClassCount]:
+    """Returns for each class its examples, the right answers, and how often it was answered.
+
+    Empty for a task that is no classification.
+    """
+    if not task.is_classification:
+        return []
+
+    num_examples: Counter[str] = Counter()
+    num_right: Counter[str] = Counter()
+    for example, output in zip(examples, outputs, strict=True):
+        num_examples[example.targets] += 1
+        num_right[example.targets] += output == example.targets
+    num_answered = Counter(outputs)
+
+    counts = []
+    for target in sorted({*num_examples, *examples[0].choices}):
+        if num_examples[target] or num_answered[target]:
+            counts.append(
+                ClassCount(
+                    target=target,
+                    right=num_right[target],
+                    total=num_examples[target],
+                    answered=num_answered[target],
+                )
+            )
+    return counts
+
+
+def worst_answers(
+    examples: Sequence[Example], outputs: Sequence[str], scores: NDArray[np.float64]
+) -> list[WorstAnswer]:
+    """Returns the examples of the lowest scores, without those of full marks.
+
+    Where more have the lowest score than are shown, those shown are evenly spaced among them.
+
+    Args:
+        examples: N examples.
+        outputs: N answers.
+        scores: <float64>[N] how well each example was answered.
+    """
+    ascending = np.argsort(scores, kind="stable")
+    shown = [int(row) for row in ascending if scores[row] < _FULL_MARKS]
+
+    lowest = [row for row in shown if scores[row] <= scores[shown[0]]]
+    if len(lowest) > _WORST_ANSWERS:
+        shown = [lowest[i * len(lowest) // _WORST_ANSWERS] for i in range(_WORST_ANSWERS)]
+
+    answers = []
+    for row in shown[:_WORST_ANSWERS]:
+        answers.append(
+            WorstAnswer(
+                id=examples[row].id,
+                inputs=shorten(examples[row].inputs, _KEPT_CHARACTERS),
+                target=shorten(examples[row].targets, _KEPT_CHARACTERS),
+                output=shorten(outputs[row], _KEPT_CHARACTERS),
+                score=float(scores[row]),
+            )
+        )
+    return answers
+
+
+def input_lengths(examples: Sequence[Example], tokenizer: Any, limit: int) -> InputLengths:
+    """Returns the lengths of the inputs in tokens, end token included.
+
+    Args:
+        examples: Examples whose inputs are counted.
+        tokenizer: Tokenizer of the model.
+        limit: Tokens that the model sees of an input; the tokenizer's own limit may be lower.
+    """
+    limit = min(limit, tokenizer.model_max_length)
+    texts = [example.inputs for example in examples]
+    encoded = tokenizer(texts, truncation=False, verbose=False)["input_ids"]
+    lengths = np.asarray([len(ids) for ids in encoded])
+
+    # Bins of one width, a whole number, from 0 to the longest input.
+    longest = int(lengths.max())
+    width = max(1, math.ceil((longest + 1) / _LENGTH_BINS))
+    counts = np.bincount(lengths // width, minlength=longest // width + 1)
+    histogram = []
+    for number, count in enumerate(counts):
+        first = number * width
+        histogram.append(LengthBin(first, first + width - 1, int(count)))
+
+    return InputLengths(
+        mean=float(lengths.mean()),
+        median=float(np.median(lengths)),
+        longest=longest,
+        limit=limit,
+        num_cut=int((lengths > limit).sum()),
+        histogram=histogram,
+    )
+
+
+# ---------------------------------------------------------------------------
+# What is not comparable
+
+
+def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> list[str]:
+    """Returns sentences on what keeps the scores of a task from being compared with published ones.
+
+    Args:
+        result: The result of the task.
+        models: The evaluated checkpoints; one that was chosen on the evaluated split is named.
+    """
+    notes = []
+    if result.data.folder:
+        notes.append(
+            f"Rows are from {result.data.folder}, not from the hub: not comparable with published scores."
+        )
+    if result.num_expected is not None and result.num_rows != result.num_expected:
+        notes.append(
+            f"{result.num_rows:,} rows of {result.num_expected:,} that the published split has: not comparable with "
+            "published scores."
+        )
+    if result.limit is not None:
+        notes.append(
+            f"--limit {result.limit:,}: {result.num_examples:,} of {result.num_available:,} examples, whole groups "
+            "evenly taken: not comparable with published scores."
+        )
+    if result.prompt_source != "T5" and result.published:
+        notes.append(
+            f"The prompt is of {result.prompt_source}; published results may stand on another one."
+        )
+    if result.inputs.num_cut:
+        notes.append(
+            f"{result.inputs.num_cut:,} inputs were cut to {result.inputs.limit:,} tokens."
+        )
+    for name, model in models.items():
+        chosen_by = model.chosen_by
+        if chosen_by and result.split == "validation" and result.task in chosen_by.tasks:
+            notes.append(
+                f"The checkpoint of `{name}` is the best of its run on this same split: its scores are optimistic. "
+                "The paper reports such peaks too."
+            )
+    return notes
+
+
+# ---------------------------------------------------------------------------
+# Averages over tasks
+
+
+def superglue_averages(tasks: Iterable[TaskResult], draws: HeadlineDraws) -> list[AverageScore]:
+    """Returns the SuperGLUE average of every system and mode that answered all of its tasks.
+
+    Args:
+        tasks: Results of tasks.
+        draws: Bootstrap draws of their headline scores.
+    """
+    # Each system's headline scores by task, in the order of the report.
+    by_system: dict[tuple[str, str], dict[str, NDArray[np.float64]]] = {}
+    for result in tasks:
+        for system in result.systems:
+            if system.mode in MODES and result.task in SUPERGLUE:
+                values = {score.metric: score.value for score in system.scores}
+                scores = by_system.setdefault((system.name, system.mode), {})
+                scores[result.task] = TASKS.get(result.task).headline_score(values)
+
+    averages = []
+    for (name, mode), scores in by_system.items():
+        if not scores.keys() >= set(SUPERGLUE):
+            continue
+
+        # The draws of different tasks are independent; their means are draws of the average. A task
+        # of one group has no draws: the average then has no interval either.
+        task_draws = {task: draws[name, mode, task] for task in SUPERGLUE}
+        average_draws = np.empty(0)
+        if all(len(values) for values in task_draws.values()):
+            average_draws = superglue_average(task_draws)
+        average = with_interval(float(superglue_average(scores)), average_draws)
+        averages.append(AverageScore("superglue", name, mode, *average))
+    return averages

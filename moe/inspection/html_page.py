@@ -1,0 +1,45 @@
+"""HTML reports by Jinja2: the environment of the templates, and what they are filled with.
+
+A template extends templates/page.html, which holds the head and the style that all reports share.
+Texts are escaped by the templates; only figures, which are SVG of ours, stand as they are.
+"""
+
+import re
+from pathlib import Path
+
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+_CODE_SPAN = re.compile("`([^`]+)`")
+
+
+def render_page(template: str, folder: Path | None = None, **values: object) -> str:
+    """Returns a page.
+
+    Args:
+        template: File name of the template.
+        folder: Folder of further templates; those of this package are found without it.
+        values: What the template is filled with; `title` is one of them.
+    """
+    loaders: list[PackageLoader | FileSystemLoader] = [PackageLoader("moe.inspection")]
+    if folder is not None:
+        loaders.append(FileSystemLoader(folder))
+    environment = Environment(
+        loader=ChoiceLoader(loaders),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["code_spans"] = code_spans
+    return environment.get_template(template).render(**values)
+
+
+def code_spans(text: str) -> Markup:
+    """Returns a text as HTML, in which `names` in backquotes are set as code."""
+    return Markup(_CODE_SPAN.sub(r"<code>\1</code>", str(escape(text))))
+
+
+def printable(value: Path | str) -> str:
+    """Returns a path or text that can be printed: bytes that are not UTF-8 become escapes."""
+    return str(value).encode(errors="backslashreplace").decode()

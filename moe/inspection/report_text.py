@@ -1,0 +1,233 @@
+"""Sentences and numbers of the page on routers.
+
+Every sentence about a result is made from numbers of this trace, these metrics or this evaluation.
+"""
+
+import math
+
+from moe.inspection.report_data import (
+    Evaluation,
+    Line,
+    Score,
+    Stage,
+    SystemScores,
+    TaskScores,
+    TracedModel,
+    TracedText,
+)
+from moe.inspection.tables import layer_name, load_shares
+from moe.inspection.trace import LayerTrace
+from moe.models.configuration import STMoEConfig
+from moe.sparse.stats import summarize
+
+_LARGEST_EXPONENT = 700.0  # of e, below the largest float
+
+# ---------------------------------------------------------------------------
+# The model and its text
+
+
+def size_sentence(config: STMoEConfig) -> str:
+    """Returns what the model is."""
+    return (
+        f"A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
+        f"{config.num_active_parameters():,}: {config.num_layers} + {config.num_decoder_layers} blocks, "
+        f"{config.num_sparse_encoder_layers} + {config.num_sparse_decoder_layers} sparse layers of "
+        f"{config.num_experts} experts, at most {config.num_selected_experts} for each token; {_capacity(config)}."
+    )
+
+
+def _capacity(config: STMoEConfig) -> str:
+    """Returns what limits the tokens of an expert."""
+    if config.expert_capacity is not None:
+        return f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+    training = _capacity_factor(config.capacity_factor)
+    evaluation = _capacity_factor(config.eval_capacity_factor)
+    return f"capacity factor {training} in training and {evaluation} in evaluation"
+
+
+def _capacity_factor(factor: float | None) -> str:
+    return "none" if factor is None else f"{factor:g}"
+
+
+def batches_sentence(text: TracedText) -> str:
+    """Returns how many batches were traced, and how much of the text they cover."""
+    num_examples = text.num_batches * text.batch_size
+    if num_examples <= text.num_chunks:
+        coverage = (
+            f"{num_examples:,} of the {text.num_chunks:,} examples that this text gives, each once"
+        )
+    else:
+        coverage = (
+            f"{num_examples:,} drawn from the {text.num_chunks:,} that this text gives, each about "
+            f"{num_examples / text.num_chunks:.1f} times, masked anew each time"
+        )
+    return (
+        f"{text.num_batches:,} of {text.batch_size} examples, each of {text.inputs_length} encoder and "
+        f"{text.targets_length} decoder tokens: {coverage}"
+    )
+
+
+def masks_sentence(text: TracedText) -> str:
+    """Returns how the batches were masked."""
+    return (
+        f"span corruption, {100 * text.noise_density:g} % of the tokens in spans of {text.mean_span_length:g} on "
+        f"average; seed {text.seed}"
+    )
+
+
+def layer_sentence(layer: LayerTrace) -> str:
+    """Returns the load and the entropy of a layer in words."""
+    shares = load_shares(layer)
+    num_experts = len(shares)
+    busiest = shares.index(max(shares))
+    idlest = shares.index(min(shares))
+    entropy = summarize(layer.stats)["entropy"]
+    return (
+        f"{layer_name(layer)}: expert {busiest + 1} is asked most, {num_experts * shares[busiest]:.2f} x the even "
+        f"load, and expert {idlest + 1} least, {num_experts * shares[idlest]:.2f} x. On average the router is as "
+        f"undecided about a token as between {math.exp(entropy):.1f} equally good experts of {num_experts} "
+        f"({entropy:.2f} nats)."
+    )
+
+
+# ---------------------------------------------------------------------------
+# Training
+
+
+def run_sentences(stage: Stage) -> list[str]:
+    """Returns the last measurements of a run."""
+    sentences = []
+    line = stage.last("heldout/text_loss")
+    if line:
+        sentences.append(
+            f"{_held_out(line)}: {_format_finite(line['heldout/text_loss'])} nats for a text token. "
+            f"{loss_sentence(line)}"
+        )
+    line = stage.last("heldout/loss")
+    if line:
+        sentences.append(
+            f"{_held_out(line)}: {_format_finite(line['heldout/loss'])} nats for a target token of any kind, with "
+            "sentinels and end tokens."
+        )
+    line = stage.last("heldout/token_accuracy")
+    if line:
+        sentences.append(
+            f"{_held_out(line)}: {_format_percent(line['heldout/token_accuracy'])} of the target tokens are the most "
+            "probable ones."
+        )
+
+    for stack in ("encoder", "decoder"):
+        line = stage.last(f"router/{stack}/fraction_dropped")
+        if line:
+            share = _format_percent(line[f"router/{stack}/fraction_dropped"])
+            sentences.append(
+                f"In training, at update {line['step']:,.0f}: the {stack} drops {share} of its tokens."
+            )
+    return sentences
+
+
+def _held_out(line: Line) -> str:
+    return f"Held out, after {line['step']:,.0f} updates"
+
+
+def loss_sentence(line: Line) -> str:
+    """Returns what a held-out loss on text means, in numbers of equally likely tokens."""
+    loss = line["heldout/text_loss"]
+    if not math.isfinite(loss):
+        return "That is no finite number."
+    text = f"That is as uncertain as a choice among {_format_choices(loss)} equally likely tokens."
+
+    entropy = line.get("heldout/unigram_entropy", math.nan)
+    if not math.isfinite(entropy):
+        return text
+    relation = "above: they alone would predict as well or better"
+    if loss < entropy:
+        relation = "below: the model knows more than that"
+    return (
+        f"{text} Who knows only how frequent each token is needs {entropy:.2f} nats (unigram entropy, "
+        f"{_format_choices(entropy)} tokens); this is {abs(entropy - loss):.2f} nats {relation}."
+    )
+
+
+# ---------------------------------------------------------------------------
+# Evaluation
+
+
+def model_sentences(model: TracedModel, evaluation: Evaluation) -> list[str]:
+    """Returns which models were evaluated, and whether the traced one is among them."""
+    sentences = []
+    for name, evaluated in evaluation.models.items():
+        relation = f"not the traced model: fingerprint {evaluated.fingerprint}"
+        if evaluated.fingerprint == model.fingerprint:
+            relation = "the traced model"
+        sentences.append(f"{name} is {evaluated.folder}, {relation}.")
+
+    versions = [f"{name} {number}" for name, number in evaluation.versions.items()]
+    if versions:
+        sentences.append(f"Evaluated with {', '.join(versions)}.")
+    return sentences
+
+
+def system_comparisons(task: TaskScores) -> list[str]:
+    """Returns how the first system differs, in its first metric, from those that answered as it did
+    and from the baselines.
+    """
+    sentences = []
+    for other in task.systems[1:]:
+        sentence = _comparison(task.systems[0], other)
+        if sentence:
+            sentences.append(sentence)
+    return sentences
+
+
+def _comparison(first: SystemScores, other: SystemScores) -> str | None:
+    """Returns how two systems differ; None where they cannot be compared."""
+    ours = first.scores[0]
+    theirs = other.scores[0]
+    if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
+        return None
+    overlap = ours.overlaps(theirs)
+    if overlap is None or ours.value is None or theirs.value is None:
+        return None
+
+    gap = ours.value - theirs.value
+    direction = "below" if gap < 0 else "above"
+    relation = "do not overlap"
+    if overlap:
+        relation = "overlap (`python -m eval compare` tests them in pairs)"
+    return (
+        f"{ours.metric}: {first.name} by {first.mode} is {abs(gap):.1f} points {direction} "
+        f"{other.name} by {other.mode}; their 95 % intervals {relation}."
+    )
+
+
+# ---------------------------------------------------------------------------
+# Numbers
+
+
+def format_score(score: Score) -> str:
+    """Returns a score in 0..100; `-` when there is none."""
+    return "-" if score.value is None else f"{score.value:.1f}"
+
+
+def format_interval(score: Score) -> str:
+    """Returns e.g. `76.3 to 84.3`; `-` when there is no interval."""
+    if score.low is None or score.high is None:
+        return "-"
+    return f"{score.low:.1f} to {score.high:.1f}"
+
+
+def _format_finite(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "no number of"
+
+
+def _format_percent(share: float) -> str:
+    return f"{100 * share:.2f} %" if math.isfinite(share) else "no number"
+
+
+def _format_choices(nats: float) -> str:
+    """Returns e to the power of an entropy: how many equally likely choices it stands for."""
+    number = math.exp(min(nats, _LARGEST_EXPONENT))
+    if number < 10:
+        return f"{number:,.1f}"
+    return f"{number:,.0f}" if number < 1e9 else f"{number:.1g}"

@@ -1,0 +1,136 @@
+"""Every private name of torch that the library uses, each behind one small function.
+
+A private name may change in any release of torch. Each function says what it is for and what torch
+offers instead, as far as it offers anything; tests/kernels/test_torch_private.py says what breaks
+when the name goes. The upper bound of torch in pyproject.toml is the last release that was tried.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed import Store, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import checkpoint
+from torch.utils.flop_counter import register_flop_formula
+
+StridedShard = _StridedShard
+"""Placement of a dimension that two mesh axes shard in reverse order, as FSDP over tensor parallel."""
+
+
+# ---- what runs around an operation ----
+
+
+def is_in_functorch() -> bool:
+    """Returns whether a transform of torch.func (grad, vmap, ...) is on; there is no public name."""
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_jit_tracing() -> bool:
+    """Returns whether torch.jit.trace records; `torch.jit.is_tracing` is not documented either."""
+    return torch._C._is_tracing()
+
+
+def is_in_checkpoint() -> bool:
+    """Returns whether non-reentrant activation checkpointing will run what runs now a second time."""
+    # The checkpoint installs hooks on saved tensors, and the innermost pair can be looked at.
+    autograd = getattr(torch._C, "_autograd", None)
+    top_hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = top_hooks(True) if top_hooks is not None else None
+    if hooks is None:
+        return False
+    return getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
+# ---- operations ----
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Makes the device stop with `message` unless a condition holds, without waiting for it.
+
+    Args:
+        condition: <bool>[] on an accelerator.
+        message: Text of the error.
+    """
+    torch.ops.aten._assert_async.msg(condition, message)
+
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x W^T by oneDNN, the operation that torch.compile uses.
+
+    `torch.mkldnn_linear` and its kin take tensors of oneDNN's own layout only.
+
+    Args:
+        x: <float32>[N, I].
+        weight: <float32>[O, I].
+
+    Returns:
+        <float32>[N, O].
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+if torch.backends.mkldnn.is_available():
+
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def _count_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+        return 2 * x.numel() * weight[0]
+
+
+# ---- trees of records ----
+
+
+def register_named_tuple(record: type[Any]) -> None:
+    """Makes a NamedTuple known by its name, so that torch.export can save programs that use it."""
+    name = f"{record.__module__}.{record.__qualname__}"
+    pytree._register_namedtuple(record, serialized_type_name=name)
+
+
+def register_tree_node(
+    kind: type[Any],
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Makes a container known by its name to torch's trees.
+
+    `torch.utils._pytree` is private as a module; the C++ trees are not used by torch.export.
+
+    Args:
+        kind: Class of the container.
+        flatten: Gives its parts, and what else is needed to build it again.
+        unflatten: Builds it from both.
+    """
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    pytree.register_pytree_node(kind, flatten, unflatten, serialized_type_name=name)
+
+
+# ---- meshes and process groups ----
+
+
+def flatten_mesh_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Returns the mesh of one axis, called `name`, that all axes of `mesh` make together."""
+    return mesh._flatten(name)
+
+
+def split_mesh_axis(mesh: DeviceMesh, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Returns the mesh of several axes into which the one axis of `mesh` is split.
+
+    Args:
+        mesh: A mesh of one axis.
+        sizes: Sizes of the new axes; their product is the size of the old one.
+        names: Names of the new axes.
+    """
+    return mesh._unflatten(0, tuple(sizes), tuple(names))
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Returns the mesh with the axes of all `meshes`, which are parts of one mesh."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def default_store() -> Store:
+    """Returns the key-value store through which the ranks of this job found each other."""
+    return distributed_c10d._get_default_store()

@@ -1,0 +1,26 @@
+"""Every router, found and registered: importing this file imports each file of routers/.
+
+A new router is a new file there, and no edit here. `import moe` imports this file, so that a
+configuration can name every router.
+"""
+
+import importlib
+import pkgutil
+
+import moe.sparse.routers
+from moe.registry import Registry
+from moe.sparse.config import SparseConfig
+from moe.sparse.router import ROUTERS, Router
+
+for module in pkgutil.iter_modules(moe.sparse.routers.__path__):
+    importlib.import_module(f"moe.sparse.routers.{module.name}")
+
+
+def load_routers() -> Registry[type[Router]]:
+    """Returns ROUTERS with every file of moe/sparse/routers in it."""
+    return ROUTERS
+
+
+def build_router(config: SparseConfig) -> Router:
+    """Returns the router that the configuration names, with fresh parameters."""
+    return ROUTERS.get(config.router)(config)
