@@ -15,7 +15,7 @@ from moe.parsing import read_record
 
 STATE_FILE = "state.json"
 FORMAT = 2
-"""Of a checkpoint: 1 was without checksums, and state.json did not say so."""
+"""Format of a checkpoint: 1 was without checksums, and its state.json names no format."""
 
 _Count = Annotated[int, Field(ge=0)]
 

@@ -108,7 +108,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:
         raise ConfigError(
             f"{' and '.join(idle)} would change nothing: the model in {folder} has expert_capacity "
-            f"{config.expert_capacity}, which stands in their place. Set model.expert_capacity to null, too."
+            f"{config.expert_capacity}, which takes precedence. Set model.expert_capacity to null, too."
         )
     return config.replaced(**recipe.model)
 

@@ -84,8 +84,8 @@ def rename_settings(
 
     Args:
         settings: Settings by name, some of which may have the name of an earlier version.
-        warn: Called with a sentence about each old name; None for a checkpoint or another place
-            that no user writes.
+        warn: Called with a sentence about each old name; None for settings
+            that no user has typed, as those of a checkpoint.
 
     Raises:
         ConfigError: When a setting is given by both of its names.

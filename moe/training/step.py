@@ -80,7 +80,7 @@ def train_step(
 
     Args:
         model: In training mode.
-        optimizer: Of the model's parameters.
+        optimizer: Optimizer of the model's parameters.
         recipe: Gives schedule, micro-batch size, precision and clipping.
         batch: Batch of the whole update, on the model's device; on a mesh the rows of this rank.
         step: Number of the update, from 0.
