@@ -68,9 +68,8 @@ class TaskData(NamedTuple):
                 task = TASKS.get(name)
                 path = folder / f"{name}.jsonl"
                 predicted = predict(system, task, requests_of(examples), "generate", path)
-                outputs = [prediction.output for prediction in predicted.predictions]
+                task_scores = task.scores(examples, predicted.outputs)
 
-                task_scores = task.scores(examples, outputs)
                 for metric, value in task_scores.items():
                     scores[f"{name}/{metric}"] = value
                 headline_scores.append(float(task.headline_score(task_scores)))
@@ -91,7 +90,7 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
         ConfigError: When there is no such task; names the closest.
         DataError: When a task has no training examples, or rows cannot be had.
     """
-    tasks = [TASKS.get(name) for name in names]
+    tasks = list(map(TASKS.get, names))
     rows = Path(folder) if folder else None
     if rows is not None and not rows.is_dir():
         raise DataError(

@@ -43,7 +43,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 
 _BATCH_SIZE = 64
 _SEED = 0
-_MOST_BATCHES = 100_000
+_MAX_BATCHES = 100_000
 _GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
 # What a page of an earlier version has in the place of this tag.
 _EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>"
@@ -59,6 +59,8 @@ def build_parser() -> Parser:
         "--corpus", type=path, required=True, help="folder made by scripts.build_corpus"
     )
     parser.add_argument("--out", required=True, help="the .html file to write")
+
+    # What the page shows beside the routers.
     parser.add_argument(
         "--metrics",
         nargs="+",
@@ -66,7 +68,9 @@ def build_parser() -> Parser:
         help="NAME=FILE for the metrics.jsonl of each run to show",
     )
     parser.add_argument("--evaluation", type=path, help="report.json of python -m eval run")
-    batches = integer(least=1, most=_MOST_BATCHES, reason="more change nothing that is seen")
+
+    # How much is traced.
+    batches = integer(least=1, most=_MAX_BATCHES, reason="more change nothing that is seen")
     parser.add_argument(
         "--batches",
         type=batches,

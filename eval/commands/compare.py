@@ -18,7 +18,7 @@ from eval.records import (
     TaskComparison,
     to_json,
 )
-from eval.reports.formatting import format_score, markdown_cell, markdown_table, shorten
+from eval.reports.formatting import markdown_cell, markdown_table, shorten
 from eval.run_folder import (
     SavedAnswers,
     SavedReport,
@@ -32,6 +32,7 @@ from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
+from moe.inspection.formatting import format_score
 from moe.inspection.html_page import printable
 
 _SHOWN_EXAMPLES = 10

@@ -5,8 +5,8 @@ from html import escape
 from typing import NamedTuple
 
 from eval.records import InputLengths
-from eval.reports.formatting import format_interval, format_score
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
+from moe.inspection.formatting import format_interval, format_score
 
 _WIDTH = 900
 

@@ -55,6 +55,12 @@ class Scoreboard(NamedTuple):
     lines: Sequence[ScoreboardLine]
     legend: Sequence[str]
 
+    @property
+    def headers(self) -> list[str]:
+        """Headers of our systems, then of the published ones."""
+        ours = [f"{name}, {mode}" for name, mode in self.systems]
+        return [*ours, *self.published]
+
 
 def build_scoreboard(report: Report) -> Scoreboard:
     """Returns all scores of a report in one table."""

@@ -5,10 +5,10 @@ Every sentence about a result is made from numbers of this trace, these metrics 
 
 import math
 
+from moe.inspection.formatting import format_versions
 from moe.inspection.report_data import (
     Evaluation,
     Line,
-    Score,
     Stage,
     SystemScores,
     TaskScores,
@@ -162,9 +162,8 @@ def model_sentences(model: TracedModel, evaluation: Evaluation) -> list[str]:
             relation = "the traced model"
         sentences.append(f"{name} is {evaluated.folder}, {relation}.")
 
-    versions = [f"{name} {number}" for name, number in evaluation.versions.items()]
-    if versions:
-        sentences.append(f"Evaluated with {', '.join(versions)}.")
+    if evaluation.versions:
+        sentences.append(f"Evaluated with {format_versions(evaluation.versions)}.")
     return sentences
 
 
@@ -203,18 +202,6 @@ def _comparison(first: SystemScores, other: SystemScores) -> str | None:
 
 # ---------------------------------------------------------------------------
 # Numbers
-
-
-def format_score(score: Score) -> str:
-    """Returns a score in 0..100; `-` when there is none."""
-    return "-" if score.value is None else f"{score.value:.1f}"
-
-
-def format_interval(score: Score) -> str:
-    """Returns e.g. `76.3 to 84.3`; `-` when there is no interval."""
-    if score.low is None or score.high is None:
-        return "-"
-    return f"{score.low:.1f} to {score.high:.1f}"
 
 
 def _format_finite(value: float) -> str:
