@@ -58,6 +58,8 @@ class TaskData(NamedTuple):
             raise ConfigError(
                 f"mixture.dev_examples is {limit}, and no task has a dev split. Set it to 0."
             )
+
+        # The same examples at every evaluation of the run.
         dev = {name: limit_examples(examples, limit) for name, examples in self.dev.items()}
 
         def score_model(model: Path, folder: Path) -> dict[str, float]:
@@ -70,6 +72,7 @@ class TaskData(NamedTuple):
                 predicted = predict(system, task, requests_of(examples), "generate", path)
                 task_scores = task.scores(examples, predicted.outputs)
 
+                # Each metric under its own name, and one number for the mean.
                 for metric, value in task_scores.items():
                     scores[f"{name}/{metric}"] = value
                 headline_scores.append(float(task.headline_score(task_scores)))

@@ -157,6 +157,7 @@ def _read_side(text: str) -> Side:
             f"{text!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER."
         )
 
+    # The first model, unless another is named.
     report = read_report(Path(folder))
     names = list(report.fingerprints)
     if name and name not in names:
@@ -181,6 +182,7 @@ def _common_tasks(
                 f"Neither run has a task {task!r}.{did_you_mean(task, known)} They have {', '.join(known) or 'none'}."
             )
 
+        # A mode in which only one side answered is left out, and said.
         for task_mode in dict.fromkeys([*modes_a, *modes_b]):
             if mode not in (None, task_mode):
                 continue
@@ -215,6 +217,7 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
     first = a.tasks[name]
     second = b.tasks[name]
 
+    # The reason that a user can act on comes first.
     reasons = []
     for setting in ("version", "split", "limit", "num_examples"):
         value_a = getattr(first, setting)

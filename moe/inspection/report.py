@@ -201,6 +201,7 @@ def _load_sentences(config: STMoEConfig, trace: RoutingTrace) -> list[str]:
 
 def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace) -> list[str]:
     """Returns over how many experts sentinels spread, beside text."""
+    # Sentinels have the highest ids; text is below them, without the special tokens.
     counts = layer.first_choice  # [V, E]
     ids = SpecialIds.of(tokenizer)
     lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
@@ -232,6 +233,7 @@ def _expert_spread(counts: Tensor, tokens: Tensor) -> list[str]:
 
 def _layers(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> list[LayerView]:
     """Returns for each expert of each layer the tokens that it receives and prefers."""
+    # Fewer tokens for each of many experts, so that the page can be read.
     number = _LISTED_TOKENS if _num_experts(trace) <= _MANY_EXPERTS else _FEW_TOKENS
 
     layers = []
@@ -240,6 +242,7 @@ def _layers(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> list[Lay
         num_tokens = int(counts.sum())
         experts = []
         for expert in range(counts.shape[1]):
+            # Its share of all first choices, and the tokens behind it.
             num_chosen = int(counts[:, expert].sum())
             received = top_tokens(counts, expert, number=number)
             preferred = preferred_tokens(counts, expert, number=number)
@@ -286,6 +289,7 @@ def _tokens(
 
 def _run(config: STMoEConfig, model: TracedModel, stage: Stage) -> RunView:
     """Returns the curves of a run, and what its last lines say."""
+    # The traced model tells how many experts there are; another run may have others.
     made_model = stage.made(model.folder)
     curves = None
     if plots.has_curves(stage.lines):

@@ -51,6 +51,7 @@ def _capacity_factor(factor: float | None) -> str:
 
 def batches_sentence(text: TracedText) -> str:
     """Returns how many batches were traced, and how much of the text they cover."""
+    # Examples repeat, under other masks, once all chunks of the text were used.
     num_examples = text.num_batches * text.batch_size
     if num_examples <= text.num_chunks:
         coverage = (
@@ -137,6 +138,7 @@ def loss_sentence(line: Line) -> str:
         return "That is no finite number."
     text = f"That is as uncertain as a choice among {_format_choices(loss)} equally likely tokens."
 
+    # A model of token frequencies alone is what the loss is compared with.
     entropy = line.get("heldout/unigram_entropy", math.nan)
     if not math.isfinite(entropy):
         return text
@@ -185,6 +187,8 @@ def _comparison(first: SystemScores, other: SystemScores) -> str | None:
     theirs = other.scores[0]
     if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
         return None
+
+    # Without intervals nothing can be said.
     overlap = ours.overlaps(theirs)
     if overlap is None or ours.value is None or theirs.value is None:
         return None
