@@ -11,6 +11,7 @@ from typing import Any
 
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
+from eval.answers.predictions_file import Stack
 from eval.scores.intervals import Score
 from eval.task import Decoding
 from moe.inspection.html_page import printable
@@ -125,7 +126,7 @@ class SystemResult:
     num_examples: int
     num_unparsable: int | None
     num_empty: int
-    router: Mapping[str, RouterSummary] | None
+    router: Mapping[Stack, RouterSummary] | None
 
 
 @dataclass(frozen=True)

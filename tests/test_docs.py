@@ -16,8 +16,10 @@ from eval.task import TASKS
 from moe.cli import Parser
 from moe.commands.stmoe import VERBS
 from moe.data.tokenizer import train_tokenizer
+from moe.models.checkpoint_formats import CHECKPOINT_FORMATS
 from moe.optim.optimizers import OPTIMIZERS
-from moe.sparse.all_routers import load_routers
+from moe.sparse.router import ROUTERS
+from moe.sparse.router_options import ROUTER_REQUIREMENTS
 from moe.training.command import RecipeCommand
 from tests.models.hf_models import their_model
 from tests.models.tiny import tiny_model
@@ -74,7 +76,8 @@ def workspace(tmp_path_factory):
 def registries(monkeypatch):
     """Lets a page register what it explains, for its own time only."""
     TASKS.names()
-    for registry in (load_routers(), OPTIMIZERS, TASKS):
+    registries = (ROUTERS, ROUTER_REQUIREMENTS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS)
+    for registry in registries:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from moe.checkpoint.sharded_weights import write_model
-from moe.distributed.collectives import broadcast_from_rank_zero
+from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero
 from moe.distributed.mesh import Mesh
-from moe.distributed.rank_zero import enter_on_rank_zero
 from moe.distributed.sharding import Layout
 from moe.distributed.verification import gather_damage
 from moe.errors import DataError
@@ -39,6 +38,7 @@ def _missing_part(folder: Path) -> str | None:
     def has_one_of(*names: str) -> bool:
         return any((folder / name).is_file() for name in names)
 
+    # In the order in which a reader would stumble: configuration, tokenizer, weights.
     if not (folder / CONFIG_NAME).is_file():
         return f"{CONFIG_NAME} is missing"
     try:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -179,7 +179,7 @@ def hf_family(raw_config: Mapping[str, Any]) -> Family:
     """Returns whether a config.json is of T5 or of Switch; it must be of one of them."""
     family = raw_config.get("model_type")
     assert family in FAMILIES, f"the caller has looked: {family!r}"
-    return family
+    return cast(Family, family)
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
