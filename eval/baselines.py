@@ -76,8 +76,11 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
     targets = [example.targets for example in train]
     test_inputs = [example.inputs for example in test]
 
+    # The same answer to all: what any model must beat.
     majority, _ = Counter(targets).most_common(1)[0]
     outputs = {"majority": [majority] * len(test)}
+
+    # What words alone tell, without their order.
     for name, classifier in _classifiers().items():
         outputs[name] = list(classifier.fit(inputs, targets).predict(test_inputs))
     return outputs
@@ -114,6 +117,7 @@ def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, l
     if not features:
         return outputs
 
+    # The answer is the sentence that is most probably the best.
     for name, classifier in _classifiers().items():
         classifier.fit(features, is_best)
         picked = []
@@ -149,6 +153,8 @@ def _most_typical(summaries: Sequence[str]) -> str:
     """
     counts = Counter(summaries)
     largest = max(counts.values())
+
+    # Summaries mostly differ, so that nearly all are candidates.
     candidates = _sample([summary for summary, count in counts.items() if count == largest])
     others = _sample(summaries)
 
@@ -156,6 +162,8 @@ def _most_typical(summaries: Sequence[str]) -> str:
     vectorizer.fit([*candidates, *others])
     candidate_words = _word_sets(vectorizer, candidates)
     other_words = _word_sets(vectorizer, others)
+
+    # Each candidate against all others, by words as sets.
     mean_rouge = _rouge1(candidate_words, other_words).mean(axis=1)  # [N]
     return candidates[int(mean_rouge.argmax())]
 

@@ -58,6 +58,8 @@ class TaskData(NamedTuple):
             raise ConfigError(
                 f"mixture.dev_examples is {limit}, and no task has a dev split. Set it to 0."
             )
+
+        # The same examples at every evaluation of the run.
         dev = {name: limit_examples(examples, limit) for name, examples in self.dev.items()}
 
         def score_model(model: Path, folder: Path) -> dict[str, float]:
@@ -68,9 +70,9 @@ class TaskData(NamedTuple):
                 task = TASKS.get(name)
                 path = folder / f"{name}.jsonl"
                 predicted = predict(system, task, requests_of(examples), "generate", path)
-                outputs = [prediction.output for prediction in predicted.predictions]
+                task_scores = task.scores(examples, predicted.outputs)
 
-                task_scores = task.scores(examples, outputs)
+                # Each metric under its own name, and one number for the mean.
                 for metric, value in task_scores.items():
                     scores[f"{name}/{metric}"] = value
                 headline_scores.append(float(task.headline_score(task_scores)))
@@ -91,7 +93,7 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
         ConfigError: When there is no such task; names the closest.
         DataError: When a task has no training examples, or rows cannot be had.
     """
-    tasks = [TASKS.get(name) for name in names]
+    tasks = list(map(TASKS.get, names))
     rows = Path(folder) if folder else None
     if rows is not None and not rows.is_dir():
         raise DataError(

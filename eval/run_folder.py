@@ -191,6 +191,8 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
         raise DataError(
             f"{path} holds {len(examples):,} of the {task.num_examples:,} examples that the report is about. {_ADVICE}"
         )
+
+    # The digest tells other examples, the checksum any other byte.
     digest = digest_of(task.task, task.version, list(examples.values()))
     if digest != task.digest or sha256_of(path) != task.examples_sha256:
         raise DataError(
@@ -222,6 +224,7 @@ def read_report(folder: Path) -> SavedReport:
         )
     content = to_record(_Content, value, where=str(path), advice=_ADVICE)
 
+    # Each part is read by itself, so that an error names it.
     fingerprints = {}
     for name, fields in content.models.items():
         where = f"{path}, model {shown(name)}"
@@ -238,6 +241,7 @@ def read_report(folder: Path) -> SavedReport:
     where = f"{path}, settings"
     settings = to_record(_Settings, content.settings, where=where, advice=_ADVICE)
 
+    # The checksum comes last: an error above says more of what is wrong.
     if not is_whole(text, value):
         raise DataError(f"{path} is not what was written: its sha256 differs. {_ADVICE}")
     if not fingerprints:
@@ -340,6 +344,7 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
             f"{path} has no checksums: an earlier version of this library wrote it. {_ADVICE}"
         )
 
+    # Answers to other examples than those of the report.
     known = {example.id for example in examples}
     for id, number in written.line_numbers.items():
         if id not in known:
@@ -347,6 +352,7 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
                 f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_ADVICE}"
             )
 
+    # Answers by id, since batches are sorted by length.
     outputs: dict[str, str] = {}
     for batch in written.batches:
         for prediction in batch.predictions:
@@ -370,6 +376,8 @@ def _check_header(
         "version": task.version,
         "mode": mode,
     }
+
+    # Only what decides this kind of answer.
     if mode == "generate":
         expected["decoding"] = task.decoding
     else:

@@ -93,6 +93,7 @@ def rank_of_one(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @with_blocks("python")

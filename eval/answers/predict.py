@@ -75,6 +75,11 @@ class Predicted(NamedTuple):
     predictions: list[Prediction]
     router: dict[Stack, RouterSummary] | None
 
+    @property
+    def outputs(self) -> list[str]:
+        """The answers."""
+        return [prediction.output for prediction in self.predictions]
+
 
 class _Answers(NamedTuple):
     """What a model answered to one batch, before it is scored.

@@ -18,7 +18,7 @@ from eval.records import (
     TaskComparison,
     to_json,
 )
-from eval.reports.formatting import format_score, markdown_cell, markdown_table, shorten
+from eval.reports.formatting import markdown_cell, markdown_table, shorten
 from eval.run_folder import (
     SavedAnswers,
     SavedReport,
@@ -32,6 +32,7 @@ from eval.scores.pairing import compare_answers
 from eval.task import TASKS, Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
+from moe.inspection.formatting import format_score
 from moe.inspection.html_page import printable
 
 _SHOWN_EXAMPLES = 10
@@ -154,6 +155,7 @@ def _read_side(text: str) -> Side:
             f"{text!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER."
         )
 
+    # The first model, unless another is named.
     report = read_report(Path(folder))
     names = list(report.fingerprints)
     if name and name not in names:
@@ -178,6 +180,7 @@ def _common_tasks(
                 f"Neither run has a task {task!r}.{did_you_mean(task, known)} They have {', '.join(known) or 'none'}."
             )
 
+        # A mode in which only one side answered is left out, and said.
         for task_mode in dict.fromkeys([*modes_a, *modes_b]):
             if mode not in (None, task_mode):
                 continue
@@ -212,6 +215,7 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
     first = a.tasks[name]
     second = b.tasks[name]
 
+    # The reason that a user can act on comes first.
     reasons = []
     for setting in ("version", "split", "limit", "num_examples"):
         value_a = getattr(first, setting)

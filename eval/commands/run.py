@@ -12,7 +12,6 @@ from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
-from eval.reports.formatting import format_interval, format_score
 from eval.reports.report_text import earlier_report_sentence
 from eval.run import evaluate
 from eval.task import SPLITS
@@ -20,6 +19,7 @@ from moe.cli import integer, path, real, word
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import output_path
+from moe.inspection.formatting import format_interval, format_score
 
 _MAX_SECONDS = 30 * 24 * 3600
 """Longest time that ranks wait for others; what waits for a month is lost."""

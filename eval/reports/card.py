@@ -4,7 +4,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.answers.predict import MODES
 from eval.records import MetricScore, Report, SystemResult, TaskResult
-from eval.reports.formatting import format_interval, format_score, markdown_table
+from eval.reports.formatting import markdown_table
+from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.html_page import printable
 
 _HEADER = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]

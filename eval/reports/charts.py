@@ -5,8 +5,8 @@ from html import escape
 from typing import NamedTuple
 
 from eval.records import InputLengths
-from eval.reports.formatting import format_interval, format_score
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
+from moe.inspection.formatting import format_interval, format_score
 
 _WIDTH = 900
 
@@ -72,6 +72,8 @@ def bar_chart(board: Scoreboard) -> str:
         bars = _bars(board, line) if line.in_chart else []
         if not bars:
             continue
+
+        # A title for each task, its bars below it.
         parts.append(
             f'<text x="0" y="{top}"><tspan font-weight="600">{escape(line.task)}</tspan>'
             f"<tspan> {escape(line.metric)}{line.marks}</tspan></text>"
@@ -82,6 +84,7 @@ def bar_chart(board: Scoreboard) -> str:
             top += _BAR_DISTANCE
         top += _TASK_DISTANCE + _TITLE_HEIGHT
 
+    # The grid lies behind the bars, and is as long as they are many.
     grid = [_grid_line(value, top) for value in range(0, 101, 20)]
     title = "Scores beside the published ones" if board.published else "Scores"
     return _svg(top + 4, title, "".join([*grid, *parts]))
@@ -90,6 +93,8 @@ def bar_chart(board: Scoreboard) -> str:
 def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
     """Returns the bars of one metric: ours, baselines, published ones."""
     bars = []
+
+    # The model that the report is about stands out.
     first_model = board.systems[0][0] if board.systems else ""
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
         if score is not None and score.value is not None:

@@ -1,4 +1,4 @@
-"""Scores, intervals, long texts and Markdown tables as text."""
+"""Long texts and Markdown tables; scores are formatted by `moe.inspection.formatting`."""
 
 from collections.abc import Sequence
 
@@ -26,17 +26,3 @@ def shorten(text: str, length: int) -> str:
         return text
     head = 2 * length // 3
     return f"{text[:head]} [... {len(text) - length:,} characters ...] {text[head - length :]}"
-
-
-def format_score(value: float | None, *, sign: bool = False) -> str:
-    """Returns a score with one decimal; `-` where there is none."""
-    if value is None:
-        return "-"
-    return f"{value:+.1f}" if sign else f"{value:.1f}"
-
-
-def format_interval(low: float | None, high: float | None) -> str:
-    """Returns e.g. `76.3 to 84.3`; `-` where there is none."""
-    if low is None or high is None:
-        return "-"
-    return f"{low:.1f} to {high:.1f}"

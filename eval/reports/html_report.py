@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.records import AverageScore, FailedTask, MetricScore, Report, TaskResult
+from eval.records import FailedTask, Report, TaskResult
 from eval.reports.charts import bar_chart, length_histogram, load_chart
-from eval.reports.formatting import format_interval, format_score, shorten
+from eval.reports.formatting import shorten
 from eval.reports.report_text import (
     CLASS_HEADER,
     ROUTER_HEADER,
@@ -27,6 +27,7 @@ from eval.reports.report_text import (
     score_rows,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
+from moe.inspection.formatting import format_interval, format_score, format_versions
 from moe.inspection.html_page import render_page
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -151,15 +152,14 @@ class EvaluationView:
 
 def html_report(report: Report, board: Scoreboard) -> str:
     """Returns the page."""
-    versions = [f"{name} {number}" for name, number in report.versions.items()]
     view = EvaluationView(
         failed=report.failed,
         command=report.command,
         models=[(name, model_sentence(model)) for name, model in report.models.items()],
-        versions=f"{', '.join(versions)}; {report.device}",
+        versions=f"{format_versions(report.versions)}; {report.device}",
         earlier=earlier_report_sentence(report.earlier) if report.earlier else None,
         board=_board(board) if board.lines else None,
-        tasks=[_task(task) for task in report.tasks],
+        tasks=list(map(_task, report.tasks)),
     )
     return render_page("evaluation.html", _TEMPLATES, title="Evaluation", view=view)
 
@@ -170,7 +170,6 @@ def html_report(report: Report, board: Scoreboard) -> str:
 
 def _board(board: Scoreboard) -> BoardView:
     """Returns the table of all scores, its chart, and the way to each task."""
-    systems = [f"{name}, {mode}" for name, mode in board.systems]
     rows = []
     tasks: dict[str, None] = {}
     previous = None
@@ -180,7 +179,7 @@ def _board(board: Scoreboard) -> BoardView:
         if line.metric != "average":
             tasks[line.task] = None
     return BoardView(
-        header=["task", "metric", *systems, *board.published],
+        header=["task", "metric", *board.headers],
         rows=rows,
         legend=board.legend,
         chart=bar_chart(board),
@@ -191,7 +190,14 @@ def _board(board: Scoreboard) -> BoardView:
 
 def _board_row(line: ScoreboardLine, previous: str | None) -> BoardRow:
     """Returns a row of the table; `previous` is the task of the row above."""
-    ours = [None if score is None else _own_score(score) for score in line.ours]
+    ours: list[ScoreCell | None] = []
+    for score in line.ours:
+        cell = None
+        if score is not None:
+            interval = format_interval(score.low, score.high)
+            cell = ScoreCell(format_score(score.value), below=interval, tooltip=score.note)
+        ours.append(cell)
+
     published: list[ScoreCell | None] = []
     for result in line.published:
         cell = None
@@ -210,12 +216,6 @@ def _board_row(line: ScoreboardLine, previous: str | None) -> BoardRow:
     )
 
 
-def _own_score(score: MetricScore | AverageScore) -> ScoreCell:
-    """Returns a score over its interval."""
-    interval = format_interval(score.low, score.high)
-    return ScoreCell(format_score(score.value), below=interval, tooltip=score.note)
-
-
 # ---------------------------------------------------------------------------
 # One task
 
@@ -227,6 +227,7 @@ def _task(task: TaskResult) -> TaskView:
         texts = [answer.inputs, answer.target, answer.output]
         shown = [shorten(text, _SHOWN_CHARACTERS) for text in texts]
         worst_rows.append([answer.id, *shown, format_score(answer.score)])
+
     return TaskView(
         name=task.task,
         title=f"{task.task} (version {task.version})",

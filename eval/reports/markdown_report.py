@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 
 from eval.records import Report, TaskResult
-from eval.reports.formatting import (
-    format_interval,
-    format_score,
-    markdown_cell,
-    markdown_table,
-)
+from eval.reports.formatting import markdown_cell, markdown_table
 from eval.reports.report_text import (
     CLASS_HEADER,
     ROUTER_HEADER,
@@ -26,6 +21,7 @@ from eval.reports.report_text import (
     score_rows,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard
+from moe.inspection.formatting import format_interval, format_score, format_versions
 
 
 def markdown_report(report: Report, board: Scoreboard) -> str:
@@ -35,8 +31,7 @@ def markdown_report(report: Report, board: Scoreboard) -> str:
     # What was run on what.
     for name, model in report.models.items():
         lines.append(f"- `{name}`: {model_sentence(model)}")
-    versions = [f"{name} {number}" for name, number in report.versions.items()]
-    lines += ["- " + ", ".join(versions), f"- device: {report.device}", ""]
+    lines += [f"- {format_versions(report.versions)}", f"- device: {report.device}", ""]
 
     if report.earlier:
         lines += [earlier_report_sentence(report.earlier), ""]
@@ -54,8 +49,7 @@ def _score_section(board: Scoreboard) -> list[str]:
     if not board.lines:
         return []
 
-    systems = [f"{name}, {mode}" for name, mode in board.systems]
-    header = ["task", "metric", "split", *systems, *board.published]
+    header = ["task", "metric", "split", *board.headers]
     rows = []
     for line in board.lines:
         row = [line.task + line.marks, line.metric, line.split]

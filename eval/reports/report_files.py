@@ -71,6 +71,7 @@ def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
     Raises:
         CheckpointError: When the dev scores beside it are damaged.
     """
+    # Models of this library know how many of their experts a token uses.
     config = system.model.config
     if isinstance(config, STMoEConfig):
         parameters = config.num_parameters()
@@ -79,6 +80,7 @@ def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
         parameters = system.model.num_parameters()
         active_parameters = parameters
 
+    # A run keeps its last checkpoint in RUN/model.
     run = folder.absolute().parent
     return ModelInfo(
         folder=str(folder),
@@ -104,6 +106,8 @@ def _read_selection(run: Path) -> Selection | None:
     advice = (
         "Restore it, or remove it: the report then says nothing of how the checkpoint was chosen."
     )
+
+    # The dev scores by which a fine-tuning chose the checkpoint lie beside it.
     content = read_json(path, advice=advice, error=CheckpointError, nan=True)
     scores = to_record(
         dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError
@@ -137,11 +141,13 @@ def save_report(report: Report, out: Path, *, last: bool) -> Report:
         out: The folder.
         last: Whether no further task follows.
     """
+    # Before anything is overwritten: keep what an earlier report knows beyond this one.
     results = results_of_report(report)
     if report.earlier is None:
         copy = keep_earlier_report(out, results)
         report = replace(report, earlier=copy and copy.name)
 
+    # After the last task: a copy of which nothing is lacking is not kept.
     superseded = None
     if last and report.earlier is not None and is_superseded(out / report.earlier, results):
         superseded = out / report.earlier

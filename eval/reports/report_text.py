@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from eval.answers.predict import MODES
 from eval.records import ModelInfo, SystemResult, TaskResult
-from eval.reports.formatting import format_interval, format_score
+from moe.inspection.formatting import format_interval, format_score
 
 SCORE_HEADER = [
     "system",

@@ -55,6 +55,12 @@ class Scoreboard(NamedTuple):
     lines: Sequence[ScoreboardLine]
     legend: Sequence[str]
 
+    @property
+    def headers(self) -> list[str]:
+        """Headers of our systems, then of the published ones."""
+        ours = [f"{name}, {mode}" for name, mode in self.systems]
+        return [*ours, *self.published]
+
 
 def build_scoreboard(report: Report) -> Scoreboard:
     """Returns all scores of a report in one table."""
@@ -92,6 +98,7 @@ def _average_line(
     average: Sequence[PublishedScore],
 ) -> ScoreboardLine:
     """Returns the line of the SuperGLUE average."""
+    # Of a system with two published averages the last is shown.
     results = {result.system: result for result in average}
     scores = {(score.name, score.mode): score for score in report.averages}
 
@@ -177,6 +184,7 @@ def _marks(task: TaskResult) -> str:
 
 def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     """Returns a sentence for each sign that occurs, and the sources of what is published."""
+    # What occurs in the table.
     marks = "".join(line.marks for line in lines)
     sources: set[str] = set()
     other_names: set[tuple[str, str, str]] = set()
@@ -191,6 +199,8 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
                 other_names.add((line.task, result.metric, line.metric))
 
     sentences = []
+
+    # What the signs mean.
     if PARTIAL_DATA in marks:
         sentences.append(
             f"{PARTIAL_DATA} ours are of rows of a folder, or of part of a split: not comparable with published "
@@ -208,6 +218,8 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
         sentences.append(
             "The validation split of natural_questions is what others call its test set."
         )
+
+    # Where published results are from, and what they are called there.
     if sources:
         sentences.append(
             f"Published: {'; '.join(sorted(sources))}. They are of models that were fine-tuned on the task."

@@ -105,11 +105,10 @@ def summarize_task(
     systems: list[ScoredSystem] = []
     draws: HeadlineDraws = {}
     for (name, mode), predicted in answers.items():
-        outputs = [prediction.output for prediction in predicted.predictions]
-        scored = score_system(task, examples, outputs, name, mode, predicted.router)
+        scored = score_system(task, examples, predicted.outputs, name, mode, predicted.router)
         draws[name, mode, task.name] = task.headline_score(scored.draws)
         systems.append(scored)
-    first_outputs = [prediction.output for prediction in next(iter(answers.values())).predictions]
+    first_outputs = next(iter(answers.values())).outputs
     first_scores = systems[0].example_scores
 
     # Baselines stand beside the models where their training data comes with Python.
@@ -305,6 +304,8 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
         models: The evaluated checkpoints; one that was chosen on the evaluated split is named.
     """
     notes = []
+
+    # Other rows than those of the published split, or fewer.
     if result.data.folder:
         notes.append(
             f"Rows are from {result.data.folder}, not from the hub: not comparable with published scores."
@@ -319,6 +320,8 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
             f"--limit {result.limit:,}: {result.num_examples:,} of {result.num_available:,} examples, whole groups "
             "evenly taken: not comparable with published scores."
         )
+
+    # The same rows, asked in another way.
     if result.prompt_source != "T5" and result.published:
         notes.append(
             f"The prompt is of {result.prompt_source}; published results may stand on another one."
@@ -327,6 +330,8 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
         notes.append(
             f"{result.inputs.num_cut:,} inputs were cut to {result.inputs.limit:,} tokens."
         )
+
+    # A model that was chosen on these examples.
     for name, model in models.items():
         chosen_by = model.chosen_by
         if chosen_by and result.split == "validation" and result.task in chosen_by.tasks:

@@ -170,6 +170,7 @@ def group_statistic(
 
         return from_sums
 
+    # Arrays of objects: values may be lists, which numpy would join.
     targets = _object_array(answers.targets)
     outputs = _object_array(answers.answers)
 
@@ -232,6 +233,7 @@ def with_interval(value: float, draws: NDArray[np.float64], note: str = "") -> S
     if len(draws) < 2:
         return Score(value, note=note or "one group of examples: there is no interval")
 
+    # The percentile interval needs no normal distribution.
     low, high = np.percentile(draws, [2.5, 97.5])
     return Score(value, float(draws.std(ddof=1)), float(low), float(high), note)
 

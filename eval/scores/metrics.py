@@ -137,6 +137,7 @@ def _multirc_questions(targets: Values, answers: Values) -> NDArray[np.float64]:
     for group, match in zip(groups, matches, strict=True):
         all_right[group] = all_right.get(group, True) and bool(match)
 
+    # A question counts once, at its first answer.
     question_scores = [100.0 * all_right[group] for group in groups]
     return np.where(_first_of_group(targets), question_scores, np.nan)
 
@@ -212,6 +213,7 @@ def _word_f1(target: str, answer: str) -> float:
     if num_shared == 0:
         return 0.0
 
+    # F1 of bags of words.
     precision = num_shared / len(answer_words)
     recall = num_shared / len(target_words)
     return 2 * precision * recall / (precision + recall)
@@ -398,6 +400,7 @@ def rank_classification(
             f"{num_classes or 1} classes."
         )
 
+    # Sorted by row, since choices may come in any order.
     choices = []
     for ((row, number), right, weight, length), score in zip(targets, scores, strict=True):
         if normalize_by_target_length:
@@ -433,6 +436,7 @@ def _metrics_of_classes(choices: NDArray[np.float64]) -> dict[str, float]:
     weights = choices[:, 0, 2]  # [N]
     num_classes = right.shape[1]
 
+    # The chosen class is the one of the highest score.
     best = scores.argmax(axis=-1)  # [N]
     is_right = right[np.arange(len(right)), best]  # [N]
     metrics = {"accuracy": 100 * float(np.average(is_right, weights=weights))}
@@ -452,6 +456,8 @@ def _metrics_of_classes(choices: NDArray[np.float64]) -> dict[str, float]:
         return metrics
 
     metrics["f1"] = 100 * _f1(right.argmax(axis=-1), best, sample_weight=weights)
+
+    # Probability of class 1 among the two choices.
     odds = np.exp(scores - scores.max(axis=-1, keepdims=True))  # [N, 2]
     probability = odds[:, 1] / odds.sum(axis=-1)  # [N]
     for name, area in auc(right[:, 1], probability, weights).items():
@@ -463,8 +469,8 @@ def _f1(targets: Any, answers: Any, **options: Any) -> float:
     """Returns sklearn's F1 in 0..1; that of a class that never occurs is 0, without a warning."""
     from sklearn.metrics import f1_score
 
-    never_occurs: Any = 0
-    return float(f1_score(targets, answers, zero_division=never_occurs, **options))
+    options["zero_division"] = 0
+    return float(f1_score(targets, answers, **options))
 
 
 # ---------------------------------------------------------------------------

@@ -68,6 +68,8 @@ def score_model(
     broadcast_from_rank_zero(lambda: _remove_model(candidate))
 
     earlier = broadcast_from_rank_zero(lambda: _read_scores(scores_file, step))
+
+    # A step that was scored before is not scored again.
     if earlier is None:
         export(candidate)
         scores = DevScores(step, evaluate(candidate, scores_file.parent))
@@ -113,6 +115,7 @@ def best_and_last(folder: Path) -> tuple[DevScores, DevScores]:
             f"{folder / DEV_FOLDER} holds no {SCORES_FILE}, so there is no summary of this run. Restore the folder, or "
             "train again with another --out."
         )
+    # Of equal means the first, as `score_model` keeps it.
     best = max(scores_by_step, key=lambda scores: scores.mean)
     return best, scores_by_step[-1]
 
@@ -148,6 +151,7 @@ def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
     content = read_json(path, advice=advice, nan=True)
     numbers = to_record(dict[str, float], content, where=str(path), advice=advice)
 
+    # The step is that of the folder, and is no score.
     for name in ("step", "mean"):
         if name not in numbers:
             raise DataError(f"{path}: {name} is missing. {advice}")

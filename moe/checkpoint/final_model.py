@@ -38,6 +38,7 @@ def _missing_part(folder: Path) -> str | None:
     def has_one_of(*names: str) -> bool:
         return any((folder / name).is_file() for name in names)
 
+    # In the order in which a reader would stumble: configuration, tokenizer, weights.
     if not (folder / CONFIG_NAME).is_file():
         return f"{CONFIG_NAME} is missing"
     try:

@@ -157,10 +157,12 @@ def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def cause_of(failed: CheckpointException) -> tuple[int, BaseException]:
     """Returns a rank that failed, and how: the first with an error of the disk, else the first."""
-    errors = {rank: wrapped[0] for rank, wrapped in failed.failures.items()}
-    disk_ranks = [rank for rank, error in errors.items() if isinstance(error, OSError)]
-    rank = min(disk_ranks or errors)
-    return rank, errors[rank]
+    ranks = sorted(failed.failures)
+    for rank in ranks:
+        error = failed.failures[rank][0]
+        if isinstance(error, OSError):
+            return rank, error
+    return ranks[0], failed.failures[ranks[0]][0]
 
 
 def _find_anomaly(index: Any) -> str:

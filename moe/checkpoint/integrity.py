@@ -24,9 +24,11 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Returns all checkpoints below `folder`, whole or damaged, oldest first."""
-    return sorted(
-        (path for path in folder.glob("step_*") if _FOLDER_NAME.fullmatch(path.name)), key=step_of
-    )
+    checkpoints = []
+    for path in folder.glob("step_*"):
+        if _FOLDER_NAME.fullmatch(path.name):
+            checkpoints.append(path)
+    return sorted(checkpoints, key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -44,6 +46,8 @@ def visible_damage(path: Path) -> Damage | None:
         reason = str(error).removeprefix(str(path / STATE_FILE)).lstrip(": ")
         reason = reason.removesuffix(" Go on from another checkpoint.").removesuffix(".")
         return Damage(STATE_FILE, reason)
+
+    # The folder has the name of the step that it holds.
     if state.step != step_of(path):
         return Damage(STATE_FILE, f"says step {state.step}, and its folder is {path.name}")
 
@@ -103,6 +107,7 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
     Raises:
         CheckpointError: When there are checkpoints and all are damaged; lists them.
     """
+    # The newest first, until one is whole.
     damaged: dict[Path, Damage] = {}
     for path in reversed(broadcast_from_rank_zero(lambda: checkpoint_folders(folder))):
         damage = first_damage(path)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors
+from moe.checkpoint.sharded_weights import stored_tensors, whole_slices, whole_tensors
 from moe.checks import shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
@@ -119,7 +119,7 @@ def load_model_on_mesh(
 
         coordinate = MeshCoordinate.of(mesh)
         for name, tensor in stored_tensors(model).items():
-            slices = tuple((0, size) for size in tensor.shape)
+            slices = whole_slices(tensor.shape)
             if name in layouts:
                 slices = shard_slices(layouts[name], mesh.config, coordinate)
             _read_slices(saved[name], slices, local_shard(tensor))
@@ -133,17 +133,18 @@ def load_model_on_mesh(
 
 
 def describe_shape_misfits(
-    stored: Mapping[str, Iterable[int]], expected: Mapping[str, Iterable[int]]
+    stored: Mapping[str, Iterable[int]], expected: Mapping[str, Tensor]
 ) -> str:
     """Returns which stored tensors are not those that a model has; an empty text when all fit.
 
     Args:
         stored: Shapes of the stored tensors, by name.
-        expected: Shapes of the tensors of the model, by name.
+        expected: Tensors <any>[...] of the model, by name; they need no memory.
     """
     missing = expected.keys() - stored.keys()
     unexpected = stored.keys() - expected.keys()
-    return describe_misfits(missing, unexpected, reshaped_weights(stored, expected))
+    expected_shapes = {name: tensor.shape for name, tensor in expected.items()}
+    return describe_misfits(missing, unexpected, reshaped_weights(stored, expected_shapes))
 
 
 def check_model_folder(folder: Path | str) -> None:
@@ -180,12 +181,15 @@ def _check_weights_fit(
         CheckpointError: Lists what does not fit.
     """
     expected = whole_tensors(model.config, stored_tensors(model))
-    dtypes = {name: DTYPES.get(piece.get_dtype()) for name, piece in saved.items()}
-    refuse_integers(folder, expected, dtypes)
+    dtypes: dict[str, torch.dtype | None] = {}
+    shapes: dict[str, list[int]] = {}
+    for name, piece in saved.items():
+        dtypes[name] = DTYPES.get(piece.get_dtype())
+        shapes[name] = piece.get_shape()
 
-    saved_shapes = {name: tuple(piece.get_shape()) for name, piece in saved.items()}
-    expected_shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    misfits = describe_shape_misfits(saved_shapes, expected_shapes)
+    # Integers would be taken for the numbers themselves.
+    refuse_integers(folder, expected, dtypes)
+    misfits = describe_shape_misfits(shapes, expected)
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
 
@@ -205,6 +209,7 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
         CheckpointError: When files are missing or torn.
     """
     with ExitStack() as stack:
+        # The files stay open inside the block, since slices read from them.
         saved: dict[str, Any] = {}
         try:
             for path in find_weight_files(folder, use_safetensors=True):
@@ -237,7 +242,7 @@ def _read_slices(saved: Any, slices: ShardSlices, target: Tensor) -> None:
         target: <any>[...] of the shape of the part.
     """
     if len(slices) == len(saved.get_shape()):
-        target.copy_(saved[tuple(slice(start, end) for start, end in slices)])
+        target.copy_(_read_part(saved, slices))
         return
 
     # Gate and up in turn: each is one half of the saved rows.
@@ -245,6 +250,9 @@ def _read_slices(saved: Any, slices: ShardSlices, target: Tensor) -> None:
     num_rows = saved.get_shape()[-2] // 2
     for half in range(*halves):
         saved_rows = (half * num_rows + rows[0], half * num_rows + rows[1])
-        ends = (*outer, saved_rows, columns)
-        part = saved[tuple(slice(start, end) for start, end in ends)]
+        part = _read_part(saved, (*outer, saved_rows, columns))
         target.select(-3, half - halves[0]).copy_(part)
+
+
+def _read_part(saved: Any, slices: ShardSlices) -> Tensor:
+    return saved[tuple(slice(start, end) for start, end in slices)]

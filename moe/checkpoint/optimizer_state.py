@@ -72,17 +72,18 @@ def load_optimizer_state(
     _check_settings(path, name)
 
     # State of parameters that are frozen now stays in the file.
-    trained = {
-        parameter_name
-        for parameter_name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    saved = {key: shape for key, shape in read_shapes(path).items() if parameter_of(key) in trained}
+    parameters = dict(model.named_parameters())
+    saved: dict[str, tuple[int, ...]] = {}
+    for key, shape in read_shapes(path).items():
+        parameter = parameters.get(parameter_of(key))
+        if parameter is not None and parameter.requires_grad:
+            saved[key] = shape
     if not saved:
         raise CheckpointError(
             f"{path} has no optimizer state of any parameter that trains now. Train others, {_ADVICE}"
         )
 
+    # Names and shapes are checked before the first number is read.
     with fresh_state(model, optimizer, {parameter_of(key) for key in saved}):
         state = optimizer_tensors(model, optimizer, layouts)
         refuse_misfits(path, "optimizer", "Its state:", saved, state)
@@ -112,6 +113,7 @@ def _check_settings(path: Path, name: str) -> None:
     Raises:
         CheckpointError: When it is not, or its state.json is damaged.
     """
+    # What the checkpoint says of its run, of which two settings count here.
     state = load_state(path)
     settings = to_record(
         _Settings,

@@ -15,7 +15,7 @@ from moe.parsing import read_record
 
 STATE_FILE = "state.json"
 FORMAT = 2
-"""Of a checkpoint: 1 was without checksums, and state.json did not say so."""
+"""Format of a checkpoint: 1 was without checksums, and its state.json names no format."""
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -100,6 +100,7 @@ def check_same_run(
     Raises:
         CheckpointError: When something else differs; names it with both values.
     """
+    # Settings on which losses depend.
     before = _flatten(saved.recipe)
     now = _flatten(current.recipe)
     changed = []
@@ -113,6 +114,8 @@ def check_same_run(
             f"{path} belongs to a run with other settings: {'; '.join(changed)}. Resume with the settings of that "
             "run, or start a new one with another --out."
         )
+
+    # Data: the fingerprint is of every token.
     if saved.fingerprint != current.fingerprint:
         raise CheckpointError(
             f"{path} belongs to a run on other data (fingerprint {shown(saved.fingerprint)}, now "

@@ -76,6 +76,11 @@ def whole_tensors(config: object, tensors: Mapping[str, Tensor]) -> dict[str, Te
     return shapes
 
 
+def whole_slices(shape: Sequence[int]) -> ShardSlices:
+    """Returns the slices that are a whole tensor of this shape."""
+    return tuple((0, size) for size in shape)
+
+
 def write_model(
     model: STMoEForConditionalGeneration,
     layouts: Mapping[str, Layout],
@@ -112,6 +117,7 @@ def write_model(
         for file in files:
             _write_parts(folder / file.name, file, tensors, layouts, mesh)
 
+    # Files of their full size, which all ranks fill; checksums once all of them have.
     broadcast_from_rank_zero(write_headers)
     gather_or_raise(write_own_parts)
     digests = gather_sha256(folder, [file.name for file in files])
@@ -139,6 +145,7 @@ def plan_files(
     files = []
     for file, names in split.filename_to_tensors.items():
         files.append(plan_file(file, {name: whole[name] for name in names}))
+    # A single file needs no index.
     if not split.is_sharded:
         return files, None
 
@@ -167,6 +174,7 @@ def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -
         written.add(SAFE_WEIGHTS_INDEX_NAME)
     remove_replaced_weights(folder, written)
 
+    # A file that ends in a hole takes no room on the disk before it is filled.
     for file in files:
         with (folder / file.name).open("wb") as stream:
             stream.write(file.header)
@@ -241,6 +249,8 @@ def _write_parts(
         for name, start in file.starts.items():
             local = local_shard(tensors[name].detach())
             layout = layouts.get(name)
+
+            # A parameter on a mesh is written by the ranks together, anything else by rank zero.
             if layout is not None and mesh is not None:
                 coordinate = MeshCoordinate.of(mesh)
                 if not is_first_replica(layout, mesh, coordinate):
@@ -249,9 +259,10 @@ def _write_parts(
                 slices = shard_slices(layout, mesh.config, coordinate)
             elif is_rank_zero():
                 shape = local.shape
-                slices = tuple((0, size) for size in shape)
+                slices = whole_slices(shape)
             else:
                 continue
+
             _write_slices(descriptor, name, local, slices, shape, start)
         os.fsync(descriptor)
     except OSError as error:
@@ -283,6 +294,7 @@ def _write_slices(
         f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
     )
 
+    # The elements of a run follow each other in the part and in the file.
     data = _bytes_of(local)
     done = 0
     for offset, length in contiguous_runs(slices, shape):
@@ -305,6 +317,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
     """Writes config.json, generation_config.json and the model card as `save_pretrained` does."""
+    # As `save_pretrained` does: the dtype of the weights, and the class that has them.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [STMoEForConditionalGeneration.__name__]
     model.config.save_pretrained(folder)

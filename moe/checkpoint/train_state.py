@@ -42,6 +42,7 @@ def optimizer_tensors(
     for name, parameter in model.named_parameters():
         shape = layouts[name].shape
         for key, value in optimizer.state.get(parameter, {}).items():
+            # Second moments have the shape of the parameter, or that of its rows or columns.
             if not isinstance(value, Tensor):
                 value = torch.tensor(value)
             elif value.shape == parameter.shape:
@@ -76,6 +77,7 @@ def fresh_state(
         if parameter in optimizer.state:
             earlier[parameter] = optimizer.state[parameter]
 
+    # Parameters that are to have state and have none yet.
     without_state = set()
     for name, parameter in parameters.items():
         if name in names and not earlier.get(parameter):
@@ -83,6 +85,7 @@ def fresh_state(
     if without_state:
         _take_empty_step(optimizer, without_state)
 
+    # And those that have some and are to have none.
     for name, parameter in parameters.items():
         if name not in names:
             optimizer.state.pop(parameter, None)
@@ -121,6 +124,7 @@ def _take_empty_step(optimizer: torch.optim.Optimizer, parameters: set[nn.Parame
             grads[parameter] = parameter.grad
     rates = [group["lr"] for group in optimizer.param_groups]
 
+    # Zero gradients for these, none for the others, and no rate: no weight changes.
     for parameter in grads:
         parameter.grad = torch.zeros_like(parameter) if parameter in parameters else None
     for group in optimizer.param_groups:

@@ -96,6 +96,7 @@ class CheckpointWriter:
 
         After an error in the block, which is then what counts, it raises none of its own.
         """
+        # The group of the background threads ends with them, whatever happened.
         try:
             if kind is None:
                 self.wait()
@@ -235,8 +236,12 @@ class _Writer(FileSystemWriter):
                 cause = cause.__context__
             raise cause or error from error
 
-        names = {piece.storage_data.relative_path for piece in pieces}
-        digests = {name: sha256_of(self._partial / name) for name in sorted(names)}
+        # A file holds many pieces; it is read once.
+        digests: dict[str, str] = {}
+        for piece in pieces:
+            name = piece.storage_data.relative_path
+            if name not in digests:
+                digests[name] = sha256_of(self._partial / name)
         written: torch.futures.Future[_Written] = torch.futures.Future()
         written.set_result(_Written(pieces, digests))
         return written
@@ -332,8 +337,7 @@ def refuse_misfits(
     Raises:
         CheckpointError: Lists what does not fit.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    misfits = describe_shape_misfits(saved, shapes)
+    misfits = describe_shape_misfits(saved, expected)
     if misfits:
         raise CheckpointError(
             f"{path} is a checkpoint of another {kind}. {subject} {misfits}. Use the recipe of its run."
@@ -362,9 +366,14 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
         keep: Number of whole checkpoints that stay.
         damaged: Checkpoints that do not count as whole.
     """
-    last_step = step_of(newest)
-    checkpoints = [path for path in checkpoint_folders(newest.parent) if step_of(path) <= last_step]
-    whole = [path for path in checkpoints if path not in damaged and visible_damage(path) is None]
+    checkpoints: list[Path] = []
+    whole: list[Path] = []
+    for path in checkpoint_folders(newest.parent):
+        if step_of(path) > step_of(newest):
+            break
+        checkpoints.append(path)
+        if path not in damaged and visible_damage(path) is None:
+            whole.append(path)
     if len(whole) < keep:
         return
 

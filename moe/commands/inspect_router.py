@@ -39,7 +39,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 
 _BATCH_SIZE = 64
 _SEED = 0
-_MOST_BATCHES = 100_000
+_MAX_BATCHES = 100_000
 _GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
 # What a page of an earlier version has in the place of this tag.
 _EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>"
@@ -61,7 +61,7 @@ def build_parser() -> Parser:
     parser.add_argument("--evaluation", type=path, help=explanation)
 
     # How much text is traced.
-    batches = integer(least=1, most=_MOST_BATCHES, reason="more change nothing that is seen")
+    batches = integer(least=1, most=_MAX_BATCHES, reason="more change nothing that is seen")
     explanation = f"batches of {_BATCH_SIZE} examples to trace (16)"
     parser.add_argument("--batches", type=batches, default=16, help=explanation)
     explanation = "encoder tokens of an example (64)"

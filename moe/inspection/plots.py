@@ -76,6 +76,7 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
 
 def plot_accuracy(stages: Sequence[Stage]) -> str:
     """Returns the share of held-out target tokens that each run predicts right, over steps."""
+    # Runs differ in colour, then in dash.
     styles = []
     for dash in ("-", "--", ":"):
         for colour in (_BLUE, _ORANGE, _GREEN, _PINK):
@@ -117,6 +118,7 @@ def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
     _draw_curve(axes, lines, "heldout/loss", _BLUE, "held-out, all targets", marker="o")
     _draw_curve(axes, lines, "heldout/text_loss", _ORANGE, "held-out, text tokens", marker="s")
 
+    # What is known without a model: the entropy of token frequencies.
     _, entropy = _steps_and_values(lines, "heldout/unigram_entropy")
     if entropy and math.isfinite(entropy[-1]):
         label = f"token frequencies alone (unigram entropy), {entropy[-1]:.2f}"
@@ -190,6 +192,8 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
         # Steps of colour are few enough to be drawn, where more would be an image.
         colours = colormaps["RdBu_r"].resampled(21)
         image = axes.pcolormesh(over_even, cmap=colours, vmin=0.5, vmax=1.5)
+
+        # The first layer stands at the top; ticks are in the middle of cells.
         axes.invert_yaxis()
         axes.set_yticks([row + 0.5 for row in range(len(names))], names)
         axes.set_xlabel("expert")

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.data.tokenizer import SpecialIds
 from moe.files import write_text
 from moe.inspection import plots, report_text
+from moe.inspection.formatting import format_interval, format_score, format_versions
 from moe.inspection.html_page import printable, render_page
 from moe.inspection.report_data import ReadEvaluation, Stage, TracedModel, TracedText
 from moe.inspection.report_view import (
@@ -80,12 +81,13 @@ def write_report(
         stages: Metrics of runs; may be empty.
         evaluation: Evaluation of the same or of other models; None for no section about one.
     """
-    shares = [load_shares(layer) for layer in trace]
+    layer_names = list(map(layer_name, trace))
+    shares = list(map(load_shares, trace))
     view = RouterReportView(
         sizes=report_text.size_sentence(config),
         cards=_cards(trace, model, stages, evaluation),
         source=_source(model, text, command),
-        load_map=plots.plot_load([layer_name(layer) for layer in trace], shares),
+        load_map=plots.plot_load(layer_names, shares),
         health_header=HEALTH_HEADER,
         health_rows=health_rows(trace),
         load_sentences=_load_sentences(config, trace),
@@ -97,6 +99,7 @@ def write_report(
         evaluation=None if evaluation is None else _evaluation(model, evaluation),
         corpus_table=text.table,
     )
+
     title = f"What the routers of {printable(model.folder)} do"
     page = render_page("router_report.html", title=title, generator=GENERATOR, view=view)
     write_text(path, page)
@@ -124,10 +127,11 @@ def _cards(
     evaluation: ReadEvaluation | None,
 ) -> list[Card]:
     """Returns the most important numbers of routers, training and evaluation."""
+    # Routers: of all layers together, and of the worst.
     summaries = [summarize(layer.stats) for layer in trace]
     num_dead = sum(summary["dead_experts"] for summary in summaries)
-    num_experts = sum(layer.accepted.shape[1] for layer in trace)
     most_dropped = max(summary["fraction_dropped"] for summary in summaries)
+    num_experts = _num_experts(trace)
     cards = [
         Card(
             f"{num_dead:.0f} of {num_experts}",
@@ -153,10 +157,10 @@ def _cards(
     for task in evaluation.content.tasks if evaluation else []:
         for system in task.systems[:1]:
             score = system.scores[0]
-            interval = report_text.format_interval(score)
+            interval = format_interval(score.low, score.high)
             cards.append(
                 Card(
-                    report_text.format_score(score),
+                    format_score(score.value),
                     f"{score.metric} of {system.name} on {task.task}, by {system.mode} ({interval})",
                 )
             )
@@ -165,7 +169,6 @@ def _cards(
 
 def _source(model: TracedModel, text: TracedText, command: str) -> SourceView:
     """Returns from what the page was made, and by what."""
-    versions = [f"{name} {number}" for name, number in library_versions().items()]
     return SourceView(
         model=printable(model.folder),
         fingerprint=model.fingerprint,
@@ -175,9 +178,14 @@ def _source(model: TracedModel, text: TracedText, command: str) -> SourceView:
         text=f"{text.num_documents:,} documents, {text.num_tokens:,} tokens",
         batches=report_text.batches_sentence(text),
         masks=report_text.masks_sentence(text),
-        made_with=f"{', '.join(versions)}; {model.device}",
+        made_with=f"{format_versions(library_versions())}; {model.device}",
         command=printable(command),
     )
+
+
+def _num_experts(trace: RoutingTrace) -> int:
+    """Returns the number of experts of all layers."""
+    return sum(layer.first_choice.shape[1] for layer in trace)
 
 
 # ---------------------------------------------------------------------------
@@ -185,7 +193,7 @@ def _source(model: TracedModel, text: TracedText, command: str) -> SourceView:
 
 
 def _load_sentences(config: STMoEConfig, trace: RoutingTrace) -> list[str]:
-    sentences = [report_text.layer_sentence(layer) for layer in trace]
+    sentences = list(map(report_text.layer_sentence, trace))
     if config.eval_capacity_field is None:
         sentences.append("There is no capacity in evaluation, so no token can be dropped.")
     return sentences
@@ -193,6 +201,7 @@ def _load_sentences(config: STMoEConfig, trace: RoutingTrace) -> list[str]:
 
 def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace) -> list[str]:
     """Returns over how many experts sentinels spread, beside text."""
+    # Sentinels have the highest ids; text is below them, without the special tokens.
     counts = layer.first_choice  # [V, E]
     ids = SpecialIds.of(tokenizer)
     lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
@@ -224,8 +233,8 @@ def _expert_spread(counts: Tensor, tokens: Tensor) -> list[str]:
 
 def _layers(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> list[LayerView]:
     """Returns for each expert of each layer the tokens that it receives and prefers."""
-    num_experts = sum(layer.first_choice.shape[1] for layer in trace)
-    number = _LISTED_TOKENS if num_experts <= _MANY_EXPERTS else _FEW_TOKENS
+    # Fewer tokens for each of many experts, so that the page can be read.
+    number = _LISTED_TOKENS if _num_experts(trace) <= _MANY_EXPERTS else _FEW_TOKENS
 
     layers = []
     for layer in trace:
@@ -233,6 +242,7 @@ def _layers(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> list[Lay
         num_tokens = int(counts.sum())
         experts = []
         for expert in range(counts.shape[1]):
+            # Its share of all first choices, and the tokens behind it.
             num_chosen = int(counts[:, expert].sum())
             received = top_tokens(counts, expert, number=number)
             preferred = preferred_tokens(counts, expert, number=number)
@@ -279,6 +289,7 @@ def _tokens(
 
 def _run(config: STMoEConfig, model: TracedModel, stage: Stage) -> RunView:
     """Returns the curves of a run, and what its last lines say."""
+    # The traced model tells how many experts there are; another run may have others.
     made_model = stage.made(model.folder)
     curves = None
     if plots.has_curves(stage.lines):
@@ -307,8 +318,8 @@ def _evaluation(model: TracedModel, evaluation: ReadEvaluation) -> EvaluationVie
         rows = []
         for system in task.systems:
             for score in system.scores:
-                value = report_text.format_score(score)
-                interval = report_text.format_interval(score)
+                value = format_score(score.value)
+                interval = format_interval(score.low, score.high)
                 rows.append([system.name, system.mode, score.metric, value, interval])
         tasks.append(
             TaskView(

@@ -144,6 +144,8 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
             raise ConfigError(
                 f"--metrics {shown(argument)}: the name has characters that cannot be shown. Choose another."
             )
+
+        # A name is a heading of the page and a label in its figures.
         if name in [stage.name for stage in stages]:
             raise ConfigError(
                 f"--metrics gives the name {shown(name)} twice. Give each run a name of its own."

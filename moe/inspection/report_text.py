@@ -5,10 +5,10 @@ Every sentence about a result is made from numbers of this trace, these metrics 
 
 import math
 
+from moe.inspection.formatting import format_versions
 from moe.inspection.report_data import (
     Evaluation,
     Line,
-    Score,
     Stage,
     SystemScores,
     TaskScores,
@@ -51,6 +51,7 @@ def _capacity_factor(factor: float | None) -> str:
 
 def batches_sentence(text: TracedText) -> str:
     """Returns how many batches were traced, and how much of the text they cover."""
+    # Examples repeat, under other masks, once all chunks of the text were used.
     num_examples = text.num_batches * text.batch_size
     if num_examples <= text.num_chunks:
         coverage = (
@@ -137,6 +138,7 @@ def loss_sentence(line: Line) -> str:
         return "That is no finite number."
     text = f"That is as uncertain as a choice among {_format_choices(loss)} equally likely tokens."
 
+    # A model of token frequencies alone is what the loss is compared with.
     entropy = line.get("heldout/unigram_entropy", math.nan)
     if not math.isfinite(entropy):
         return text
@@ -162,9 +164,8 @@ def model_sentences(model: TracedModel, evaluation: Evaluation) -> list[str]:
             relation = "the traced model"
         sentences.append(f"{name} is {evaluated.folder}, {relation}.")
 
-    versions = [f"{name} {number}" for name, number in evaluation.versions.items()]
-    if versions:
-        sentences.append(f"Evaluated with {', '.join(versions)}.")
+    if evaluation.versions:
+        sentences.append(f"Evaluated with {format_versions(evaluation.versions)}.")
     return sentences
 
 
@@ -186,6 +187,8 @@ def _comparison(first: SystemScores, other: SystemScores) -> str | None:
     theirs = other.scores[0]
     if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
         return None
+
+    # Without intervals nothing can be said.
     overlap = ours.overlaps(theirs)
     if overlap is None or ours.value is None or theirs.value is None:
         return None
@@ -203,18 +206,6 @@ def _comparison(first: SystemScores, other: SystemScores) -> str | None:
 
 # ---------------------------------------------------------------------------
 # Numbers
-
-
-def format_score(score: Score) -> str:
-    """Returns a score in 0..100; `-` when there is none."""
-    return "-" if score.value is None else f"{score.value:.1f}"
-
-
-def format_interval(score: Score) -> str:
-    """Returns e.g. `76.3 to 84.3`; `-` when there is no interval."""
-    if score.low is None or score.high is None:
-        return "-"
-    return f"{score.low:.1f} to {score.high:.1f}"
 
 
 def _format_finite(value: float) -> str:

@@ -103,6 +103,8 @@ def _largest(
     """
     lift = smoothed_lift(counts, expert)  # [V]
     seen = counts.sum(dim=1)  # [V]
+
+    # Tokens that are not listed come last.
     descending = values.masked_fill(~is_listed, -math.inf).argsort(descending=True, stable=True)
 
     tokens = []
@@ -191,6 +193,8 @@ def health_rows(trace: RoutingTrace) -> list[list[str]]:
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns an aligned plain-text table."""
     lines = [header, *rows]
+
+    # Columns are as wide as their widest cell.
     widths = [0] * len(header)
     for line in lines:
         for column in range(len(header)):

@@ -50,6 +50,7 @@ def trace_tokens(model: STMoEForConditionalGeneration, batches: Iterable[Batch])
     Source:
         ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
     """
+    # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
     training = model.training
     model.eval()
 

@@ -152,7 +152,7 @@ class _FusedFeedForward(torch.autograd.Function):
             product = multiply(x, first[piece.expert], out=product)  # [n, 2F or F]
             gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
             hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
-            multiply(hidden.dropped, down[piece.expert], out=outputs[here])  # [n, D]
+            multiply(hidden.output, down[piece.expert], out=outputs[here])  # [n, D]
 
         pieces = [piece for piece in split_rows(counts, _ROWS_PER_PIECE) if piece.num_rows]
         if num_rows <= _SEQUENTIAL_ROWS:
@@ -208,7 +208,7 @@ class _FusedFeedForward(torch.autograd.Function):
             gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
             hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
             if d_down is not None:
-                torch.mm(d_row.t(), hidden.dropped, out=d_down.piece_sum(piece))
+                torch.mm(d_row.t(), hidden.output, out=d_down.piece_sum(piece))
             d_hidden = multiply(d_row, down[piece.expert].t())  # [n, F]
 
             # Back through dropout, bias and activation, to dz.
@@ -243,11 +243,11 @@ class _Hidden(NamedTuple):
 
     Attributes:
         plain: <float>[n, F] p, before bias and dropout.
-        dropped: <float>[n, F] h, after both: what the second product takes.
+        output: <float>[n, F] h, after both: what the second product takes.
     """
 
     plain: Tensor
-    dropped: Tensor
+    output: Tensor
 
 
 class _HiddenLayer:
@@ -291,12 +291,12 @@ class _HiddenLayer:
             plain = gate * product.chunk(2, dim=-1)[1]
 
         # h: the bias, then dropout, which scales up what it keeps.
-        dropped = plain
+        output = plain
         if bias is not None:
-            dropped = plain * bias if self.multiplies_bias else plain + bias
+            output = plain * bias if self.multiplies_bias else plain + bias
         if kept.numel():
-            dropped = dropped * kept * self.keep_scale
-        return _Hidden(plain, dropped)
+            output = output * kept * self.keep_scale
+        return _Hidden(plain, output)
 
     def d_plain(
         self,

@@ -11,10 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed import (
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    distributed_c10d,
-)
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import checkpoint
@@ -134,6 +131,6 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def default_store() -> Store:
-    """Returns the key-value store through which the ranks of this job found each other."""
+def default_store() -> Any:
+    """Returns the key-value store, a `torch.distributed.Store`, of the default process group."""
     return distributed_c10d._get_default_store()

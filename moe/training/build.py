@@ -71,6 +71,7 @@ def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> Bu
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(config)
 
+    # Sharded before it has memory; one process is a mesh of one rank.
     if recipe.mesh.num_ranks == 1:
         mesh = None
         mesh_config = MeshConfig()
@@ -98,6 +99,7 @@ def load_pretrained_model(
     Raises:
         CheckpointError: When the folder's weights are not complete.
     """
+    # On a mesh a rank reads its own shards alone.
     if recipe.mesh.num_ranks == 1:
         mesh = None
         model = load_complete(STMoEForConditionalGeneration, folder, config=config)

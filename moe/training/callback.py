@@ -62,6 +62,7 @@ class RouterStatsCallback(TrainerCallback):
                 f"RouterStatsCallback was given to a Trainer of {type(model).__name__}; expected a model with sparse "
                 "layers of this library, STMoEForConditionalGeneration. Leave the callback out for other models."
             )
+        # Reporters that the Trainer makes itself come before any callback.
         if args.report_to:
             warnings.warn(
                 f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers and "

@@ -89,15 +89,17 @@ class RecipeCommand(Generic[R]):
     def __init__(self, kind: type[R], description: str) -> None:
         self.kind = kind
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
-        self._mappings = {
-            name for name, setting in self._settings.items() if _is_mapping(setting.type)
-        }
+        self._mappings = set()
+        for name, setting in self._settings.items():
+            if _is_mapping(setting.type):
+                self._mappings.add(name)
         self._command_arguments: dict[str, dict[str, Any]] = {}
 
         # Names that a wrong one may have meant: settings, and options of routers.
         self._suggestions = set(self._settings)
         for name in self._mappings:
-            self._suggestions.update(f"{name}.{option}" for option in router_options_by_name())
+            for option in router_options_by_name():
+                self._suggestions.add(f"{name}.{option}")
 
         self._parser = ArgumentParser(description=description, exit_on_error=False)
         explanation = "YAML file with settings; later ones win"
@@ -135,14 +137,14 @@ class RecipeCommand(Generic[R]):
             ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
                 file is unreadable.
         """
+        # Names are checked before any value, so that a misspelt one is what the user hears of.
         argv = self._rename_options(argv)
         self._refuse_unknown_options(argv)
         arguments = self._read_files(argv)
+
+        # What jsonargparse would take ages to read, or would take for something else.
         _refuse_long_numbers(argv)
-        paths = {
-            name for name, options in self._command_arguments.items() if options.get("type") is Path
-        }
-        _refuse_empty_paths(argv, paths)
+        self._refuse_empty_paths(argv)
 
         try:
             parsed = self._parser.parse_args(arguments.argv)
@@ -156,13 +158,17 @@ class RecipeCommand(Generic[R]):
             recipe = build_recipe(self.kind, values)
         except ConfigError as error:
             raise ConfigError(_name_source(str(error), arguments.sources)) from error
-        own = {name: values[name] for name in self._command_arguments}
-        return recipe, argparse.Namespace(**own)
+
+        own_arguments = argparse.Namespace()
+        for name in self._command_arguments:
+            setattr(own_arguments, name, values[name])
+        return recipe, own_arguments
 
     def _rename_options(self, argv: list[str]) -> list[str]:
         """Returns the arguments with the present names of settings that were renamed."""
         renamed = []
         for argument in argv:
+            # The value may stand behind "=", or be the next argument.
             option, separator, value = argument.partition("=")
             name = RENAMED_SETTINGS.get(option.removeprefix("--"))
             if option.startswith("--") and name in self._settings:
@@ -180,6 +186,7 @@ class RecipeCommand(Generic[R]):
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
             is_option = argument.startswith("--")
+            # Keys of a mapping, such as a router's options, are checked by who reads them.
             in_mapping = name.rpartition(".")[0] in self._mappings
             if is_option and name not in known and not in_mapping:
                 closest = did_you_mean(name, known | self._suggestions)
@@ -200,15 +207,19 @@ class RecipeCommand(Generic[R]):
             if previous == "--config" or (option == "--config" and separator):
                 path = Path(argument if previous == "--config" else value)
                 files = read_recipe_files(path)
+
+                # Of a setting in several files the last child's is what counts.
                 for file in reversed(files):
                     arguments.sources.update(self._check_file(file))
+
+                # jsonargparse takes the text of a file in the place of its path.
                 if previous == "--config":
                     arguments.argv.pop()
                 arguments.argv.append(f"--config={merged_text(files)}")
                 previous = ""
                 continue
 
-            # What is typed after a file is no longer the file's.
+            # A setting that is typed after a file is no longer the file's.
             if option.startswith("--"):
                 typed = option.removeprefix("--")
                 for name in list(arguments.sources):
@@ -224,8 +235,13 @@ class RecipeCommand(Generic[R]):
         Raises:
             ConfigError: For the first key that is no setting, or whose value cannot be one.
         """
-        sections = {name.partition(".")[0] + "." for name in self._settings if "." in name}
-        known = {*self._settings, *self._command_arguments, *sections}
+        # A section alone, without any key in it, changes nothing and is allowed.
+        known = {*self._settings, *self._command_arguments}
+        for name in self._settings:
+            section, dot, _ = name.partition(".")
+            if dot:
+                known.add(section + dot)
+
         sources = {}
         for key, value in _leaves(file.settings, self._mappings):
             if key not in known:
@@ -255,11 +271,27 @@ class RecipeCommand(Generic[R]):
                     f"{setting.name} is null; expected {kind}. Give a value, or leave the key out."
                 )
 
+    def _refuse_empty_paths(self, argv: list[str]) -> None:
+        """Raises a ConfigError for the first path that is an empty text: the folder here."""
+        for before, argument in itertools.pairwise(["", *argv]):
+            # `--option=value`, or a value behind its option.
+            option, has_value, value = argument.partition("=")
+            if not argument.startswith("--"):
+                option = before
+                has_value = "="
+                value = argument
+            options = self._command_arguments.get(option.removeprefix("--"), {})
+            if options.get("type") is Path and has_value and not value.strip():
+                raise ConfigError(
+                    f"{option} is empty; expected a path. Give one, or leave the option out."
+                )
+
     def _explain(self, error: argparse.ArgumentError) -> str:
         """Returns jsonargparse's message on a value of the wrong type in our own form.
 
         It says the setting, the value, and what is expected.
         """
+        # jsonargparse writes several lines, of which key and value are what the user needs.
         text = " ".join(str(error).split())
         key = re.search(r'[Pp]arser key "([^"]+)"', text)
         value = re.search(r"(?:Got|Given) value: (.*)$", text)
@@ -325,6 +357,7 @@ def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
     for item in dataclasses.fields(kind):
         if item.name not in values:
             continue
+        # A section is a dataclass of its own.
         default = _default(item)
         value = values[item.name]
         if dataclasses.is_dataclass(default):
@@ -344,13 +377,15 @@ def _default(item: dataclasses.Field[Any]) -> Any:
     return item.default if factory is dataclasses.MISSING else factory()
 
 
-def _attribute_help(cls: type) -> dict[str, str]:
+def _attribute_help(cls: Any) -> dict[str, str]:
     """Returns the text on each field of a dataclass, from `Attributes:` in its docstring."""
+    # The section ends with an empty line; a text goes on in lines that are indented further.
     section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE)
-    explanations = {name: " ".join(text.split()) for name, text in entries}
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    return {item.name: explanations.get(item.name, "") for item in fields}
+    explanations = {item.name: "" for item in dataclasses.fields(cls)}
+    for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE):
+        if name in explanations:
+            explanations[name] = " ".join(text.split())
+    return explanations
 
 
 # ---------------------------------------------------------------------------
@@ -391,12 +426,14 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
         value: Value in the file.
         options: Options of the argument, as `argparse` has them.
     """
+    # A flag is true or false, and what is required may not be null.
     if options.get("action") == "store_true":
         check_flag(name, value)
     elif options.get("required"):
         expected = "a value; leave the key out to give it on the command line"
         check(value is not None, name, value, expected)
 
+    # Lists and paths, which the command line has no other way to give.
     if options.get("nargs") == "+" and value is not None:
         check(isinstance(value, list), name, value, "a list, e.g. [0, 1]")
     if options.get("type") is Path and value is not None:
@@ -414,22 +451,6 @@ def _refuse_long_numbers(argv: list[str]) -> None:
         if re.fullmatch(r"[+-]?[\d_]{300,}|0x[0-9a-fA-F_]{250,}", value):
             raise ConfigError(
                 f"{name or before} is {shown(value)}; expected a number of at most 300 digits."
-            )
-
-
-def _refuse_empty_paths(argv: list[str], names: set[str]) -> None:
-    """Raises a ConfigError for the first of these options that is given an empty text.
-
-    As a path that would be the folder here.
-    """
-    for before, argument in itertools.pairwise(["", *argv]):
-        if argument.startswith("--"):
-            option, separator, value = argument.partition("=")
-        else:
-            option, separator, value = before, "=", argument
-        if option.removeprefix("--") in names and separator and not value.strip():
-            raise ConfigError(
-                f"{option} is empty; expected a path. Give one, or leave the option out."
             )
 
 

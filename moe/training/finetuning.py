@@ -60,6 +60,7 @@ def choose_data(
         ConfigError: When there is nothing to train on, or more than one thing, or a setting that
             changes nothing.
     """
+    # Of several things to train on, those that are typed win over those of the recipe.
     options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
     given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
@@ -69,6 +70,7 @@ def choose_data(
             f"{found} given to train on; expected one of --task, --train and mixture.tasks."
         )
 
+    # Pairs of texts are no task: settings of a mixture would do nothing.
     if chosen == ["train"]:
         idle = sorted(name for name in typed if name.startswith("mixture."))
         if idle:
@@ -106,7 +108,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:
         raise ConfigError(
             f"{' and '.join(idle)} would change nothing: the model in {folder} has expert_capacity "
-            f"{config.expert_capacity}, which stands in their place. Set model.expert_capacity to null, too."
+            f"{config.expert_capacity}, which takes precedence. Set model.expert_capacity to null, too."
         )
     return config.replaced(**recipe.model)
 

@@ -90,6 +90,7 @@ def _evaluate_batches(
     model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None, bfloat16: bool
 ) -> TokenLosses:
     """Returns the target tokens of all held-out batches, of this rank's rows."""
+    # Each rank of a mesh measures its own rows of every batch.
     was_training = model.training
     rows = mesh.rows(held_out.source.batch_size) if mesh else ALL_ROWS
 

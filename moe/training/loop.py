@@ -116,6 +116,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             _print_on_rank_zero(f"{run.folder} is complete: its model is in {model_folder}.")
             return model_folder
 
+        # Model and optimizer as they were after the last step that is saved, or as they begin.
         optimizer = _build_optimizer(run)
         first_step = _restore_state(run, optimizer, start)
         broadcast_from_rank_zero(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
@@ -131,6 +132,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             reporter = _Reporter(run, writer, description)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, raise_if_interrupted)
 
+        # The model's folder is what tells a complete run from one that was stopped.
         export_model(model, layouts, mesh, model_folder, run.tokenizer)
     return model_folder
 
@@ -152,6 +154,7 @@ def _run_steps(
     training = run.recipe.training
     rows = mesh.rows(run.source.batch_size) if mesh else ALL_ROWS
 
+    # A held-out loss before any update is what the others are compared with.
     model.train()
     if first_step == 0:
         reporter.report_held_out(0)
@@ -161,6 +164,8 @@ def _run_steps(
         for step in range(first_step, training.steps):
             batch = to_device(run.source.batch(step, rows), model.device)
             metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
+
+            # From here on the step counts as done; weights that are not finite are never saved.
             done = step + 1
             _refuse_non_finite(metrics, done, run.folder)
             reporter.report_step(done, metrics, bar)
@@ -368,6 +373,8 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     saved = load_state(path)
     saved = saved._replace(recipe=rename_settings(saved.recipe))
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
+
+    # `training.steps` may not be lowered below what is done.
     if saved.step > run.recipe.training.steps:
         raise CheckpointError(
             f"{path} is of step {saved.step:,}, and the run ends at training.steps, {run.recipe.training.steps:,}. "

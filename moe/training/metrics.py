@@ -37,6 +37,7 @@ def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, flo
         "train/tokens_per_second": tokens_per_second,
     }
 
+    # A dense stack has no routers to report on.
     for stack, stats in (("encoder", metrics.encoder_stats), ("decoder", metrics.decoder_stats)):
         if stats is not None:
             values.update(router_values(stack, stats))
@@ -94,6 +95,8 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
             raise DataError(
                 f"{path}, line {number} has no step (it is {shown(line_step)}). Restore the file, or remove that line."
             )
+
+        # Later lines are of steps that the run takes again.
         if line_step <= step:
             lines.append(line)
     return lines

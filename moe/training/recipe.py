@@ -132,6 +132,7 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         check_field_types(self, prefix="training.")
 
+        # Lengths in steps.
         for name in (
             "steps",
             "log_every",
@@ -154,6 +155,7 @@ class TrainingRecipe:
             reason="every evaluation goes through all of them",
         )
 
+        # Micro-batches share the rows of an update evenly.
         rows = self.batch_size
         check_integer(
             "training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH
@@ -255,6 +257,7 @@ class MixtureRecipe:
     dev_examples: int | None = 0
 
     def __post_init__(self) -> None:
+        # Names alone: what tasks there are is known to eval/, which is not imported here.
         tasks = self.tasks
         are_names = isinstance(tasks, list) and all(
             isinstance(name, str) and name for name in tasks
@@ -399,8 +402,10 @@ class FinetuneRecipe(Recipe):
     model_defaults: ClassVar[Mapping[str, Any]] = {"dropout_rate": 0.1, "expert_dropout_rate": 0.4}
     model_fields: ClassVar[frozenset[str]] = frozenset(
         {
+            # Dropout.
             "dropout_rate",
             "expert_dropout_rate",
+            # Routing: capacity, groups, and options of the routers.
             "capacity_factor",
             "eval_capacity_factor",
             "expert_capacity",
@@ -411,11 +416,13 @@ class FinetuneRecipe(Recipe):
             "num_selected_experts",
             "router_options",
             "decoder_router_options",
+            # What the routers' losses count, and how rows travel.
             "balance_choices",
             "balance_over",
             "balance_scope",
             "router_z_loss_over",
             "dispatch",
+            # Weights of the losses.
             "load_balance_loss_weight",
             "router_z_loss_weight",
             "router_loss_reduction",
@@ -439,6 +446,7 @@ class FinetuneRecipe(Recipe):
         check(is_text, "parameters", self.parameters, "the name of a subset")
         check_subset(self.parameters)
 
+        # Weights drawn anew have no optimizer state that could be kept.
         state = self.optimizer_state
         check_choice("optimizer_state", state, get_args(OptimizerState))
         goes_with_init = state == "reset" or self.init == "pretrained"

@@ -49,6 +49,7 @@ def read_recipe_files(path: Path) -> list[RecipeFile]:
         ConfigError: When a file cannot be read, names no file as its parent, or extends itself,
             directly or by others; the files on the way are named.
     """
+    # From child to parent, until a file has none; `chain` is what an error shows.
     files: list[RecipeFile] = []
     chain: list[Path] = []
     next_path: Path | None = path
@@ -69,6 +70,7 @@ def merged_text(files: list[RecipeFile]) -> str:
     Args:
         files: What `read_recipe_files` returned.
     """
+    # From the farthest parent to the file itself, each on top of the one before.
     node = files[-1].node
     for file in reversed(files[:-1]):
         node = _merge(node, file.node)
@@ -82,8 +84,8 @@ def rename_settings(
 
     Args:
         settings: Settings by name, some of which may have the name of an earlier version.
-        warn: Called with a sentence about each old name; None for a checkpoint or another place
-            that no user writes.
+        warn: Called with a sentence about each old name; None for settings
+            that no user has typed, as those of a checkpoint.
 
     Raises:
         ConfigError: When a setting is given by both of its names.
@@ -117,6 +119,8 @@ def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
         warnings.warn(f"{path}: {text}", FutureWarning, stacklevel=2)
 
     settings = rename_settings(settings, warn)
+
+    # The nodes without `extends`, under the same names as the settings.
     entries = []
     for key, value in node.value:
         if key.value != EXTENDS:
@@ -135,6 +139,7 @@ def _parent_path(path: Path, parent: Any) -> Path:
         raise ConfigError(
             f"{path}: {EXTENDS} is {shown(parent)}; expected the path of one recipe file, relative to this one."
         )
+    # `..` is taken out of the path, so that messages show the file as the user knows it.
     parent_path = Path(os.path.normpath(path.parent / parent))
     if not parent_path.exists():
         raise ConfigError(

@@ -87,14 +87,16 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
     best = _spread_by_name([run.best for run in scores])
     last = _spread_by_name([run.last for run in scores])
 
+    # The fields of a spread are the names in the file.
     content = {
         "note": NOTE,
-        "runs": [_run_entry(run) for run in scores],
-        "best": {name: dataclasses.asdict(spread) for name, spread in best.items()},
-        "last": {name: dataclasses.asdict(spread) for name, spread in last.items()},
+        "runs": list(map(_run_entry, scores)),
+        "best": best,
+        "last": last,
     }
     text = _markdown(scores, best, last)
-    write_text(out / f"{SUMMARY}.json", json.dumps(content, indent=1) + "\n")
+    json_text = json.dumps(content, indent=1, default=dataclasses.asdict)
+    write_text(out / f"{SUMMARY}.json", json_text + "\n")
     write_text(out / f"{SUMMARY}.md", text)
     return text
 
@@ -139,13 +141,17 @@ def _markdown(
         numbers = ", ".join(str(run.seed) for run in runs)
         seeds = f"mean and standard deviation over seeds {numbers}"
 
+    # Scores of all runs together.
     lines = [f"Dev scores, {seeds}.", "", NOTE, ""]
     lines += ["| score | best model | last model |", "|---|---|---|"]
     for name, spread in best.items():
         lines.append(f"| {name} | {spread} | {last[name]} |")
 
+    # Each run by itself.
     lines += ["", "| seed | best, step | mean | last, step | mean | models |", "|---" * 6 + "|"]
     for run in runs:
-        scores = " | ".join(f"{which.step} | {which.mean:.2f}" for which in (run.best, run.last))
-        lines.append(f"| {run.seed} | {scores} | {run.best_model}, {run.last_model} |")
+        best_cells = f"{run.best.step} | {run.best.mean:.2f}"
+        last_cells = f"{run.last.step} | {run.last.mean:.2f}"
+        models = f"{run.best_model}, {run.last_model}"
+        lines.append(f"| {run.seed} | {best_cells} | {last_cells} | {models} |")
     return "\n".join(lines) + "\n"

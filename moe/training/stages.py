@@ -25,10 +25,12 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
             settings.json is damaged.
     """
     path = folder / "settings.json"
+    # A new job.
     if not path.exists():
         write_text(path, json.dumps(settings))
         return
 
+    # One that is there goes on, with the same settings, or is left alone.
     advice = f"Restore it, or remove {folder} to begin anew."
     before = read_record(path, dict[str, str], advice=advice)
     if not resume or before != settings:

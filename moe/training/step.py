@@ -80,7 +80,7 @@ def train_step(
 
     Args:
         model: In training mode.
-        optimizer: Of the model's parameters.
+        optimizer: Optimizer of the model's parameters.
         recipe: Gives schedule, micro-batch size, precision and clipping.
         batch: Batch of the whole update, on the model's device; on a mesh the rows of this rank.
         step: Number of the update, from 0.
@@ -158,6 +158,7 @@ def split_batch(
     num_rows = batch["labels"].shape[0]
     micro_batch_size = micro_batch_size or num_rows
 
+    # Tokens must not be routed together with others because a batch is split.
     if group_size is not None:
         lengths = [batch[name].shape[1] for name in ("input_ids", "labels")]
         check_groups(lengths, num_rows * data_ranks, micro_batch_size, group_size)
@@ -253,6 +254,8 @@ def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
     for output in passes:
         assert output.loss is not None and output.ce_loss is not None, "a batch has labels"
         output.loss.backward()
+
+        # Without their graphs, which would keep the activations of all micro-batches.
         losses.append(output.loss.detach())
         ce_losses.append(output.ce_loss.detach())
         stats = [router.stats for router in router_outputs(output)]
@@ -266,10 +269,12 @@ def _sum_balance_totals(
     """Returns choices and tokens of each sparse layer over all passes and all data ranks."""
     totals: list[BalanceTotals] = []
     for output in passes:
-        layers = [_balance_totals(router.losses, mesh) for router in router_outputs(output)]
-        if totals:
-            layers = [add_totals(a, b) for a, b in zip(totals, layers, strict=True)]
-        totals = layers
+        for layer, router in enumerate(router_outputs(output)):
+            pass_totals = _balance_totals(router.losses, mesh)
+            if layer < len(totals):
+                totals[layer] = add_totals(totals[layer], pass_totals)
+            else:
+                totals.append(pass_totals)
     return tuple(totals)
 
 

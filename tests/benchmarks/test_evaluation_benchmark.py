@@ -15,6 +15,7 @@ TINY = EvaluationCase(
 )
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_every_model_mode_and_system(tmp_path, capsys):
     path = tmp_path / "eval.json"
     run_evaluation(EvaluationBenchmark(rounds=1, json=path, case=TINY))

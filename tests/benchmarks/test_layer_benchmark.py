@@ -82,6 +82,7 @@ def test_rows_are_those_that_the_paper_counts(tmp_path):
     assert rows["moe_static"] == 80
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_measure(torch.device("cpu")), reason="this system tells no peaks")
 def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
     path = tmp_path / "layer.json"

@@ -13,6 +13,7 @@ from scripts.benchmark import main
 TINY = ModelCase(131, 16, 24, 2, 2, 1, batch=2, input_length=11, target_length=7, new_tokens=5)
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_every_model_and_part(tmp_path, capsys):
     path = tmp_path / "model.json"
     run_model(

@@ -64,6 +64,7 @@ ANY_FILE = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(
     deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -175,6 +175,7 @@ def test_a_task_goes_through_its_own_epochs_each_in_another_order(tokenizer, pac
             assert len(set(map(tuple, epochs))) == len(epochs), "every order is another"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_batch_of_a_mixture_depends_on_the_step_alone(tokenizer, pack):
     last = 2 * WINDOW // 8 if not pack else WINDOW // 16  # beyond the first window

@@ -162,6 +162,7 @@ def test_batch_and_lengths_of_an_exported_model_may_vary(kind):
         close(exported(**example(*sizes)).logits, model(**example(*sizes)).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_encoder_is_exported_alone():
     encoder, inputs = tiny_model(**SMALL).get_encoder(), example()

@@ -136,6 +136,7 @@ def test_from_pretrained_refuses_a_flipped_bit_in_any_file_of_the_weights(tmp_pa
         STMoEForConditionalGeneration.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"", b"\xff\x00\n\n", b"0  model.safetensors\n", b"\0" * 40])
 def test_damaged_checksums_are_no_reason_to_trust_the_weights(folder, content):
     (folder / "SHA256SUMS").write_bytes(content)

@@ -159,6 +159,7 @@ def test_a_forward_pass_leaves_the_routers_parameters_in_their_dtype(both):
     assert ours(ids, labels=LABELS).encoder_router_outputs[0].router_logits.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_sdpa_works_and_equals_eager_attention(both, tmp_path):
     """9: theirs has eager attention only."""
     theirs, _ = both()

@@ -118,6 +118,7 @@ def test_groups_put_exactly_the_stacked_experts_apart():
     assert (dense["batch_dims"], stacked["batch_dims"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_it_learns():
     model, batch = tiny_model().train(), tiny_batch()
     optimizer = Adafactor(parameter_groups(model), lr=0.05)
