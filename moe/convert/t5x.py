@@ -21,6 +21,7 @@ from moe.convert.weight_map import (
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
+from moe.sparse.router_options import ROUTER_REQUIREMENTS
 
 _FILE = "checkpoint"
 
@@ -281,7 +282,8 @@ def _infer_config(
     # Ungated experts are those of Switch, which chooses one.
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
-    if {**fields, **settings}.get("router") == "switch":
+    router = {**fields, **settings}.get("router")
+    if router is not None and ROUTER_REQUIREMENTS.get(router).single:
         fields["num_selected_experts"] = 1
 
     # The position of the sparse block is the one that gives the blocks of the checkpoint.

@@ -13,6 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
+from moe.sparse.all_routers import load_routers
 from moe.sparse.stats import RouterStats, summarize
 
 CARD_NAME = "README.md"
@@ -340,9 +341,11 @@ def _limits(config: STMoEConfig) -> str:
             "a sequence may depend on padding and on the other sequences of the batch; load it "
             "with `eval_capacity_factor=None, expert_capacity=None` to drop nothing."
         )
-    if config.num_experts and "expert_choice" in (config.router, config.decoder_router):
-        limits.append(
-            "Router `expert_choice` compares the tokens of a batch: a sequence's output may "
-            "depend on the others."
-        )
+    routers = {config.router, config.decoder_router} if config.num_experts else set()
+    for name in sorted(routers - {None}):
+        if load_routers().get(name).experts_choose:
+            limits.append(
+                f"Router `{name}` compares the tokens of a batch: a sequence's output may depend "
+                "on the others."
+            )
     return "## Limits\n\n" + "".join(f"- {limit}\n" for limit in limits)

@@ -55,11 +55,14 @@ class Router(nn.Module):
             the router. Capacity can still cost a token a choice after its first through later
             tokens; see `assign_slots`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
+        experts_choose: Whether experts choose their tokens: what a token gets then depends on the
+            other tokens of its group, whatever the capacity.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
     causal: ClassVar[bool] = True
     single: ClassVar[bool] = False
+    experts_choose: ClassVar[bool] = False
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()

@@ -40,6 +40,12 @@ def _rank(rank, function, num_ranks, folder, arguments):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/meeting", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+    # A rank that failed now would take away what another still connects to.
+    if store.add("connected", 1) == num_ranks:
+        store.set("all_connected", "1")
+    store.wait(["all_connected"])
+
     try:
         torch.save(function(rank, num_ranks, *arguments), f"{folder}/{rank}.pt")
     finally:

@@ -49,6 +49,7 @@ class ExpertChoiceRouter(Router):
 
     Options: ClassVar[type[ExpertChoiceOptions]] = ExpertChoiceOptions
     causal: ClassVar[bool] = False
+    experts_choose: ClassVar[bool] = True
 
     @classmethod
     def num_choices(cls, config: SparseConfig) -> int:
