@@ -250,8 +250,7 @@ def _check_token_ids(config: PreTrainedConfig) -> None:
 
 
 def _is_token_id(value: object, vocab_size: int) -> bool:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return is_integer and 0 <= value < vocab_size
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _check_positions(config: PreTrainedConfig) -> None:

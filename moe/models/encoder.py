@@ -149,6 +149,8 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
 
     @can_return_tuple
     @wraps(STMoEEncoder.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> STMoEEncoderOutput:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # wrapped
+        self, *args: Any, **kwargs: Any
+    ) -> STMoEEncoderOutput:
         """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
         return self.encoder(*args, **kwargs, return_dict=True)

@@ -426,7 +426,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             decoder_routers = _within(decoder_routers, totals[num_encoder_layers:])
 
         # Divided by the counts of this batch, unless those of a larger one were given.
-        losses: dict[str, Tensor] = {}
+        losses: dict[str, Any] = {}
         if labels is not None:
             if divisors is None:
                 divisors = self._count_batch(
