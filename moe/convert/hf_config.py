@@ -177,7 +177,7 @@ _FIELDS_OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
 
 def hf_family(raw_config: Mapping[str, Any]) -> Family:
     """Returns whether a config.json is of T5 or of Switch; it must be of one of them."""
-    family = raw_config.get("model_type")
+    family = raw_config["model_type"]
     assert family in FAMILIES, f"the caller has looked: {family!r}"
     return cast(Family, family)
 

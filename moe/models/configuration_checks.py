@@ -251,9 +251,7 @@ def _check_token_ids(config: PreTrainedConfig) -> None:
 
 
 def _is_token_id(value: object, vocab_size: int) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return 0 <= value < vocab_size
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def _check_positions(config: PreTrainedConfig) -> None:

@@ -149,7 +149,7 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
 
     @can_return_tuple
     @wraps(STMoEEncoder.forward)
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the signature of what it wraps
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # wrapped
         self, *args: Any, **kwargs: Any
     ) -> STMoEEncoderOutput:
         """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
