@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moe.checkpoint.run_state import RunState, load_state
-from moe.checkpoint.train_state import optimizer_state, weights_of
+from moe.checkpoint.train_state import model_tensors, optimizer_tensors
 from moe.checkpoint.writer import load_checkpoint
 from moe.distributed.mesh import MeshConfig
 from moe.models.parallelize import model_layouts, shard_model
@@ -85,11 +85,11 @@ class Stage:
 
     def content(self):
         """Returns every tensor whole, by the name that it has in a checkpoint."""
-        parts = {**weights_of(self.model, self.layouts), **self.state()}
+        parts = {**model_tensors(self.model, self.layouts), **self.state()}
         return {name: whole(part) for name, part in parts.items()}
 
     def state(self):
-        return optimizer_state(self.model, self.optimizer, self.layouts)
+        return optimizer_tensors(self.model, self.optimizer, self.layouts)
 
     def load(self, path):
         load_checkpoint(path, self.model, self.optimizer, self.layouts)
