@@ -1,9 +1,15 @@
 """The sparse layer: tokens choose experts, and travel to them and back.
 
-Read layer.py for the whole journey, then the files in a token's order: config, groups, router,
-routers/token_choice, plan, dispatch (expert_parallel where experts are on other ranks), experts;
-then losses and stats, which say what the router did, and integration, which puts the layer into
-another Transformer.
+Begin with layer.py, the whole journey on one screen. Then the files in a token's order:
+
+    config            what can be set
+    inputs, groups    what comes in, checked, in groups
+    router            scores; routers/token_choice: the rule of ST-MoE (capacity: its slots)
+    plan              which token goes where
+    dispatch          to the experts here and back; expert_parallel: to those on other ranks
+    experts           the feed-forwards; moe/kernels has their products
+    losses, stats     what the router did
+    integration       the layer in another Transformer
 
 Letters: B batch, L length, G groups, S tokens of a group, T = G * S tokens, D d_model, F d_ff,
 E experts, K choices of a token, C slots of an expert in a group, N rows.

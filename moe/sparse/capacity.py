@@ -15,7 +15,7 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
         num_tokens: Tokens of the group with its padding, S.
         training: Whether the capacity factor of training counts, or that of evaluation.
     """
-    # A fixed number; more slots than tokens would never be filled.
+    # A fixed number, and at most one for each token.
     if config.expert_capacity is not None:
         return min(config.expert_capacity, num_tokens)
 

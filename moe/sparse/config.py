@@ -54,7 +54,7 @@ class SparseConfig:
         decoder: Whether the layer stands in a decoder, where no token may learn of later ones.
         capacity_factor: Slots of an expert relative to an even share of the group, in training.
             Larger drops fewer tokens and costs memory; None drops none.
-        eval_capacity_factor: The same outside training; read when the layer is built.
+        eval_capacity_factor: The same outside training.
         min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
         capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round`
             (Flaxformer).
@@ -64,7 +64,8 @@ class SparseConfig:
         capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of
             sequences, or each `sequence` is a group of its own whatever `group_size` (transformers'
             Switch).
-        group_size: Most tokens that are routed together; a group is a whole number of sequences.
+        group_size: Most tokens that are routed together; a group is a whole number of sequences,
+            and a sequence that is longer is a group of its own.
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is
             1 at perfect balance) or `all` K (then K).
         balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding

@@ -76,10 +76,11 @@ class Dispatcher(ABC):
     """Brings tokens to their experts and the outputs back; made for one plan.
 
         dispatch   tokens [T, D]  ->  rows [N, D] sorted by expert, or slots [E, G * C, D]
-        experts    ->  outputs of the same shape
+        experts    ->  outputs, a row for each row or a slot for each slot
         combine    outputs        ->  tokens [T, D]
 
-    T = G * S, the tokens of all groups. Every form of it gives the same tokens.
+    T = G * S, the tokens of all groups. Every form of it gives the same tokens. The fused form has
+    no rows: its experts take tokens [T, D] and return them combined.
     """
 
     @abstractmethod
@@ -98,7 +99,7 @@ class Dispatcher(ABC):
         """Returns every token's weighted sum over the outputs of its experts.
 
         Args:
-            outputs: <float> of the shape of the inputs.
+            outputs: <float> as the experts returned them.
 
         Returns:
             <float>[T, D]; zeros for a token without an expert.

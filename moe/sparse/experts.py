@@ -22,7 +22,9 @@ _TRUNCATED_STD = 0.87962566103423978
 
 
 class Experts(nn.Module):
-    """E independent feed-forward networks without biases, GEGLU or plain.
+    """E independent feed-forward networks, GEGLU or plain.
+
+    The products have no bias; the hidden units may have one, added to them or multiplied with them.
 
     Parameters are `gate_up_proj` [E, 2F, D] (gate above up) or, when not gated, `up_proj` [E, F,
     D]; `down_proj` [E, D, F]; and `bias` [E, F] when there is an expert bias.

@@ -14,6 +14,10 @@ from moe.errors import ConfigError
 from moe.sparse.config import CapacityScope
 
 
+ONE_SEQUENCE = 1
+"""Group size that gives groups of one sequence: a sequence that does not fit is a group of its own."""
+
+
 class Grouping(Protocol):
     """The settings that say which tokens are routed together, of a layer or of a model."""
 
@@ -29,11 +33,8 @@ class Grouping(Protocol):
 
 
 def tokens_per_group(config: Grouping) -> int:
-    """Returns the most tokens that are routed together, as `sequences_per_group` takes it.
-
-    A single token stands for groups of one sequence, however long it is.
-    """
-    return 1 if config.capacity_scope == "sequence" else config.group_size
+    """Returns the most tokens that are routed together, as `sequences_per_group` takes it."""
+    return ONE_SEQUENCE if config.capacity_scope == "sequence" else config.group_size
 
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:

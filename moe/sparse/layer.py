@@ -55,8 +55,8 @@ class SparseFeedForward(nn.Module):
 
     Example:
         layer = SparseFeedForward(SparseConfig(d_model=512, d_ff=2048, num_experts=8))
-        y, router = layer(x, token_mask)
-        losses = router.losses
+        y, router_output = layer(x, token_mask)
+        losses = router_output.losses
         loss = task_loss + 0.01 * losses.load_balance_loss + 0.001 * losses.router_z_loss
 
     Source:
@@ -106,8 +106,8 @@ class SparseFeedForward(nn.Module):
             token_ids: <any integer>[B, L] vocabulary ids, for router `hash`.
             word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other
                 than `hidden`.
-            drop_tokens: False ignores the capacity factor, so that no token is lost (incremental
-                decoding).
+            drop_tokens: False ignores every setting of capacity, so that no token is lost
+                (incremental decoding).
             report: False spares losses and statistics, and None stands for what the router did.
 
         Returns:
@@ -128,19 +128,24 @@ class SparseFeedForward(nn.Module):
         plan = self.router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
 
         # To the experts; from other ranks rows arrive while the losses are computed.
-        dispatcher = self.build_dispatcher(plan)
-        in_flight = dispatcher.dispatch(self.expert_tokens(inputs.tokens))  # [G * S, D]
-        output = self._report(scores, plan) if report else None
+        dispatcher = self.start_dispatcher(plan)
+        tokens = self.expert_tokens(inputs.tokens)  # [T, D]
+        in_flight = dispatcher.dispatch(tokens)
+        router_output = self._report(scores, plan) if report else None
 
         # Through the experts, and back to the tokens.
-        outputs = self.experts(in_flight.wait())  # rows [N, D] or slots [E, G * C, D]
-        combined = reduce_from_tp_region(dispatcher.combine(outputs), self.tp)  # [G * S, D]
+        expert_outputs = self.experts(in_flight.wait())  # rows, slots or, fused, tokens
+        combined = reduce_from_tp_region(dispatcher.combine(expert_outputs), self.tp)  # [T, D]
         combined = combined.unflatten(0, inputs.tokens.shape[:2])  # [G, S, D]
-        return from_groups(combined, sequences).to(x.dtype), output
+        return from_groups(combined, sequences).to(x.dtype), router_output
 
-    def build_dispatcher(self, plan: DispatchPlan) -> Dispatcher:
-        """Returns what carries a plan out: rows or slots, to experts here or on other ranks."""
-        # On every rank of tp the weights meet a part of each output: their gradients are summed.
+    def start_dispatcher(self, plan: DispatchPlan) -> Dispatcher:
+        """Returns the dispatcher of a plan: of rows or slots, to experts here or on other ranks.
+
+        Rows for other ranks are announced: their counts are on the way then.
+        """
+        # Each rank of tp has a part of every output, and so of the gradient of the weights: this
+        # changes nothing in the forward pass, and sums the gradients in the backward pass.
         combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
         plan = plan._replace(combine_weight=combine_weight)
 

@@ -22,14 +22,15 @@ class RouterLosses(NamedTuple):
 
     Attributes:
         load_balance_sum: <float32>[] sum over groups; for wider scopes the loss times its count.
-        load_balance_count: <float32>[] groups that hold a real token, and for wider scopes the
-            tokens; with `balance_over` `all_positions` all groups or positions.
+        load_balance_count: <float32>[] weight of this call in the mean: groups that hold a real
+            token, and for wider scopes the tokens; with `balance_over` `all_positions` all groups
+            or positions.
         router_z_sum: <float32>[] sum over tokens.
         router_z_count: <float32>[] tokens.
         choices: <float32>[E] choices of each expert that the balance loss counts, in this call.
         prob_sums: <float32>[E] sums of the router's probabilities over the same tokens, with
             gradient.
-        num_positions: <float32>[] tokens that the shares are of, in this call.
+        num_share_tokens: <float32>[] tokens that the shares are of, in this call.
         group_load_balance: <float32>[G] balance loss of each group, 0 without a real token; for
             wider scopes that of the whole scope, G times.
         group_router_z: <float32>[G] mean over the tokens of each group, 0 without any.
@@ -41,7 +42,7 @@ class RouterLosses(NamedTuple):
     router_z_count: Tensor
     choices: Tensor
     prob_sums: Tensor
-    num_positions: Tensor
+    num_share_tokens: Tensor
     group_load_balance: Tensor
     group_router_z: Tensor
 
@@ -64,11 +65,11 @@ class BalanceTotals(NamedTuple):
 
     Attributes:
         choices: <float32>[E] choices of each expert.
-        num_positions: <float32>[] tokens.
+        num_share_tokens: <float32>[] tokens.
     """
 
     choices: Tensor
-    num_positions: Tensor
+    num_share_tokens: Tensor
 
 
 def router_losses(
@@ -114,7 +115,7 @@ def router_losses(
         router_z_count=z.num_tokens,
         choices=balance.choices,
         prob_sums=balance.prob_sums,
-        num_positions=balance.num_positions,
+        num_share_tokens=balance.num_share_tokens,
         group_load_balance=balance.group_loss,
         group_router_z=z.group_loss,
     )
@@ -122,7 +123,7 @@ def router_losses(
     # Shares of wider scopes than a group; those over ranks are made by whoever knows the ranks.
     if balanced_by_construction or config.balance_scope == "group":
         return losses
-    return balance_within(losses, BalanceTotals(losses.choices, losses.num_positions))
+    return balance_within(losses, BalanceTotals(losses.choices, losses.num_share_tokens))
 
 
 class _ZLoss(NamedTuple):
@@ -158,7 +159,7 @@ class _BalanceLoss(NamedTuple):
     num_groups: Tensor
     choices: Tensor
     prob_sums: Tensor
-    num_positions: Tensor
+    num_share_tokens: Tensor
     group_loss: Tensor
 
 
@@ -170,9 +171,9 @@ def _balance_loss(
 ) -> _BalanceLoss:
     """Returns appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
-    num_positions = _num_positions(is_real, config)  # n  [G]
+    num_share_tokens = _num_share_tokens(is_real, config)  # n  [G]
 
-    # n f_i: how many of the group's tokens chose expert i, before capacity; no gradient.  [G, E]
+    # n f_i: how many of the group's tokens chose expert i, before policy and capacity; no gradient.
     counts_all = config.balance_choices == "all"
     num_choices = config.num_selected_experts if counts_all else 1
     chosen = plan.expert_index[..., :num_choices].flatten(1)  # [G, S * K]
@@ -185,13 +186,13 @@ def _balance_loss(
     prob_sums = (scores.probs * is_real[..., None]).sum(dim=1)
 
     # sum_i f_i P_i: both factors are divided by n at once, after the sum over experts.  [G]
-    overlap = (choices * prob_sums).sum(dim=-1) / num_positions.clamp(min=1).square()
+    overlap = (choices * prob_sums).sum(dim=-1) / num_share_tokens.clamp(min=1).square()
     return _BalanceLoss(
         loss_sum=num_experts * overlap.sum(),
-        num_groups=(num_positions > 0).to(overlap.dtype).sum(),
+        num_groups=(num_share_tokens > 0).to(overlap.dtype).sum(),
         choices=choices.sum(dim=0),
         prob_sums=prob_sums.sum(dim=0),
-        num_positions=num_positions.sum(),
+        num_share_tokens=num_share_tokens.sum(),
         group_loss=num_experts * overlap,
     )
 
@@ -207,12 +208,12 @@ def _zero_balance_loss(scores: RouterScores, is_real: Tensor, config: SparseConf
         num_groups=zero,
         choices=zero_by_expert,
         prob_sums=zero_by_expert,
-        num_positions=_num_positions(is_real, config).sum(),
+        num_share_tokens=_num_share_tokens(is_real, config).sum(),
         group_loss=scores.probs.new_zeros(num_groups),
     )
 
 
-def _num_positions(is_real: Tensor, config: SparseConfig) -> Tensor:
+def _num_share_tokens(is_real: Tensor, config: SparseConfig) -> Tensor:
     """Returns how many tokens of each group the shares are of <float32>[G]."""
     num_real = is_real.sum(dim=-1)
     if config.balance_over == "real_tokens":
@@ -236,14 +237,14 @@ def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> B
     """
     with torch.no_grad():
         # One collective for both.
-        numbers = torch.cat([losses.choices, losses.num_positions[None]])  # [E + 1]
+        numbers = torch.cat([losses.choices, losses.num_share_tokens[None]])  # [E + 1]
         totals = sum_over_ranks(numbers, group)
-        return BalanceTotals(choices=totals[:-1], num_positions=totals[-1])
+        return BalanceTotals(choices=totals[:-1], num_share_tokens=totals[-1])
 
 
 def add_totals(a: BalanceTotals, b: BalanceTotals) -> BalanceTotals:
     """Returns the totals of both together."""
-    return BalanceTotals(a.choices + b.choices, a.num_positions + b.num_positions)
+    return BalanceTotals(a.choices + b.choices, a.num_share_tokens + b.num_share_tokens)
 
 
 def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
@@ -259,10 +260,10 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     # E * sum_i f_i P_i times the tokens of the part: f_i over the scope, P_i over the part.
     num_experts = losses.prob_sums.shape[-1]
     overlap = (totals.choices * losses.prob_sums).sum()
-    loss_sum = num_experts * overlap / totals.num_positions.clamp(min=1)
+    loss_sum = num_experts * overlap / totals.num_share_tokens.clamp(min=1)
     losses = losses._replace(
         load_balance_sum=loss_sum,
-        load_balance_count=losses.num_positions,
+        load_balance_count=losses.num_share_tokens,
     )
 
     group_loss = losses.load_balance_loss.expand_as(losses.group_load_balance)

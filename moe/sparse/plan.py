@@ -50,7 +50,8 @@ class DispatchPlan(NamedTuple):
         accepted: <bool>[G, S, K] whether the choice got a slot; never for padding.
         combine_weight: <float32 or float64>[G, S, K] weight of the expert's output; 0 where not
             accepted.
-        requested: <bool>[G, S, K] whether the choice asks for a slot, before capacity.
+        requested: <bool>[G, S, K] whether the choice asks for a slot, before capacity; where experts
+            choose, whether it was accepted.
         token_mask: <bool>[G, S] real tokens; False is padding.
         capacity: Slots of an expert in a group, C; None when every expert has room for all tokens.
     """
@@ -123,36 +124,36 @@ def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) ->
     """Returns how many earlier requests of the group are for the same expert.
 
     A stable sort brings the requests of each queue side by side; the position is the distance from
-    the queue's first. No mask [G, N, E] is built.
+    the queue's first. No mask [G, R, E] is built.
 
     Args:
-        expert_index: <int64>[G, N] experts.
-        requested: <bool>[G, N] whether there is a request.
+        expert_index: <int64>[G, R] experts; R requests of a group, e.g. K * S.
+        requested: <bool>[G, R] whether there is a request.
         num_experts: Experts, E.
 
     Returns:
-        <int64>[G, N] positions from 0; meaningful where requested.
+        <int64>[G, R] positions from 0; meaningful where requested.
     """
-    num_groups, group_size = expert_index.shape
+    num_groups, num_requests = expert_index.shape
     num_queues = num_groups * num_experts
     device = expert_index.device
 
     # One queue for each expert of each group, and one more for those who request nothing.
     group = torch.arange(num_groups, device=device)[:, None]  # [G, 1]
     queue = expert_index + group * num_experts
-    queue = queue.masked_fill(~requested, num_queues).flatten()  # [G * N]
+    queue = queue.masked_fill(~requested, num_queues).flatten()  # [G * R]
 
     # Sort by queue, the earlier first.
-    order = queue.argsort(stable=True)  # [G * N]
+    order = queue.argsort(stable=True)  # [G * R]
     sorted_queue = queue.index_select(0, order)
 
     # Where each queue starts in that order.
-    length = queue.new_zeros(num_queues + 1)
-    length = length.scatter_add(0, queue, torch.ones_like(queue))  # [G * E + 1]
-    start = length.cumsum(0) - length
+    queue_size = queue.new_zeros(num_queues + 1)
+    queue_size = queue_size.scatter_add(0, queue, torch.ones_like(queue))  # [G * E + 1]
+    start = queue_size.cumsum(0) - queue_size
 
-    # Position in the queue, and back to the order of the tokens.
-    position = torch.arange(num_groups * group_size, device=device)
-    position = position - start.index_select(0, sorted_queue)  # [G * N]
+    # Position in the queue, and back to the order of the requests.
+    position = torch.arange(num_groups * num_requests, device=device)
+    position = position - start.index_select(0, sorted_queue)  # [G * R]
     position = torch.empty_like(position).scatter(0, order, position)
-    return position.reshape(num_groups, group_size)
+    return position.reshape(num_groups, num_requests)

@@ -86,7 +86,7 @@ class Router(nn.Module):
 
     @classmethod
     def num_choices(cls, config: SparseConfig) -> int:
-        """Returns the choices of a token in a plan, K."""
+        """Returns the most experts that a token may reach, K."""
         return config.num_selected_experts
 
     def reset_parameters(self) -> None:

@@ -281,7 +281,7 @@ def _sum_balance_totals(
 def _balance_totals(losses: RouterLosses, mesh: Mesh | None) -> BalanceTotals:
     if mesh:
         return balance_totals(losses, mesh.data)
-    return BalanceTotals(losses.choices, losses.num_positions)
+    return BalanceTotals(losses.choices, losses.num_share_tokens)
 
 
 def _sum_over_ranks(result: _BatchResult, group: ProcessGroup | None) -> _BatchResult:
