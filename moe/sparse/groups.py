@@ -13,7 +13,6 @@ from torch import Tensor
 from moe.errors import ConfigError
 from moe.sparse.config import CapacityScope
 
-
 ONE_SEQUENCE = 1
 """Group size that gives groups of one sequence: a sequence that does not fit is a group of its own."""
 

@@ -109,7 +109,7 @@ def test_wide_scopes_do_not_depend_on_the_cut_into_micro_batches(scope, fields, 
         with torch.no_grad():
             one = balance_totals(part_losses(layer, start, count))
         totals = one if totals is None else add_totals(totals, one)
-    assert_all_close(totals, (router.losses.choices, router.losses.num_positions), atol=0)
+    assert_all_close(totals, (router.losses.choices, router.losses.num_share_tokens), atol=0)
 
     numbers, grads = None, None
     for start, count in zip(starts, cut, strict=True):
@@ -128,7 +128,7 @@ def part_losses(layer, start, count):
 def test_the_scope_of_a_micro_batch_is_one_call_however_many_groups_it_has():
     layer = build("micro_batch")
     losses = part_losses(layer, 0, BATCH)
-    choices, probs, count = losses.choices, losses.prob_sums, losses.num_positions
+    choices, probs, count = losses.choices, losses.prob_sums, losses.num_share_tokens
     expected = 5 * ((choices / count) * (probs / count)).sum()
     torch.testing.assert_close(losses.load_balance_loss, expected, rtol=0, atol=1e-12)
     by_groups = build("group")(*batch())[1].losses.load_balance_loss
@@ -145,7 +145,7 @@ def test_the_scope_of_a_group_does_not_depend_on_the_cut_and_needs_no_totals():
 def test_totals_of_one_process_are_its_own():
     losses = part_losses(build("global"), 0, BATCH)
     totals = balance_totals(losses)
-    assert_all_close(totals, (losses.choices, losses.num_positions), atol=0)
+    assert_all_close(totals, (losses.choices, losses.num_share_tokens), atol=0)
     assert not any(total.requires_grad for total in totals)
     assert_all_close(balance_within(losses, totals), losses, atol=1e-12)
 
@@ -185,7 +185,7 @@ def test_several_ranks_equal_one_process_in_losses_gradients_and_statistics(cut,
             numbers, grads = add(numbers, answer[scope][0]), add(grads, answer[scope][1])
         *whole, router = part(build(scope), 0, BATCH)
         if scope == "global":  # twice the same batch has the same shares
-            totals = BalanceTotals(2 * router.losses.choices, 2 * router.losses.num_positions)
+            totals = BalanceTotals(2 * router.losses.choices, 2 * router.losses.num_share_tokens)
             *whole, router = part(build(scope), 0, BATCH, totals)
         assert_same(means(numbers, grads), means(*whole))
 

@@ -24,8 +24,8 @@ class TokenChoiceOptions:
             gate / threshold).
         eval_second_expert_policy: The same outside training. The reference draws there too;
             `threshold` is its deterministic counterpart, so that one input always has one output.
-        second_expert_threshold: Gate at which `threshold` and `random` request a choice for
-            certain, in training.
+        second_expert_threshold: Gate, normalised where it is, above which `threshold` and `random`
+            request a choice for certain, in training.
         eval_second_expert_threshold: The same outside training.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or
             the router would get no gradient from the task.
