@@ -278,8 +278,16 @@ def whole_file(target: Path) -> Iterator[Path]:
     """Gives a sibling path to write to; when the block ends well, that file becomes `target`.
 
     Of two that write the same file at once the second waits for the first.
+
+    Raises:
+        DataError: When a pipe or a device lies there.
     """
     _refuse_nul(target)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        raise DataError(
+            f"{target} is no regular file but a pipe or a device, which a file would replace. "
+            "Choose another name."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
 

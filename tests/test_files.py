@@ -1,5 +1,6 @@
 """Folders that are whole or as they were, whatever moment a run is killed at."""
 
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,3 +167,11 @@ def test_a_flipped_bit_a_missing_file_and_a_damaged_sum_are_found(tmp_path):
 def test_an_output_that_is_no_place_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         output_path(text, suffix=".html")
+
+
+def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=r"pipe is no regular file but a pipe or a device"):
+        write_text(pipe, "text")
+    assert pipe.is_fifo()
