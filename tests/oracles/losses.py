@@ -18,8 +18,8 @@ def tally(probs, mask, routing, choices, over, group):
     chosen, prob_sum = [0] * num_experts, [0.0] * num_experts
     for s, real in enumerate(mask[group]):
         if real:
-            chosen = routing.expert_index[group][s]
-            for expert in {"first": chosen[:1], "all": chosen}[choices]:
+            experts = routing.expert_index[group][s]
+            for expert in {"first": experts[:1], "all": experts}[choices]:
                 chosen[expert] += 1
             prob_sum = [prob_sum[e] + probs[group][s][e] for e in range(num_experts)]
     return (
