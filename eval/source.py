@@ -156,14 +156,16 @@ class HubData:
 
     def _rows_from_files(self, split: str, folder: Path) -> list[Row]:
         rows: list[Row] = []
-        for path in find_files(folder, split, self.columns):
+        files = find_files(folder, split, self.columns)
+        for path in files:
             is_lines = path.suffix == ".jsonl"
             file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, self.columns)
             for row, where in file_rows:
                 rows.append(self._checked(row, split, where))
         if not rows:
+            names = ", ".join(path.name for path in files)
             raise DataError(
-                f"The files of split {split!r} in {folder} hold no row. Give at least one."
+                f"The files of split {split!r} in {folder} hold no row ({names}). Give at least one."
             )
         return rows
 

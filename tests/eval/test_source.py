@@ -351,7 +351,7 @@ def test_a_missing_folder_or_file_says_what_was_expected(tmp_path):
 
 def test_a_split_without_rows_is_refused(tmp_path):
     write_jsonl(tmp_path / "validation.jsonl", [])
-    with pytest.raises(DataError, match=r"split 'validation' in .* hold no row"):
+    with pytest.raises(DataError, match=r"in .* hold no row \(validation\.jsonl\)"):
         source("owner/none").rows("validation", tmp_path)
 
 
