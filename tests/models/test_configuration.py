@@ -20,9 +20,9 @@ from moe import (
     STMoEConfig,
     STMoEForConditionalGeneration,
 )
+from moe.sparse.all_routers import load_routers
 from moe.sparse.config import REFERENCES
 from moe.sparse.experts import Experts
-from moe.sparse.all_routers import load_routers
 from moe.sparse.router import Router
 from tests.models.tiny import FIELDS
 
