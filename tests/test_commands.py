@@ -209,11 +209,20 @@ def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
     assert "\n" not in str(error.value)
 
 
+def hear_ctrl_c():
+    """Undoes what a background shell sets in all that it starts: to ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["scripts.train_tokenizer", "scripts.pretrain", "eval"])
 def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
-    starting = [sys.executable, "-m", command, "--help"]
-    with subprocess.Popen(starting, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", command, "--help"],
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        preexec_fn=hear_ctrl_c,
+    ) as process:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
