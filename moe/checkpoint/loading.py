@@ -20,6 +20,7 @@ from moe.errors import CheckpointError
 from moe.models.card import find_source_model
 from moe.models.configuration import STMoEConfig
 from moe.models.generation_config import load_generation_config
+from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
 from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
@@ -32,7 +33,6 @@ from moe.models.weight_files import (
     refuse_integers,
     reshaped_weights,
 )
-from moe.parsing import read_json, to_record
 
 
 def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
@@ -163,9 +163,7 @@ def check_model_folder(folder: Path | str) -> None:
     # Without a type every setting would be at its default, and a model of another size would be
     # built first.
     advice = "Copy the whole folder again from where it was saved."
-    content = read_json(path, advice=advice, error=CheckpointError, nan=True)
-    raw = to_record(dict[str, Any], content, where=str(path), advice=advice, error=CheckpointError)
-    model_type = raw.get("model_type")
+    model_type = read_json_object(path, advice=advice).get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}; expected a text such as 'st_moe'. {advice}"

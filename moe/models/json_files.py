@@ -34,15 +34,19 @@ __all__ = ["STMoEConfig", "STMoEForConditionalGeneration", "STMoEModel"]
 '''
 
 
-def read_json_object(path: Path | str) -> dict[str, Any]:
+def read_json_object(path: Path | str, *, advice: str = COPY_AGAIN) -> dict[str, Any]:
     """Returns the object in a JSON file; NaN and Infinity, which Python writes, are numbers.
+
+    Args:
+        path: The file.
+        advice: What the user can do when it is damaged.
 
     Raises:
         CheckpointError: When the file is damaged, or holds something else.
     """
     content = read_json(
         Path(path),
-        advice=COPY_AGAIN,
+        advice=advice,
         error=CheckpointError,
         nan=True,
     )
@@ -50,7 +54,7 @@ def read_json_object(path: Path | str) -> dict[str, Any]:
         dict[str, Any],
         content,
         where=str(path),
-        advice=COPY_AGAIN,
+        advice=advice,
         error=CheckpointError,
     )
 

@@ -20,7 +20,7 @@ from moe.sparse.config import SparseConfig
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.inputs import can_read_values
 from moe.sparse.losses import RouterLosses, router_losses
-from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, NoOptions, RouterRequirements
 from moe.sparse.stats import RouterStats
 
@@ -205,6 +205,40 @@ class Router(nn.Module):
         if not drop_tokens:
             return None
         return slots_of_expert(self.config, num_tokens, training=self.training)
+
+    def plan_choices(
+        self,
+        expert_index: Tensor,
+        gates: Tensor,
+        requested: Tensor,
+        token_mask: Tensor,
+        *,
+        drop_tokens: bool,
+        priority: Tensor | None = None,
+    ) -> DispatchPlan:
+        """Returns the plan in which choices queue for the slots of their experts.
+
+        Args:
+            expert_index: <int64>[G, S, K] expert of each choice.
+            gates: <float32>[G, S, K] weight of each choice, should it be accepted.
+            requested: <bool>[G, S, K] choices that ask for a slot; never for padding.
+            token_mask: <bool>[G, S] real tokens.
+            drop_tokens: False gives every choice a slot.
+            priority: <float32>[G, S] who is served first; see `assign_slots`.
+        """
+        capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        slot, accepted = assign_slots(
+            expert_index, requested, self.config.num_experts, capacity, priority
+        )
+        return DispatchPlan(
+            expert_index=expert_index,
+            slot=slot,
+            accepted=accepted,
+            combine_weight=gates * accepted,
+            requested=requested,
+            token_mask=token_mask,
+            capacity=capacity,
+        )
 
 
 class RouterRegistry(Registry[type[Router]]):

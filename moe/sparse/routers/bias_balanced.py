@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import ROUTERS, Router
 from moe.sparse.routers.token_choice import normalize_gates, select_experts
 from moe.sparse.stats import RouterStats
@@ -89,17 +89,8 @@ class BiasBalancedRouter(Router):
 
         # Every choice of a real token asks for a slot.
         requested = token_mask[..., None].expand_as(expert_index)
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        num_experts = self.config.num_experts
-        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
-        return DispatchPlan(
-            expert_index=expert_index,
-            slot=slot,
-            accepted=accepted,
-            combine_weight=gates * accepted,
-            requested=requested,
-            token_mask=token_mask,
-            capacity=capacity,
+        return self.plan_choices(
+            expert_index, gates, requested, token_mask, drop_tokens=drop_tokens
         )
 
     @torch.no_grad()

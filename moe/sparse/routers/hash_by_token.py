@@ -9,7 +9,7 @@ from torch import Tensor
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.inputs import can_read_values
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
+from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
 from moe.sparse.router import ROUTERS, Router, RouterInputs
 
 # A logit whose exp is exactly 0 in float32 and float64, and that stays finite in every loss.
@@ -88,19 +88,9 @@ class HashRouter(Router):
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The one expert that is possible, with a weight of 1.
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
+        gate = torch.ones_like(scores.logits[..., :1])
         requested = token_mask[..., None]
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        num_experts = self.config.num_experts
-        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
-        return DispatchPlan(
-            expert_index=expert_index,
-            slot=slot,
-            accepted=accepted,
-            combine_weight=accepted.to(scores.probs.dtype),
-            requested=requested,
-            token_mask=token_mask,
-            capacity=capacity,
-        )
+        return self.plan_choices(expert_index, gate, requested, token_mask, drop_tokens=drop_tokens)
 
 
 def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import ROUTERS, Router
 from moe.sparse.routers.token_choice import select_experts
 
@@ -95,18 +95,7 @@ class SwitchRouter(Router):
 
         # Every real token asks for its expert; the first C of an expert's tokens get it.
         requested = token_mask[..., None]
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        num_experts = self.config.num_experts
-        slot, accepted = assign_slots(expert_index, requested, num_experts, capacity)
-        return DispatchPlan(
-            expert_index=expert_index,
-            slot=slot,
-            accepted=accepted,
-            combine_weight=gate * accepted,
-            requested=requested,
-            token_mask=token_mask,
-            capacity=capacity,
-        )
+        return self.plan_choices(expert_index, gate, requested, token_mask, drop_tokens=drop_tokens)
 
 
 def sample_expert(logits: Tensor, temperature: float) -> Tensor:

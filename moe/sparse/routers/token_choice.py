@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import ROUTERS, Router
 
 Policy = Literal["all", "none", "threshold", "random"]
@@ -78,22 +78,13 @@ class TokenChoiceRouter(Router):
         requested = keep_choices(gates, policy, threshold) & token_mask[..., None]
 
         # Capacity: first choices before second ones, in the order of the sequence.
-        capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        slot, accepted = assign_slots(
+        return self.plan_choices(
             expert_index,
+            gates,
             requested,
-            self.config.num_experts,
-            capacity,
-            self.priority(scores, token_mask),
-        )
-        return DispatchPlan(
-            expert_index=expert_index,
-            slot=slot,
-            accepted=accepted,
-            combine_weight=gates * accepted,
-            requested=requested,
-            token_mask=token_mask,
-            capacity=capacity,
+            token_mask,
+            drop_tokens=drop_tokens,
+            priority=self.priority(scores, token_mask),
         )
 
     def _second_expert_policy(self) -> tuple[Policy, float]:
