@@ -13,11 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import datasets
-import numpy as np
 import sentencepiece
 import tokenizers
-from numpy.typing import NDArray
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -368,25 +365,3 @@ def to_transformers(
         model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
-
-
-def tokenize_corpus(
-    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
-) -> NDArray[np.int32]:
-    """Returns <int32>[N]: the tokens of all documents one after the other, without special tokens.
-
-    Raises:
-        DataError: When there is no token at all.
-
-    Source:
-        T5 preprocessors.py `unsupervised` at e081111: documents are concatenated. Differs: each
-        document whole and once per epoch, where T5 takes a random chunk of 65,536 tokens.
-    """
-    texts = list(documents["text"])
-    encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
-
-    documents_ids = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-    tokens = np.concatenate([*documents_ids, np.empty(0, dtype=np.int32)])  # [N]
-    if tokens.size == 0:
-        raise DataError("The corpus has no token. Give documents with text.")
-    return tokens
