@@ -129,8 +129,8 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
     """Runs a command and turns its failure into one message and an exit code.
 
     A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback,
-    Ctrl-C with 130, a reader of the output that went away with 141. `--debug` anywhere on the
-    command line shows the traceback instead.
+    training that diverged with 3, Ctrl-C with 130, a reader of the output that went away with 141.
+    `--debug` anywhere on the command line shows the traceback instead.
 
     Args:
         main: The command; receives the arguments without the program name and without `--debug`.
@@ -162,7 +162,7 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
             raise
         _forget_output_that_fails()
         print(f"error: {_message(error, interrupted)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(getattr(error, "exit_code", 2))
 
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):

@@ -10,6 +10,9 @@ class MoEError(Exception):
     Its text says what is wrong, with which value, what was expected, and what to do.
     """
 
+    exit_code = 2
+    """Of a command that ends with this error."""
+
 
 class ConfigError(MoEError, ValueError):
     """A setting is unknown, out of range, or contradicts another."""
@@ -21,6 +24,15 @@ class DataError(MoEError, ValueError):
 
 class CheckpointError(MoEError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another model, recipe or corpus."""
+
+
+class DivergenceError(CheckpointError):
+    """Training has diverged: loss or gradient is not finite.
+
+    A command ends with exit code 3, so that a program that starts many runs can tell.
+    """
+
+    exit_code = 3
 
 
 class DistributedError(MoEError, RuntimeError):

@@ -23,7 +23,7 @@ _WIDTH = 7.8  # inches
 _LOSS_HEIGHT = 3.4
 _ROUTER_HEIGHT = 2.4
 _LABELLED_EXPERTS = 16
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -63,7 +63,7 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
         rows.append(["entropy", "dropped"])
         heights.append(_ROUTER_HEIGHT)
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         panels = figure.subplot_mosaic(rows, height_ratios=heights)
         if "loss" in panels:
@@ -71,7 +71,7 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
         if "entropy" in panels:
             _draw_entropy(panels["entropy"], lines, num_experts)
             _draw_dropped(panels["dropped"], lines)
-    return _svg(figure)
+    return figure_svg(figure)
 
 
 def plot_accuracy(stages: Sequence[Stage]) -> str:
@@ -82,7 +82,7 @@ def plot_accuracy(stages: Sequence[Stage]) -> str:
         for colour in (_BLUE, _ORANGE, _GREEN, _PINK):
             styles.append((colour, dash))
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
         axes = figure.subplots()
         axes.set_xlabel("step")
@@ -94,7 +94,7 @@ def plot_accuracy(stages: Sequence[Stage]) -> str:
             _draw_curve(axes, stage.lines, "heldout/token_accuracy", colour, name, **style)
         axes.set_ylim(0, 1)
         _add_legend(axes)
-    return _svg(figure)
+    return figure_svg(figure)
 
 
 def even_entropy(num_experts: int) -> float:
@@ -186,7 +186,7 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
     num_experts = max(map(len, shares))
     over_even = [load_over_even(row) for row in shares]
 
-    with rc_context({**_STYLE, "axes.grid": False}):
+    with rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(_WIDTH, 1.3 + 0.62 * len(names)), layout="constrained")
         axes = figure.subplots()
         # Steps of colour are few enough to be drawn, where more would be an image.
@@ -212,7 +212,7 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
         bar.set_label(
             f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)"
         )
-    return _svg(figure)
+    return figure_svg(figure)
 
 
 def load_over_even(shares: Sequence[float]) -> list[float]:
@@ -248,10 +248,10 @@ def _add_legend(axes: Axes) -> None:
         axes.legend(fontsize=9)
 
 
-def _svg(figure: Figure) -> str:
+def figure_svg(figure: Figure) -> str:
     """Returns the figure as an <svg> element."""
     file = io.StringIO()
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
     text = file.getvalue()
     return text[text.index("<svg") :]

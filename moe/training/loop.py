@@ -29,7 +29,7 @@ from moe.distributed.collectives import (
     is_rank_zero,
 )
 from moe.distributed.mesh import MeshConfig
-from moe.errors import CheckpointError, DataError
+from moe.errors import CheckpointError, DataError, DivergenceError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
@@ -195,14 +195,14 @@ def _build_optimizer(run: Run) -> torch.optim.Optimizer:
 
 
 def _refuse_non_finite(metrics: StepMetrics, step: int, folder: Path) -> None:
-    """Raises a CheckpointError when training has diverged, before such weights are saved.
+    """Raises a DivergenceError when training has diverged, before such weights are saved.
 
     Earlier checkpoints stay.
     """
     loss = float(metrics.loss)
     grad_norm = float(metrics.grad_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise CheckpointError(
+        raise DivergenceError(
             f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}. The "
             f"checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
             "Lower optim.lr or optim.clipping_threshold, and start a new run."

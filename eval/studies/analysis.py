@@ -1,0 +1,320 @@
+"""What a study shows: differences of arms over seeds, with intervals and a verdict.
+
+Comes after `outcomes`, before `report`, which writes it down.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from eval.scores.seeds import equivalence, holm, paired_difference
+from eval.studies.outcomes import ArmSize, RunOutcome
+from eval.studies.study import Contrast, SettingValue, Study
+
+Verdict = Literal["holds", "does not hold at this scale", "not resolved"]
+
+_LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class ArmNumber:
+    """The number of one arm, at one value of the sweep or over it, with one seed.
+
+    Attributes:
+        arm: Name of the arm.
+        value: Value of the sweep; None without one, or over all values.
+        seed: The seed.
+        number: The measure.
+        has_diverged: Whether any run behind it has diverged.
+    """
+
+    arm: str
+    value: SettingValue
+    seed: int
+    number: float
+    has_diverged: bool
+
+
+@dataclass(frozen=True)
+class ContrastResult:
+    """One comparison of two arms; positive differences speak for the first arm.
+
+    Attributes:
+        contrast: What was compared.
+        is_primary: Whether it was declared before the runs.
+        num_seeds: Number of seeds that both arms have.
+        difference: Mean over the seeds of how much better the first arm is.
+        low: Lower end of the 95 % interval (paired t); None for a single seed.
+        high: Upper end of it.
+        p_value: Two-sided p-value, corrected after Holm among the secondary ones.
+        equivalence_p: p-value of TOST: that the difference lies outside the margin.
+        verdict: What follows for the claim.
+    """
+
+    contrast: Contrast
+    is_primary: bool
+    num_seeds: int
+    difference: float
+    low: float | None
+    high: float | None
+    p_value: float | None
+    equivalence_p: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From how many tokens on the primary arm is better for good.
+
+    Attributes:
+        tokens_by_seed: Tokens at the crossing, linear between two points; None for a seed whose
+            curves end with the other arm ahead.
+        tokens: Geometric mean over the seeds; None unless all of them cross.
+        low: Lower end of the 95 % interval, on the logarithm.
+        high: Upper end of it.
+    """
+
+    tokens_by_seed: dict[int, float | None]
+    tokens: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A study with all that its runs came to.
+
+    Attributes:
+        study: The study.
+        command: The command that made this result.
+        versions: Versions of Python and of the libraries that compute the numbers.
+        overrides: Settings of the command line that won over those of the study.
+        outcomes: Every complete run.
+        missing: Names of the runs that are not complete.
+        sizes: Parameters of the models of each arm, where they are known.
+        numbers: The number of each arm and seed.
+        contrasts: The primary comparison first.
+        crossing: Where the curves of the primary arms cross; None where that is not asked.
+    """
+
+    study: Study
+    command: str
+    versions: Mapping[str, str]
+    overrides: Mapping[str, SettingValue]
+    outcomes: Sequence[RunOutcome]
+    missing: Sequence[str]
+    sizes: Mapping[str, ArmSize]
+    numbers: Sequence[ArmNumber]
+    contrasts: Sequence[ContrastResult]
+    crossing: Crossing | None
+
+
+# ---------------------------------------------------------------------------
+# Numbers
+
+
+def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]:
+    """Returns the number of each arm and seed, over the values of the sweep where that is asked.
+
+    A seed of which some values of the sweep are missing has no number over them.
+    """
+    measure = study.measure
+    if study.sweep is None or measure.over_sweep == "each":
+        numbers = []
+        for run in outcomes:
+            numbers.append(ArmNumber(run.arm, run.value, run.seed, run.number, run.has_diverged))
+        return numbers
+
+    # All values of an arm and seed together.
+    runs_by_arm_seed: dict[tuple[str, int], list[RunOutcome]] = {}
+    for run in outcomes:
+        runs_by_arm_seed.setdefault((run.arm, run.seed), []).append(run)
+
+    numbers = []
+    for (arm, seed), runs in runs_by_arm_seed.items():
+        if len(runs) == len(study.sweep.values):
+            has_diverged = any(run.has_diverged for run in runs)
+            numbers.append(ArmNumber(arm, None, seed, _over_sweep(study, runs), has_diverged))
+    return numbers
+
+
+def _over_sweep(study: Study, runs: Sequence[RunOutcome]) -> float:
+    """Returns one number of the runs of an arm and seed at all values of the sweep."""
+    measure = study.measure
+    values = [run.number for run in runs]
+    best = min(values) if measure.better == "lower" else max(values)
+    if measure.over_sweep == "best":
+        return best
+    if measure.over_sweep == "mean":
+        return statistics.fmean(values)
+
+    # Sensitivity: mean of min(loss, loss at initialisation) - best loss.
+    capped = []
+    for run in runs:
+        initial = math.inf if run.initial is None else run.initial
+        capped.append(min(run.number, initial))
+    return statistics.fmean(capped) - best
+
+
+# ---------------------------------------------------------------------------
+# Differences
+
+
+def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[ContrastResult]:
+    """Returns the primary comparison and the secondary ones, whose p-values Holm corrects.
+
+    A comparison of arms that share no seed yet is left out.
+    """
+    results = []
+    for contrast in _all_contrasts(study):
+        result = _contrast_result(study, contrast, numbers, contrast == study.primary)
+        if result is not None:
+            results.append(result)
+
+    # The primary one was declared; the others are a family.
+    secondary = [result for result in results if not result.is_primary]
+    p_values = [result.p_value for result in secondary if result.p_value is not None]
+    adjusted = iter(holm(p_values))
+    corrected = []
+    for result in results:
+        if not result.is_primary and result.p_value is not None:
+            result = replace(result, p_value=next(adjusted))
+        corrected.append(replace(result, verdict=_verdict(result)))
+    return corrected
+
+
+def _all_contrasts(study: Study) -> list[Contrast]:
+    """Returns the primary contrast and the others, at each value of a sweep where that is asked."""
+    contrasts = [study.primary]
+    is_each = study.sweep is not None and study.measure.over_sweep == "each"
+    for contrast in (study.primary, *study.contrasts):
+        if is_each and (contrast.at is None or contrast is study.primary):
+            assert study.sweep is not None
+            contrasts += [contrast._replace(at=value) for value in study.sweep.values]
+        elif contrast is not study.primary:
+            contrasts.append(contrast)
+
+    # One that is named twice counts once.
+    unique = []
+    for contrast in contrasts:
+        if contrast not in unique:
+            unique.append(contrast)
+    return unique
+
+
+def _contrast_result(
+    study: Study, contrast: Contrast, numbers: Sequence[ArmNumber], is_primary: bool
+) -> ContrastResult | None:
+    """Returns one comparison, before any correction; None where no seed has both arms."""
+    first = _number_by_seed(numbers, contrast.arm, contrast.at)
+    second = _number_by_seed(numbers, contrast.against, contrast.at)
+    seeds = sorted(first.keys() & second.keys())
+    if not seeds:
+        return None
+
+    # Better is positive, whatever the metric.
+    sign = -1 if study.measure.better == "lower" else 1
+    arm = [sign * first[seed] for seed in seeds]
+    against = [sign * second[seed] for seed in seeds]
+    if len(seeds) == 1:
+        difference = arm[0] - against[0]
+        return ContrastResult(
+            contrast, is_primary, 1, difference, None, None, None, None, "not resolved"
+        )
+    paired = paired_difference(arm, against)
+    tost = equivalence(arm, against, margin=contrast.margin)
+    return ContrastResult(
+        contrast,
+        is_primary,
+        num_seeds=len(seeds),
+        difference=paired.mean,
+        low=paired.low,
+        high=paired.high,
+        p_value=paired.p,
+        equivalence_p=tost.p,
+        verdict="not resolved",
+    )
+
+
+def _number_by_seed(
+    numbers: Sequence[ArmNumber], arm: str, value: SettingValue
+) -> dict[int, float]:
+    return {item.seed: item.number for item in numbers if (item.arm, item.value) == (arm, value)}
+
+
+def _verdict(result: ContrastResult) -> Verdict:
+    """Returns what a comparison says of its claim.
+
+    A claim of a difference holds when that is significant and of the claimed sign. It does not hold
+    when the difference is significant the other way, or shown to lie within the margin. A claim of
+    equality is the other way round.
+    """
+    is_equal = result.equivalence_p is not None and result.equivalence_p < _LEVEL
+    is_different = result.p_value is not None and result.p_value < _LEVEL
+    if result.contrast.expect == "equal":
+        if is_equal:
+            return "holds"
+        return "does not hold at this scale" if is_different else "not resolved"
+
+    has_claimed_sign = (result.difference > 0) == (result.contrast.expect == "better")
+    if is_different and has_claimed_sign:
+        return "holds"
+    return "does not hold at this scale" if is_different or is_equal else "not resolved"
+
+
+# ---------------------------------------------------------------------------
+# Crossing
+
+
+def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
+    """Returns from how many tokens on the primary arm is better than the one it is compared with."""
+    curves: dict[str, dict[int, RunOutcome]] = {}
+    for run in outcomes:
+        curves.setdefault(run.arm, {})[run.seed] = run
+    first = curves.get(study.primary.arm, {})
+    second = curves.get(study.primary.against, {})
+
+    tokens_by_seed: dict[int, float | None] = {}
+    for seed in sorted(first.keys() & second.keys()):
+        sign = 1 if study.measure.better == "lower" else -1
+        tokens_by_seed[seed] = _crossing_of(first[seed], second[seed], sign)
+
+    # Only of a crossing that every seed has there is a mean.
+    logs = [math.log(tokens) for tokens in tokens_by_seed.values() if tokens]
+    if not logs or len(logs) < len(tokens_by_seed):
+        return Crossing(tokens_by_seed, None, None, None)
+    mean = math.exp(statistics.fmean(logs))
+    if len(logs) == 1:
+        return Crossing(tokens_by_seed, mean, None, None)
+    interval = paired_difference(logs, [0.0] * len(logs))
+    return Crossing(tokens_by_seed, mean, math.exp(interval.low), math.exp(interval.high))
+
+
+def _crossing_of(first: RunOutcome, second: RunOutcome, sign: int) -> float | None:
+    """Returns the tokens after which the first curve stays better; None when it does not end so.
+
+    Args:
+        first: Run of the arm.
+        second: Run of the arm that it is compared with, with points at the same steps.
+        sign: 1 where a lower metric is better, -1 where a higher one is.
+    """
+    other = {point.step: point.value for point in second.curve}
+    gaps = []
+    for point in first.curve:
+        value = other.get(point.step)
+        if point.value is not None and value is not None:
+            gaps.append((point.step, sign * (value - point.value)))
+    if not gaps or gaps[-1][1] <= 0 or first.tokens is None:
+        return None
+
+    # Back from the end to the last point where it was not better.
+    tokens_per_step = first.tokens / first.steps
+    later_step, later_gap = gaps[-1]
+    for step, gap in reversed(gaps[:-1]):
+        if gap <= 0:
+            share = -gap / (later_gap - gap)
+            return (step + share * (later_step - step)) * tokens_per_step
+        later_step, later_gap = step, gap
+    return later_step * tokens_per_step

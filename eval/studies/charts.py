@@ -1,0 +1,142 @@
+"""Figures of a study as SVG: curves over training, numbers over a sweep, and differences."""
+
+import statistics
+from collections.abc import Sequence
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.studies.analysis import ContrastResult, StudyResult
+from eval.studies.outcomes import RunOutcome
+from moe.inspection.plots import STYLE, figure_svg
+
+# Okabe and Ito's colours, which colour-blind people tell apart, and a dash for each round of them.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")
+_DASHES = ("-", "--", ":")
+_WIDTH = 7.8  # inches
+
+
+def curves_chart(result: StudyResult) -> str:
+    """Returns the metric of the curves over tokens or steps: each seed thin, the mean of an arm bold."""
+    measure = result.study.measure
+    groups = _runs_by_arm(result)
+    has_tokens = all(run.tokens for run in result.outcomes)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel("millions of tokens" if has_tokens else "step")
+        axes.set_ylabel(measure.curve or measure.metric)
+        for number, (name, runs) in enumerate(groups.items()):
+            _draw_curves(axes, name, runs, _style(number), has_tokens)
+        if groups:
+            axes.legend(fontsize=8)
+    return figure_svg(figure)
+
+
+def sweep_chart(result: StudyResult) -> str:
+    """Returns the number of each arm over the values of the sweep; a cross marks a diverged run."""
+    study = result.study
+    assert study.sweep is not None
+    values = [value for value in study.sweep.values if isinstance(value, int | float)]
+    is_numeric = len(values) == len(study.sweep.values)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel(study.sweep.setting)
+        axes.set_ylabel(study.measure.metric)
+        if is_numeric and min(values) > 0:
+            axes.set_xscale("log")
+        for number, arm in enumerate(study.arms):
+            runs = [run for run in result.outcomes if run.arm == arm]
+            _draw_sweep(axes, arm, runs, study.sweep.values, _style(number), is_numeric)
+        axes.legend(fontsize=8)
+    return figure_svg(figure)
+
+
+def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
+    """Returns each difference with its 95 % interval; right of zero the first arm is better."""
+    with rc_context(STYLE):
+        height = 0.9 + 0.36 * len(contrasts)
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        axes = figure.subplots()
+        axes.axvline(0, color="#666666", linewidth=1)
+        axes.set_xlabel("how much better the first arm is, mean over seeds and 95 % interval")
+        names = []
+        for row, result in enumerate(contrasts):
+            colour = _COLOURS[1] if result.is_primary else _COLOURS[0]
+            axes.plot([result.difference], [row], "o", color=colour)
+            if result.low is not None and result.high is not None:
+                axes.plot([result.low, result.high], [row, row], color=colour)
+            names.append(contrast_name(result))
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+    return figure_svg(figure)
+
+
+def contrast_name(result: ContrastResult) -> str:
+    """Returns the two arms of a comparison, and where they were compared."""
+    contrast = result.contrast
+    place = "" if contrast.at is None else f" at {contrast.at}"
+    return f"{contrast.arm} against {contrast.against}{place}"
+
+
+def _style(number: int) -> tuple[str, str]:
+    """Returns colour and dash of the arm of that number."""
+    dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+    return _COLOURS[number % len(_COLOURS)], dash
+
+
+def _runs_by_arm(result: StudyResult) -> dict[str, list[RunOutcome]]:
+    """Returns the runs of each arm; with a sweep those of each arm and value."""
+    groups: dict[str, list[RunOutcome]] = {}
+    for run in result.outcomes:
+        name = run.arm if run.value is None else f"{run.arm} at {run.value}"
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def _draw_curves(
+    axes: Axes, name: str, runs: Sequence[RunOutcome], style: tuple[str, str], has_tokens: bool
+) -> None:
+    """Draws the curves of one arm."""
+    colour, dash = style
+    values_by_x: dict[float, list[float]] = {}
+    for run in runs:
+        scale = 1.0
+        if has_tokens and run.tokens is not None:
+            scale = run.tokens / run.steps / 1e6
+        points = [point for point in run.curve if point.value is not None]
+        xs = [point.step * scale for point in points]
+        ys = [point.value for point in points if point.value is not None]
+        axes.plot(xs, ys, dash, color=colour, linewidth=0.6, alpha=0.5)
+        for x, y in zip(xs, ys, strict=True):
+            values_by_x.setdefault(x, []).append(y)
+
+    # The mean where every seed has a value.
+    xs = sorted(x for x, values in values_by_x.items() if len(values) == len(runs))
+    means = [statistics.fmean(values_by_x[x]) for x in xs]
+    axes.plot(xs, means, dash, color=colour, linewidth=1.8, label=name)
+
+
+def _draw_sweep(
+    axes: Axes,
+    arm: str,
+    runs: Sequence[RunOutcome],
+    values: Sequence[object],
+    style: tuple[str, str],
+    is_numeric: bool,
+) -> None:
+    """Draws the numbers of one arm over the sweep."""
+    colour, dash = style
+    numbers: dict[float, list[float]] = {}
+    for run in runs:
+        x = float(run.value) if is_numeric else float(values.index(run.value))  # type: ignore[arg-type]
+        numbers.setdefault(x, []).append(run.number)
+        marker = "x" if run.has_diverged else "."
+        axes.plot([x], [run.number], marker, color=colour)
+    xs = sorted(numbers)
+    means = [statistics.fmean(numbers[x]) for x in xs]
+    axes.plot(xs, means, dash, color=colour, label=arm)
+    if not is_numeric:
+        axes.set_xticks(range(len(values)), [str(value) for value in values])

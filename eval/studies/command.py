@@ -1,0 +1,132 @@
+"""python -m scripts.study: runs a study, or goes on with it, and writes what it shows."""
+
+import shlex
+
+import yaml
+
+from eval.reports.report_files import library_versions
+from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
+from eval.studies.outcomes import arm_size, read_outcome
+from eval.studies.report import write_report
+from eval.studies.runs import StudyRun, study_runs
+from eval.studies.scheduler import Progress, read_state, run_all
+from eval.studies.study import SettingValue, Study, read_study
+from moe.cli import Parser, integer, path, real, word
+from moe.errors import ConfigError
+from moe.files import claim_folder, output_path
+from moe.training.stages import JOB
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="python -m scripts.study", description="Runs a study.")
+    parser.add_argument("study", type=path, help="YAML file, e.g. recipes/studies/balance.yaml")
+    parser.add_argument("--out", help="folder of the study (default runs/studies/NAME)")
+    explanation = "runs at a time; the processor's threads are dealt out (default 1)"
+    parser.add_argument("--jobs", type=integer(least=1, most=1024), default=1, help=explanation)
+    explanation = "begin no run that would probably not end within so many hours"
+    parser.add_argument("--hours", type=real(above=0), help=explanation)
+    explanation = "setting that wins over those of the study, e.g. training.steps=50"
+    parser.add_argument(
+        "--set", type=word, action="append", default=[], metavar="NAME=VALUE", help=explanation
+    )
+    explanation = "run nothing; write the report of what is complete"
+    parser.add_argument("--report", action="store_true", help=explanation)
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Runs what is not complete, writes the report and prints its tables."""
+    options = build_parser().parse_args(argv)
+    study = read_study(options.study)
+    out = output_path(options.out or f"runs/studies/{options.study.stem}", inputs=[options.study])
+    overrides = read_overrides(options.set)
+    runs = study_runs(study, out, overrides)
+
+    taken = f"Another process works on the study in {out}. Wait for it, or choose another --out."
+    with claim_folder(out, JOB, taken=taken):
+        if options.report:
+            progress = _complete_runs(runs)
+        else:
+            print(plan_text(study, runs, options.jobs))
+            progress = run_all(runs, jobs=options.jobs, hours=options.hours)
+        command = f"python -m scripts.study {shlex.join(argv)}"
+        result = study_result(study, runs, progress, overrides, command)
+        print(write_report(result, out))
+    print(f"The study is in {out}. Open {(out / 'study.html').resolve().as_uri()}")
+
+
+def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
+    """Returns settings of the command line, whose values are read as YAML.
+
+    Raises:
+        ConfigError: When one is not NAME=VALUE, or its value is no YAML.
+    """
+    overrides: dict[str, SettingValue] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--set is {text!r}; expected NAME=VALUE, e.g. training.steps=50.")
+        try:
+            overrides[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {name} is {value!r}, which is no YAML value.") from error
+    return overrides
+
+
+def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
+    """Returns what will be run, before anything is."""
+    arms = f"{len(study.arms)} arms"
+    seeds = f"{len(study.seeds)} seeds"
+    sweep = f" x {len(study.sweep.values)} values of {study.sweep.setting}" if study.sweep else ""
+    steps = sum(run.recipe.training.steps for run in runs)
+    complete = len(_complete_runs(runs).complete)
+    return (
+        f"{study.title}: {arms}{sweep} x {seeds} = {len(runs)} runs, {steps:,} steps, "
+        f"{jobs} at a time; {complete} are complete."
+    )
+
+
+def study_result(
+    study: Study,
+    runs: list[StudyRun],
+    progress: Progress,
+    overrides: dict[str, SettingValue],
+    command: str,
+) -> StudyResult:
+    """Returns what the complete runs of a study show."""
+    outcomes = [read_outcome(study, run) for run in runs if run in progress.complete]
+    complete = {run.name for run in progress.complete}
+    missing = [run.name for run in runs if run.name not in complete]
+
+    # The models of an arm have one size, whatever the seed.
+    sizes = {}
+    for run in progress.complete:
+        size = arm_size(run)
+        if size is not None:
+            sizes[run.arm] = size
+    numbers = arm_numbers(study, outcomes)
+    return StudyResult(
+        study=study,
+        command=command,
+        versions=library_versions(),
+        overrides=overrides,
+        outcomes=outcomes,
+        missing=missing,
+        sizes=sizes,
+        numbers=numbers,
+        contrasts=contrast_results(study, numbers),
+        crossing=crossing(study, outcomes) if study.has_crossing else None,
+    )
+
+
+def _complete_runs(runs: list[StudyRun]) -> Progress:
+    """Returns the runs that are complete."""
+    progress = Progress()
+    for run in runs:
+        state = read_state(run)
+        if state is not None and state.is_complete:
+            progress.complete.append(run)
+        else:
+            progress.left_out.append(run)
+    return progress

@@ -1,0 +1,197 @@
+"""What the runs of a study came to: the number of each, its curve and its cost.
+
+Comes after `scheduler`, before `analysis`, which compares the arms.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.studies.runs import EVALUATION_FOLDER, StudyRun
+from eval.studies.scheduler import read_state
+from eval.studies.study import Evaluation, Measure, SettingValue, Study
+from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
+from moe.errors import DataError
+from moe.models.configuration import STMoEConfig
+from moe.parsing import read_json, read_json_lines
+from moe.training.metrics import METRICS_FILE
+from moe.training.recipe import PretrainRecipe
+
+_NUM_SENTINELS = 100  # T5's, of every tokenizer of this library
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a curve.
+
+    Attributes:
+        step: Updates behind the model.
+        value: The metric; None when it was not finite.
+    """
+
+    step: int
+    value: float | None
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """One complete run.
+
+    Attributes:
+        arm: Name of the arm.
+        value: Value of the sweep; None without one.
+        seed: Seed of the run.
+        number: The measured number. A diverged run has the number before its first update.
+        initial: The metric before the first update; None where it was not measured.
+        has_diverged: Whether training ended because loss or gradient was not finite.
+        curve: The metric of the curves during training.
+        steps: Updates of the run.
+        tokens: Tokens of the encoder and the decoder that it trained on; None for fine-tuning.
+        seconds: Seconds of the run, with whatever else the machine did.
+        cpu_seconds: Seconds of the processor.
+        routers: Last value of each router metric.
+    """
+
+    arm: str
+    value: SettingValue
+    seed: int
+    number: float
+    initial: float | None
+    has_diverged: bool
+    curve: list[Point]
+    steps: int
+    tokens: int | None
+    seconds: float
+    cpu_seconds: float
+    routers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ArmSize:
+    """Parameters of the models of an arm.
+
+    Attributes:
+        parameters: All of them.
+        active: Those that one token uses: the paper's measure of equal FLOPs.
+    """
+
+    parameters: int
+    active: int
+
+
+def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
+    """Returns what a complete run came to.
+
+    Raises:
+        DataError: When its files do not hold the metric of the study.
+    """
+    state = read_state(run)
+    assert state is not None and state.is_complete, f"{run.name} is not complete"
+    path = run.folder / METRICS_FILE
+    lines = [line for _, line in read_json_lines(path, torn_end=True, nan=True)]
+    measure = study.measure
+    curve = _curve(lines, measure.curve or measure.metric)
+
+    # A run whose loss was lost is as bad as none: its model before the first update.
+    initial = None
+    if study.evaluate is None:
+        values = _values(lines, measure.metric)
+        if not values:
+            raise DataError(f"{path} holds no {measure.metric!r}. Choose another measure.metric.")
+        initial = values[0] if lines[0]["step"] == 0 else None
+    if state.has_diverged:
+        number = 0.0 if initial is None else initial
+    elif study.evaluate is not None:
+        number = _score(run, study.evaluate, measure.metric)
+    else:
+        number = _summary(_values(lines, measure.metric), measure)
+
+    return RunOutcome(
+        arm=run.arm,
+        value=run.value,
+        seed=run.seed,
+        number=number,
+        initial=initial,
+        has_diverged=state.has_diverged,
+        curve=curve,
+        steps=run.recipe.training.steps,
+        tokens=_tokens_per_step(run) * run.recipe.training.steps or None,
+        seconds=state.seconds,
+        cpu_seconds=state.cpu_seconds,
+        routers=_last_router_values(lines),
+    )
+
+
+def arm_size(run: StudyRun) -> ArmSize | None:
+    """Returns the size of the models of an arm; None where no model is left of a run."""
+    folder = run.folder / "model"
+    if isinstance(run.recipe, PretrainRecipe):
+        config = run.recipe.build_config()
+    elif folder.exists():
+        config = STMoEConfig.from_pretrained(folder)
+    else:
+        return None
+    return ArmSize(config.num_parameters(), config.num_active_parameters())
+
+
+def _tokens_per_step(run: StudyRun) -> int:
+    """Returns the tokens of an update of pre-training; 0 for fine-tuning, whose rows are padded."""
+    recipe = run.recipe
+    if not isinstance(recipe, PretrainRecipe):
+        return 0
+    noise = Noise(recipe.data.noise_density, recipe.data.mean_noise_span_length)
+    length = tokens_length(recipe.data.inputs_length, noise, _NUM_SENTINELS)
+    return recipe.training.batch_size * sum(corrupted_lengths(length, noise))
+
+
+def _curve(lines: Sequence[dict[str, Any]], metric: str) -> list[Point]:
+    """Returns the values of a metric over a run."""
+    points = []
+    for line in lines:
+        if metric in line:
+            value = line[metric]
+            points.append(Point(int(line["step"]), value if math.isfinite(value) else None))
+    return points
+
+
+def _values(lines: Sequence[dict[str, Any]], metric: str) -> list[float]:
+    return [line[metric] for line in lines if metric in line]
+
+
+def _summary(values: Sequence[float], measure: Measure) -> float:
+    """Returns the one number of a run."""
+    if measure.at == "best":
+        return min(values) if measure.better == "lower" else max(values)
+    if measure.at == "last_fifth":
+        count = max(1, round(len(values) / 5))
+        return statistics.fmean(values[-count:])
+    return values[-1]
+
+
+def _score(run: StudyRun, evaluate: Evaluation, metric: str) -> float:
+    """Returns a metric of the evaluation of a run.
+
+    Raises:
+        DataError: When the report does not hold it.
+    """
+    path = run.folder / EVALUATION_FOLDER / "report.json"
+    report = read_json(path, advice=f"Remove {run.folder / EVALUATION_FOLDER} and run again.")
+    for task in report["tasks"]:
+        for system in task["systems"]:
+            for score in system["scores"]:
+                is_asked = (system["mode"], score["metric"]) == (evaluate.mode, metric)
+                if is_asked and score["value"] is not None:
+                    return float(score["value"])
+    raise DataError(f"{path} holds no {metric!r} in mode {evaluate.mode}. Choose another metric.")
+
+
+def _last_router_values(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns the last value of each router metric."""
+    values = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith("router/"):
+                values[name] = value
+    return values

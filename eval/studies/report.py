@@ -1,0 +1,208 @@
+"""study.json for programs, study.md and study.html for people: three views of one result.
+
+Comes after `analysis`; `measured` puts the results of several studies on one page.
+"""
+
+import json
+from pathlib import Path
+
+from eval.records import to_json
+from eval.studies.analysis import ArmNumber, ContrastResult, Crossing, StudyResult
+from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, sweep_chart
+from moe.files import write_text
+from moe.inspection.html_page import render_page
+
+STUDY_JSON = "study.json"
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_CONTRAST_HEADER = (
+    "comparison",
+    "expected",
+    "seeds",
+    "better by",
+    "95 % interval",
+    "p",
+    "p, equal",
+    "verdict",
+)
+_ARM_HEADER = (
+    "arm",
+    "at",
+    "seeds",
+    "mean",
+    "each seed",
+    "parameters",
+    "active",
+    "million tokens",
+    "CPU minutes",
+)
+
+
+def write_report(result: StudyResult, out: Path) -> str:
+    """Writes study.json, study.md and study.html, and returns the Markdown."""
+    text = study_markdown(result)
+    content = to_json(result)
+    write_text(out / STUDY_JSON, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_text(out / "study.md", text)
+    write_text(out / "study.html", study_html(result))
+    return text
+
+
+def study_markdown(result: StudyResult) -> str:
+    """Returns the claim, the comparisons and the numbers of all runs as Markdown."""
+    study = result.study
+    lines = [f"# {study.title}", "", f"Claim: {study.claim}", ""]
+    lines += [f"The paper: {study.paper}", "", f"Expected here: {study.expected}", ""]
+    lines += notes(result)
+    lines += ["", *_table(_CONTRAST_HEADER, contrast_rows(result))]
+    lines += ["", *_table(_ARM_HEADER, arm_rows(result)), ""]
+    return "\n".join(lines)
+
+
+def study_html(result: StudyResult) -> str:
+    """Returns the same as one page, with curves."""
+    return render_page(
+        "study.html",
+        _TEMPLATES,
+        title=result.study.title,
+        study=result.study,
+        notes=notes(result),
+        contrast_header=_CONTRAST_HEADER,
+        contrast_rows=contrast_rows(result),
+        contrast_chart=contrasts_chart(result.contrasts) if result.contrasts else "",
+        arm_header=_ARM_HEADER,
+        arm_rows=arm_rows(result),
+        curves=curves_chart(result),
+        sweep=sweep_chart(result) if result.study.sweep else "",
+        command=result.command,
+        versions=", ".join(f"{name} {version}" for name, version in result.versions.items()),
+    )
+
+
+# ---------------------------------------------------------------------------
+# Rows
+
+
+def contrast_rows(result: StudyResult) -> list[list[str]]:
+    """Returns a row for each comparison."""
+    rows = []
+    for item in result.contrasts:
+        name = contrast_name(item)
+        rows.append(
+            [
+                f"{name} (primary)" if item.is_primary else name,
+                item.contrast.expect,
+                str(item.num_seeds),
+                f"{item.difference:+.4g}",
+                interval_text(item),
+                _p_text(item.p_value),
+                _p_text(item.equivalence_p),
+                item.verdict,
+            ]
+        )
+    return rows
+
+
+def arm_rows(result: StudyResult) -> list[list[str]]:
+    """Returns a row for each arm and value of the sweep."""
+    groups: dict[tuple[str, str], list[ArmNumber]] = {}
+    for number in result.numbers:
+        value = "" if number.value is None else str(number.value)
+        groups.setdefault((number.arm, value), []).append(number)
+
+    rows = []
+    for (arm, value), numbers in groups.items():
+        mean = sum(number.number for number in numbers) / len(numbers)
+        size = result.sizes.get(arm)
+        rows.append(
+            [
+                arm,
+                value,
+                str(len(numbers)),
+                f"{mean:.4g}",
+                ", ".join(map(_number_text, numbers)),
+                f"{size.parameters:,}" if size else "",
+                f"{size.active:,}" if size else "",
+                *_cost(result, arm, value),
+            ]
+        )
+    return rows
+
+
+def _number_text(number: ArmNumber) -> str:
+    """Returns the number of one seed, marked when a run behind it has diverged."""
+    mark = " (diverged)" if number.has_diverged else ""
+    return f"{number.number:.4g}{mark}"
+
+
+def _cost(result: StudyResult, arm: str, value: str) -> list[str]:
+    """Returns million tokens of a run and minutes of the processor of all runs of an arm."""
+    runs = [run for run in result.outcomes if run.arm == arm]
+    if value:
+        runs = [run for run in runs if str(run.value) == value]
+    tokens = [run.tokens for run in runs if run.tokens]
+    minutes = sum(run.cpu_seconds for run in runs) / 60
+    return [f"{max(tokens) / 1e6:.1f}" if tokens else "", f"{minutes:.1f}"]
+
+
+def interval_text(item: ContrastResult) -> str:
+    """Returns the 95 % interval of a difference; empty for a single seed."""
+    if item.low is None or item.high is None:
+        return ""
+    return f"{item.low:+.4g} to {item.high:+.4g}"
+
+
+def _p_text(p: float | None) -> str:
+    return "" if p is None else f"{p:.2g}"
+
+
+# ---------------------------------------------------------------------------
+# Notes
+
+
+def notes(result: StudyResult) -> list[str]:
+    """Returns what a reader must know: what is missing, what diverged, where curves cross."""
+    study = result.study
+    seeds = len(study.seeds)
+    better = f"a {study.measure.better} {study.measure.metric} is better"
+    sentences = [
+        f"Differences are means over seeds, of which {seeds} were planned, with the interval of "
+        f"Student's t of paired seeds; {better}. p-values of all but the primary comparison are "
+        "corrected after Holm."
+    ]
+    if result.missing:
+        count = len(result.missing)
+        sentences.append(f"Not complete, {count} runs: {'; '.join(result.missing)}.")
+
+    diverged = [run for run in result.outcomes if run.has_diverged]
+    for run in diverged:
+        place = "" if run.value is None else f" at {run.value}"
+        sentences.append(f"Diverged: {run.arm}{place}, seed {run.seed}.")
+    if result.overrides:
+        settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
+        sentences.append(f"Changed on the command line: {settings}.")
+    if result.crossing is not None:
+        sentences.append(crossing_sentence(result.crossing))
+    return sentences
+
+
+def crossing_sentence(crossing: Crossing) -> str:
+    """Returns from how many tokens on the primary arm is ahead."""
+    seeds = []
+    for seed, tokens in crossing.tokens_by_seed.items():
+        seeds.append(f"seed {seed}: {'never' if tokens is None else f'{tokens / 1e6:.1f}M'}")
+    text = f"The primary arm is ahead for good from ({', '.join(seeds)}) tokens on"
+    if crossing.tokens is None:
+        return text + "."
+    text += f", in the mean from {crossing.tokens / 1e6:.1f}M"
+    if crossing.low is not None and crossing.high is not None:
+        text += f" (95 % interval {crossing.low / 1e6:.1f}M to {crossing.high / 1e6:.1f}M)"
+    return text + "."
+
+
+def _table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
+    """Returns a Markdown table."""
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
+    return lines

@@ -1,0 +1,136 @@
+"""The runs of a study: where each lies, and which commands make it.
+
+Comes after `study`, before `scheduler`, which starts the commands.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.studies.study import SettingValue, Study
+from moe.commands.finetune import finetune_command
+from moe.commands.pretrain import pretrain_command
+from moe.errors import ConfigError
+from moe.training.recipe import FinetuneRecipe, PretrainRecipe
+
+_COMMANDS = {
+    "pretrain": ("scripts.pretrain", pretrain_command),
+    "finetune": ("scripts.finetune", finetune_command),
+}
+
+EVALUATION_FOLDER = "eval"
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study.
+
+    Attributes:
+        arm: Name of the arm.
+        value: Value of the sweep; None without one.
+        seed: Seed of the run.
+        folder: Folder of the run.
+        recipe: The settings as the command reads them.
+        commands: Command lines that make the run, one after the other.
+    """
+
+    arm: str
+    value: SettingValue
+    seed: int
+    folder: Path
+    recipe: PretrainRecipe | FinetuneRecipe
+    commands: list[list[str]]
+
+    @property
+    def name(self) -> str:
+        """Arm, value of the sweep and seed, as messages have them."""
+        value = "" if self.value is None else f" at {self.value}"
+        return f"{self.arm}{value}, seed {self.seed}"
+
+
+def study_runs(
+    study: Study, out: Path, overrides: Mapping[str, SettingValue] | None = None
+) -> list[StudyRun]:
+    """Returns the runs of a study, those of the first seed first.
+
+    So a study that is stopped early has as many complete seeds as there was time for.
+
+    Args:
+        study: The study.
+        out: Its folder.
+        overrides: Settings that win over those of all arms.
+
+    Raises:
+        ConfigError: When a setting is unknown or wrong; names the arm.
+    """
+    runs = []
+    values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
+    for seed in study.seeds:
+        for value in values:
+            for arm in study.arms:
+                runs.append(_study_run(study, arm, value, seed, out, overrides or {}))
+    return runs
+
+
+def _study_run(
+    study: Study,
+    arm: str,
+    value: SettingValue,
+    seed: int,
+    out: Path,
+    overrides: Mapping[str, SettingValue],
+) -> StudyRun:
+    """Returns one run."""
+    folder = out / "runs" / arm
+    settings = {**study.settings, **study.arms[arm]}
+    if study.sweep is not None:
+        settings[study.sweep.setting] = value
+        folder /= f"{study.sweep.setting}={value}"
+    settings |= overrides
+    folder /= f"seed-{seed}"
+
+    # The command line, which is read here once, so that a mistake is found before any run begins.
+    places = {"seed": seed, "out": out, "studies": out.parent}
+    argv = list(_options(settings, places))
+    argv += ["--seed", str(seed), "--out", str(folder)]
+    module, build_command = _COMMANDS[study.command]
+    try:
+        recipe, _ = build_command().parse(argv)
+    except ConfigError as error:
+        raise ConfigError(f"Arm {arm!r}: {error}") from error
+
+    commands = [[sys.executable, "-m", module, *argv, "--resume"]]
+    if study.evaluate is not None:
+        commands.append(_evaluation_command(study, folder))
+    return StudyRun(arm, value, seed, folder, recipe, commands)
+
+
+def _options(settings: Mapping[str, SettingValue], places: Mapping[str, object]) -> Iterator[str]:
+    """Yields settings as options of a command; `config` comes first, so that the others win."""
+    for name in sorted(settings, key=lambda name: name != "config"):
+        yield f"--{name}"
+        yield _as_text(name, settings[name], places)
+
+
+def _as_text(name: str, value: Any, places: Mapping[str, object]) -> str:
+    """Returns a value as it stands on a command line."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    try:
+        return value.format_map(places)
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        known = ", ".join(f"{{{place}}}" for place in places)
+        raise ConfigError(f"{name} is {value!r}; expected no braces but {known}.") from error
+
+
+def _evaluation_command(study: Study, folder: Path) -> list[str]:
+    """Returns the command that scores a finished run."""
+    assert study.evaluate is not None
+    evaluate = study.evaluate
+    model = folder / "best/model" if evaluate.model == "best" else folder / "model"
+    options = ["--tasks", evaluate.task, "--split", evaluate.split, "--modes", evaluate.mode]
+    options += ["--model", f"model={model}", "--out", str(folder / EVALUATION_FOLDER)]
+    return [sys.executable, "-m", "eval", "run", *options]

@@ -1,0 +1,287 @@
+"""Starts the runs of a study: several at a time, within a budget of hours, and again after any kill.
+
+Comes after `runs`, before `outcomes`, which reads what the runs have written.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from tqdm import tqdm
+
+from eval.studies.runs import EVALUATION_FOLDER, StudyRun
+from moe.errors import MoEError
+from moe.files import write_text
+from moe.parsing import read_json_lines, read_record
+from moe.training.metrics import METRICS_FILE
+
+STATE_FILE = "study_run.json"
+LOG_FILE = "study_run.log"
+
+_ROOT = Path(__file__).parents[2]
+_POLL_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+_DIVERGED = 3
+
+
+class StudyError(MoEError, RuntimeError):
+    """A run of a study failed for another reason than divergence."""
+
+
+class RunState(NamedTuple):
+    """What the scheduler knows of a run; study_run.json in the run's folder.
+
+    Attributes:
+        commands: Command lines of the run, without the interpreter.
+        is_complete: Whether all of them have ended.
+        has_diverged: Whether training ended because loss or gradient was not finite.
+        seconds: Seconds of all attempts.
+        cpu_seconds: Seconds of the processor in all attempts.
+    """
+
+    commands: list[list[str]]
+    is_complete: bool = False
+    has_diverged: bool = False
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+@dataclass
+class _Process:
+    """A run that is going on."""
+
+    run: StudyRun
+    remaining: list[list[str]]
+    child: subprocess.Popen[bytes]
+    started: float
+    earlier: RunState
+
+
+@dataclass
+class Progress:
+    """What became of the runs.
+
+    Attributes:
+        complete: Runs that are complete, diverged ones too.
+        left_out: Runs for which the budget was too small.
+    """
+
+    complete: list[StudyRun] = field(default_factory=list)
+    left_out: list[StudyRun] = field(default_factory=list)
+
+
+def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Progress:
+    """Runs what is not complete yet, and returns what is complete then.
+
+    Args:
+        runs: The runs, in the order in which they begin.
+        jobs: Number of runs at a time; the processor's threads are dealt out evenly.
+        hours: A run that would probably not end within them is not begun; None for no limit.
+
+    Raises:
+        StudyError: When a command fails; its last lines are in the message, the others stop.
+        KeyboardInterrupt: After the runs were told to stop; they go on with the next call.
+    """
+    progress = Progress()
+    waiting = []
+    for run in runs:
+        state = read_state(run)
+        if state is not None and state.is_complete:
+            progress.complete.append(run)
+        else:
+            waiting.append(run)
+
+    end = None if hours is None else time.monotonic() + 3600 * hours
+    running: list[_Process] = []
+    total = sum(run.recipe.training.steps for run in runs)
+    with _stopped_at_the_end(running), tqdm(total=total, unit="step", desc="study") as bar:
+        while waiting or running:
+            # As many runs at a time as there are jobs.
+            while waiting and len(running) < jobs:
+                run = waiting.pop(0)
+                if end is not None and not _fits(run, progress, running, end):
+                    progress.left_out.append(run)
+                    bar.write(f"left out, the budget would not suffice: {run.name}")
+                    continue
+                running.append(_begin(run, jobs))
+
+            # A command that has ended makes room for the next.
+            time.sleep(_POLL_SECONDS)
+            for process in list(running):
+                if _has_ended(process, jobs):
+                    running.remove(process)
+                    progress.complete.append(process.run)
+            _show(bar, progress, running)
+    return progress
+
+
+def read_state(run: StudyRun) -> RunState | None:
+    """Returns what is known of a run; None for one that never began.
+
+    Raises:
+        StudyError: When its folder holds a run with other settings.
+    """
+    path = run.folder / STATE_FILE
+    if not path.exists():
+        return None
+    state = read_record(path, RunState, advice=f"Remove {run.folder} to run it again.")
+    if state.commands != _without_interpreter(run.commands):
+        raise StudyError(
+            f"{run.folder} holds a run with other settings. Choose another --out, or remove it."
+        )
+    return state
+
+
+def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(command[1:]) for command in commands]
+
+
+# ---------------------------------------------------------------------------
+# One run
+
+
+def _begin(run: StudyRun, jobs: int) -> _Process:
+    """Starts the first command of a run, or the first that is left of it."""
+    state = read_state(run) or RunState(_without_interpreter(run.commands))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    _write_state(run, state)
+    child = _start(run, run.commands[0], jobs)
+    return _Process(run, run.commands[1:], child, time.monotonic(), state)
+
+
+def _start(run: StudyRun, command: Sequence[str], jobs: int) -> subprocess.Popen[bytes]:
+    """Starts a command whose output goes to the run's log."""
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    with (run.folder / LOG_FILE).open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    """Lets the kernel end this process when the study is killed, so that none is left behind."""
+    # Other systems have no such call: there the run goes on, and holds its folder until it ends.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _has_ended(process: _Process, jobs: int) -> bool:
+    """Returns whether a run is complete; starts its next command when one has ended."""
+    pid, status, usage = os.wait4(process.child.pid, os.WNOHANG)
+    if pid == 0:
+        return False
+    code = os.waitstatus_to_exitcode(status)
+    process.child.returncode = code
+
+    # The time of a failed attempt counts too.
+    run = process.run
+    before = process.earlier
+    has_diverged = code == _DIVERGED
+    is_complete = has_diverged or (code == 0 and not process.remaining)
+    state = RunState(
+        before.commands,
+        is_complete=is_complete,
+        has_diverged=has_diverged,
+        seconds=before.seconds + time.monotonic() - process.started,
+        cpu_seconds=before.cpu_seconds + usage.ru_utime + usage.ru_stime,
+    )
+    _write_state(run, state)
+    if is_complete:
+        return True
+    if code != 0:
+        raise StudyError(f"{run.name} failed with exit code {code}:\n{_last_lines(run)}")
+
+    # Training is done: its evaluation follows.
+    process.earlier = state
+    process.started = time.monotonic()
+    process.child = _start(run, process.remaining.pop(0), jobs)
+    return False
+
+
+def _write_state(run: StudyRun, state: RunState) -> None:
+    write_text(run.folder / STATE_FILE, json.dumps(state._asdict(), indent=1) + "\n")
+
+
+def _last_lines(run: StudyRun) -> str:
+    """Returns the end of a run's log."""
+    text = (run.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace")
+    lines = text.replace("\r", "\n").strip().split("\n")
+    return "\n".join(lines[-8:])
+
+
+@contextmanager
+def _stopped_at_the_end(running: Sequence[_Process]) -> Iterator[None]:
+    """Stops the runs that still go on when the block ends, however it ends."""
+    try:
+        yield
+    finally:
+        for process in running:
+            if process.child.poll() is None:
+                process.child.terminate()
+        for process in running:
+            process.child.wait()
+
+
+# ---------------------------------------------------------------------------
+# Budget and progress
+
+
+def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: float) -> bool:
+    """Returns whether a run will probably end in time, judged by those before it."""
+    seconds = []
+    for other in progress.complete:
+        state = read_state(other)
+        if state is not None and not state.has_diverged:
+            seconds.append((other.arm, state.seconds / other.recipe.training.steps))
+
+    # Until a run is complete, those that go on tell how fast steps are.
+    for process in running:
+        steps = _steps_done(process.run)
+        if steps:
+            taken = time.monotonic() - process.started
+            seconds.append((process.run.arm, taken / steps))
+
+    of_arm = [value for arm, value in seconds if arm == run.arm]
+    per_step = of_arm or [value for _, value in seconds]
+    if not per_step:
+        return time.monotonic() < end
+    expected = statistics.median(per_step) * run.recipe.training.steps
+    return time.monotonic() + expected <= end
+
+
+def _show(bar: "tqdm[NoReturn]", progress: Progress, running: Sequence[_Process]) -> None:
+    """Moves the progress bar to the steps that are done."""
+    steps = sum(run.recipe.training.steps for run in progress.complete)
+    for process in running:
+        steps += _steps_done(process.run)
+    names = "; ".join(process.run.name for process in running)
+    bar.n = steps
+    bar.set_postfix_str(f"{len(progress.complete)} runs complete; {names}", refresh=True)
+
+
+def _steps_done(run: StudyRun) -> int:
+    """Returns the step of the last line of a run's metrics; 0 for none."""
+    path = run.folder / METRICS_FILE
+    if not path.exists() or (run.folder / EVALUATION_FOLDER).exists():
+        return 0 if not path.exists() else run.recipe.training.steps
+    last = 0
+    for _, line in read_json_lines(path, torn_end=True, nan=True):
+        last = int(line.get("step", last))
+    return last

@@ -1,0 +1,186 @@
+"""A study as a value: which runs it is made of, what is measured, and which differences count.
+
+`read_study` reads one from a YAML file. Comes before `runs`, which turns it into command lines.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from moe.checks import check
+from moe.errors import ConfigError, did_you_mean
+from moe.parsing import read_yaml, to_record
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
+_ADVICE = "See docs/studies.md for the keys of a study."
+_OWN_SETTINGS = ("seed", "seeds", "out", "resume")
+
+SettingValue = str | int | float | bool | None | list[Any]
+"""A value of a recipe, or of an option of the command."""
+
+
+class Sweep(NamedTuple):
+    """A setting that every arm is run with at several values.
+
+    Attributes:
+        setting: Name of the setting, e.g. `optim.lr`.
+        values: Its values, in the order of the plots.
+    """
+
+    setting: str
+    values: list[SettingValue]
+
+
+class Evaluation(NamedTuple):
+    """How a finished run is scored on a task of eval/.
+
+    Attributes:
+        task: Name of the task.
+        split: Split that is scored.
+        mode: `rank` or `generate`.
+        model: `best` for the model with the best dev score, `last` for the last one.
+    """
+
+    task: str
+    split: Literal["train", "validation", "test"] = "test"
+    mode: Literal["rank", "generate"] = "rank"
+    model: Literal["best", "last"] = "last"
+
+
+class Measure(NamedTuple):
+    """The one number of a run, and of an arm with a seed.
+
+    Attributes:
+        metric: Its name in metrics.jsonl, or with `evaluate` that of a metric of the task.
+        at: `last` or `best` of its values in the run, or the mean of those in the run's
+            `last_fifth`.
+        better: Whether a `lower` or a `higher` number is better.
+        over_sweep: With a sweep: `each` compares the arms at every value; `best` takes the best
+            number of all values, `mean` their mean, and `sensitivity` their mean above the best.
+        curve: Metric of the curves; the metric itself, when empty.
+
+    Source:
+        Small-scale proxies (arXiv:2309.14322) §2.2 for the sensitivity to the learning rate:
+        E[min(loss, loss at initialisation) - best loss] over the rates.
+    """
+
+    metric: str
+    at: Literal["last", "best", "last_fifth"] = "last"
+    better: Literal["lower", "higher"] = "lower"
+    over_sweep: Literal["each", "best", "mean", "sensitivity"] = "each"
+    curve: str = ""
+
+
+class Contrast(NamedTuple):
+    """Two arms whose difference is asked for.
+
+    Attributes:
+        arm: Name of the first arm.
+        against: Name of the arm that it is compared with.
+        expect: What the claim says of the first arm: `better`, `worse` or `equal`.
+        margin: Differences within it count as none.
+        at: Value of the sweep; None for all of them, or where there is no sweep.
+    """
+
+    arm: str
+    against: str
+    expect: Literal["better", "worse", "equal"] = "better"
+    margin: float = 0.01
+    at: SettingValue = None
+
+
+class Study(NamedTuple):
+    """A grid of runs, and the question that it answers.
+
+    Attributes:
+        title: Short name of the subject.
+        claim: What the paper says, as one sentence.
+        paper: The paper's own figures, with their place.
+        expected: What was expected here before the first run.
+        command: `pretrain` or `finetune`: the command that makes a run.
+        settings: Settings of all runs: `config`, other options of the command, and dotted settings
+            of the recipe. A text may hold {seed}, {out}, the folder of the study, and {studies},
+            the folder around it.
+        arms: Settings of each arm, on top of those.
+        seeds: Seeds of every arm.
+        measure: The number that is compared.
+        primary: The one difference that was declared before the runs.
+        contrasts: Further ones, whose p-values are corrected together.
+        sweep: A setting with several values for every arm.
+        evaluate: How a finished run is scored; None where the metric is one of training.
+        has_crossing: Whether it is asked from how many tokens on the primary arm is better.
+    """
+
+    title: str
+    claim: str
+    paper: str
+    expected: str
+    command: Literal["pretrain", "finetune"]
+    settings: dict[str, SettingValue]
+    arms: dict[str, dict[str, SettingValue]]
+    seeds: list[int]
+    measure: Measure
+    primary: Contrast
+    contrasts: list[Contrast] = []  # noqa: RUF012  never changed
+    sweep: Sweep | None = None
+    evaluate: Evaluation | None = None
+    has_crossing: bool = False
+
+
+def read_study(path: Path) -> Study:
+    """Returns the study of a YAML file; the paths of recipes in it are relative to the file.
+
+    Raises:
+        ConfigError: When the file cannot be read, or a key is missing, unknown or wrong.
+    """
+    content = read_yaml(path)
+    study = to_record(Study, content, where=str(path), advice=_ADVICE, error=ConfigError)
+    try:
+        _check_study(study)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+    # A recipe is looked for beside the file that names it.
+    for settings in (study.settings, *study.arms.values()):
+        if "config" in settings:
+            settings["config"] = str(path.parent / str(settings["config"]))
+    return study
+
+
+def _check_study(study: Study) -> None:
+    """Raises unless the arms, seeds and comparisons of a study go together."""
+    check(bool(study.arms), "arms", study.arms, "at least one arm with its settings")
+    for name in study.arms:
+        is_name = _NAME.fullmatch(name) is not None
+        check(is_name, "arms", name, "names of lower-case letters, digits, dots and dashes")
+
+    # Every run has a folder of its own, which its seed names.
+    seeds = study.seeds
+    are_seeds = bool(seeds) and len(set(seeds)) == len(seeds) and min(seeds) >= 0
+    check(are_seeds, "seeds", seeds, "one or more different numbers of at least 0")
+    for settings in (study.settings, *study.arms.values()):
+        for name in _OWN_SETTINGS:
+            if name in settings:
+                raise ConfigError(f"{name} is set by the study itself. Remove it.")
+
+    # What is compared must be there.
+    for contrast in (study.primary, *study.contrasts):
+        _check_contrast(study, contrast)
+    has_one_number = study.sweep is None or study.measure.over_sweep != "each"
+    if not has_one_number and study.primary.at is None:
+        raise ConfigError(
+            "primary.at is null; expected one value of the sweep: a study has one primary number."
+        )
+
+
+def _check_contrast(study: Study, contrast: Contrast) -> None:
+    """Raises unless the arms of a contrast, and its value of the sweep, are those of the study."""
+    for name in (contrast.arm, contrast.against):
+        if name not in study.arms:
+            known = ", ".join(study.arms)
+            closest = did_you_mean(name, study.arms)
+            raise ConfigError(f"There is no arm {name!r} to compare.{closest} Known: {known}.")
+    check(contrast.margin > 0, "margin", contrast.margin, "a number above 0")
+    if contrast.at is not None:
+        values = [] if study.sweep is None else study.sweep.values
+        check(contrast.at in values, "at", contrast.at, f"a value of the sweep, of {values}")

@@ -1,0 +1,17 @@
+"""Runs a study: a grid of training runs over arms and seeds, and what it shows.
+
+python -m scripts.study recipes/studies/balance.yaml --jobs 2 [--hours 2]
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
+from eval.studies.command import main
+from moe.cli import run_main
+
+AGAIN = "The same command goes on from the last checkpoints."
+
+if __name__ == "__main__":
+    run_main(main, interrupted=AGAIN)
