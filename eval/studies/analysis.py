@@ -5,9 +5,8 @@ Comes after `outcomes`, before `report`, which writes it down.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from eval.scores.seeds import equivalence, holm, paired_difference
 from eval.studies.outcomes import ArmSize, RunOutcome
@@ -18,8 +17,7 @@ Verdict = Literal["holds", "does not hold at this scale", "not resolved"]
 _LEVEL = 0.05
 
 
-@dataclass(frozen=True)
-class ArmNumber:
+class ArmNumber(NamedTuple):
     """The number of one arm, at one value of the sweep or over it, with one seed.
 
     Attributes:
@@ -37,8 +35,7 @@ class ArmNumber:
     has_diverged: bool
 
 
-@dataclass(frozen=True)
-class ContrastResult:
+class ContrastResult(NamedTuple):
     """One comparison of two arms; positive differences speak for the first arm.
 
     Attributes:
@@ -64,8 +61,7 @@ class ContrastResult:
     verdict: Verdict
 
 
-@dataclass(frozen=True)
-class Crossing:
+class Crossing(NamedTuple):
     """From how many tokens on the primary arm is better for good.
 
     Attributes:
@@ -82,8 +78,7 @@ class Crossing:
     high: float | None
 
 
-@dataclass(frozen=True)
-class StudyResult:
+class StudyResult(NamedTuple):
     """A study with all that its runs came to.
 
     Attributes:
@@ -101,13 +96,13 @@ class StudyResult:
 
     study: Study
     command: str
-    versions: Mapping[str, str]
-    overrides: Mapping[str, SettingValue]
-    outcomes: Sequence[RunOutcome]
-    missing: Sequence[str]
-    sizes: Mapping[str, ArmSize]
-    numbers: Sequence[ArmNumber]
-    contrasts: Sequence[ContrastResult]
+    versions: dict[str, str]
+    overrides: dict[str, SettingValue]
+    outcomes: list[RunOutcome]
+    missing: list[str]
+    sizes: dict[str, ArmSize]
+    numbers: list[ArmNumber]
+    contrasts: list[ContrastResult]
     crossing: Crossing | None
 
 
@@ -180,8 +175,8 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
     corrected = []
     for result in results:
         if not result.is_primary and result.p_value is not None:
-            result = replace(result, p_value=next(adjusted))
-        corrected.append(replace(result, verdict=_verdict(result)))
+            result = result._replace(p_value=next(adjusted))
+        corrected.append(result._replace(verdict=_verdict(result)))
     return corrected
 
 

@@ -6,8 +6,7 @@ Comes after `scheduler`, before `analysis`, which compares the arms.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from eval.studies.scheduler import read_state
@@ -22,8 +21,7 @@ from moe.training.recipe import PretrainRecipe
 _NUM_SENTINELS = 100  # T5's, of every tokenizer of this library
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One value of a curve.
 
     Attributes:
@@ -35,8 +33,7 @@ class Point:
     value: float | None
 
 
-@dataclass(frozen=True)
-class RunOutcome:
+class RunOutcome(NamedTuple):
     """One complete run.
 
     Attributes:
@@ -68,8 +65,7 @@ class RunOutcome:
     routers: dict[str, float]
 
 
-@dataclass(frozen=True)
-class ArmSize:
+class ArmSize(NamedTuple):
     """Parameters of the models of an arm.
 
     Attributes:

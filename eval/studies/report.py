@@ -4,13 +4,16 @@ Comes after `analysis`; `measured` puts the results of several studies on one pa
 """
 
 import json
+import statistics
 from pathlib import Path
 
 from eval.records import to_json
 from eval.studies.analysis import ArmNumber, ContrastResult, Crossing, StudyResult
 from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, sweep_chart
+from eval.studies.outcomes import RunOutcome
 from moe.files import write_text
 from moe.inspection.html_page import render_page
+from moe.parsing import read_record
 
 STUDY_JSON = "study.json"
 
@@ -25,6 +28,8 @@ _CONTRAST_HEADER = (
     "p, equal",
     "verdict",
 )
+_ROUTER_METRICS = ("fraction_dropped", "dead_experts", "load_cv", "entropy", "router_z_loss")
+_ROUTER_HEADER = ("arm", "at", "stack", *_ROUTER_METRICS)
 _ARM_HEADER = (
     "arm",
     "at",
@@ -36,6 +41,15 @@ _ARM_HEADER = (
     "million tokens",
     "CPU minutes",
 )
+
+
+def read_result(path: Path) -> StudyResult:
+    """Returns the result in a file study.json.
+
+    Raises:
+        DataError: When the file is missing or damaged.
+    """
+    return read_record(path, StudyResult, advice="Make it again with --report.")
 
 
 def write_report(result: StudyResult, out: Path) -> str:
@@ -56,6 +70,10 @@ def study_markdown(result: StudyResult) -> str:
     lines += notes(result)
     lines += ["", *_table(_CONTRAST_HEADER, contrast_rows(result))]
     lines += ["", *_table(_ARM_HEADER, arm_rows(result)), ""]
+    routers = router_rows(result)
+    if routers:
+        lines += ["Routers at the end of training, means over seeds:", ""]
+        lines += [*_table(_ROUTER_HEADER, routers), ""]
     return "\n".join(lines)
 
 
@@ -72,6 +90,8 @@ def study_html(result: StudyResult) -> str:
         contrast_chart=contrasts_chart(result.contrasts) if result.contrasts else "",
         arm_header=_ARM_HEADER,
         arm_rows=arm_rows(result),
+        router_header=_ROUTER_HEADER,
+        router_rows=router_rows(result),
         curves=curves_chart(result),
         sweep=sweep_chart(result) if result.study.sweep else "",
         command=result.command,
@@ -126,6 +146,27 @@ def arm_rows(result: StudyResult) -> list[list[str]]:
                 *_cost(result, arm, value),
             ]
         )
+    return rows
+
+
+def router_rows(result: StudyResult) -> list[list[str]]:
+    """Returns what the routers of each arm did in their last logged update, means over seeds."""
+    groups: dict[tuple[str, str], list[RunOutcome]] = {}
+    for run in result.outcomes:
+        value = "" if run.value is None else str(run.value)
+        groups.setdefault((run.arm, value), []).append(run)
+
+    rows = []
+    for (arm, value), runs in groups.items():
+        for stack in ("encoder", "decoder"):
+            cells = []
+            for metric in _ROUTER_METRICS:
+                name = f"router/{stack}/{metric}"
+                values = [run.routers[name] for run in runs if name in run.routers]
+                if values:
+                    cells.append(f"{statistics.fmean(values):.3g}")
+            if cells:
+                rows.append([arm, value, stack, *cells])
     return rows
 
 

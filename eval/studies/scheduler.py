@@ -5,22 +5,25 @@ Comes after `runs`, before `outcomes`, which reads what the runs have written.
 
 import ctypes
 import json
+import multiprocessing
 import os
+import resource
+import runpy
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from tqdm import tqdm
 
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
-from moe.errors import MoEError
+from moe.errors import DivergenceError, MoEError
 from moe.files import write_text
 from moe.parsing import read_json_lines, read_record
 from moe.training.metrics import METRICS_FILE
@@ -28,10 +31,13 @@ from moe.training.metrics import METRICS_FILE
 STATE_FILE = "study_run.json"
 LOG_FILE = "study_run.log"
 
-_ROOT = Path(__file__).parents[2]
+_USAGE_FILE = "study_usage.json"
 _POLL_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
-_DIVERGED = 3
+_THREADS = "OMP_NUM_THREADS"
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOADED = ["scripts.pretrain", "scripts.finetune", "eval.commands.run"]
 
 
 class StudyError(MoEError, RuntimeError):
@@ -62,7 +68,7 @@ class _Process:
 
     run: StudyRun
     remaining: list[list[str]]
-    child: subprocess.Popen[bytes]
+    child: ForkServerProcess
     started: float
     earlier: RunState
 
@@ -104,7 +110,7 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
     end = None if hours is None else time.monotonic() + 3600 * hours
     running: list[_Process] = []
     total = sum(run.recipe.training.steps for run in runs)
-    with _stopped_at_the_end(running), tqdm(total=total, unit="step", desc="study") as bar:
+    with _processes(running, jobs), tqdm(total=total, unit="step", desc="study") as bar:
         while waiting or running:
             # As many runs at a time as there are jobs.
             while waiting and len(running) < jobs:
@@ -113,12 +119,12 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
                     progress.left_out.append(run)
                     bar.write(f"left out, the budget would not suffice: {run.name}")
                     continue
-                running.append(_begin(run, jobs))
+                running.append(_begin(run))
 
             # A command that has ended makes room for the next.
             time.sleep(_POLL_SECONDS)
             for process in list(running):
-                if _has_ended(process, jobs):
+                if _has_ended(process):
                     running.remove(process)
                     progress.complete.append(process.run)
             _show(bar, progress, running)
@@ -150,29 +156,35 @@ def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
 # One run
 
 
-def _begin(run: StudyRun, jobs: int) -> _Process:
-    """Starts the first command of a run, or the first that is left of it."""
+def _begin(run: StudyRun) -> _Process:
+    """Starts the first command of a run."""
     state = read_state(run) or RunState(_without_interpreter(run.commands))
     run.folder.mkdir(parents=True, exist_ok=True)
     _write_state(run, state)
-    child = _start(run, run.commands[0], jobs)
+    child = _start(run, run.commands[0])
     return _Process(run, run.commands[1:], child, time.monotonic(), state)
 
 
-def _start(run: StudyRun, command: Sequence[str], jobs: int) -> subprocess.Popen[bytes]:
-    """Starts a command whose output goes to the run's log."""
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-    with (run.folder / LOG_FILE).open("ab") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            preexec_fn=_end_with_parent,
-        )
+def _start(run: StudyRun, command: Sequence[str]) -> ForkServerProcess:
+    """Starts a command, `-m MODULE ARGUMENTS`, whose output goes to the run's log."""
+    child = _CONTEXT.Process(target=_run_module, args=(run.folder, list(command[2:])))
+    child.start()
+    return child
+
+
+def _run_module(folder: Path, command: list[str]) -> None:
+    """Runs a module as a program, in a process that has its imports already."""
+    _end_with_parent()
+    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+
+    sys.argv = command
+    try:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    finally:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        write_text(folder / _USAGE_FILE, json.dumps(usage.ru_utime + usage.ru_stime))
 
 
 def _end_with_parent() -> None:
@@ -182,25 +194,23 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _has_ended(process: _Process, jobs: int) -> bool:
+def _has_ended(process: _Process) -> bool:
     """Returns whether a run is complete; starts its next command when one has ended."""
-    pid, status, usage = os.wait4(process.child.pid, os.WNOHANG)
-    if pid == 0:
+    code = process.child.exitcode
+    if code is None:
         return False
-    code = os.waitstatus_to_exitcode(status)
-    process.child.returncode = code
 
     # The time of a failed attempt counts too.
     run = process.run
     before = process.earlier
-    has_diverged = code == _DIVERGED
+    has_diverged = code == DivergenceError.exit_code
     is_complete = has_diverged or (code == 0 and not process.remaining)
     state = RunState(
         before.commands,
         is_complete=is_complete,
         has_diverged=has_diverged,
         seconds=before.seconds + time.monotonic() - process.started,
-        cpu_seconds=before.cpu_seconds + usage.ru_utime + usage.ru_stime,
+        cpu_seconds=before.cpu_seconds + _cpu_seconds(run),
     )
     _write_state(run, state)
     if is_complete:
@@ -211,8 +221,18 @@ def _has_ended(process: _Process, jobs: int) -> bool:
     # Training is done: its evaluation follows.
     process.earlier = state
     process.started = time.monotonic()
-    process.child = _start(run, process.remaining.pop(0), jobs)
+    process.child = _start(run, process.remaining.pop(0))
     return False
+
+
+def _cpu_seconds(run: StudyRun) -> float:
+    """Returns the processor's seconds of the command that has ended; 0 when it was killed."""
+    path = run.folder / _USAGE_FILE
+    if not path.exists():
+        return 0.0
+    seconds = read_record(path, float)
+    path.unlink()
+    return seconds
 
 
 def _write_state(run: StudyRun, state: RunState) -> None:
@@ -227,16 +247,26 @@ def _last_lines(run: StudyRun) -> str:
 
 
 @contextmanager
-def _stopped_at_the_end(running: Sequence[_Process]) -> Iterator[None]:
-    """Stops the runs that still go on when the block ends, however it ends."""
+def _processes(running: Sequence[_Process], jobs: int) -> Iterator[None]:
+    """Deals out the processor's threads to runs, and stops those that go on when the block ends.
+
+    Runs are forked from one process that has imported what they need: starting Python and torch
+    anew would take ten seconds each.
+    """
+    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = threads
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
     try:
         yield
     finally:
         for process in running:
-            if process.child.poll() is None:
-                process.child.terminate()
+            process.child.terminate()
         for process in running:
-            process.child.wait()
+            process.child.join()
+        del os.environ[_THREADS]
+        if before is not None:
+            os.environ[_THREADS] = before
 
 
 # ---------------------------------------------------------------------------
