@@ -1,6 +1,7 @@
-"""Where the rows of tasks come from: Python itself, a dataset on the hub, or files of the user.
+"""Where the rows of tasks come from: Python, a database of this system, the hub, or files of the user.
 
-Files take the place of the hub's dataset. Every row that is read is checked (row_schema.py).
+Files take the place of the hub's dataset and of the database. Every row that is read from them is
+checked (row_schema.py).
 """
 
 import hashlib
@@ -52,6 +53,11 @@ class BuiltIn:
     splits: Sequence[str] = SPLITS
     hidden: Sequence[str] = ()
 
+    @property
+    def origin(self) -> str:
+        """Where the rows are from, for a list of tasks."""
+        return "this Python installation"
+
     def expected(self, split: str) -> int | None:
         """Returns None: the number of rows depends on the version of Python."""
         return None
@@ -99,6 +105,53 @@ def split_by_hash(text: str, *, test: float, validation: float) -> str:
 
 
 # ---------------------------------------------------------------------------
+# Rows of a database
+
+
+@dataclass(frozen=True)
+class SystemData:
+    """Rows that are made of a database which may be installed on this system.
+
+    Attributes:
+        read: Returns the rows of a split; raises a DataError that says what to install.
+        origin: Name of the database, for a list of tasks.
+        columns: Kinds of the columns.
+        labels: By column, the values that a label may have.
+        splits: Splits that have rows.
+        hidden: Splits whose labels nobody knows.
+    """
+
+    read: Callable[[str], list[Row]]
+    origin: str
+    columns: ColumnKinds
+    labels: Mapping[str, Collection[Any]]
+    splits: Sequence[str] = SPLITS
+    hidden: Sequence[str] = ()
+
+    def expected(self, split: str) -> int | None:
+        """Returns None: the number of rows depends on the version of the database."""
+        return None
+
+    def rows(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> list[Row]:
+        """Returns the rows of a split.
+
+        Args:
+            split: One of `splits`.
+            folder: Holds SPLIT.jsonl, SPLIT.parquet or a folder SPLIT of such files, with the
+                columns of `columns`; None for the database.
+            revision: Has no effect: it is about data on the hub.
+
+        Raises:
+            DataError: When the database is not installed, or a row of a file does not fit.
+        """
+        if folder is None:
+            return list(self.read(split))
+        return read_files(folder, split, self.columns, self.labels, hidden=False)
+
+
+# ---------------------------------------------------------------------------
 # Rows of the hub
 
 
@@ -131,6 +184,11 @@ class HubData:
         """Splits that have rows."""
         return tuple(self.counts)
 
+    @property
+    def origin(self) -> str:
+        """Where the rows are from, for a list of tasks."""
+        return f"{self.repository} {self.config}"
+
     def expected(self, split: str) -> int | None:
         """Returns the number of rows on the hub; files of the user may have another."""
         return self.counts[split]
@@ -152,22 +210,8 @@ class HubData:
         """
         if folder is None:
             return self._rows_from_hub(split, revision)
-        return self._rows_from_files(split, folder)
-
-    def _rows_from_files(self, split: str, folder: Path) -> list[Row]:
-        rows: list[Row] = []
-        files = find_files(folder, split, self.columns)
-        for path in files:
-            is_lines = path.suffix == ".jsonl"
-            file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, self.columns)
-            for row, where in file_rows:
-                rows.append(self._checked(row, split, where))
-        if not rows:
-            names = ", ".join(path.name for path in files)
-            raise DataError(
-                f"The files of split {split!r} in {folder} hold no row ({names}). Give at least one."
-            )
-        return rows
+        hidden = split in self.hidden
+        return read_files(folder, split, self.columns, self.labels, hidden=hidden)
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
@@ -227,16 +271,11 @@ class HubData:
             )
 
         rows: list[Row] = []
+        hidden = split in self.hidden
         for number, row in enumerate(dataset.select_columns(list(self.columns)), start=1):
-            rows.append(self._checked(row, split, f"Row {number} of {name}"))
+            where = f"Row {number} of {name}"
+            rows.append(_checked(row, self.columns, self.labels, where, hidden=hidden))
         return rows
-
-    def _checked(self, row: Any, split: str, where: str) -> Row:
-        """Returns a row that is as expected."""
-        fitted = fit_row(row, self.columns, where)
-        for column, allowed in self.labels.items():
-            require_label(fitted[column], allowed, column, where, hidden=split in self.hidden)
-        return fitted
 
     def _name_of(self, split: str, revision: str | None = None) -> str:
         """Returns what is asked of the hub, in words."""
@@ -254,6 +293,56 @@ class _FileRow(NamedTuple):
 
     row: Any
     where: str
+
+
+def read_files(
+    folder: Path,
+    split: str,
+    columns: ColumnKinds,
+    labels: Mapping[str, Collection[Any]],
+    *,
+    hidden: bool,
+) -> list[Row]:
+    """Returns the rows of the files of a split, which are checked.
+
+    Args:
+        folder: Of a task.
+        split: Which.
+        columns: Kinds of the columns.
+        labels: By column, the values that a label may have.
+        hidden: Whether the split may hide its labels.
+
+    Raises:
+        DataError: When there is no file or no row, or a row does not fit.
+    """
+    rows: list[Row] = []
+    files = find_files(folder, split, columns)
+    for path in files:
+        is_lines = path.suffix == ".jsonl"
+        file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, columns)
+        for row, where in file_rows:
+            rows.append(_checked(row, columns, labels, where, hidden=hidden))
+    if not rows:
+        names = ", ".join(path.name for path in files)
+        raise DataError(
+            f"The files of split {split!r} in {folder} hold no row ({names}). Give at least one."
+        )
+    return rows
+
+
+def _checked(
+    row: Any,
+    columns: ColumnKinds,
+    labels: Mapping[str, Collection[Any]],
+    where: str,
+    *,
+    hidden: bool,
+) -> Row:
+    """Returns a row that is as expected."""
+    fitted = fit_row(row, columns, where)
+    for column, allowed in labels.items():
+        require_label(fitted[column], allowed, column, where, hidden=hidden)
+    return fitted
 
 
 def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:

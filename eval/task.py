@@ -79,6 +79,11 @@ class Source(Protocol):
     """Where rows come from."""
 
     @property
+    def origin(self) -> str:
+        """Where the rows are from, for a list of tasks."""
+        ...
+
+    @property
     def splits(self) -> Sequence[str]:
         """Splits that the source has, in the order of SPLITS."""
         ...

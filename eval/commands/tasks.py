@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Sequence
 
 from eval.commands.command import Subparsers
-from eval.source import HubData
 from eval.task import TASKS, Task
 
 LEGEND = """\
 train/validation/test: rows of the splits that there are; * is the one that is reported on, (labels are hidden) in ().
 scores: the first is the headline. prompt: where inputs and targets are from.
---data FOLDER with FOLDER/TASK/SPLIT.jsonl or .parquet takes the place of the hub; a variant reads its task's folder."""
+--data FOLDER with FOLDER/TASK/SPLIT.jsonl or .parquet takes the place of the hub, or of WordNet; a variant reads its
+task's folder."""
 
 _HEADER = ("task", "version", "scores", "train/validation/test", "prompt", "data", "licence")
 
@@ -44,16 +44,13 @@ def format_tasks() -> str:
 
 
 def _cells_of_task(task: Task) -> Cells:
-    data = "this Python installation"
-    if isinstance(task.source, HubData):
-        data = f"{task.source.repository} {task.source.config}"
     return (
         f"  {task.name}",
         str(task.version),
         ", ".join(metric.name for metric in task.metrics),
         "/".join(_format_split(task, split) for split in task.source.splits),
         task.prompt_source,
-        data,
+        task.source.origin,
         task.licence,
     )
 

@@ -1,14 +1,18 @@
-"""Examples of any task: from Python where its rows come with it, else from the fixtures."""
+"""Examples of any task: from Python where its rows come with it, else from the fixtures.
+
+What a database of the system holds, as WordNet, has fixtures too: tests need no installation.
+"""
 
 from pathlib import Path
 
 from eval.answers.predictions_file import Prediction, read_predictions_file
-from eval.source import HubData
+from eval.source import BuiltIn, HubData
 from eval.task import TASKS, Example, Task
 
 FIXTURES = Path(__file__).parent / "fixtures"
-OFFLINE = [name for name in TASKS.names() if not isinstance(TASKS.get(name).source, HubData)]
-ON_THE_HUB = [name for name in TASKS.names() if name not in OFFLINE]
+OFFLINE = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, BuiltIn)]
+FROM_FILES = [name for name in TASKS.names() if name not in OFFLINE]
+ON_THE_HUB = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, HubData)]
 
 
 def folder_of(task: Task) -> Path | None:

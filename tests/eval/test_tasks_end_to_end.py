@@ -1,4 +1,4 @@
-"""Every task of the hub from its rows to its scores, with a tiny model; the registry decides what
+"""Every task with fixtures from its rows to its scores, with a tiny model; the registry decides what
 is tested.
 
 Oracles: targets given back score 100 on every metric, unparsable or unrelated answers 0, and the
@@ -27,14 +27,14 @@ from eval.scores.metrics import GENDER_PARITY
 from eval.source import EXPORT, HubData
 from eval.task import TASKS, Example, Task
 from moe.data.tokenizer import train_tokenizer
-from tests.eval.rows import FIXTURES, ON_THE_HUB, examples_of
+from tests.eval.rows import FIXTURES, FROM_FILES, ON_THE_HUB, examples_of
 
-by_name = pytest.mark.parametrize("name", ON_THE_HUB)
+by_name = pytest.mark.parametrize("name", FROM_FILES)
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory):
-    tasks = [TASKS.get(name) for name in ON_THE_HUB]
+    tasks = [TASKS.get(name) for name in FROM_FILES]
     texts = [
         f"{made.inputs} {made.targets}" for task in tasks for made in examples_of(task, task.split)
     ]
@@ -87,7 +87,7 @@ def scores(task: Task, examples: list[Example], outputs: list[str]) -> dict[str,
 # ---- rows ----
 
 
-@by_name
+@pytest.mark.parametrize("name", ON_THE_HUB)
 def test_jsonl_parquet_and_a_repository_of_the_hub_give_the_same_rows(name, tmp_path, monkeypatch):
     """The repository is a folder that has the shape of the hub's export; `datasets` reads it."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
