@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from moe.checkpoint.best_model import DevEvaluation
 from moe.data.documents import read_pairs
-from moe.data.mixture import build_source
+from moe.data.mixture import build_source, choose_examples, format_choice
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -66,6 +66,14 @@ def build_run(
     mixture = recipe.mixture
     training = recipe.training
 
+    # The labels that this run may see.
+    train_pairs = {}
+    for name, pairs in data.train.items():
+        chosen = choose_examples(pairs, mixture.train_examples, recipe.seed)
+        choice = format_choice(len(chosen), len(pairs), mixture.train_examples, recipe.seed)
+        train_pairs[name] = chosen
+        world.print_on_rank_zero(f"{name}: {choice}.")
+
     # Batches of training pairs, and of those of the dev splits for the held-out loss.
     settings = {
         **dataclasses.asdict(recipe.data),
@@ -73,7 +81,7 @@ def build_run(
         "seed": recipe.seed,
     }
     source = build_source(
-        data.train,
+        train_pairs,
         tokenizer,
         maximum=mixture.maximum,
         temperature=mixture.temperature,
@@ -87,7 +95,7 @@ def build_run(
 
     # The model, and what of it trains.
     built = load_for_finetuning(pretrained, recipe, config, world.device_type)
-    num_pairs = sum(len(pairs) for pairs in data.train.values())
+    num_pairs = sum(len(pairs) for pairs in train_pairs.values())
     world.print_on_rank_zero(f"{num_pairs:,} training pairs; {recipe.init} weights.")
     world.print_on_rank_zero(str(select_parameters(built.model, recipe.parameters)))
     tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)

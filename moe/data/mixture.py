@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ from moe.data.pipeline import (
 )
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 _WINDOW = 4096
 _LARGEST_WINDOW = 1 << 22
@@ -88,6 +90,39 @@ def check_rates(maximum: int | None, temperature: float) -> None:
     """Raises a ConfigError when no rates follow from these numbers; see `mixing_rate`."""
     check_integer("mixture.maximum", maximum, least=1, optional="null for no cap")
     check_number("mixture.temperature", temperature, above=0, reason="1 leaves the rates alone")
+
+
+def choose_examples(examples: Sequence[T], size: int | None, seed: int) -> list[T]:
+    """Returns a random subset of a task's training examples, in their order.
+
+    Of one seed a smaller subset is a part of every larger one, so that what more labels bring is
+    not mixed with other labels.
+
+    Args:
+        examples: N examples.
+        size: Most examples of the subset; None for all.
+        seed: Another seed gives another subset.
+    """
+    if size is None or size >= len(examples):
+        return list(examples)
+    order = np.random.default_rng([seed, 4]).permutation(len(examples))  # [N]
+    return [examples[index] for index in np.sort(order[:size])]
+
+
+def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: int) -> str:
+    """Returns what `choose_examples` did, e.g. "250 of 4,485 training examples (seed 0)".
+
+    Args:
+        num_chosen: Examples of the subset.
+        num_examples: Examples of which they are.
+        size: How many were asked for; None for all.
+        seed: Of the choice.
+    """
+    if num_chosen < num_examples:
+        return f"{num_chosen:,} of {num_examples:,} training examples (seed {seed})"
+    if size is None:
+        return f"all {num_examples:,} training examples"
+    return f"all {num_examples:,} training examples ({size:,} were asked for)"
 
 
 class MixtureSource:

@@ -186,10 +186,11 @@ def stated_licence(package: Distribution) -> str:
     The SPDX expression comes first, then a short name, then the classifiers.
     """
     metadata = package.metadata
-    for field in ("License-Expression", "License"):
-        licence = " ".join((metadata[field] or "").split())
-        if licence and licence.casefold() != "unknown" and len(licence) <= _MOST_LICENCE:
-            return licence
+    if metadata["License-Expression"]:
+        return metadata["License-Expression"]
+    licence = " ".join((metadata["License"] or "").split())
+    if licence and licence.casefold() != "unknown" and len(licence) <= _MOST_LICENCE:
+        return licence
 
     # License :: OSI Approved :: BSD License
     licences = []

@@ -231,12 +231,15 @@ class PairsRecipe:
 
 @dataclass(frozen=True)
 class MixtureRecipe:
-    """Tasks to fine-tune on together, and how much of their dev splits is scored.
+    """Tasks to fine-tune on together, how many labels they have, and how much of their dev splits is
+    scored.
 
     Attributes:
         tasks: Names of tasks of eval/; none for pairs of texts of your own.
         folder: Holds a folder of rows for each task, called as the task is; null for the tasks' own
             sources, the hub.
+        train_examples: Most training examples of each task, a random subset that the run's seed
+            draws; of one seed the 250 are among the 1,000. Null for all.
         maximum: Cap of a task's number of training examples, to which its share is proportional;
             null for no cap.
         temperature: The capped number counts as its power of 1 / temperature: more than 1 makes
@@ -252,6 +255,7 @@ class MixtureRecipe:
 
     tasks: list[str] = field(default_factory=list)
     folder: str | None = None
+    train_examples: int | None = None
     maximum: int | None = 65_536
     temperature: float = 1.0
     dev_examples: int | None = 0
@@ -274,6 +278,8 @@ class MixtureRecipe:
         expected = "the path of a folder, or null for the tasks' own sources"
         check(is_path, "mixture.folder", folder, expected)
 
+        name = "mixture.train_examples"
+        check_integer(name, self.train_examples, least=1, optional="null for all")
         check_rates(self.maximum, self.temperature)
         check_integer("mixture.dev_examples", self.dev_examples, least=0, optional="null for all")
 

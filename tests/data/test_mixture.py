@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe.data.mixture import MixtureSource, mixing_rate
+from moe.data.mixture import MixtureSource, choose_examples, format_choice, mixing_rate
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, DataError
@@ -121,6 +121,33 @@ def examples_of(batch) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
 
 def task_of(tokenizer, example) -> str:
     return tokenizer.decode(example[0][:-1]).split()[0]
+
+
+def test_subsets_of_one_seed_are_nested_in_order_and_of_another_seed_others():
+    examples = [f"example {number}" for number in range(997)]
+    few, more, most = (choose_examples(examples, size, seed=7) for size in (5, 113, 996))
+    assert (len(few), len(more), len(most)) == (5, 113, 996)
+    assert set(few) < set(more) < set(most)
+    assert more == sorted(more, key=examples.index)
+    assert choose_examples(examples, 113, seed=7) == more
+    assert len(set(more) & set(choose_examples(examples, 113, seed=8))) < 40
+    for size in (None, 997, 998):
+        assert choose_examples(examples, size, seed=7) == examples
+
+
+def test_a_subset_takes_from_everywhere():
+    """Each of 100 examples is in half of the subsets of half the size."""
+    counts = Counter()
+    for seed in range(400):
+        counts.update(choose_examples(range(100), 50, seed))
+    assert len(counts) == 100
+    assert all(150 < count < 250 for count in counts.values())  # 5 standard deviations
+
+
+def test_what_was_chosen_is_said():
+    assert format_choice(250, 4485, 250, 3) == "250 of 4,485 training examples (seed 3)"
+    assert format_choice(4485, 4485, None, 3) == "all 4,485 training examples"
+    assert format_choice(37, 37, 5000, 3) == "all 37 training examples (5,000 were asked for)"
 
 
 def test_after_any_number_of_windows_every_task_is_within_one_example_of_its_share(tokenizer):

@@ -18,6 +18,7 @@ from eval.dev_scores import read_tasks
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.best_model import best_and_last, score_model
 from moe.commands import finetune as finetune_command
+from moe.data.mixture import build_source, choose_examples
 from moe.data.pipeline import PairSource
 from scripts import finetune, pretrain
 from tests.training.test_finetune_command import losses
@@ -311,6 +312,11 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
             "mixture.temperature is 0.0; expected a finite number above 0",
         ),
         (
+            ["--mixture.train_examples", "0"],
+            ConfigError,
+            "mixture.train_examples is 0; expected an integer of at least 1, or null for all",
+        ),
+        (
             ["--mixture.dev_examples", "-1"],
             ConfigError,
             "mixture.dev_examples is -1; expected an integer of",
@@ -378,6 +384,7 @@ def test_a_resumed_run_with_another_mixture_is_refused(inputs, straight):
     for setting, value in (
         ("mixture.maximum", "47"),
         ("mixture.dev_examples", "7"),
+        ("mixture.train_examples", "7"),
         ("mixture.temperature", "2"),
     ):
         with pytest.raises(CheckpointError, match=f"{setting} was .* and is {value}"):
@@ -397,3 +404,28 @@ def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, monkeypatch):
     assert isinstance(made[0].source, PairSource) and made[0].source.num_examples == SIZES["last"]
     assert made[1].source.num_examples == 1 and made[1].dev is None
     assert made[0].dev is not None and DEV > 5
+
+
+def test_each_seed_trains_on_its_own_subset_of_each_tasks_labels(
+    inputs, tmp_path, monkeypatch, capsys
+):
+    made = []
+
+    def build(tasks, *arguments, **settings):
+        made.append(tasks)
+        return build_source(tasks, *arguments, **settings)
+
+    monkeypatch.setattr(finetune_command, "build_source", build)
+    monkeypatch.setattr(finetune_command, "train", lambda run, **_: run.folder)
+    monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
+    whole = read_tasks(["first", "rare"]).train
+    options = ["--mixture.tasks", "[first, rare]", "--mixture.train_examples", "11"]
+    tune(inputs, tmp_path / "a", *options)
+    for seed, tasks in zip((3, 5), made, strict=True):
+        assert tasks["first"] == choose_examples(whole["first"], 11, seed)
+        assert tasks["rare"] == whole["rare"]
+        assert len(tasks["first"]) == 11
+    printed = capsys.readouterr().out
+    assert "first: 11 of 101 training examples (seed 3)." in printed
+    assert "first: 11 of 101 training examples (seed 5)." in printed
+    assert "rare: all 5 training examples (11 were asked for)." in printed
