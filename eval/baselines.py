@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
 from eval.task import Example, Task
+from eval.vector_baseline import classify_by_vectors
+from eval.word_vectors import WordVectors
 
 MAX_CHARACTERS = 10_000_000
 """Of training inputs: fitting takes about 10 seconds then. What has more are sets of the hub of 25,000 rows or more."""
@@ -23,38 +26,77 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _MAX_COMPARED = 1000
 
 
+class BaselineData(NamedTuple):
+    """What baselines are fitted to.
+
+    Attributes:
+        train: Examples with their targets.
+        dev: Examples by which settings are chosen, other ones than are answered; none for a part
+            of `train`.
+        fitted_to: What `train` is, in words.
+        vectors: Vectors of words; None for no baseline of them.
+    """
+
+    train: Sequence[Example]
+    dev: Sequence[Example] = ()
+    fitted_to: str = "all training examples"
+    vectors: WordVectors | None = None
+
+
+class Baseline(NamedTuple):
+    """The answers of a baseline.
+
+    Attributes:
+        outputs: N answers.
+        fitted_to: What it has seen, in words.
+    """
+
+    outputs: list[str]
+    fitted_to: str
+
+
 def has_baselines(task: Task) -> bool:
     """Returns whether a task has baselines: a classification and a summarization do."""
     return task.is_classification or _is_summarization(task)
 
 
 def baseline_outputs(
-    task: Task, train: Sequence[Example], test: Sequence[Example]
-) -> dict[str, list[str]]:
-    """Returns the answers of baselines to `test`, fitted to `train`, by name.
+    task: Task, data: BaselineData, test: Sequence[Example]
+) -> dict[str, Baseline]:
+    """Returns the answers of baselines to `test`, by name.
 
     A classification has `majority` (the most frequent target), `naive Bayes` and `logistic
-    regression` on counts of words. A summarization has `majority` (the most frequent summary; of
-    equals the one with the highest mean ROUGE-1 against the others), `lead` (the first sentence),
-    and the two classifiers as pickers of a sentence.
+    regression` on counts of words, and with vectors of words `logistic regression on word vectors`.
+    A summarization has `majority` (the most frequent summary; of equals the one with the highest
+    mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers as
+    pickers of a sentence.
 
     Args:
         task: The task.
-        train: Examples with their targets.
+        data: What they are fitted to.
         test: N examples to answer.
 
     Returns:
         N answers by baseline; no baselines for tasks of other kinds, without training examples, or
         with more than MAX_CHARACTERS characters of them.
     """
-    num_characters = sum(len(example.inputs) for example in train)
-    if not train or num_characters > MAX_CHARACTERS:
+    num_characters = sum(len(example.inputs) for example in data.train)
+    if not data.train or num_characters > MAX_CHARACTERS:
         return {}
+
+    outputs: dict[str, list[str]] = {}
     if task.is_classification:
-        return _classify(train, test)
-    if _is_summarization(task):
-        return _summarize(train, test)
-    return {}
+        outputs = _classify(data.train, test)
+    elif _is_summarization(task):
+        outputs = _summarize(data.train, test)
+    baselines = {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
+
+    # What more a text without labels tells.
+    if task.is_classification and data.vectors is not None:
+        answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
+        fitted_to = f"{data.fitted_to} and {answers.features}"
+        baselines["logistic regression on word vectors"] = Baseline(answers.outputs, fitted_to)
+    return baselines
 
 
 def _is_summarization(task: Task) -> bool:
@@ -78,11 +120,17 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
 
     # The same answer to all: what any model must beat.
     majority, _ = Counter(targets).most_common(1)[0]
-    outputs = {"majority": [majority] * len(test)}
+    same = [majority] * len(test)
+    outputs = {"majority": same}
 
-    # What words alone tell, without their order.
+    # What words alone tell, without their order. Without words, or with one class, there is nothing
+    # to fit.
+    split_words = CountVectorizer().build_analyzer()
+    can_fit = len(set(targets)) > 1 and any(map(split_words, inputs))
     for name, classifier in _classifiers().items():
-        outputs[name] = list(classifier.fit(inputs, targets).predict(test_inputs))
+        outputs[name] = same
+        if can_fit:
+            outputs[name] = list(classifier.fit(inputs, targets).predict(test_inputs))
     return outputs
 
 

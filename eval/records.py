@@ -12,6 +12,7 @@ from typing import Any
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
+from eval.baseline_data import BaselineSettings
 from eval.scores.intervals import Score
 from eval.task import Decoding
 from moe.inspection.html_page import printable
@@ -97,6 +98,7 @@ class DataInfo:
         config: Configuration of the dataset.
         split: Split under the dataset's own name.
         revision: Branch or commit on the hub.
+        origin: Where the rows are from when neither a folder nor the hub is named.
     """
 
     folder: str | None
@@ -104,6 +106,7 @@ class DataInfo:
     config: str | None
     split: str
     revision: str | None
+    origin: str | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class SystemResult:
         num_unparsable: Number of answers that stand for no value; None where values are texts.
         num_empty: Number of empty answers.
         router: By stack, what the routers did; None for a dense model and for a baseline.
+        fitted_to: What a baseline has seen of the training split and other text; None for a model.
     """
 
     name: str
@@ -127,6 +131,7 @@ class SystemResult:
     num_unparsable: int | None
     num_empty: int
     router: Mapping[Stack, RouterSummary] | None
+    fitted_to: str | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -301,6 +306,7 @@ class RunSettings:
     ranks: int
     ep: int
     tp: int
+    baselines: BaselineSettings = field(default_factory=BaselineSettings)
 
 
 @dataclass(frozen=True)

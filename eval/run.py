@@ -10,6 +10,8 @@ from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
+from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
+from eval.baselines import BaselineData
 from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
@@ -22,6 +24,7 @@ from eval.run_folder import predictions_path, write_examples
 from eval.source import BuiltIn, HubData
 from eval.task import SPLITS, TASKS, Example, Row, Task, limit_examples
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
+from eval.word_vectors import WordVectors, read_word_vectors
 from moe.checks import check_integer
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World
@@ -39,6 +42,7 @@ def evaluate(
     data: Path | None = None,
     revision: str | None = None,
     scoring: Scoring | None = None,
+    baselines: BaselineSettings | None = None,
     out: Path,
     command: str,
     world: World = SINGLE_PROCESS.world,
@@ -62,6 +66,7 @@ def evaluate(
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
+        baselines: What the baselines may see; None for all training examples and no other text.
         out: Receives examples/, predictions/ and the reports. A report that is there, with results
             that the new one lacks, is kept as report.1.json.
         command: How it was called, for the report.
@@ -73,14 +78,17 @@ def evaluate(
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation
-            writes there.
+        DataError: When there is no corpus for the baselines, `out` cannot be made or is no folder
+            of an evaluation, or another evaluation writes there.
     """
     # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
+    baselines = baselines or BaselineSettings()
+    check_baselines(baselines, chosen)
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
+    vectors = _read_vectors(baselines, world)
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
@@ -99,6 +107,7 @@ def evaluate(
             ranks=world.size,
             ep=ep,
             tp=tp,
+            baselines=baselines,
         ),
         versions=library_versions(),
         device=device_name(),
@@ -114,6 +123,9 @@ def evaluate(
         for task in chosen:
             with _reporting_failure(task.name, failed, single_process=world.size == 1):
                 asked = read_task(task, split or task.split, limit, data, revision)
+                asked = asked._replace(
+                    baselines=_read_baselines(asked, baselines, data, vectors, world)
+                )
                 answers = _answer_task(systems, asked, modes, scoring, out)
                 if world.rank == 0:
                     written = write_examples(out, task, asked.examples)
@@ -216,6 +228,46 @@ def read_task(
     )
 
 
+def _read_vectors(baselines: BaselineSettings, world: World) -> WordVectors | None:
+    """Returns vectors of the words of the baselines' text, on rank 0, which alone fits baselines.
+
+    Raises:
+        DataError: When it cannot be had; on all ranks.
+    """
+    vectors: list[WordVectors] = []
+
+    def read() -> None:
+        if baselines.text is not None and world.rank == 0:
+            vectors.append(read_word_vectors(Path(baselines.text)))
+
+    gather_or_raise(read)
+    return vectors[0] if vectors else None
+
+
+def _read_baselines(
+    asked: TaskExamples,
+    baselines: BaselineSettings,
+    folder: Path | None,
+    vectors: WordVectors | None,
+    world: World,
+) -> BaselineData | None:
+    """Returns what the baselines of a task are fitted to, on rank 0; see `read_baseline_data`.
+
+    Raises:
+        DataError: When the training rows are not what the task expects; on all ranks.
+    """
+    task = asked.task
+    folder = None if isinstance(task.source, BuiltIn) else folder
+    data: list[BaselineData | None] = []
+
+    def read() -> None:
+        if world.rank == 0:
+            data.append(read_baseline_data(task, asked.split, baselines, folder, vectors))
+
+    gather_or_raise(read)
+    return data[0] if data else None
+
+
 def _has_hidden_label(example: Example) -> bool:
     # The target of wsc is the candidate, hidden label or not.
     return example.targets == HIDDEN_TARGET or example.fields.get("label") == HIDDEN_LABEL
@@ -227,8 +279,14 @@ def _data_info(task: Task, split: str, folder: Path | None, revision: str | None
     folder_name = None if rows_folder is None else str(rows_folder)
     source = task.source
     if not isinstance(source, HubData):
+        origin = source.origin if folder_name is None else None
         return DataInfo(
-            folder=folder_name, repository=None, config=None, split=split, revision=revision
+            folder=folder_name,
+            repository=None,
+            config=None,
+            split=split,
+            revision=revision,
+            origin=origin,
         )
     return DataInfo(
         folder=folder_name,

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
-from eval.records import Report
+from eval.records import Report, SystemResult
 from eval.sealed_json import is_whole
 from eval.task import Decoding, Example, Task
 from moe.checks import shown
@@ -31,7 +31,7 @@ _ADVICE = "Restore it, or run the same `python -m eval run` again: answers that 
 
 Result = tuple[str, int, str, str, str]
 """What tells one system's scores from others: task, its version, the digest of its examples, the
-fingerprint of a model or the name of a baseline, and the mode."""
+fingerprint of a model or the name of a baseline with what it has seen, and the mode."""
 
 
 # ---------------------------------------------------------------------------
@@ -43,6 +43,7 @@ class SavedSystem(BaseModel, frozen=True):
 
     name: str
     mode: str
+    fitted_to: str | None = None
 
 
 class SavedTask(BaseModel, frozen=True):
@@ -255,7 +256,7 @@ def results_of_report(report: Report) -> Set[Result]:
     for task in report.tasks:
         for system in task.systems:
             model = report.models.get(system.name)
-            source = system.name if model is None else model.fingerprint
+            source = _baseline_source(system) if model is None else model.fingerprint
             results.add((task.task, task.version, task.digest, source, system.mode))
     return results
 
@@ -265,9 +266,14 @@ def results_of_saved(report: SavedReport) -> Set[Result]:
     results = set()
     for task in report.tasks.values():
         for system in task.systems:
-            source = report.fingerprints.get(system.name, system.name)
+            source = report.fingerprints.get(system.name, _baseline_source(system))
             results.add((task.task, task.version, task.digest, source, system.mode))
     return results
+
+
+def _baseline_source(system: SystemResult | SavedSystem) -> str:
+    """Returns what tells a baseline from those that have seen something else."""
+    return f"{system.name}: {system.fitted_to}"
 
 
 # ---------------------------------------------------------------------------

@@ -62,6 +62,10 @@ class BuiltIn:
         """Returns None: the number of rows depends on the version of Python."""
         return None
 
+    def is_local(self, split: str, folder: Path | None = None) -> bool:
+        """Returns whether the rows of a split can be had without a network: if there are any."""
+        return split in self.splits
+
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> list[Row]:
@@ -132,6 +136,10 @@ class SystemData:
         """Returns None: the number of rows depends on the version of the database."""
         return None
 
+    def is_local(self, split: str, folder: Path | None = None) -> bool:
+        """Returns whether the rows of a split are in the database, or in the files of `folder`."""
+        return split in self.splits and (folder is None or has_files(folder, split))
+
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> list[Row]:
@@ -192,6 +200,10 @@ class HubData:
     def expected(self, split: str) -> int | None:
         """Returns the number of rows on the hub; files of the user may have another."""
         return self.counts[split]
+
+    def is_local(self, split: str, folder: Path | None = None) -> bool:
+        """Returns whether the rows of a split are in the files of `folder`."""
+        return split in self.splits and folder is not None and has_files(folder, split)
 
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
@@ -370,11 +382,16 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
         ) from error
 
 
-def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
-    if not folder.is_dir():
-        raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
+def has_files(folder: Path, split: str) -> bool:
+    """Returns whether there are files of a split in `folder`, in whatever form."""
+    try:
+        return bool(_file_forms(folder, split))
+    except OSError:
+        return False
 
-    # The forms in which the split is there; one of several files as a pattern.
+
+def _file_forms(folder: Path, split: str) -> list[Path]:
+    """Returns the forms in which a split is there; one of several files as a pattern."""
     forms: list[Path] = []
     for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
         if path.is_file():
@@ -382,7 +399,14 @@ def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
     for pattern in ("*.jsonl", "*.parquet"):
         if any((folder / split).glob(pattern)):
             forms.append(folder / split / pattern)
+    return forms
 
+
+def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
+    if not folder.is_dir():
+        raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
+
+    forms = _file_forms(folder, split)
     if not forms:
         names = sorted(path.name for path in folder.iterdir())
         raise DataError(

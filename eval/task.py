@@ -97,6 +97,15 @@ class Source(Protocol):
         """Returns how many rows the published split has; None when that is not fixed."""
         ...
 
+    def is_local(self, split: str, folder: Path | None = None) -> bool:
+        """Returns whether the rows of a split can be had without a network.
+
+        Args:
+            split: One of SPLITS.
+            folder: Holds files that take the place of the published rows; None for none.
+        """
+        ...
+
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> Sequence[Row]:

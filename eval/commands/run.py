@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
+from eval.baseline_data import BaselineSettings
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
 from eval.reports.report_text import earlier_report_sentence
@@ -64,6 +65,24 @@ def add_parser(commands: Subparsers) -> None:
         help="branch or commit of the data on the hub (default: each task's own)",
     )
 
+    # What the baselines of classifications and summaries see.
+    parser.add_argument(
+        "--train-examples",
+        type=integer(least=1),
+        help="most training examples of the baselines, as mixture.train_examples (default: all)",
+    )
+    parser.add_argument(
+        "--train-seed",
+        type=integer(least=0, most=2**32 - 1),
+        default=0,
+        help="seed of their choice, the fine-tuning's (default: 0)",
+    )
+    parser.add_argument(
+        "--baseline-text",
+        type=path,
+        help="corpus of whose words a further baseline has vectors (default: none)",
+    )
+
     # How choices are scored.
     parser.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
     parser.add_argument(
@@ -100,7 +119,8 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
     models = parse_models([arguments.model, *arguments.also])
-    out = output_path(arguments.out, inputs=[arguments.data, *models.values()])
+    inputs = [arguments.data, arguments.baseline_text, *models.values()]
+    out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
 
     with launch(arguments.timeout) as world:
@@ -113,6 +133,11 @@ def run(arguments: argparse.Namespace) -> None:
             data=arguments.data,
             revision=arguments.revision,
             scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
+            baselines=BaselineSettings(
+                train_examples=arguments.train_examples,
+                train_seed=arguments.train_seed,
+                text=arguments.baseline_text and str(arguments.baseline_text),
+            ),
             out=out,
             command=_command_line(arguments.argv, world),
             world=world,

@@ -9,6 +9,7 @@ from eval.reports.report_text import (
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
+    baseline_notes,
     class_rows,
     data_sentence,
     earlier_report_sentence,
@@ -84,7 +85,8 @@ def _task_section(task: TaskResult) -> list[str]:
     lines += [data_sentence(task), "", *_bullets(task.notes), ""]
 
     lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
-    lines += [*_bullets([*score_notes(task), *model_comparisons(task.systems)]), ""]
+    remarks = [*score_notes(task), *model_comparisons(task.systems), *baseline_notes(task.systems)]
+    lines += [*_bullets(remarks), ""]
 
     routers = router_rows(task)
     if routers:

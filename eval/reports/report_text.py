@@ -49,7 +49,7 @@ def earlier_report_sentence(name: str) -> str:
 
 def data_sentence(task: TaskResult) -> str:
     """Returns where a task's examples are from, and how many there are."""
-    origin = "Rows come with Python"
+    origin = f"Rows are from {task.data.origin}"
     if task.data.folder:
         origin = f"Rows are from {task.data.folder}"
     elif task.data.repository:
@@ -85,6 +85,15 @@ def score_notes(task: TaskResult) -> list[str]:
             if score.note:
                 sentences.append(f"{system.name} by {system.mode}, {score.metric}: {score.note}.")
     return sentences
+
+
+def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
+    """Returns what each baseline has seen, a sentence for all that have seen the same."""
+    names: dict[str, list[str]] = {}
+    for system in systems:
+        if system.fitted_to is not None:
+            names.setdefault(system.fitted_to, []).append(system.name)
+    return [f"Fitted to {what}: {', '.join(names[what])}." for what in names]
 
 
 def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:

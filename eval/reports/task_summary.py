@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from eval.answers.predict import MODES, Predicted, RouterSummary
 from eval.answers.predictions_file import Stack
-from eval.baselines import baseline_outputs, has_baselines
+from eval.baselines import BaselineData, baseline_outputs, has_baselines
 from eval.records import (
     AverageScore,
     ClassCount,
@@ -32,7 +32,6 @@ from eval.run_folder import ExamplesDigest
 from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
 from eval.scores.metrics import Values, unwrap_values
 from eval.scores.superglue import SUPERGLUE, superglue_average
-from eval.source import BuiltIn
 from eval.task import TASKS, Example, Task
 
 _WORST_ANSWERS = 10
@@ -56,6 +55,7 @@ class TaskExamples(NamedTuple):
         num_expected: Number of rows that the published split has; None when it is not fixed.
         num_available: Number of examples that the rows give.
         examples: The examples that are asked.
+        baselines: What baselines are fitted to; None for no baselines.
     """
 
     task: Task
@@ -66,6 +66,7 @@ class TaskExamples(NamedTuple):
     num_expected: int | None
     num_available: int
     examples: list[Example]
+    baselines: BaselineData | None = None
 
 
 class ScoredSystem(NamedTuple):
@@ -111,11 +112,12 @@ def summarize_task(
     first_outputs = next(iter(answers.values())).outputs
     first_scores = systems[0].example_scores
 
-    # Baselines stand beside the models where their training data comes with Python.
-    if isinstance(task.source, BuiltIn) and has_baselines(task):
-        train = task.examples("train")
-        for name, outputs in baseline_outputs(task, train, examples).items():
-            systems.append(score_system(task, examples, outputs, name, "baseline"))
+    # Baselines stand beside the models where there are training rows without a network.
+    if asked.baselines is not None:
+        for name, baseline in baseline_outputs(task, asked.baselines, examples).items():
+            scored = score_system(task, examples, baseline.outputs, name, "baseline")
+            result = replace(scored.result, fitted_to=baseline.fitted_to)
+            systems.append(scored._replace(result=result))
 
     published = []
     for metric in task.metrics:
@@ -145,7 +147,10 @@ def summarize_task(
         by_class=class_counts(task, examples, first_outputs),
         worst=worst_answers(examples, first_outputs, first_scores),
     )
-    return replace(result, notes=comparability_notes(result, models)), draws
+    notes = comparability_notes(result, models)
+    if has_baselines(task) and asked.baselines is None and result.data.folder:
+        notes.append(f"No baselines: {result.data.folder} has no rows of the split 'train'.")
+    return replace(result, notes=notes), draws
 
 
 def score_system(

@@ -1,4 +1,4 @@
-"""Scores of one task by hand, baselines on separable data, and reports of made-up results, without
+"""Scores of one task by hand, and reports of made-up results, without
 a model.
 """
 
@@ -15,7 +15,6 @@ import yaml
 
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
-from eval.baselines import baseline_outputs
 from eval.records import (
     AverageScore,
     ClassCount,
@@ -483,11 +482,3 @@ def test_models_are_compared_by_their_intervals():
         "+60.0 points from `other`; their 95 % intervals do not overlap"
         in model_comparisons([first, far])[0]
     )
-
-
-def test_baselines_learn_separable_words_and_majority_counts(task):
-    examples = task.examples("train")
-    outputs = baseline_outputs(task, examples, examples)
-    assert set(outputs["majority"]) == {"red"}
-    for name in ("naive Bayes", "logistic regression"):
-        assert outputs[name] == [example.targets for example in examples]

@@ -1,0 +1,92 @@
+"""What the baselines of an evaluation are fitted to: labels of a task, and vectors of a text's words."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.baselines import BaselineData, has_baselines
+from eval.task import Example, Task
+from eval.word_vectors import WordVectors
+from moe.checks import check_integer
+from moe.data.mixture import choose_examples, format_choice
+from moe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BaselineSettings:
+    """What the baselines may see.
+
+    Attributes:
+        train_examples: Most training examples of a task; of one seed those that fine-tuning with
+            `mixture.train_examples` sees. None for all.
+        train_seed: Seed of the choice.
+        text: Folder of a corpus, of whose words vectors are made; None for no baseline of them.
+    """
+
+    train_examples: int | None = None
+    train_seed: int = 0
+    text: str | None = None
+
+
+def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
+    """Raises a ConfigError when a number is out of range, or a setting would change nothing."""
+    check_integer("--train-examples", settings.train_examples, least=1, optional="none for all")
+    most = 2**32 - 1
+    check_integer("--train-seed", settings.train_seed, least=0, most=most, reason="it has 32 bits")
+    if settings.train_seed and settings.train_examples is None:
+        raise ConfigError(
+            f"--train-seed {settings.train_seed} would change nothing: it draws the examples of "
+            "--train-examples. Give both."
+        )
+
+    tasks = list(tasks)
+    if settings.train_examples is not None and not any(map(has_baselines, tasks)):
+        raise ConfigError(
+            f"--train-examples {settings.train_examples} would change nothing: no task has "
+            "baselines, which are those of classifications and summaries. Leave it out."
+        )
+    if settings.text is not None and not any(task.is_classification for task in tasks):
+        raise ConfigError(
+            f"--baseline-text {settings.text} would change nothing: no task is a classification. "
+            "Leave it out."
+        )
+
+
+def read_baseline_data(
+    task: Task,
+    split: str,
+    settings: BaselineSettings,
+    folder: Path | None,
+    vectors: WordVectors | None,
+) -> BaselineData | None:
+    """Returns what the baselines of a task are fitted to; None where it has none, or no labels.
+
+    Rows of the hub are not loaded for baselines: they may be many.
+
+    Args:
+        task: The task.
+        split: The evaluated split, which chooses no settings.
+        settings: What the baselines may see.
+        folder: Holds a folder TASK with files in place of the task's own rows; None for those.
+        vectors: Vectors of the words of `settings.text`.
+
+    Raises:
+        DataError: When the training rows are not what the task expects.
+    """
+    if not has_baselines(task):
+        return None
+    rows_folder = task.rows_folder(folder)
+    if not task.source.is_local("train", rows_folder):
+        return None
+
+    examples = task.examples("train", folder)
+    size = settings.train_examples
+    train = choose_examples(examples, size, settings.train_seed)
+    fitted_to = format_choice(len(train), len(examples), size, settings.train_seed)
+
+    # Only vectors have settings that are chosen, and never on what is evaluated.
+    dev: Sequence[Example] = ()
+    has_dev = split != "validation" and task.source.is_local("validation", rows_folder)
+    if vectors is not None and task.is_classification and has_dev:
+        dev = task.examples("validation", folder)
+    return BaselineData(train, dev, fitted_to, vectors)
