@@ -65,14 +65,14 @@ class Crossing(NamedTuple):
     """From how many tokens on the primary arm is better for good.
 
     Attributes:
-        tokens_by_seed: Tokens at the crossing, linear between two points; None for a seed whose
+        tokens_by_seed: Tokens at the crossing by seed, linear between two points; None for a seed whose
             curves end with the other arm ahead.
         tokens: Geometric mean over the seeds; None unless all of them cross.
         low: Lower end of the 95 % interval, on the logarithm.
         high: Upper end of it.
     """
 
-    tokens_by_seed: dict[int, float | None]
+    tokens_by_seed: dict[str, float | None]
     tokens: float | None
     low: float | None
     high: float | None
@@ -271,10 +271,10 @@ def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
     first = curves.get(study.primary.arm, {})
     second = curves.get(study.primary.against, {})
 
-    tokens_by_seed: dict[int, float | None] = {}
+    tokens_by_seed: dict[str, float | None] = {}
     for seed in sorted(first.keys() & second.keys()):
         sign = 1 if study.measure.better == "lower" else -1
-        tokens_by_seed[seed] = _crossing_of(first[seed], second[seed], sign)
+        tokens_by_seed[str(seed)] = _crossing_of(first[seed], second[seed], sign)
 
     # Only of a crossing that every seed has there is a mean.
     logs = [math.log(tokens) for tokens in tokens_by_seed.values() if tokens]

@@ -1,0 +1,233 @@
+"""What a study concludes from its numbers, on numbers of which the conclusion is known."""
+
+import math
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
+from eval.studies.outcomes import Point, RunOutcome
+from eval.studies.report import read_result, study_html, write_report
+from eval.studies.study import Contrast, Measure, Study, Sweep
+
+TOKENS_PER_STEP = 13
+
+
+def build(**changes: object) -> Study:
+    study = Study(
+        title="Title",
+        claim="Claim.",
+        paper="Paper.",
+        expected="Expected.",
+        command="pretrain",
+        settings={},
+        arms={"a": {}, "b": {}, "c": {}},
+        seeds=[0, 1, 2],
+        measure=Measure("heldout/loss"),
+        primary=Contrast("a", "b"),
+    )
+    return study._replace(**changes)
+
+
+def run(arm: str, seed: int, number: float, **changes: object) -> RunOutcome:
+    outcome = RunOutcome(
+        arm=arm,
+        value=None,
+        seed=seed,
+        number=number,
+        initial=5.0,
+        has_diverged=False,
+        curve=[],
+        steps=100,
+        tokens=100 * TOKENS_PER_STEP,
+        seconds=7.0,
+        cpu_seconds=11.0,
+        routers={},
+    )
+    return outcome._replace(**changes)
+
+
+def runs_of(numbers: dict[str, list[float]]) -> list[RunOutcome]:
+    outcomes = []
+    for arm, values in numbers.items():
+        outcomes += [run(arm, seed, number) for seed, number in enumerate(values)]
+    return outcomes
+
+
+def test_a_lower_loss_is_a_positive_difference_with_the_paired_t_interval() -> None:
+    study = build()
+    outcomes = runs_of({"a": [2.0, 2.1, 2.2], "b": [2.5, 2.7, 2.6], "c": [9, 9, 9]})
+    (result,) = contrast_results(study, arm_numbers(study, outcomes))
+
+    expected = stats.ttest_rel([2.5, 2.7, 2.6], [2.0, 2.1, 2.2])
+    interval = expected.confidence_interval(0.95)
+    assert result.difference == pytest.approx(0.5)
+    assert (result.low, result.high) == pytest.approx((interval.low, interval.high))
+    assert result.p_value == pytest.approx(expected.pvalue)
+    assert result.verdict == "holds"
+
+
+def test_a_difference_against_the_claim_does_not_hold() -> None:
+    study = build(primary=Contrast("b", "a"))
+    outcomes = runs_of({"a": [2.0, 2.1, 2.2], "b": [2.5, 2.7, 2.6]})
+    (result,) = contrast_results(study, arm_numbers(study, outcomes))
+    assert result.verdict == "does not hold at this scale"
+
+    worse = build(primary=Contrast("b", "a", expect="worse"))
+    (result,) = contrast_results(worse, arm_numbers(worse, outcomes))
+    assert result.verdict == "holds"
+
+
+def test_equal_arms_hold_a_claim_of_equality_and_refute_one_of_a_difference() -> None:
+    outcomes = runs_of({"a": [2.0, 2.1, 2.2], "b": [2.0001, 2.1002, 2.2]})
+    equal = build(primary=Contrast("a", "b", expect="equal", margin=0.01))
+    (result,) = contrast_results(equal, arm_numbers(equal, outcomes))
+    assert result.verdict == "holds"
+
+    better = build(primary=Contrast("a", "b", margin=0.01))
+    (result,) = contrast_results(better, arm_numbers(better, outcomes))
+    assert result.verdict == "does not hold at this scale"
+
+
+def test_noise_resolves_nothing_and_neither_does_one_seed() -> None:
+    study = build()
+    outcomes = runs_of({"a": [2.0, 2.9, 2.2], "b": [2.5, 2.1, 2.6]})
+    (result,) = contrast_results(study, arm_numbers(study, outcomes))
+    assert result.verdict == "not resolved"
+
+    (result,) = contrast_results(study, arm_numbers(study, runs_of({"a": [1.0], "b": [2.0]})))
+    assert (result.difference, result.low, result.verdict) == (1.0, None, "not resolved")
+
+
+def test_secondary_comparisons_are_corrected_together_and_the_primary_is_not() -> None:
+    contrasts = [Contrast("a", "c"), Contrast("b", "c")]
+    study = build(contrasts=contrasts)
+    numbers = {"a": [2.0, 2.1, 2.2], "b": [2.5, 2.7, 2.6], "c": [3.0, 3.3, 3.5]}
+    primary, first, second = contrast_results(study, arm_numbers(study, runs_of(numbers)))
+
+    p_values = {}
+    for arm in ("a", "b"):
+        p_values[arm] = float(stats.ttest_rel(numbers["c"], numbers[arm]).pvalue)
+    assert primary.p_value == pytest.approx(stats.ttest_rel(numbers["b"], numbers["a"]).pvalue)
+
+    # Holm: the smaller one times two, the larger one at least as large as that.
+    smaller = 2 * min(p_values.values())
+    larger = max(smaller, max(p_values.values()))
+    assert sorted([first.p_value, second.p_value]) == pytest.approx([smaller, larger])
+
+
+def test_sensitivity_is_the_mean_of_capped_losses_above_the_best() -> None:
+    study = build(
+        sweep=Sweep("optim.lr", [0.1, 0.2, 0.4]),
+        measure=Measure("heldout/loss", over_sweep="sensitivity"),
+    )
+    outcomes = [
+        run("a", 0, 2.0, value=0.1),
+        run("a", 0, 3.0, value=0.2),
+        run("a", 0, 50.0, value=0.4, has_diverged=True),
+    ]
+    (number,) = arm_numbers(study, outcomes)
+    assert number.number == pytest.approx((2 + 3 + 5) / 3 - 2)
+    assert number.has_diverged
+
+    # A seed without all rates has no sensitivity.
+    assert arm_numbers(study, outcomes[:2]) == []
+
+
+def test_a_sweep_is_compared_at_each_value_and_the_declared_one_is_the_primary() -> None:
+    study = build(sweep=Sweep("labels", [250, 1000]), primary=Contrast("a", "b", at=250))
+    outcomes = []
+    for value, gap in ((250, 1.0), (1000, 0.5)):
+        for seed in range(3):
+            outcomes.append(run("a", seed, 2.0 + 0.1 * seed, value=value))
+            outcomes.append(run("b", seed, 2.01 * gap + 2.0 + 0.1 * seed, value=value))
+    results = contrast_results(study, arm_numbers(study, outcomes))
+
+    assert [(item.contrast.at, item.is_primary) for item in results] == [
+        (250, True),
+        (1000, False),
+    ]
+
+
+def curve(*values: float | None) -> list[Point]:
+    return [Point(10 * number, value) for number, value in enumerate(values)]
+
+
+def test_curves_cross_where_the_line_between_two_points_does() -> None:
+    study = build(has_crossing=True)
+    outcomes = [
+        run("a", 0, 1.0, curve=curve(9.0, 6.0, 3.0, 1.0)),
+        run("b", 0, 2.0, curve=curve(9.0, 5.0, 4.0, 2.0)),
+    ]
+    # The gap is -1 at step 10 and 1 at step 20: zero at step 15.
+    result = crossing(study, outcomes)
+    assert result.tokens_by_seed == {"0": pytest.approx(15 * TOKENS_PER_STEP)}
+    assert result.low is None
+
+
+def test_an_arm_that_ends_behind_never_crosses_and_there_is_no_mean() -> None:
+    study = build(has_crossing=True)
+    outcomes = [
+        run("a", 0, 1.0, curve=curve(9.0, 3.0)),
+        run("b", 0, 2.0, curve=curve(9.0, 4.0)),
+        run("a", 1, 3.0, curve=curve(9.0, None)),
+        run("b", 1, 2.0, curve=curve(9.0, 2.0)),
+    ]
+    result = crossing(study, outcomes)
+    assert result.tokens_by_seed["1"] is None
+    assert result.tokens is None
+
+
+def test_the_interval_of_the_crossing_is_that_of_its_logarithm() -> None:
+    study = build(has_crossing=True)
+    outcomes = []
+    for seed, middle in enumerate((3.5, 4.0, 4.5)):
+        outcomes.append(run("a", seed, 1.0, curve=curve(9.0, 6.0, 3.0, 1.0)))
+        outcomes.append(run("b", seed, 2.0, curve=curve(9.0, 5.0, middle, 2.0)))
+    result = crossing(study, outcomes)
+
+    assert result.tokens is not None and result.low is not None and result.high is not None
+    assert result.low < result.tokens < result.high
+    assert result.tokens**2 == pytest.approx(result.low * result.high)
+    logs = [math.log(tokens) for tokens in result.tokens_by_seed.values() if tokens]
+    assert math.log(result.tokens) == pytest.approx(sum(logs) / 3)
+
+
+def result_of(study: Study, outcomes: list[RunOutcome]) -> StudyResult:
+    numbers = arm_numbers(study, outcomes)
+    return StudyResult(
+        study=study,
+        command="python -m scripts.study x.yaml",
+        versions={"python": "3"},
+        overrides={"training.steps": 7},
+        outcomes=outcomes,
+        missing=["c, seed 0"],
+        sizes={},
+        numbers=numbers,
+        contrasts=contrast_results(study, numbers),
+        crossing=crossing(study, outcomes),
+    )
+
+
+def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    outcomes = [
+        run("a", 0, 1.0, curve=curve(9.0, 3.0), routers={"router/encoder/entropy": 1.5}),
+        run("b", 0, 2.0, curve=curve(9.0, None), has_diverged=True),
+    ]
+    result = result_of(build(), outcomes)
+    text = write_report(result, tmp_path)
+
+    assert read_result(tmp_path / "study.json") == result
+    for part in ("Diverged: b, seed 0", "Not complete, 1 runs: c, seed 0", "training.steps = 7"):
+        assert part in text
+
+
+def test_the_page_of_a_study_loads_nothing_and_escapes_names() -> None:
+    outcomes = [run("a", 0, 1.0, curve=curve(9.0, 3.0)), run("b", 0, 2.0, curve=curve(9.0, 4.0))]
+    page = study_html(result_of(build(title="A < B"), outcomes))
+    assert "A &lt; B" in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+    assert page.count("<svg") == 2

@@ -1,0 +1,135 @@
+"""Studies as values: what a file may say, and which runs it stands for."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eval.studies.command import read_overrides
+from eval.studies.runs import study_runs
+from eval.studies.study import Study, read_study
+from moe.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+STUDIES = sorted((ROOT / "recipes/studies").glob("*.yaml"))
+
+CONTENT = {
+    "title": "Balance",
+    "claim": "It matters.",
+    "paper": "It does.",
+    "expected": "It will.",
+    "command": "pretrain",
+    "settings": {"config": "tiny.yaml", "corpus": "{studies}/corpus", "tokenizer": "{out}/t"},
+    "arms": {"with": {}, "without": {"model.load_balance_loss_weight": 0.0}},
+    "seeds": [3, 5],
+    "measure": {"metric": "heldout/loss"},
+    "primary": {"arm": "with", "against": "without"},
+}
+
+
+def write(folder: Path, **changes: object) -> Path:
+    (folder / "tiny.yaml").write_text("training: {steps: 7}\noptim: {warmup_steps: 2}\n")
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**CONTENT, **changes}))
+    return path
+
+
+def study(folder: Path, **changes: object) -> Study:
+    return read_study(write(folder, **changes))
+
+
+def test_a_study_is_a_run_for_each_arm_and_seed_and_whole_seeds_come_first(tmp_path: Path) -> None:
+    runs = study_runs(study(tmp_path), tmp_path / "out")
+
+    names = [(run.arm, run.seed) for run in runs]
+    assert names == [("with", 3), ("without", 3), ("with", 5), ("without", 5)]
+    assert len({run.folder for run in runs}) == 4
+
+
+def test_a_sweep_gives_every_arm_each_value(tmp_path: Path) -> None:
+    sweep = {"setting": "optim.lr", "values": [0.1, 0.3]}
+    measure = {"metric": "heldout/loss", "over_sweep": "sensitivity"}
+    runs = study_runs(study(tmp_path, sweep=sweep, measure=measure), tmp_path / "out")
+
+    assert len(runs) == 8
+    assert {run.recipe.optim.lr for run in runs if run.value == 0.3} == {0.3}
+
+
+def test_settings_of_the_arm_the_sweep_and_the_command_line_win_in_that_order(
+    tmp_path: Path,
+) -> None:
+    arms = {"with": {"training.steps": 11, "optim.lr": 0.5}, "without": {}}
+    sweep = {"setting": "optim.lr", "values": [0.25]}
+    measure = {"metric": "heldout/loss", "over_sweep": "best"}
+    content = study(tmp_path, arms=arms, sweep=sweep, measure=measure)
+
+    first, second = study_runs(content, tmp_path / "out")[:2]
+    assert (first.recipe.training.steps, first.recipe.optim.lr) == (11, 0.25)
+    assert second.recipe.training.steps == 7
+    first = study_runs(content, tmp_path / "out", {"training.steps": 13})[0]
+    assert first.recipe.training.steps == 13
+
+
+def test_paths_may_name_the_seed_and_the_folders(tmp_path: Path) -> None:
+    runs = study_runs(study(tmp_path), Path("runs/studies/balance"))
+    command = runs[0].commands[0]
+
+    assert command[command.index("--corpus") + 1] == "runs/studies/corpus"
+    assert command[command.index("--tokenizer") + 1] == "runs/studies/balance/t"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": []}, "seeds is \\[\\]; expected one or more different numbers"),
+        ({"seeds": [1, 1]}, "seeds is \\[1, 1\\]"),
+        ({"arms": {}}, "arms is {}; expected at least one arm"),
+        ({"arms": {"../x": {}}}, "expected names of lower-case letters"),
+        ({"primary": {"arm": "wiht", "against": "with"}}, "no arm 'wiht'.*Did you mean 'with'"),
+        ({"primary": {"arm": "with", "against": "without", "margin": 0}}, "a number above 0"),
+        ({"primary": {"arm": "with", "against": "without", "at": 3}}, "at is 3; expected a value"),
+        ({"settings": {"seed": 3}}, "seed is set by the study itself"),
+        ({"claims": "x"}, "claims is 'x'"),
+        ({"command": "eval"}, "command is 'eval'"),
+        ({"sweep": {"setting": "optim.lr", "values": [1]}}, "primary.at is null"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        study(tmp_path, **changes)
+    assert "study.yaml" in str(error.value)
+
+
+def test_an_unknown_setting_is_refused_before_any_run_begins(tmp_path: Path) -> None:
+    content = study(tmp_path, arms={"with": {"model.num_expert": 3}, "without": {}})
+    with pytest.raises(ConfigError, match=r"Arm 'with': .*num_expert"):
+        study_runs(content, tmp_path / "out")
+
+
+def test_unknown_braces_are_refused(tmp_path: Path) -> None:
+    settings = {**CONTENT["settings"], "corpus": "{corpora}"}  # type: ignore[dict-item]
+    content = study(tmp_path, settings=settings)
+    with pytest.raises(
+        ConfigError, match=r"corpus is '\{corpora\}'; expected no braces but \{seed\}"
+    ):
+        study_runs(content, tmp_path / "out")
+
+
+def test_overrides_are_yaml_values() -> None:
+    assert read_overrides(["a.b=3", "c=null", "d=x=y"]) == {"a.b": 3, "c": None, "d": "x=y"}
+    for text in ("a", "=3"):
+        with pytest.raises(ConfigError, match="expected NAME=VALUE"):
+            read_overrides([text])
+    with pytest.raises(ConfigError, match="no YAML value"):
+        read_overrides(["a={"])
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Path) -> None:
+    content = read_study(path)
+    runs = study_runs(content, Path("runs/studies") / path.stem)
+    values = 1 if content.sweep is None else len(content.sweep.values)
+    assert len(runs) == len(content.arms) * len(content.seeds) * values
+    assert len(content.seeds) >= 3
