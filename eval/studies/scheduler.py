@@ -20,11 +20,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+import torch
 from tqdm import tqdm
 
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
-from moe.errors import DivergenceError, MoEError
-from moe.files import write_text
+from moe.errors import DataError, DivergenceError, MoEError
+from moe.files import locked_folder, write_text
 from moe.parsing import read_json_lines, read_record
 from moe.training.metrics import METRICS_FILE
 
@@ -33,8 +34,8 @@ LOG_FILE = "study_run.log"
 
 _USAGE_FILE = "study_usage.json"
 _POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 60
 _PR_SET_PDEATHSIG = 1
-_THREADS = "OMP_NUM_THREADS"
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["scripts.pretrain", "scripts.finetune", "eval.commands.run"]
@@ -69,6 +70,7 @@ class _Process:
     run: StudyRun
     remaining: list[list[str]]
     child: ForkServerProcess
+    threads: int
     started: float
     earlier: RunState
 
@@ -107,10 +109,13 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
         else:
             waiting.append(run)
 
+    # Starting Python and torch anew for every run would take ten seconds each.
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     end = None if hours is None else time.monotonic() + 3600 * hours
     running: list[_Process] = []
     total = sum(run.recipe.training.steps for run in runs)
-    with _processes(running, jobs), tqdm(total=total, unit="step", desc="study") as bar:
+    with _stopped_at_the_end(running), tqdm(total=total, unit="step", desc="study") as bar:
         while waiting or running:
             # As many runs at a time as there are jobs.
             while waiting and len(running) < jobs:
@@ -119,7 +124,7 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
                     progress.left_out.append(run)
                     bar.write(f"left out, the budget would not suffice: {run.name}")
                     continue
-                running.append(_begin(run))
+                running.append(_begin(run, threads))
 
             # A command that has ended makes room for the next.
             time.sleep(_POLL_SECONDS)
@@ -156,29 +161,44 @@ def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
 # One run
 
 
-def _begin(run: StudyRun) -> _Process:
+def _begin(run: StudyRun, threads: int) -> _Process:
     """Starts the first command of a run."""
     state = read_state(run) or RunState(_without_interpreter(run.commands))
-    run.folder.mkdir(parents=True, exist_ok=True)
+    _wait_for_earlier(run)
     _write_state(run, state)
-    child = _start(run, run.commands[0])
-    return _Process(run, run.commands[1:], child, time.monotonic(), state)
+    child = _start(run, run.commands[0], threads)
+    return _Process(run, run.commands[1:], child, threads, time.monotonic(), state)
 
 
-def _start(run: StudyRun, command: Sequence[str]) -> ForkServerProcess:
+def _wait_for_earlier(run: StudyRun) -> None:
+    """Waits until the process of a study that was killed has let go of the run's folder."""
+    taken = f"Another process works in {run.folder}. Wait for it, or choose another --out."
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            with locked_folder(run.folder, taken):
+                return
+        except DataError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def _start(run: StudyRun, command: Sequence[str], threads: int) -> ForkServerProcess:
     """Starts a command, `-m MODULE ARGUMENTS`, whose output goes to the run's log."""
-    child = _CONTEXT.Process(target=_run_module, args=(run.folder, list(command[2:])))
+    child = _CONTEXT.Process(target=_run_module, args=(run.folder, list(command[2:]), threads))
     child.start()
     return child
 
 
-def _run_module(folder: Path, command: list[str]) -> None:
+def _run_module(folder: Path, command: list[str], threads: int) -> None:
     """Runs a module as a program, in a process that has its imports already."""
     _end_with_parent()
     log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
 
+    torch.set_num_threads(threads)
     sys.argv = command
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -221,7 +241,7 @@ def _has_ended(process: _Process) -> bool:
     # Training is done: its evaluation follows.
     process.earlier = state
     process.started = time.monotonic()
-    process.child = _start(run, process.remaining.pop(0))
+    process.child = _start(run, process.remaining.pop(0), process.threads)
     return False
 
 
@@ -247,16 +267,8 @@ def _last_lines(run: StudyRun) -> str:
 
 
 @contextmanager
-def _processes(running: Sequence[_Process], jobs: int) -> Iterator[None]:
-    """Deals out the processor's threads to runs, and stops those that go on when the block ends.
-
-    Runs are forked from one process that has imported what they need: starting Python and torch
-    anew would take ten seconds each.
-    """
-    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
-    before = os.environ.get(_THREADS)
-    os.environ[_THREADS] = threads
-    _CONTEXT.set_forkserver_preload(_PRELOADED)
+def _stopped_at_the_end(running: Sequence[_Process]) -> Iterator[None]:
+    """Stops the runs that still go on when the block ends, however it ends."""
     try:
         yield
     finally:
@@ -264,9 +276,6 @@ def _processes(running: Sequence[_Process], jobs: int) -> Iterator[None]:
             process.child.terminate()
         for process in running:
             process.child.join()
-        del os.environ[_THREADS]
-        if before is not None:
-            os.environ[_THREADS] = before
 
 
 # ---------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Studies that really train: killed half-way they go on, and come to the same numbers."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eval.studies.command import main
+from eval.studies.report import read_result
+from eval.studies.scheduler import StudyError
+from tests.processes import Command
+from tests.training.tiny_run import write_inputs
+
+pytestmark = pytest.mark.slow
+
+STUDY = {
+    "title": "Balance",
+    "claim": "It matters.",
+    "paper": "It does.",
+    "expected": "It will.",
+    "command": "pretrain",
+    "settings": {
+        "config": "pretrain.yaml",
+        "corpus": "{studies}/corpus",
+        "tokenizer": "{studies}/tokenizer",
+        "optim.cooldown_steps": 2,
+        "training.steps": 6,
+        "training.evaluate_every": 3,
+        "training.checkpoint_every": 2,
+    },
+    "arms": {"with": {}, "without": {"model.load_balance_loss_weight": 0.0}},
+    "seeds": [3, 5],
+    "measure": {"metric": "heldout/loss"},
+    "primary": {"arm": "with", "against": "without"},
+}
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a corpus, a tokenizer and a study."""
+    folder = tmp_path_factory.mktemp("study") / "studies"
+    write_inputs(folder)
+    (folder / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    return folder
+
+
+def curves(study: Path) -> list[object]:
+    return [(run.arm, run.seed, run.number, run.curve) for run in read_result(study).outcomes]
+
+
+def run_study(studies: Path, out: Path, *options: str) -> None:
+    main([str(studies / "study.yaml"), "--out", str(out), *options])
+
+
+def test_a_study_that_was_killed_goes_on_and_comes_to_the_same_curves(
+    studies: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = studies / "whole"
+    run_study(studies, whole, "--jobs", "2")
+    assert "4 runs, 24 steps, 2 at a time; 0 are complete" in capsys.readouterr().out
+
+    # Killed while a run writes its metrics.
+    killed = studies / "killed"
+    metrics = killed / "runs/with/seed-3/metrics.jsonl"
+    command = Command("scripts.study", [studies / "study.yaml", "--out", killed])
+    command.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    command.send_signal(signal.SIGKILL)
+    command.finish()
+    assert not (killed / "study.json").exists()
+
+    run_study(studies, killed, "--jobs", "2")
+    assert curves(killed / "study.json") == curves(whole / "study.json")
+
+    # A third call runs nothing, and writes the same numbers.
+    capsys.readouterr()
+    run_study(studies, killed)
+    assert "4 are complete" in capsys.readouterr().out
+    assert curves(killed / "study.json") == curves(whole / "study.json")
+
+
+def test_runs_of_other_settings_are_refused(studies: Path) -> None:
+    out = studies / "settings"
+    state = out / "runs/with/seed-3/study_run.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"commands": [["-m", "scripts.pretrain"]]}))
+    with pytest.raises(StudyError, match="holds a run with other settings"):
+        run_study(studies, out)
+
+
+def test_a_budget_that_is_too_small_names_what_is_left_out(
+    studies: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = studies / "budget"
+    run_study(studies, out, "--hours", "0.0000001")
+    result = read_result(out / "study.json")
+    assert result.outcomes == []
+    assert "without, seed 5" in result.missing
+    assert "left out, the budget would not suffice: with, seed 3" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_is_counted_with_its_initial_loss(studies: Path) -> None:
+    out = studies / "diverged"
+    settings = ["--set", "optim.lr=1000000", "--set", "optim.clipping_threshold=1e30"]
+    run_study(studies, out, *settings)
+
+    outcomes = read_result(out / "study.json").outcomes
+    diverged = [run for run in outcomes if run.has_diverged]
+    assert diverged
+    for run in diverged:
+        assert run.number == run.initial
+
+
+def test_a_run_that_fails_ends_the_study_with_its_last_words(studies: Path) -> None:
+    missing = f"corpus={studies / 'absent'}"
+    with pytest.raises(StudyError, match=r"with, seed 3 failed with exit code 2:\n(.|\n)*absent"):
+        run_study(studies, studies / "failed", "--set", missing)
