@@ -5,6 +5,7 @@ Comes after `analysis`; `measured` puts the results of several studies on one pa
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from eval.records import to_json
@@ -68,13 +69,27 @@ def study_markdown(result: StudyResult) -> str:
     lines = [f"# {study.title}", "", f"Claim: {study.claim}", ""]
     lines += [f"The paper: {study.paper}", "", f"Expected here: {study.expected}", ""]
     lines += notes(result)
-    lines += ["", *_table(_CONTRAST_HEADER, contrast_rows(result))]
-    lines += ["", *_table(_ARM_HEADER, arm_rows(result)), ""]
-    routers = router_rows(result)
+    lines += ["", *contrast_table(result), "", *arm_table(result), ""]
+    routers = router_table(result)
     if routers:
-        lines += ["Routers at the end of training, means over seeds:", ""]
-        lines += [*_table(_ROUTER_HEADER, routers), ""]
+        lines += ["Routers at the end of training, means over seeds:", "", *routers, ""]
     return "\n".join(lines)
+
+
+def contrast_table(result: StudyResult) -> list[str]:
+    """Returns the comparisons as lines of a Markdown table."""
+    return markdown_table(_CONTRAST_HEADER, contrast_rows(result))
+
+
+def arm_table(result: StudyResult) -> list[str]:
+    """Returns the numbers of all arms as lines of a Markdown table."""
+    return markdown_table(_ARM_HEADER, arm_rows(result))
+
+
+def router_table(result: StudyResult) -> list[str]:
+    """Returns what the routers did as lines of a Markdown table; none for dense models."""
+    rows = router_rows(result)
+    return markdown_table(_ROUTER_HEADER, rows) if rows else []
 
 
 def study_html(result: StudyResult) -> str:
@@ -241,8 +256,8 @@ def crossing_sentence(crossing: Crossing) -> str:
     return text + "."
 
 
-def _table(header: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    """Returns a Markdown table."""
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a Markdown table."""
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for row in rows:
         lines.append(f"| {' | '.join(row)} |")

@@ -3,7 +3,6 @@
 Comes after `runs`, before `outcomes`, which reads what the runs have written.
 """
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ import runpy
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,10 +35,9 @@ LOG_FILE = "study_run.log"
 _USAGE_FILE = "study_usage.json"
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 60
-_PR_SET_PDEATHSIG = 1
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["scripts.pretrain", "scripts.finetune", "eval.commands.run"]
+_PRELOADED = ["moe.training.loop", "eval.dev_scores", "eval.run"]
 
 
 class StudyError(MoEError, RuntimeError):
@@ -193,7 +192,7 @@ def _start(run: StudyRun, command: Sequence[str], threads: int) -> ForkServerPro
 
 def _run_module(folder: Path, command: list[str], threads: int) -> None:
     """Runs a module as a program, in a process that has its imports already."""
-    _end_with_parent()
+    threading.Thread(target=_end_with_study, daemon=True).start()
     log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -207,11 +206,12 @@ def _run_module(folder: Path, command: list[str], threads: int) -> None:
         write_text(folder / _USAGE_FILE, json.dumps(usage.ru_utime + usage.ru_stime))
 
 
-def _end_with_parent() -> None:
-    """Lets the kernel end this process when the study is killed, so that none is left behind."""
-    # Other systems have no such call: there the run goes on, and holds its folder until it ends.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _end_with_study() -> None:
+    """Ends this process when the study is killed, so that no run is left behind."""
+    study = multiprocessing.parent_process()
+    assert study is not None, "a study has started this process"
+    study.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _has_ended(process: _Process) -> bool:

@@ -1,0 +1,101 @@
+"""docs/measured.md: what all studies show, a line for each claim; a view of their files study.json.
+
+Comes after `report`, which writes those files.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.studies.analysis import StudyResult
+from eval.studies.report import (
+    STUDY_JSON,
+    arm_table,
+    contrast_table,
+    interval_text,
+    markdown_table,
+    notes,
+    read_result,
+    router_table,
+)
+from moe.errors import DataError
+
+_HEADER = (
+    "study",
+    "claim",
+    "verdict",
+    "better by",
+    "95 % interval",
+    "seeds",
+    "million tokens a run",
+    "CPU hours",
+)
+_INTRODUCTION = """\
+# What we measured
+
+The claims of the paper, and of those before it, at the size that two cores can train in a night. Every number is
+copied from a file in `benchmarks/studies/`, which the command below its table wrote; this page is made of those files
+by `python -m scripts.measured`. No seed is left out. *Better by* is the difference of the primary comparison, which
+was declared with the study, in the unit of its measure; positive speaks for the first arm. *Holds* means that it is
+significant (p < 0.05) and of the claimed sign, *does not hold at this scale* that it is significant the other way or
+shown to be smaller than the declared margin, *not resolved* neither.
+"""
+
+
+def read_results(folder: Path) -> dict[str, StudyResult]:
+    """Returns the results in the folders of a folder, by the name of the study.
+
+    Raises:
+        DataError: When there is none, or a file is damaged.
+    """
+    paths = sorted(folder.glob(f"*/{STUDY_JSON}"))
+    if not paths:
+        raise DataError(f"There is no {STUDY_JSON} below {folder}. Give the folder of studies.")
+    return {path.parent.name: read_result(path) for path in paths}
+
+
+def measured_page(results: dict[str, StudyResult]) -> str:
+    """Returns the page: a table of all claims, then each study."""
+    rows = []
+    for name, result in results.items():
+        rows.append(_claim_row(name, result))
+    lines = [_INTRODUCTION, *markdown_table(_HEADER, rows)]
+    for name, result in results.items():
+        lines += ["", *_section(name, result)]
+    return "\n".join(lines) + "\n"
+
+
+def _claim_row(name: str, result: StudyResult) -> list[str]:
+    """Returns the line of one study."""
+    study = result.study
+    title = f"[{study.title}](#{name.replace('_', '-')})"
+    hours = sum(run.cpu_seconds for run in result.outcomes) / 3600
+    tokens = [run.tokens for run in result.outcomes if run.tokens]
+    millions = f"{max(tokens) / 1e6:.1f}" if tokens else ""
+    primary = [item for item in result.contrasts if item.is_primary]
+    if not primary:
+        return [title, study.claim, "not run yet", "", "", "", millions, f"{hours:.1f}"]
+    (item,) = primary
+    effect = f"{item.difference:+.3g}"
+    seeds = str(item.num_seeds)
+    interval = interval_text(item)
+    return [title, study.claim, item.verdict, effect, interval, seeds, millions, f"{hours:.1f}"]
+
+
+def _section(name: str, result: StudyResult) -> list[str]:
+    """Returns the section of one study."""
+    study = result.study
+    lines = [f"({name.replace('_', '-')})=", f"## {study.title}", ""]
+    lines += [f"**Claim.** {study.claim}", "", f"**The paper.** {study.paper}", ""]
+    lines += [f"**Expected**, before the first run. {study.expected}", ""]
+    lines += contrast_table(result)
+    lines += ["", *arm_table(result)]
+    routers = router_table(result)
+    if routers:
+        lines += ["", "Routers at the end of training, means over seeds:", "", *routers]
+    lines += ["", *_bullets(notes(result))]
+    lines += ["", "```bash", result.command, "```"]
+    return lines
+
+
+def _bullets(sentences: Sequence[str]) -> list[str]:
+    return [f"- {sentence}" for sentence in sentences]
