@@ -26,8 +26,12 @@ class CheckpointError(MoEError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another model, recipe or corpus."""
 
 
+class NonFiniteError(DataError):
+    """Numbers that a model computes with are NaN or infinite."""
+
+
 class DivergenceError(CheckpointError):
-    """Training has diverged: loss or gradient is not finite.
+    """Training has diverged: loss, gradient or the router's logits are not finite.
 
     A command ends with exit code 3, so that a program that starts many runs can tell.
     """

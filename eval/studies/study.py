@@ -12,7 +12,7 @@ from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
-_ADVICE = "See docs/studies.md for the keys of a study."
+_ADVICE = "See docs/guides/study.md for the keys of a study."
 _OWN_SETTINGS = ("seed", "seeds", "out", "resume")
 
 SettingValue = str | int | float | bool | None | list[Any]

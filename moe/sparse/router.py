@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.errors import DataError
+from moe.errors import DataError, NonFiniteError
 from moe.kernels.torch_private import assert_on_device
 from moe.registry import Registry
 from moe.sparse.capacity import slots_of_expert
@@ -111,7 +111,8 @@ class Router(nn.Module):
         Scores of padding are those of logits of zero, with no gradient.
 
         Raises:
-            DataError: When the scores of a real token are not finite, or a needed input is missing.
+            NonFiniteError: When the scores of a real token are not finite.
+            DataError: When a needed input is missing.
         """
         # Selective precision: the router computes in float32 at least, whatever runs around it.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
@@ -282,7 +283,7 @@ def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:
 
 
 def _refuse_not_finite(logits: Tensor) -> None:
-    """Raises a DataError when <float>[G, S, E] holds NaN or infinity.
+    """Raises a NonFiniteError when <float>[G, S, E] holds NaN or infinity.
 
     On an accelerator the device stops later, since nobody waits for it.
     """
@@ -299,4 +300,4 @@ def _refuse_not_finite(logits: Tensor) -> None:
     if not can_read_values(logits):
         assert_on_device(is_finite, message)
     elif not is_finite:
-        raise DataError(message)
+        raise NonFiniteError(message)

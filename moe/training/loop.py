@@ -29,7 +29,7 @@ from moe.distributed.collectives import (
     is_rank_zero,
 )
 from moe.distributed.mesh import MeshConfig
-from moe.errors import CheckpointError, DataError, DivergenceError
+from moe.errors import CheckpointError, DataError, DivergenceError, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
@@ -163,17 +163,18 @@ def _run_steps(
         reporter.restart_clock()
         for step in range(first_step, training.steps):
             batch = to_device(run.source.batch(step, rows), model.device)
-            metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
-
-            # From here on the step counts as done; weights that are not finite are never saved.
             done = step + 1
-            _refuse_non_finite(metrics, done, run.folder)
-            reporter.report_step(done, metrics, bar)
+            with _divergence_where_not_finite(done, run.folder):
+                metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
 
-            if _is_due(done, training.evaluate_every, training.steps):
-                reporter.report_held_out(done)
-                reporter.report_dev_scores(done)
-                reporter.restart_clock()
+                # From here on the step counts as done; weights that are not finite are never saved.
+                _refuse_non_finite(metrics, done, run.folder)
+                reporter.report_step(done, metrics, bar)
+
+                if _is_due(done, training.evaluate_every, training.steps):
+                    reporter.report_held_out(done)
+                    reporter.report_dev_scores(done)
+                    reporter.restart_clock()
 
             if _is_due(done, training.checkpoint_every, training.steps):
                 checkpoints.save(model, optimizer, layouts, _run_state(run, done))
@@ -194,6 +195,15 @@ def _build_optimizer(run: Run) -> torch.optim.Optimizer:
     )
 
 
+@contextmanager
+def _divergence_where_not_finite(step: int, folder: Path) -> Iterator[None]:
+    """Raises a DivergenceError for numbers inside the model that are not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise _divergence(f"At step {step} training has diverged. {error}", folder) from error
+
+
 def _refuse_non_finite(metrics: StepMetrics, step: int, folder: Path) -> None:
     """Raises a DivergenceError when training has diverged, before such weights are saved.
 
@@ -202,11 +212,16 @@ def _refuse_non_finite(metrics: StepMetrics, step: int, folder: Path) -> None:
     loss = float(metrics.loss)
     grad_norm = float(metrics.grad_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise DivergenceError(
-            f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}. The "
-            f"checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
-            "Lower optim.lr or optim.clipping_threshold, and start a new run."
-        )
+        what = f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}."
+        raise _divergence(what, folder)
+
+
+def _divergence(what: str, folder: Path) -> DivergenceError:
+    """Returns the error that says how a run can go on."""
+    return DivergenceError(
+        f"{what} The checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
+        "Lower optim.lr or optim.clipping_threshold, and start a new run."
+    )
 
 
 # ---------------------------------------------------------------------------

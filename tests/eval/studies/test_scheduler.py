@@ -102,7 +102,10 @@ def test_a_budget_that_is_too_small_names_what_is_left_out(
 
 def test_a_run_that_diverges_is_counted_with_its_initial_loss(studies: Path) -> None:
     out = studies / "diverged"
-    settings = ["--set", "optim.lr=1000000", "--set", "optim.clipping_threshold=1e30"]
+    # Every step makes the weights 1e8 times as large.
+    settings = []
+    for setting in ("optim.optimizer=adamw", "optim.lr=1000000", "optim.weight_decay=100"):
+        settings += ["--set", setting]
     run_study(studies, out, *settings)
 
     outcomes = read_result(out / "study.json").outcomes
