@@ -10,6 +10,7 @@ from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
+from eval.contamination import load_training_text, task_contamination
 from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
@@ -39,6 +40,7 @@ def evaluate(
     data: Path | None = None,
     revision: str | None = None,
     scoring: Scoring | None = None,
+    contamination: Path | None = None,
     out: Path,
     command: str,
     world: World = SINGLE_PROCESS.world,
@@ -62,6 +64,7 @@ def evaluate(
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
+        contamination: Folder of a corpus in which the examples are looked for; None for none.
         out: Receives examples/, predictions/ and the reports. A report that is there, with results
             that the new one lacks, is kept as report.1.json.
         command: How it was called, for the report.
@@ -73,14 +76,15 @@ def evaluate(
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation
-            writes there.
+        DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
+            writes there, or `contamination` is no corpus.
     """
     # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
+    training_text = load_training_text(contamination) if contamination else None
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
@@ -99,6 +103,7 @@ def evaluate(
             ranks=world.size,
             ep=ep,
             tp=tp,
+            contamination=contamination and str(contamination),
         ),
         versions=library_versions(),
         device=device_name(),
@@ -120,6 +125,9 @@ def evaluate(
                     result, task_draws = summarize_task(
                         asked, answers, tokenizer, report.models, written
                     )
+                    if training_text:
+                        shared = task_contamination(asked, answers, training_text)
+                        result = replace(result, contamination=shared)
                     results.append(result)
                     draws |= task_draws
 

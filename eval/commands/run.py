@@ -12,7 +12,7 @@ from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
-from eval.reports.report_text import earlier_report_sentence
+from eval.reports.report_text import contamination_sentence, earlier_report_sentence
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -64,6 +64,13 @@ def add_parser(commands: Subparsers) -> None:
         help="branch or commit of the data on the hub (default: each task's own)",
     )
 
+    parser.add_argument(
+        "--contamination",
+        type=path,
+        metavar="CORPUS",
+        help="corpus in which the examples are looked for; scores without those it has stand beside",
+    )
+
     # How choices are scored.
     parser.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
     parser.add_argument(
@@ -100,7 +107,8 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
     models = parse_models([arguments.model, *arguments.also])
-    out = output_path(arguments.out, inputs=[arguments.data, *models.values()])
+    inputs = [arguments.data, arguments.contamination, *models.values()]
+    out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
 
     with launch(arguments.timeout) as world:
@@ -113,6 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
             data=arguments.data,
             revision=arguments.revision,
             scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
+            contamination=arguments.contamination,
             out=out,
             command=_command_line(arguments.argv, world),
             world=world,
@@ -164,6 +173,12 @@ def print_scores(report: Report) -> None:
         for system in task.systems:
             for score in system.scores:
                 _print_score(task.task, system.name, system.mode, score.metric, score)
+        if task.contamination:
+            print(f"{task.task}  {contamination_sentence(task.contamination)}")
+            for clean in task.contamination.clean_scores:
+                for score in clean.scores:
+                    name = f"{clean.name}, clean"
+                    _print_score(task.task, name, clean.mode, score.metric, score)
     for average in report.averages:
         _print_score("SuperGLUE", average.name, average.mode, "average", average)
 

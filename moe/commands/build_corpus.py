@@ -15,7 +15,7 @@ from moe.data.corpus import Corpus, build_corpus, corpus_table, markdown_table, 
 from moe.data.dictionary import find_dictionary, read_dictionary
 from moe.data.documents import Document, read_files
 from moe.data.overlap import SplitOverlap, measure_overlap
-from moe.data.packages import read_packages, read_python_corpus
+from moe.data.packages import is_folder_name, read_packages, read_python_corpus
 from moe.data.wordnet import find_wordnet, read_synsets, wordnet_documents
 from moe.files import check_replaceable, output_path
 
@@ -99,6 +99,7 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
     parser = build_parser(has_tasks=find_task is not None)
     options = parser.parse_args(argv)
     inputs = [*(options.data or ()), _given(options.wordnet), _given(options.dictionary)]
+    inputs += [Path(name) for name in options.packages or () if is_folder_name(name)]
     out = output_path(options.out, inputs=inputs)
     check_replaceable(out, kind="corpus")  # before the work, not after
 

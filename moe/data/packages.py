@@ -5,6 +5,7 @@ Comes after `documents`, before `corpus`. Nothing is imported or run.
 
 import gc
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import (
@@ -121,7 +122,7 @@ def _find_packages(name: str) -> list[Package]:
     """Returns the packages of a name: several where a distribution has more than one."""
     if name == "stdlib":
         return [Package(name, package_folder(name), PACKAGE_LICENCES[name])]
-    if "/" in name or "\\" in name:
+    if is_folder_name(name):
         return [_unpacked_package(Path(name))]
 
     # A name as in `import`, else that of a distribution.
@@ -144,6 +145,11 @@ def _find_packages(name: str) -> list[Package]:
         licence = _installed_licence(import_name, distributions.get(import_name, []))
         packages.append(Package(import_name, package_folder(import_name), licence))
     return packages
+
+
+def is_folder_name(name: str) -> bool:
+    """Returns whether a name is the path of a folder, and not that of an installed package."""
+    return "/" in name or os.sep in name
 
 
 def _canonical(name: str) -> str:
