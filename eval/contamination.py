@@ -53,16 +53,14 @@ def task_contamination(
 
     # The smallest n-grams find the most.
     is_shared = overlaps[0].is_shared.tolist()
-    clean_examples = [
-        row for row, shared in zip(asked.examples, is_shared, strict=True) if not shared
-    ]
+    clean = [number for number, shared in enumerate(is_shared) if not shared]
+    clean_examples = [asked.examples[number] for number in clean]
+
+    # Each model's answers to the clean examples, scored as all of them are.
     clean_scores = []
     for (name, mode), predicted in answers.items():
-        outputs = []
-        for output, shared in zip(predicted.outputs, is_shared, strict=True):
-            if not shared:
-                outputs.append(output)
-        if outputs:
+        if clean:
+            outputs = [predicted.outputs[number] for number in clean]
             scored = score_system(task, clean_examples, outputs, name, mode)
             clean_scores.append(CleanScores(name, mode, scored.result.scores))
 

@@ -1,5 +1,6 @@
 """Packages as text. Oracle: packages written by the test, with metadata as installers write it."""
 
+import os
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -116,3 +117,16 @@ def test_the_default_corpus_is_three_packages_without_their_pages():
         if document.package != "torch":
             assert named[document.source] == document.text
     assert not any(document.source.endswith((".rst", ".md")) for document in default)
+
+
+def test_files_that_no_reader_should_open_are_left_out(tmp_path, caplog):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "good.py").write_text(MODULE, encoding="utf-8")
+    (folder / "deep.py").write_text('"""Deep."""\n' + 100_000 * "-" + "1", encoding="utf-8")
+    (folder / "gone.py").symlink_to(folder / "nowhere.py")
+    os.mkfifo(folder / "pipe.py")
+    os.mkfifo(folder / "pipe.rst")
+    (document,) = read_packages([f"{folder}/"])
+    assert document.source == "odd/good.py"
+    assert "deep.py is left out" in caplog.text
