@@ -15,7 +15,7 @@ from moe.data.corpus import Corpus, build_corpus, corpus_table, markdown_table, 
 from moe.data.dictionary import find_dictionary, read_dictionary
 from moe.data.documents import Document, read_files
 from moe.data.overlap import SplitOverlap, measure_overlap
-from moe.data.packages import read_packages, read_python_corpus
+from moe.data.packages import is_folder_name, read_packages, read_python_corpus
 from moe.data.wordnet import find_wordnet, read_synsets, wordnet_documents
 from moe.files import check_replaceable, output_path
 
@@ -99,6 +99,7 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
     parser = build_parser(has_tasks=find_task is not None)
     options = parser.parse_args(argv)
     inputs = [*(options.data or ()), _given(options.wordnet), _given(options.dictionary)]
+    inputs += [Path(name) for name in options.packages or () if is_folder_name(name)]
     out = output_path(options.out, inputs=inputs)
     check_replaceable(out, kind="corpus")  # before the work, not after
 
@@ -107,9 +108,14 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
     if find_task is not None:
         tasks = [find_task(name) for name in dict.fromkeys(options.unseen or ())]
     documents = read_sources(options)
+
+    # Of a task's sources some may not be among those that were named.
     sources = {document.source for document in documents}
-    unseen_sources = {source for task in tasks for source in task.sources & sources}
-    unseen_inputs = [split for task in tasks for split in task.inputs.values()]
+    unseen_sources: set[str] = set()
+    unseen_inputs: list[Sequence[str]] = []
+    for task in tasks:
+        unseen_sources |= task.sources & sources
+        unseen_inputs += task.inputs.values()
 
     corpus = build_corpus(
         documents,
@@ -118,6 +124,8 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
         leave_out=unseen_sources,
         unseen_inputs=unseen_inputs,
     )
+
+    # What was left out is checked on the finished text.
     overlaps = split_overlaps(corpus, tasks)
     save_corpus(corpus, out, overlaps)
 
@@ -135,6 +143,7 @@ def split_overlaps(corpus: Corpus, tasks: Sequence[UnseenTask]) -> list[SplitOve
     """Returns how much of the inputs of tasks stands in the training text."""
     if not tasks:
         return []
+    # One pass over the text for all tasks and splits.
     inputs = {}
     for task in tasks:
         for split, texts in task.inputs.items():

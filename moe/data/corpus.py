@@ -173,6 +173,7 @@ def drop_quoting_paragraphs(
     if not inputs:
         return documents, 0
 
+    # The answers come in the order of the paragraphs.
     texts = (document.text.split("\n\n") for document in documents)
     is_quoting = quoting_paragraphs(inputs, texts)
     kept: list[Document] = []

@@ -121,7 +121,7 @@ def read_dictionary(index: Path) -> list[Document]:
     definitions = _read_definitions(index)
     entries = list(_read_index(index, len(definitions)))
 
-    # What the dictionary says of itself.
+    # What the dictionary says of itself, with its licence.
     about = ""
     for entry in entries:
         if _ABOUT.match(entry.headword):

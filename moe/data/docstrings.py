@@ -47,7 +47,8 @@ def python_files(folder: Path) -> list[Path]:
     """Returns the .py files below `folder`, sorted by relative path, without test code."""
     files = []
     for path in folder.rglob("*.py"):
-        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts):
+        is_skipped = not SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts)
+        if not is_skipped and path.is_file():
             files.append(path)
     return sorted(files)
 
@@ -68,7 +69,7 @@ def docstrings(path: Path) -> list[str]:
         warnings.simplefilter("ignore")  # invalid escapes in other people's code
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             logger.warning("%s is left out: this Python cannot parse it (%s).", path, error)
             return []
         return list(_walk_docstrings(tree))

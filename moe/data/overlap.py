@@ -10,6 +10,7 @@ Source:
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -144,6 +145,7 @@ def measure_overlap(
     for batch in _batches([text] for text in texts):
         is_found[index.find(batch).ngrams] = True
 
+    # The inputs of a test set lie side by side.
     overlaps: dict[Key, list[Overlap]] = {}
     start = 0
     for name, test_set in inputs.items():
@@ -167,6 +169,7 @@ def quoting_paragraphs(
     for test_set in inputs:
         words += _words_of_inputs(test_set)
 
+    # A run of words marks all paragraphs that it goes through.
     index = NgramIndex(words, [n])
     for batch in _batches(texts):
         matches = index.find(batch)
@@ -223,7 +226,7 @@ class NgramIndex:
             sizes: Numbers of words n.
         """
         # Words of the inputs have a number, all others are 0; each number has a random hash.
-        vocabulary = dict.fromkeys(word for words in inputs for word in words)
+        vocabulary = dict.fromkeys(chain.from_iterable(inputs))
         self._ids = {word: number for number, word in enumerate(vocabulary, start=1)}
         rng = np.random.default_rng(0)
         count = len(self._ids) + 1
@@ -235,6 +238,7 @@ class NgramIndex:
         for n in sizes:
             pairs: list[tuple[int, int]] = []
             for number, words in enumerate(inputs):
+                # A short input is compared as a whole, a very short one not at all.
                 size = min(n, len(words))
                 if size < min(n, SHORTEST):
                     continue
@@ -268,6 +272,7 @@ class NgramIndex:
             ids.append(0)
         hashes = self._hashes[np.asarray(ids, dtype=np.int64)]  # [W]
 
+        # The runs of one size after the other, each made from the shorter ones.
         ngrams: list[NDArray[np.int64]] = []
         first: list[NDArray[np.int64]] = []
         last: list[NDArray[np.int64]] = []
@@ -295,6 +300,7 @@ class NgramIndex:
         ngrams = incidence.ngrams[of_set]
         inputs = incidence.inputs[of_set] - start
 
+        # An input is shared when one of its n-grams is.
         is_shared = np.zeros(end - start, dtype=np.bool_)
         is_shared[inputs[is_found[ngrams]]] = True
         different = np.unique(ngrams)
@@ -323,6 +329,7 @@ class _Table:
         """Returns the positions of the windows that are n-grams, and the numbers of these."""
         candidates = np.flatnonzero(self._flags[windows >> self._shift])
         values = windows[candidates]
+        # What is left is looked up among the sorted hashes.
         places = np.searchsorted(self._hashes, values)
         places = np.minimum(places, len(self._hashes) - 1)
         is_equal = self._hashes[places] == values

@@ -5,6 +5,7 @@ Comes after `documents`, before `corpus`. Nothing is imported or run.
 
 import gc
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import (
@@ -82,6 +83,7 @@ def read_packages(names: Sequence[str]) -> list[Document]:
         DataError: When one is not installed as a folder of source files, or the folder does not
             exist, or there is no prose at all.
     """
+    # All of them are found before any is read.
     packages: list[Package] = []
     for name in dict.fromkeys(names):
         packages += _find_packages(name)
@@ -121,10 +123,10 @@ def _find_packages(name: str) -> list[Package]:
     """Returns the packages of a name: several where a distribution has more than one."""
     if name == "stdlib":
         return [Package(name, package_folder(name), PACKAGE_LICENCES[name])]
-    if "/" in name or "\\" in name:
+    if is_folder_name(name):
         return [_unpacked_package(Path(name))]
 
-    # A name as in `import`, else that of a distribution.
+    # A name as in `import`, else that of a distribution; the two often differ.
     distributions = packages_distributions()
     import_names = [name] if name.isidentifier() and _has_folder(name) else []
     if not import_names:
@@ -139,11 +141,17 @@ def _find_packages(name: str) -> list[Package]:
             "folder of sources, with a / in it."
         )
 
+    # Each with the licence of the distribution that brought it.
     packages = []
     for import_name in sorted(import_names):
         licence = _installed_licence(import_name, distributions.get(import_name, []))
         packages.append(Package(import_name, package_folder(import_name), licence))
     return packages
+
+
+def is_folder_name(name: str) -> bool:
+    """Returns whether a name is the path of a folder, and not that of an installed package."""
+    return "/" in name or os.sep in name
 
 
 def _canonical(name: str) -> str:
@@ -171,6 +179,7 @@ def _unpacked_package(folder: Path) -> Package:
 
 def _installed_licence(import_name: str, distribution_names: Sequence[str]) -> str:
     """Returns the licences of the distributions that a package is from."""
+    # Several distributions may put files into one package.
     licences = {}
     for name in distribution_names or (import_name,):
         try:
@@ -229,9 +238,11 @@ def _page_documents(package: Package) -> Iterator[Document]:
     pages = []
     for suffix in PAGE_SUFFIXES:
         for path in package.folder.rglob(f"*{suffix}"):
-            if SKIPPED_FOLDERS.isdisjoint(path.relative_to(package.folder).parts):
+            parts = path.relative_to(package.folder).parts
+            if SKIPPED_FOLDERS.isdisjoint(parts) and path.is_file():
                 pages.append(path)
 
+    # A page in another encoding is no reason to end: nobody asked for that one.
     for path in sorted(pages):
         try:
             text = read_text(path)

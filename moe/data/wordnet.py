@@ -127,6 +127,7 @@ def find_wordnet(folder: Path | None = None) -> Path:
     Raises:
         DataError: When a data file is missing there, or no folder is given and none is found.
     """
+    # An archive of WordNet holds the files in a folder `dict`.
     named = folder or os.environ.get(FOLDER_VARIABLE)
     candidates = [Path(named)] if named else SYSTEM_FOLDERS
     for candidate in candidates:
@@ -163,6 +164,7 @@ def read_synsets(folder: Path) -> list[Synset]:
     Raises:
         DataError: When a file cannot be read, has no synset, or a line is none; names the line.
     """
+    # A file cut short after its licence would pass unseen.
     synsets = []
     for name in DATA_FILES:
         path = folder / name
@@ -201,6 +203,7 @@ def _parse_synset(file: str, line: str) -> Synset:
     if len(offset) != 8 or not offset.isdecimal() or not gloss.strip():
         raise ValueError(line)
 
+    # The words alternate with numbers that tell their meanings apart.
     words = []
     for index in range(int(count, 16)):
         word = _ADJECTIVE_MARKER.sub("", rest[2 * index])
@@ -236,6 +239,7 @@ def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
     if first_example is None:
         return gloss.rstrip("; "), ()
 
+    # A quotation may lack its last mark; what stands between two quotations is their author.
     definition = gloss[: first_example.start()].rstrip(";:, ")
     examples = []
     for quotation in _EXAMPLE.findall(gloss, first_example.start()):
@@ -252,6 +256,7 @@ def wordnet_documents(synsets: Iterable[Synset]) -> list[Document]:
     """
     documents = []
     for synset in synsets:
+        # As in a dictionary: dog, domestic dog (noun): a member of the genus Canis. ...
         words = ", ".join(synset.words)
         sentences = [f"{words} ({synset.part_of_speech}): {synset.definition}"]
         for example in synset.examples:
