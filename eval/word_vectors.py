@@ -29,7 +29,7 @@ MAX_CHARACTERS = 40_000_000
 """Of a corpus; evenly spaced documents are taken of a larger one. 10 million take about 15 seconds."""
 
 NUM_DIMENSIONS = 300
-WINDOW = 5
+WINDOW = 10
 MAX_WORDS = 30_000
 MIN_COUNT = 3
 
@@ -165,23 +165,24 @@ def _count_neighbours(
 
 
 def _positive_mutual_information(counts: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Returns <float64>[V, V] log p(word, context) / (p(word) p(context)) where it is above 0."""
+    """Returns <float32>[V, V] log p(word, context) / (p(word) p(context)) where it is above 0."""
     pairs = counts.tocoo()
     word_counts = np.asarray(counts.sum(axis=1)).ravel()  # [V]
     context_shares = word_counts**_CONTEXT_SMOOTHING
-    context_shares /= context_shares.sum()
+    context_shares /= max(context_shares.sum(), 1e-9)  # 0 where no two words meet
 
     expected = word_counts[pairs.row] * context_shares[pairs.col]
     information = np.log(pairs.data / expected)
     positive = information > 0
     places = (pairs.row[positive], pairs.col[positive])
-    return sparse.csr_matrix((information[positive], places), counts.shape)
+    values = information[positive].astype(np.float32)
+    return sparse.csr_matrix((values, places), counts.shape)
 
 
 def _reduce(association: sparse.csr_matrix) -> NDArray[np.float32]:
     """Returns <float32>[V, D] left singular vectors by the root of their values, of length 1."""
     num_dimensions = min(NUM_DIMENSIONS, association.shape[0] - 1)
-    left, values, _ = randomized_svd(association, num_dimensions, random_state=0)
+    left, values, _ = randomized_svd(association, num_dimensions, n_iter=4, random_state=0)
     vectors = left * np.sqrt(values)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.maximum(lengths, 1e-9)).astype(np.float32)
