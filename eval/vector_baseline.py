@@ -131,8 +131,8 @@ class _Classifiers:
             kinds.append(self._vectors.max)
 
         # Around 0, in units of their spread over the training texts.
-        train_parts = []
-        test_parts = []
+        train_parts: list[NDArray[np.float32]] = []
+        test_parts: list[NDArray[np.float32]] = []
         for features_of in kinds:
             features = features_of(self._inputs)
             centre = features.mean(axis=0)
@@ -157,6 +157,7 @@ class _Classifiers:
 
 def _choose(classifiers: _Classifiers) -> Setting:
     """Returns the setting with the most right answers; of equals the first, which is the simplest."""
+    # How strongly the weights of the means are held to zero.
     num_right: Counter[Setting] = Counter()
     for strength in STRENGTHS:
         setting = Setting(strength)
