@@ -15,6 +15,7 @@ from eval.answers.predictions_file import Stack
 from eval.baseline_data import BaselineSettings
 from eval.scores.intervals import Score
 from eval.task import Decoding
+from moe.data.overlap import SplitOverlap
 from moe.inspection.html_page import printable
 
 # ---------------------------------------------------------------------------
@@ -186,6 +187,32 @@ class WorstAnswer:
 
 
 @dataclass(frozen=True)
+class CleanScores:
+    """What one system scored on the examples that share nothing with its training text."""
+
+    name: str
+    mode: str
+    scores: Sequence[MetricScore]
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """What the examples of a task and a training text have in common.
+
+    Attributes:
+        corpus: Folder of the corpus.
+        overlaps: By size of n-grams, how much they share; the smallest size first.
+        num_clean: Number of examples without a shared n-gram of the smallest size.
+        clean_scores: Scores of the models on those; empty when there is none.
+    """
+
+    corpus: str
+    overlaps: Sequence[SplitOverlap]
+    num_clean: int
+    clean_scores: Sequence[CleanScores]
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """Everything that a report says about one task.
 
@@ -213,6 +240,7 @@ class TaskResult:
         by_class: Counts of a classification, of the first model and mode; else empty.
         worst: Worst answers of the first model and mode.
         notes: What keeps the scores from being compared with published ones.
+        contamination: What the examples have in common with a corpus; None when none is given.
     """
 
     task: str
@@ -238,6 +266,7 @@ class TaskResult:
     by_class: Sequence[ClassCount] = ()
     worst: Sequence[WorstAnswer] = ()
     notes: Sequence[str] = ()
+    contamination: Contamination | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -307,6 +336,7 @@ class RunSettings:
     ep: int
     tp: int
     baselines: BaselineSettings = field(default_factory=BaselineSettings)
+    contamination: str | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
 from eval.baselines import BaselineData
+from eval.contamination import load_training_text, task_contamination
 from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
@@ -43,6 +44,7 @@ def evaluate(
     revision: str | None = None,
     scoring: Scoring | None = None,
     baselines: BaselineSettings | None = None,
+    contamination: Path | None = None,
     out: Path,
     command: str,
     world: World = SINGLE_PROCESS.world,
@@ -67,6 +69,7 @@ def evaluate(
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
         baselines: What the baselines may see; None for all training examples and no other text.
+        contamination: Folder of a corpus in which the examples are looked for; None for none.
         out: Receives examples/, predictions/ and the reports. A report that is there, with results
             that the new one lacks, is kept as report.1.json.
         command: How it was called, for the report.
@@ -78,8 +81,8 @@ def evaluate(
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When there is no corpus for the baselines, `out` cannot be made or is no folder
-            of an evaluation, or another evaluation writes there.
+        DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
+            writes there, or `contamination` or the baselines' text is no corpus.
     """
     # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)
@@ -89,6 +92,7 @@ def evaluate(
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
     vectors = _read_vectors(baselines, world)
+    training_text = load_training_text(contamination) if contamination else None
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
@@ -108,6 +112,7 @@ def evaluate(
             ep=ep,
             tp=tp,
             baselines=baselines,
+            contamination=contamination and str(contamination),
         ),
         versions=library_versions(),
         device=device_name(),
@@ -132,6 +137,9 @@ def evaluate(
                     result, task_draws = summarize_task(
                         asked, answers, tokenizer, report.models, written
                     )
+                    if training_text:
+                        shared = task_contamination(asked, answers, training_text)
+                        result = replace(result, contamination=shared)
                     results.append(result)
                     draws |= task_draws
 

@@ -11,20 +11,26 @@ if __name__ == "__main__":  # before the imports that take seconds
 from eval.task import TASKS
 from moe.cli import run_main
 from moe.commands import build_corpus
+from moe.commands.build_corpus import UnseenTask
 
 
-def evaluation_files(task: str) -> set[str]:
-    """Returns the files that the validation and test examples of a task are from."""
-    files: set[str] = set()
+def unseen_task(name: str) -> UnseenTask:
+    """Returns what of a task must stay unseen: its validation and test examples."""
+    task = TASKS.get(name)
+    sources: set[str] = set()
+    inputs: dict[str, list[str]] = {}
     for split in ("validation", "test"):
-        for example in TASKS.get(task).examples(split):
-            files.add(example.group)
-    return files
+        if split not in task.source.splits:
+            continue
+        examples = task.examples(split)
+        sources |= {example.group for example in examples}
+        inputs[split] = [example.inputs for example in examples]
+    return UnseenTask(name, sources, inputs)
 
 
 def main(argv: list[str]) -> None:
     """Builds, saves and describes a corpus."""
-    build_corpus.main(argv, evaluation_files)
+    build_corpus.main(argv, unseen_task)
 
 
 if __name__ == "__main__":

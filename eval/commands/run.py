@@ -13,7 +13,7 @@ from eval.answers.predict import MODES
 from eval.baseline_data import BaselineSettings
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
-from eval.reports.report_text import earlier_report_sentence
+from eval.reports.report_text import contamination_sentence, earlier_report_sentence
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -65,6 +65,13 @@ def add_parser(commands: Subparsers) -> None:
         help="branch or commit of the data on the hub (default: each task's own)",
     )
 
+    parser.add_argument(
+        "--contamination",
+        type=path,
+        metavar="CORPUS",
+        help="corpus in which the examples are looked for; scores without those it has stand beside",
+    )
+
     # What the baselines of classifications and summaries see.
     parser.add_argument(
         "--train-examples",
@@ -80,6 +87,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--baseline-text",
         type=path,
+        metavar="CORPUS",
         help="corpus of whose words a further baseline has vectors (default: none)",
     )
 
@@ -119,7 +127,8 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
     models = parse_models([arguments.model, *arguments.also])
-    inputs = [arguments.data, arguments.baseline_text, *models.values()]
+    corpora = [arguments.baseline_text, arguments.contamination]
+    inputs = [arguments.data, *corpora, *models.values()]
     out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
 
@@ -138,6 +147,7 @@ def run(arguments: argparse.Namespace) -> None:
                 train_seed=arguments.train_seed,
                 text=arguments.baseline_text and str(arguments.baseline_text),
             ),
+            contamination=arguments.contamination,
             out=out,
             command=_command_line(arguments.argv, world),
             world=world,
@@ -189,6 +199,12 @@ def print_scores(report: Report) -> None:
         for system in task.systems:
             for score in system.scores:
                 _print_score(task.task, system.name, system.mode, score.metric, score)
+        if task.contamination:
+            print(f"{task.task}  {contamination_sentence(task.contamination)}")
+            for clean in task.contamination.clean_scores:
+                for score in clean.scores:
+                    name = f"{clean.name}, clean"
+                    _print_score(task.task, name, clean.mode, score.metric, score)
     for average in report.averages:
         _print_score("SuperGLUE", average.name, average.mode, "average", average)
 

@@ -12,11 +12,14 @@ from eval.reports.charts import bar_chart, length_histogram, load_chart
 from eval.reports.formatting import shorten
 from eval.reports.report_text import (
     CLASS_HEADER,
+    CLEAN_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
     baseline_notes,
     class_rows,
+    clean_rows,
+    contamination_sentence,
     data_sentence,
     earlier_report_sentence,
     first_system,
@@ -100,6 +103,9 @@ class TaskView:
         score_header: Header of the table of scores.
         score_rows: A row for each system and metric.
         remarks: Notes on single scores, and how models compare.
+        contamination: What the examples share with a corpus; None when none is given.
+        clean_header: Header of the table of scores without those examples.
+        clean_rows: A row for each model and metric.
         routers: What routers did; None for dense models.
         lengths: How long the inputs are.
         length_chart: SVG of the same.
@@ -118,6 +124,9 @@ class TaskView:
     score_header: Sequence[str]
     score_rows: Sequence[Sequence[str]]
     remarks: Sequence[str]
+    contamination: str | None
+    clean_header: Sequence[str]
+    clean_rows: Sequence[Sequence[str]]
     routers: RouterView | None
     lengths: str
     length_chart: str
@@ -229,6 +238,9 @@ def _task(task: TaskResult) -> TaskView:
         shown = [shorten(text, _SHOWN_CHARACTERS) for text in texts]
         worst_rows.append([answer.id, *shown, format_score(answer.score)])
 
+    contamination = None
+    if task.contamination:
+        contamination = contamination_sentence(task.contamination)
     return TaskView(
         name=task.task,
         title=f"{task.task} (version {task.version})",
@@ -242,6 +254,9 @@ def _task(task: TaskResult) -> TaskView:
             *model_comparisons(task.systems),
             *baseline_notes(task.systems),
         ],
+        contamination=contamination,
+        clean_header=CLEAN_HEADER,
+        clean_rows=clean_rows(task),
         routers=_routers(task),
         lengths=lengths_sentence(task),
         length_chart=length_histogram(task.inputs),

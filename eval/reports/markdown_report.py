@@ -6,11 +6,14 @@ from eval.records import Report, TaskResult
 from eval.reports.formatting import markdown_cell, markdown_table
 from eval.reports.report_text import (
     CLASS_HEADER,
+    CLEAN_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
     baseline_notes,
     class_rows,
+    clean_rows,
+    contamination_sentence,
     data_sentence,
     earlier_report_sentence,
     first_system,
@@ -87,6 +90,10 @@ def _task_section(task: TaskResult) -> list[str]:
     lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
     remarks = [*score_notes(task), *model_comparisons(task.systems), *baseline_notes(task.systems)]
     lines += [*_bullets(remarks), ""]
+
+    if task.contamination:
+        lines += ["### Overlap with a corpus", "", contamination_sentence(task.contamination), ""]
+        lines += [*markdown_table(CLEAN_HEADER, clean_rows(task)), ""]
 
     routers = router_rows(task)
     if routers:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from eval.answers.predict import MODES
-from eval.records import ModelInfo, SystemResult, TaskResult
+from eval.records import Contamination, MetricScore, ModelInfo, SystemResult, TaskResult
 from moe.inspection.formatting import format_interval, format_score
 
 SCORE_HEADER = [
@@ -19,6 +19,7 @@ SCORE_HEADER = [
     "unparsable",
     "empty",
 ]
+CLEAN_HEADER = ["system", "mode", "metric", "all examples", "clean examples", "95 % interval"]
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
 CLASS_HEADER = ["target", "right", "examples", "answered"]
 WORST_HEADER = ["id", "inputs", "target", "output", "score"]
@@ -68,6 +69,21 @@ def lengths_sentence(task: TaskResult) -> str:
         f"In tokens of `{task.systems[0].name}`: {lengths.mean:.1f} on average, half of the inputs have at "
         f"most {lengths.median:.0f}, the longest {lengths.longest:,}; {lengths.num_cut:,} cut at "
         f"{lengths.limit:,}."
+    )
+
+
+def contamination_sentence(contamination: Contamination) -> str:
+    """Returns how many of the examples stand in a corpus, and how many are clean."""
+    parts = []
+    for overlap in contamination.overlaps:
+        parts.append(
+            f"{100 * overlap.share_of_inputs:.1f} % share {overlap.n} words in a row with it "
+            f"({100 * overlap.share_of_ngrams:.2f} % of these n-grams)"
+        )
+    first = contamination.overlaps[0]
+    return (
+        f"Of {first.num_inputs:,} inputs {first.num_compared:,} are long enough to be looked for in "
+        f"{contamination.corpus}: {', '.join(parts)}. {contamination.num_clean:,} examples are clean."
     )
 
 
@@ -142,6 +158,33 @@ def score_rows(task: TaskResult) -> list[list[str]]:
                     "-" if score.stderr is None else f"{score.stderr:.2f}",
                     unparsable,
                     f"{system.num_empty:,}",
+                ]
+            )
+    return rows
+
+
+def clean_rows(task: TaskResult) -> list[list[str]]:
+    """Returns a row under CLEAN_HEADER for each model and metric, without and with a corpus' examples."""
+    if task.contamination is None:
+        return []
+
+    all_scores: dict[tuple[str, str, str], MetricScore] = {}
+    for system in task.systems:
+        for score in system.scores:
+            all_scores[system.name, system.mode, score.metric] = score
+
+    rows = []
+    for clean in task.contamination.clean_scores:
+        for score in clean.scores:
+            on_all = all_scores[clean.name, clean.mode, score.metric]
+            rows.append(
+                [
+                    clean.name,
+                    clean.mode,
+                    score.metric,
+                    format_score(on_all.value),
+                    format_score(score.value),
+                    format_interval(score.low, score.high),
                 ]
             )
     return rows

@@ -1,27 +1,74 @@
-"""stmoe corpus: builds a corpus from your own text, or from the English in this Python installation.
+"""stmoe corpus: builds a corpus from your own text, or from the English on this machine.
 
 stmoe corpus --out runs/corpus
 stmoe corpus --out runs/corpus --data my.txt more.jsonl folder/
+stmoe corpus --out runs/corpus --packages stdlib numpy ./unpacked-1.0 --wordnet --dictionary
 """
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from moe.cli import Parser, integer, path, real, word
-from moe.data.corpus import build_corpus, corpus_table, save_corpus
-from moe.data.documents import read_files, read_python_corpus
+from moe.data.corpus import Corpus, build_corpus, corpus_table, markdown_table, save_corpus
+from moe.data.dictionary import find_dictionary, read_dictionary
+from moe.data.documents import Document, read_files
+from moe.data.overlap import SplitOverlap, measure_overlap
+from moe.data.packages import is_folder_name, read_packages, read_python_corpus
+from moe.data.wordnet import find_wordnet, read_synsets, wordnet_documents
 from moe.files import check_replaceable, output_path
 
-EvaluationFiles = Callable[[str], set[str]]
-"""Returns the source files from which a task's validation and test examples are made."""
+
+class UnseenTask(NamedTuple):
+    """What of a task must not be trained on.
+
+    Attributes:
+        name: Name of the task.
+        sources: Sources of the documents that its validation and test examples are from.
+        inputs: By split, the inputs of these examples.
+    """
+
+    name: str
+    sources: set[str]
+    inputs: Mapping[str, Sequence[str]]
+
+
+FindTask = Callable[[str], UnseenTask]
+"""Returns what of a task must not be trained on, by its name."""
 
 
 def build_parser(*, has_tasks: bool) -> Parser:
     """Returns what reads the command line; `--unseen` needs the tasks of the repository."""
-    parser = Parser(prog="stmoe corpus", description="Builds a corpus.")
-    parser.add_argument("--out", required=True, help="folder for the corpus")
-    parser.add_argument(
-        "--data", type=path, nargs="+", help="your .txt, .md or .jsonl files, or folders of them"
+    parser = Parser(
+        prog="stmoe corpus",
+        description=(
+            "Builds a corpus of all sources that are named together; of the docstrings of the "
+            "standard library, torch and numpy when none is."
+        ),
     )
+    parser.add_argument("--out", required=True, help="folder for the corpus")
+
+    # Sources of text.
+    parser.add_argument(
+        "--data", type=path, nargs="+", help="your .txt, .md, .rst or .jsonl files, or folders"
+    )
+    parser.add_argument(
+        "--packages",
+        type=word,
+        nargs="+",
+        help="docstrings and pages of installed packages (stdlib is one), or of folders of sources",
+    )
+    explanation = "WordNet's definitions and examples: the system's, or those in a folder"
+    parser.add_argument(
+        "--wordnet", type=path, nargs="?", const=True, metavar="FOLDER", help=explanation
+    )
+    explanation = "a dictionary of dictd: the system's GCIDE, or an .index file"
+    parser.add_argument(
+        "--dictionary", type=path, nargs="?", const=True, metavar="FILE", help=explanation
+    )
+
+    # What of them.
     parser.add_argument(
         "--held-out",
         type=real(above=0, below=1),
@@ -33,31 +80,113 @@ def build_parser(*, has_tasks: bool) -> Parser:
     )
     if has_tasks:
         parser.add_argument(
-            "--unseen", type=word, help="task of eval/ whose validation and test files are left out"
+            "--unseen",
+            type=word,
+            nargs="+",
+            metavar="TASK",
+            help="tasks of eval/ whose validation and test examples are left out",
         )
     return parser
 
 
-def main(argv: list[str], evaluation_files: EvaluationFiles | None = None) -> None:
+def main(argv: list[str], find_task: FindTask | None = None) -> None:
     """Builds, saves and describes a corpus.
 
     Args:
         argv: The command line, without the program.
-        evaluation_files: Files of a task by its name, for `--unseen`; None where no task is known.
+        find_task: What of a task must stay unseen, for `--unseen`; None where no task is known.
     """
-    parser = build_parser(has_tasks=evaluation_files is not None)
+    parser = build_parser(has_tasks=find_task is not None)
     options = parser.parse_args(argv)
-    out = output_path(options.out, inputs=options.data or ())
+    inputs = [*(options.data or ()), _given(options.wordnet), _given(options.dictionary)]
+    inputs += [Path(name) for name in options.packages or () if is_folder_name(name)]
+    out = output_path(options.out, inputs=inputs)
     check_replaceable(out, kind="corpus")  # before the work, not after
 
     # Text that a task is evaluated on must not be trained on.
-    unseen_files: set[str] = set()
-    if evaluation_files is not None and options.unseen:
-        unseen_files = evaluation_files(options.unseen)
+    tasks: list[UnseenTask] = []
+    if find_task is not None:
+        tasks = [find_task(name) for name in dict.fromkeys(options.unseen or ())]
+    documents = read_sources(options)
+    sources = {document.source for document in documents}
+    unseen_sources = {source for task in tasks for source in task.sources & sources}
+    unseen_inputs = [split for task in tasks for split in task.inputs.values()]
 
-    documents = read_files(options.data) if options.data else read_python_corpus()
-    corpus = build_corpus(documents, options.held_out, options.seed, leave_out=unseen_files)
-    save_corpus(corpus, out)
+    corpus = build_corpus(
+        documents,
+        options.held_out,
+        options.seed,
+        leave_out=unseen_sources,
+        unseen_inputs=unseen_inputs,
+    )
+    overlaps = split_overlaps(corpus, tasks)
+    save_corpus(corpus, out, overlaps)
 
     print(corpus_table(corpus))
     print(f"{corpus.num_repeated:,} repeated paragraphs were left out. The corpus is in {out}.")
+    for task in tasks:
+        num_sources = len(task.sources & sources)
+        print(f"{task.name}: {num_sources:,} of its {len(task.sources):,} sources were left out.")
+    if tasks:
+        print(f"{corpus.num_quoting:,} paragraphs that quote their examples were left out too.")
+        print(overlap_table(overlaps))
+
+
+def split_overlaps(corpus: Corpus, tasks: Sequence[UnseenTask]) -> list[SplitOverlap]:
+    """Returns how much of the inputs of tasks stands in the training text."""
+    if not tasks:
+        return []
+    inputs = {}
+    for task in tasks:
+        for split, texts in task.inputs.items():
+            inputs[task.name, split] = texts
+
+    overlaps = []
+    for (name, split), measured in measure_overlap(inputs, corpus.train["text"]).items():
+        for overlap in measured:
+            overlaps.append(SplitOverlap.of(name, split, overlap))
+    return overlaps
+
+
+def overlap_table(overlaps: Sequence[SplitOverlap]) -> str:
+    """Returns a Markdown table of what test examples and training text have in common."""
+    header = ["task", "split", "n", "examples", "compared", "with a shared n-gram"]
+    rows: list[list[str | int]] = []
+    for overlap in overlaps:
+        rows.append(
+            [
+                overlap.task,
+                overlap.split,
+                overlap.n,
+                overlap.num_inputs,
+                overlap.num_compared,
+                overlap.num_shared,
+                f"{100 * overlap.share_of_inputs:.1f} %",
+                overlap.num_ngrams,
+                f"{100 * overlap.share_of_ngrams:.2f} %",
+            ]
+        )
+    return markdown_table([*header, "share", "n-grams", "share shared"], rows)
+
+
+def read_sources(options: argparse.Namespace) -> list[Document]:
+    """Returns the documents of all sources that the command line names.
+
+    Of equal paragraphs the first stays, so the order decides to which source they count.
+    """
+    documents: list[Document] = []
+    if options.packages:
+        documents += read_packages(options.packages)
+    if options.wordnet:
+        folder = find_wordnet(_given(options.wordnet))
+        documents += wordnet_documents(read_synsets(folder))
+    if options.dictionary:
+        documents += read_dictionary(find_dictionary(_given(options.dictionary)))
+    if options.data:
+        documents += read_files(options.data)
+    return documents or read_python_corpus()
+
+
+def _given(option: Path | bool | None) -> Path | None:
+    """Returns the path that is given with an option; None where the option stands alone."""
+    return option if isinstance(option, Path) else None

@@ -46,6 +46,7 @@ def build_run(
     unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
     held_out = HeldOut(unseen, recipe.training.held_out_batches, ids)
     check_run_fits(recipe, config, world.size, source.lengths)
+    world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
     return Run(
         folder=out,
         recipe=recipe,
@@ -68,6 +69,18 @@ def build_source(
         inputs_length=data.inputs_length,
         batch_size=recipe.training.batch_size,
         noise=Noise(data.noise_density, data.mean_noise_span_length),
+    )
+
+
+def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
+    """Returns how many tokens of text a run trains on, and how often it sees each."""
+    num_drawn = steps * source.batch_size
+    num_tokens = num_drawn * source.tokens_per_example
+    corpus_tokens = source.num_examples * source.tokens_per_example
+    epochs = num_drawn / source.num_examples
+    return (
+        f"{steps:,} steps train on {num_tokens:,} tokens of text: {epochs:.2f} epochs of the "
+        f"{corpus_tokens:,} in the corpus."
     )
 
 

@@ -1,13 +1,13 @@
 """The corpus: documents without repetitions, divided into training and held-out, kept on disk.
 
-Comes after `documents`, before `tokenizer` and `pipeline`.
+Comes after `documents` and `overlap`, before `tokenizer` and `pipeline`.
 """
 
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -22,11 +22,13 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check_integer, check_number, shown
 from moe.checksums import refuse_damage, write_sums
 from moe.data.documents import Document
+from moe.data.overlap import SplitOverlap, quoting_paragraphs
 from moe.errors import ConfigError, DataError
 from moe.files import whole_folder
 from moe.parsing import read_record
 
 FACTS_FILE = "corpus.json"
+OVERLAP_FILE = "overlap.json"
 SPLITS = ("train", "held_out")
 _SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
@@ -38,12 +40,15 @@ class Corpus(NamedTuple):
     held_out: datasets.Dataset
     num_repeated: int
     """Paragraphs left out because an earlier one has the same words."""
+    num_quoting: int = 0
+    """Paragraphs left out because they quote what must stay unseen."""
 
 
 class _Facts(NamedTuple):
     """Content of `FACTS_FILE`."""
 
     num_repeated: Annotated[int, Field(ge=0)]
+    num_quoting: Annotated[int, Field(ge=0)] = 0
 
 
 def build_corpus(
@@ -51,6 +56,7 @@ def build_corpus(
     held_out_fraction: float = 0.05,
     seed: int = 0,
     leave_out: Collection[str] = (),
+    unseen_inputs: Collection[Sequence[str]] = (),
 ) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
@@ -65,6 +71,8 @@ def build_corpus(
         seed: Another seed holds out other documents.
         leave_out: Sources of documents that must stay unseen: neither they nor paragraphs that they
             hold are in the corpus.
+        unseen_inputs: Inputs of test sets. A paragraph that shares 8 words in a row with one is not in
+            the corpus, wherever it stands; see `quoting_paragraphs`.
 
     Raises:
         ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not
@@ -88,6 +96,7 @@ def build_corpus(
     others = [document for document in documents if document.source not in leave_out]
     kept, num_repeated = drop_repeated_paragraphs([*unseen, *others])
     kept = [document for document in kept if document.source not in leave_out]
+    kept, num_quoting = drop_quoting_paragraphs(kept, unseen_inputs)
 
     # A source is held out when its number, drawn from (seed, source), lies below the border. Each
     # side has one source at least.
@@ -103,7 +112,7 @@ def build_corpus(
 
     train = [document for document in kept if numbers[document.source] > border]
     held_out = [document for document in kept if numbers[document.source] <= border]
-    return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated)
+    return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated, num_quoting)
 
 
 def _refuse_half_characters(documents: Iterable[Document]) -> None:
@@ -154,6 +163,32 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
     return kept, num_repeated
 
 
+def drop_quoting_paragraphs(
+    documents: list[Document], inputs: Collection[Sequence[str]]
+) -> tuple[list[Document], int]:
+    """Returns the documents without paragraphs that quote inputs of tests, and their number.
+
+    A document that becomes empty is dropped.
+    """
+    if not inputs:
+        return documents, 0
+
+    texts = (document.text.split("\n\n") for document in documents)
+    is_quoting = quoting_paragraphs(inputs, texts)
+    kept: list[Document] = []
+    num_quoting = 0
+    for document in documents:
+        paragraphs = []
+        for paragraph in document.text.split("\n\n"):
+            if next(is_quoting):
+                num_quoting += 1
+            else:
+                paragraphs.append(paragraph)
+        if paragraphs:
+            kept.append(document._replace(text="\n\n".join(paragraphs)))
+    return kept, num_quoting
+
+
 def _to_dataset(documents: list[Document]) -> datasets.Dataset:
     columns = {}
     for name in Document._fields:
@@ -161,10 +196,17 @@ def _to_dataset(documents: list[Document]) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
-def save_corpus(corpus: Corpus, folder: Path | str) -> None:
+def save_corpus(
+    corpus: Corpus, folder: Path | str, overlaps: Collection[SplitOverlap] = ()
+) -> None:
     """Writes the corpus and its checksums to `folder`, whole or not at all.
 
     An earlier corpus there is replaced.
+
+    Args:
+        corpus: The corpus.
+        folder: Where to.
+        overlaps: What of test sets stands in it; kept beside it where there is any.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.
@@ -173,8 +215,16 @@ def save_corpus(corpus: Corpus, folder: Path | str) -> None:
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
 
-        facts = json.dumps({"num_repeated": corpus.num_repeated})
-        (partial / FACTS_FILE).write_text(facts + "\n", encoding="utf-8")
+        facts = {"num_repeated": corpus.num_repeated}
+        if corpus.num_quoting:
+            facts["num_quoting"] = corpus.num_quoting
+        (partial / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+
+        # The file is for people and for studies; a corpus is whole without it.
+        if overlaps:
+            records = [overlap._asdict() for overlap in overlaps]
+            content = json.dumps(records, indent=1) + "\n"
+            (partial / OVERLAP_FILE).write_text(content, encoding="utf-8")
         write_sums(partial)
 
 
@@ -205,7 +255,7 @@ def load_corpus(folder: Path | str) -> Corpus:
     facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
     train = _read_split(train_shards, advice, validate=not has_sums)
     held_out = _read_split(held_out_shards, advice, validate=not has_sums)
-    return Corpus(train, held_out, facts.num_repeated)
+    return Corpus(train, held_out, facts.num_repeated, facts.num_quoting)
 
 
 def _find_shards(folder: Path, advice: str) -> list[Path]:
@@ -301,10 +351,10 @@ def corpus_table(corpus: Corpus) -> str:
     rows.append(["total", "", *totals])
 
     titles = [column.replace("held_out", "held-out").replace("_", " ") for column in _TABLE_COLUMNS]
-    return _markdown_table(["package", "licence", *titles], rows)
+    return markdown_table(["package", "licence", *titles], rows)
 
 
-def _markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
     """Returns an aligned table; numbers stand right, with thousands separators."""
     texts = [header]
     for row in rows:

@@ -1,28 +1,26 @@
-"""Where documents come from: the packages of this Python, or the user's own files.
+"""What a document is, and the documents in the user's own files.
 
-Comes after `docstrings` and `prose`, before `corpus`.
+Comes after `prose`, before `packages`, `wordnet` and `dictionary`, which read other sources.
 """
 
-import gc
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from moe.checks import shown
-from moe.data.docstrings import docstrings, language_topics, package_folder, python_files
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
 from moe.parsing import parse_json, read_json_lines, read_text
 
 logger = logging.getLogger(__name__)
 
-PACKAGE_LICENCES = {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
 OWN_LICENCE = "not stated"
-TEXT_SUFFIXES = (".txt", ".md")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl")
+MARKUP_SUFFIXES = (".rst",)
+"""Endings of files of which only the prose is read."""
+
+SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, ".jsonl")
 
 
 class Document(NamedTuple):
@@ -37,62 +35,12 @@ class Document(NamedTuple):
     licence: str
 
 
-def read_python_corpus() -> list[Document]:
-    """Returns the English prose of this Python installation: about 7 million characters.
-
-    There is a document for each source file of the standard library, torch and numpy (its
-    docstrings) and one for each topic of the Python language reference. Nothing is imported. The
-    amount differs a little between versions of Python and torch.
-
-    Raises:
-        DataError: When torch or numpy is not installed as source files.
-    """
-    with _garbage_collector_paused():
-        documents = list(_topic_documents())
-        for package, licence in PACKAGE_LICENCES.items():
-            documents += _package_documents(package, licence)
-    return documents
-
-
-@contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    """Keeps the cycle collector off: syntax trees hold no cycles, and the search doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _topic_documents() -> Iterator[Document]:
-    """Yields the language reference, a document per topic."""
-    licence = PACKAGE_LICENCES["stdlib"]
-    for topic, page in sorted(language_topics().items()):
-        text = "\n\n".join(prose_paragraphs(page))
-        if text:
-            yield Document(text, f"pydoc_data/topics.py#{topic}", "stdlib", licence)
-
-
-def _package_documents(package: str, licence: str) -> Iterator[Document]:
-    """Yields the docstrings of a package, a document per source file that has any."""
-    folder = package_folder(package)
-    for path in python_files(folder):
-        paragraphs = []
-        for docstring in docstrings(path):
-            paragraphs += prose_paragraphs(docstring)
-        if paragraphs:
-            source = f"{package}/{path.relative_to(folder).as_posix()}"
-            yield Document("\n\n".join(paragraphs), source, package, licence)
-
-
 def read_files(paths: Iterable[Path | str]) -> list[Document]:
     """Returns the user's own documents.
 
-    A `.txt` or `.md` file is one document with blank lines between paragraphs; each line of a
-    `.jsonl` file is one, under the key "text". A folder stands for all such files below it; its
-    other files are named in a warning.
+    A `.txt` or `.md` file is one document with blank lines between paragraphs, a `.rst` file one
+    without its markup; each line of a `.jsonl` file is one, under the key "text". A folder stands
+    for all such files below it; its other files are named in a warning.
 
     Raises:
         DataError: When a path is missing or of another kind, a file is not UTF-8 text, a JSONL line
@@ -125,7 +73,7 @@ def _read_path(path: Path) -> Iterator[Document]:
     endings = ", ".join(SUFFIXES)
     if not path.exists():
         raise DataError(
-            f"{_printable(str(path))} does not exist. Give a file ending in {endings}, or a folder "
+            f"{printable(str(path))} does not exist. Give a file ending in {endings}, or a folder "
             "of them."
         )
     if path.suffix.lower() not in SUFFIXES:
@@ -160,14 +108,14 @@ def _files_below(folder: Path) -> list[Path]:
             _list_suffixes(sorted(other_suffixes)),
         )
     if links:
-        example = _printable(str(min(links)))
+        example = printable(str(min(links)))
         logger.warning("%s: links to folders are not followed, e.g. %s.", folder, example)
     return sorted(readable)
 
 
 def _list_suffixes(suffixes: list[str]) -> str:
     """Returns the first ten suffixes, and how many more there are."""
-    text = ", ".join(_printable(suffix) or "no suffix" for suffix in suffixes[:10])
+    text = ", ".join(printable(suffix) or "no suffix" for suffix in suffixes[:10])
     if len(suffixes) > 10:
         text += f" and {len(suffixes) - 10} others"
     return text
@@ -188,8 +136,8 @@ def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
         )
 
     text = read_text(path, advice="Make it readable, or leave it out.")
-    source = _printable(source)
-    package = _printable(package)
+    source = printable(source)
+    package = printable(package)
 
     # JSON lines: a document each.
     if path.suffix.lower() == ".jsonl":
@@ -208,12 +156,13 @@ def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
             f"{path} holds the character NUL in line {line}: it is binary or UTF-16. Leave it out, "
             f"or convert it, e.g. `iconv -f utf-16 -t utf-8 {path.name}`."
         )
-    content = _join_lines(text)
+    is_markup = path.suffix.lower() in MARKUP_SUFFIXES
+    content = "\n\n".join(prose_paragraphs(text)) if is_markup else _join_lines(text)
     if content:
         yield Document(content, source, package, OWN_LICENCE)
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """Returns the name of a file, in which any byte but / and NUL may stand, with escapes."""
     characters = []
     for character in name:

@@ -103,16 +103,16 @@ class SpanCorruptionSource:
         self._seed = seed
 
         # Chunks of as many tokens as corruption shortens to the lengths of a row.
-        self._chunk_length = tokens_length(inputs_length, noise, ids.num_sentinels)
-        self.lengths = corrupted_lengths(self._chunk_length, noise)
-        self.num_examples = tokens.size // self._chunk_length
+        self.tokens_per_example = tokens_length(inputs_length, noise, ids.num_sentinels)
+        self.lengths = corrupted_lengths(self.tokens_per_example, noise)
+        self.num_examples = tokens.size // self.tokens_per_example
         if self.num_examples == 0:
             raise DataError(
                 f"The text has {tokens.size} tokens, less than one example of "
-                f"{self._chunk_length}. Give more text or a smaller inputs_length."
+                f"{self.tokens_per_example}. Give more text or a smaller inputs_length."
             )
-        whole_chunks = tokens[: self.num_examples * self._chunk_length]
-        self._chunks = rearrange(whole_chunks, "(n c) -> n c", c=self._chunk_length)
+        whole_chunks = tokens[: self.num_examples * self.tokens_per_example]
+        self._chunks = rearrange(whole_chunks, "(n c) -> n c", c=self.tokens_per_example)
 
         settings = (inputs_length, batch_size, seed, *noise, *ids)
         text_bytes = np.ascontiguousarray(tokens).tobytes()
@@ -135,7 +135,7 @@ class SpanCorruptionSource:
 
         # The mask follows from (seed, position), so that every epoch masks anew.
         rng = np.random.default_rng([self._seed, 1, position])
-        return corrupt(chunk, noise_mask(self._chunk_length, self._noise, rng), self._ids)
+        return corrupt(chunk, noise_mask(self.tokens_per_example, self._noise, rng), self._ids)
 
 
 class PairSource:

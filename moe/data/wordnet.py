@@ -1,6 +1,7 @@
 """WordNet's synsets, read from the files of its database: words, a definition, examples.
 
-A synset is a set of words with one meaning. Comes before `documents`; no other library is needed.
+A synset is a set of words with one meaning. Comes after `documents`, before `corpus`; no other
+library is needed.
 
 Source:
     WordNet 3.0, manual pages wndb(5WN) and lexnames(5WN). Differs: relations between synsets are
@@ -9,11 +10,12 @@ Source:
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from moe.checks import shown
+from moe.data.documents import Document
 from moe.errors import DataError
 from moe.parsing import read_text
 
@@ -241,3 +243,25 @@ def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
         if example:
             examples.append(example)
     return definition, tuple(examples)
+
+
+def wordnet_documents(synsets: Iterable[Synset]) -> list[Document]:
+    """Returns a document per synset: its words, what they mean, and the examples.
+
+    The source is "wordnet/" with the synset's id, e.g. "wordnet/data.noun#02084071".
+    """
+    documents = []
+    for synset in synsets:
+        words = ", ".join(synset.words)
+        sentences = [f"{words} ({synset.part_of_speech}): {synset.definition}"]
+        for example in synset.examples:
+            sentences.append(example[:1].upper() + example[1:])
+
+        text = " ".join(map(_closed_sentence, sentences))
+        documents.append(Document(text, f"wordnet/{synset.id}", "wordnet", WORDNET_LICENCE))
+    return documents
+
+
+def _closed_sentence(text: str) -> str:
+    """Returns a text that ends as a sentence does."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,74 @@
+"""How much of a task's examples stands in a training corpus, and what models score without those."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from eval.answers.predict import Predicted
+from eval.records import CleanScores, Contamination
+from eval.reports.task_summary import TaskExamples, score_system
+from moe.data.corpus import load_corpus
+from moe.data.overlap import SplitOverlap, measure_overlap
+
+
+class TrainingText(NamedTuple):
+    """The text that a model was trained on.
+
+    Attributes:
+        folder: Folder of the corpus.
+        texts: Its training documents.
+    """
+
+    folder: Path
+    texts: Sequence[str]
+
+
+def load_training_text(folder: Path) -> TrainingText:
+    """Returns the training documents of a corpus, without those held out.
+
+    Raises:
+        DataError: When the folder is no corpus, or damaged.
+    """
+    return TrainingText(folder, load_corpus(folder).train["text"])
+
+
+def task_contamination(
+    asked: TaskExamples,
+    answers: Mapping[tuple[str, str], Predicted],
+    training_text: TrainingText,
+) -> Contamination:
+    """Returns what examples and training text have in common, and the scores on the other examples.
+
+    An example is clean when no run of 8 words of its input stands in the text; so is one of fewer
+    words than are compared.
+
+    Args:
+        asked: The examples.
+        answers: By system and mode.
+        training_text: What the models may have seen.
+    """
+    task = asked.task
+    inputs = [example.inputs for example in asked.examples]
+    overlaps = measure_overlap({task.name: inputs}, training_text.texts)[task.name]
+
+    # The smallest n-grams find the most.
+    is_shared = overlaps[0].is_shared.tolist()
+    clean_examples = [
+        row for row, shared in zip(asked.examples, is_shared, strict=True) if not shared
+    ]
+    clean_scores = []
+    for (name, mode), predicted in answers.items():
+        outputs = []
+        for output, shared in zip(predicted.outputs, is_shared, strict=True):
+            if not shared:
+                outputs.append(output)
+        if outputs:
+            scored = score_system(task, clean_examples, outputs, name, mode)
+            clean_scores.append(CleanScores(name, mode, scored.result.scores))
+
+    return Contamination(
+        corpus=str(training_text.folder),
+        overlaps=[SplitOverlap.of(task.name, asked.split, overlap) for overlap in overlaps],
+        num_clean=len(clean_examples),
+        clean_scores=clean_scores,
+    )

@@ -1,0 +1,362 @@
+"""How much of a test set stands in a text: n-grams, runs of n words, that both have.
+
+Comes after `documents`, before `corpus`, which leaves out what is found. Words are compared without
+case and punctuation. A text is read once, in batches; the memory needed is that of the test set.
+
+Source:
+    GPT-3 (arXiv:2005.14165) appendix C, n-grams of 8 to 13 words; PaLM (arXiv:2204.02311) section
+    8, of 8. Differs: an input of fewer than n words counts as one n-gram.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Key = TypeVar("Key")
+
+NGRAM_SIZES = (8, 13)
+SHORTEST = 5
+"""Words below which an input is not compared: what it says may stand in any text."""
+
+_BATCH = 4_000_000  # characters
+_WORD = re.compile(r"[^\W_]+")
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit is lost
+_FLAG_BITS = 22
+
+
+class Overlap(NamedTuple):
+    """How many n-grams of a test set stand in a text.
+
+    Attributes:
+        n: Words of an n-gram.
+        is_shared: <bool>[N] whether an input shares an n-gram with the text.
+        num_compared: Number of inputs that are long enough to be compared.
+        num_ngrams: Number of different n-grams of the inputs.
+        num_shared_ngrams: Number of those that stand in the text.
+    """
+
+    n: int
+    is_shared: NDArray[np.bool_]
+    num_compared: int
+    num_ngrams: int
+    num_shared_ngrams: int
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs."""
+        return len(self.is_shared)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of inputs that share an n-gram with the text."""
+        return int(self.is_shared.sum())
+
+    @property
+    def share_of_inputs(self) -> float:
+        """Share of the compared inputs that have an n-gram in common with the text."""
+        return self.num_shared / max(1, self.num_compared)
+
+    @property
+    def share_of_ngrams(self) -> float:
+        """Share of the n-grams that stand in the text."""
+        return self.num_shared_ngrams / max(1, self.num_ngrams)
+
+
+class SplitOverlap(NamedTuple):
+    """How much of one split of a task stands in a text: an `Overlap` in plain numbers."""
+
+    task: str
+    split: str
+    n: int
+    num_inputs: int
+    num_compared: int
+    num_shared: int
+    share_of_inputs: float
+    num_ngrams: int
+    num_shared_ngrams: int
+    share_of_ngrams: float
+
+    @classmethod
+    def of(cls, task: str, split: str, overlap: Overlap) -> "SplitOverlap":
+        """Returns the numbers of an overlap."""
+        return cls(
+            task=task,
+            split=split,
+            n=overlap.n,
+            num_inputs=overlap.num_inputs,
+            num_compared=overlap.num_compared,
+            num_shared=overlap.num_shared,
+            share_of_inputs=overlap.share_of_inputs,
+            num_ngrams=overlap.num_ngrams,
+            num_shared_ngrams=overlap.num_shared_ngrams,
+            share_of_ngrams=overlap.share_of_ngrams,
+        )
+
+
+class Matches(NamedTuple):
+    """Where n-grams stand in texts.
+
+    Attributes:
+        ngrams: <int64>[M] number of the n-gram.
+        first: <int64>[M] number of the paragraph with its first word, counted over all texts.
+        last: <int64>[M] number of the paragraph with its last word.
+    """
+
+    ngrams: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+
+class _Incidence(NamedTuple):
+    """<int64>[P] pairs of an n-gram and an input that has it."""
+
+    ngrams: NDArray[np.int64]
+    inputs: NDArray[np.int64]
+
+
+# ---------------------------------------------------------------------------
+# Measured and left out
+
+
+def measure_overlap(
+    inputs: Mapping[Key, Sequence[str]],
+    texts: Iterable[str],
+    sizes: Sequence[int] = NGRAM_SIZES,
+) -> dict[Key, list[Overlap]]:
+    """Returns how much of each test set stands in a text, for each size of n-grams.
+
+    Args:
+        inputs: By name of a test set, its inputs. Words with which all of them begin are taken for
+            a prompt and not compared.
+        texts: The text, in parts of any length; n-grams do not cross from one to the next.
+        sizes: Numbers of words n.
+    """
+    words: list[list[str]] = []
+    for test_set in inputs.values():
+        words += _words_of_inputs(test_set)
+
+    # One pass over the text for all test sets.
+    index = NgramIndex(words, sizes)
+    is_found = np.zeros(index.num_ngrams, dtype=np.bool_)
+    for batch in _batches([text] for text in texts):
+        is_found[index.find(batch).ngrams] = True
+
+    overlaps: dict[Key, list[Overlap]] = {}
+    start = 0
+    for name, test_set in inputs.items():
+        end = start + len(test_set)
+        overlaps[name] = [index.overlap(n, is_found, start, end) for n in sizes]
+        start = end
+    return overlaps
+
+
+def quoting_paragraphs(
+    inputs: Iterable[Sequence[str]], texts: Iterable[Sequence[str]], n: int = NGRAM_SIZES[0]
+) -> Iterator[bool]:
+    """Yields for each paragraph of each text whether it has a word of an n-gram of the inputs.
+
+    Args:
+        inputs: Test sets; see `measure_overlap`.
+        texts: Each a list of its paragraphs, over which an n-gram may run.
+        n: Words of an n-gram.
+    """
+    words: list[list[str]] = []
+    for test_set in inputs:
+        words += _words_of_inputs(test_set)
+
+    index = NgramIndex(words, [n])
+    for batch in _batches(texts):
+        matches = index.find(batch)
+        is_quoting = np.zeros(sum(map(len, batch)), dtype=np.bool_)
+        for first, last in zip(matches.first, matches.last, strict=True):
+            is_quoting[first : last + 1] = True
+        yield from is_quoting.tolist()
+
+
+def _words_of_inputs(inputs: Sequence[str]) -> list[list[str]]:
+    """Returns the words of each input, without those with which all inputs begin."""
+    words = list(map(_words, inputs))
+    num_common = 0
+    if len(words) > 1:
+        shortest = min(words, key=len)
+        while num_common < len(shortest):
+            if any(each[num_common] != shortest[num_common] for each in words):
+                break
+            num_common += 1
+    return [each[num_common:] for each in words]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _batches(texts: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
+    """Yields lists of texts with few enough characters to be compared at once."""
+    batch: list[Sequence[str]] = []
+    num_characters = 0
+    for text in texts:
+        batch.append(text)
+        num_characters += sum(map(len, text))
+        if num_characters >= _BATCH:
+            yield batch
+            batch = []
+            num_characters = 0
+    if batch:
+        yield batch
+
+
+# ---------------------------------------------------------------------------
+# The index
+
+
+class NgramIndex:
+    """The n-grams of inputs, by hashes of 64 bits, ready to be found in texts."""
+
+    def __init__(self, inputs: Sequence[Sequence[str]], sizes: Sequence[int]):
+        """Indexes the n-grams of all sizes.
+
+        Args:
+            inputs: Words of each input.
+            sizes: Numbers of words n.
+        """
+        # Words of the inputs have a number, all others are 0; each number has a random hash.
+        vocabulary = dict.fromkeys(word for words in inputs for word in words)
+        self._ids = {word: number for number, word in enumerate(vocabulary, start=1)}
+        rng = np.random.default_rng(0)
+        count = len(self._ids) + 1
+        self._hashes = rng.integers(2**64, size=count, dtype=np.uint64)  # [V + 1]
+
+        # An n-gram is told from others by its number of words and its hash.
+        numbers: dict[tuple[int, int], int] = {}
+        self._incidences: dict[int, _Incidence] = {}
+        for n in sizes:
+            pairs: list[tuple[int, int]] = []
+            for number, words in enumerate(inputs):
+                size = min(n, len(words))
+                if size < min(n, SHORTEST):
+                    continue
+                for value in set(self._windows(words, size)):
+                    pairs.append((numbers.setdefault((size, value), len(numbers)), number))
+            table = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)  # [P, 2]
+            self._incidences[n] = _Incidence(table[:, 0], table[:, 1])
+
+        self.num_ngrams = len(numbers)
+        self._tables = _tables(numbers)
+
+    def _windows(self, words: Sequence[str], size: int) -> list[int]:
+        """Returns the hashes of all runs of so many words."""
+        ids = np.asarray([self._ids[word] for word in words], dtype=np.int64)
+        return list(_rolling_hashes(self._hashes[ids], size))[-1].tolist()
+
+    def find(self, texts: Sequence[Sequence[str]]) -> Matches:
+        """Returns where the n-grams stand.
+
+        Args:
+            texts: Each a list of its paragraphs, over which an n-gram may run.
+        """
+        # Between two texts stands an unknown word, over which no n-gram runs.
+        ids: list[int] = []
+        starts: list[int] = []
+        number_of = self._ids.get
+        for text in texts:
+            for paragraph in text:
+                starts.append(len(ids))
+                ids += [number_of(word, 0) for word in _words(paragraph)]
+            ids.append(0)
+        hashes = self._hashes[np.asarray(ids, dtype=np.int64)]  # [W]
+
+        ngrams: list[NDArray[np.int64]] = []
+        first: list[NDArray[np.int64]] = []
+        last: list[NDArray[np.int64]] = []
+        longest = max(self._tables, default=0)
+        for size, windows in enumerate(_rolling_hashes(hashes, longest), start=1):
+            if size in self._tables:
+                positions, numbers = self._tables[size].find(windows)
+                ngrams.append(numbers)
+                first.append(_part_of(positions, starts))
+                last.append(_part_of(positions + size - 1, starts))
+        empty = np.empty(0, dtype=np.int64)
+        return Matches(*(np.concatenate([empty, *parts]) for parts in (ngrams, first, last)))
+
+    def overlap(self, n: int, is_found: NDArray[np.bool_], start: int, end: int) -> Overlap:
+        """Returns how much of the inputs from `start` to `end` was found.
+
+        Args:
+            n: Words of an n-gram.
+            is_found: <bool>[num_ngrams] whether the text has each n-gram.
+            start: Number of the first input.
+            end: Number behind the last one.
+        """
+        incidence = self._incidences[n]
+        of_set = (start <= incidence.inputs) & (incidence.inputs < end)
+        ngrams = incidence.ngrams[of_set]
+        inputs = incidence.inputs[of_set] - start
+
+        is_shared = np.zeros(end - start, dtype=np.bool_)
+        is_shared[inputs[is_found[ngrams]]] = True
+        different = np.unique(ngrams)
+        return Overlap(
+            n=n,
+            is_shared=is_shared,
+            num_compared=len(np.unique(inputs)),
+            num_ngrams=len(different),
+            num_shared_ngrams=int(is_found[different].sum()),
+        )
+
+
+class _Table:
+    """Hashes of the n-grams of one size, with their numbers."""
+
+    def __init__(self, hashes: NDArray[np.uint64], numbers: NDArray[np.int64]):
+        order = np.argsort(hashes)
+        self._hashes = hashes[order]
+        self._numbers = numbers[order]
+        # Most windows of a text are ruled out by the upper bits of their hash.
+        self._shift = np.uint64(64 - _FLAG_BITS)
+        self._flags = np.zeros(2**_FLAG_BITS, dtype=np.bool_)
+        self._flags[hashes >> self._shift] = True
+
+    def find(self, windows: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the positions of the windows that are n-grams, and the numbers of these."""
+        candidates = np.flatnonzero(self._flags[windows >> self._shift])
+        values = windows[candidates]
+        places = np.searchsorted(self._hashes, values)
+        places = np.minimum(places, len(self._hashes) - 1)
+        is_equal = self._hashes[places] == values
+        return candidates[is_equal], self._numbers[places[is_equal]]
+
+
+def _tables(numbers: Mapping[tuple[int, int], int]) -> dict[int, _Table]:
+    """Returns a table for each size, of the numbers of n-grams by size and hash."""
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for (size, value), number in numbers.items():
+        by_size.setdefault(size, []).append((value, number))
+
+    tables = {}
+    for size, pairs in by_size.items():
+        hashes = np.asarray([value for value, _ in pairs], dtype=np.uint64)
+        tables[size] = _Table(hashes, np.asarray([number for _, number in pairs]))
+    return tables
+
+
+def _rolling_hashes(hashes: NDArray[np.uint64], longest: int) -> Iterator[NDArray[np.uint64]]:
+    """Yields the hashes of all runs of 1, 2, ... words.
+
+    Args:
+        hashes: <uint64>[W] hash of each word.
+        longest: Words of the last runs.
+    """
+    windows = hashes[:0]
+    for size in range(1, min(longest, len(hashes)) + 1):
+        # The hash of a run is a polynomial in the hashes of its words, modulo 2 ** 64.
+        last_words = hashes[size - 1 :]
+        windows = last_words if size == 1 else windows[:-1] * _MULTIPLIER + last_words
+        yield windows
+
+
+def _part_of(positions: NDArray[np.int64], starts: Sequence[int]) -> NDArray[np.int64]:
+    """Returns in which part each position lies; parts begin at `starts`, in order."""
+    return np.searchsorted(np.asarray(starts), positions, side="right") - 1

@@ -1,0 +1,254 @@
+"""The English in packages: docstrings and documentation of what is installed, or of unpacked sources.
+
+Comes after `documents`, before `corpus`. Nothing is imported or run.
+"""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distribution,
+    packages_distributions,
+)
+from pathlib import Path
+from typing import NamedTuple
+
+from moe.data.docstrings import (
+    SKIPPED_FOLDERS,
+    docstrings,
+    language_topics,
+    package_folder,
+    python_files,
+)
+from moe.data.documents import OWN_LICENCE, Document, printable
+from moe.data.prose import prose_paragraphs
+from moe.errors import DataError, did_you_mean
+from moe.parsing import read_text
+
+logger = logging.getLogger(__name__)
+
+PACKAGE_LICENCES = {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
+"""The packages of `read_python_corpus`."""
+
+PAGE_SUFFIXES = (".rst", ".md")
+_MOST_LICENCE = 80  # characters: some packages give the whole text as the name of their licence
+
+
+class Package(NamedTuple):
+    """A folder of Python sources.
+
+    Attributes:
+        name: Stands before the files in the sources of documents.
+        folder: Holds the files.
+        licence: As its metadata states it.
+    """
+
+    name: str
+    folder: Path
+    licence: str
+
+
+def read_python_corpus() -> list[Document]:
+    """Returns the English prose of this Python installation: about 7 million characters.
+
+    There is a document for each source file of the standard library, torch and numpy (its
+    docstrings) and one for each topic of the Python language reference. Nothing is imported. The
+    amount differs a little between versions of Python and torch.
+
+    Raises:
+        DataError: When torch or numpy is not installed as source files.
+    """
+    with _garbage_collector_paused():
+        documents = list(_topic_documents())
+        for name, licence in PACKAGE_LICENCES.items():
+            documents += _docstring_documents(Package(name, package_folder(name), licence))
+    return documents
+
+
+def read_packages(names: Sequence[str]) -> list[Document]:
+    """Returns the English prose of packages: a document per file, of docstrings or of a page.
+
+    Pages are files in reStructuredText or Markdown. Test code is left out.
+
+    Args:
+        names: Each the name of an installed package as in `import`, or of its distribution; or
+            "stdlib", with which come the topics of the language reference; or the path of a folder
+            of sources, with a / in it.
+
+    Raises:
+        DataError: When one is not installed as a folder of source files, or the folder does not
+            exist, or there is no prose at all.
+    """
+    packages: list[Package] = []
+    for name in dict.fromkeys(names):
+        packages += _find_packages(name)
+
+    documents: list[Document] = []
+    with _garbage_collector_paused():
+        for package in dict.fromkeys(packages):
+            if package.name == "stdlib":
+                documents += _topic_documents()
+            documents += _docstring_documents(package)
+            documents += _page_documents(package)
+    if not documents:
+        raise DataError(
+            f"There is no prose in {', '.join(names) or 'an empty list of packages'}. Name packages "
+            "with docstrings, e.g. stdlib."
+        )
+    return documents
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Keeps the cycle collector off: syntax trees hold no cycles, and the search doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---------------------------------------------------------------------------
+# Packages and their licences
+
+
+def _find_packages(name: str) -> list[Package]:
+    """Returns the packages of a name: several where a distribution has more than one."""
+    if name == "stdlib":
+        return [Package(name, package_folder(name), PACKAGE_LICENCES[name])]
+    if is_folder_name(name):
+        return [_unpacked_package(Path(name))]
+
+    # A name as in `import`, else that of a distribution.
+    distributions = packages_distributions()
+    import_names = [name] if name.isidentifier() and _has_folder(name) else []
+    if not import_names:
+        wanted = _canonical(name)
+        for import_name, owners in distributions.items():
+            if wanted in map(_canonical, owners) and _has_folder(import_name):
+                import_names.append(import_name)
+    if not import_names:
+        raise DataError(
+            f"The package {name!r} is not installed as a folder of source files."
+            f"{did_you_mean(name, distributions)} Install it, leave it out, or give the path of a "
+            "folder of sources, with a / in it."
+        )
+
+    packages = []
+    for import_name in sorted(import_names):
+        licence = _installed_licence(import_name, distributions.get(import_name, []))
+        packages.append(Package(import_name, package_folder(import_name), licence))
+    return packages
+
+
+def is_folder_name(name: str) -> bool:
+    """Returns whether a name is the path of a folder, and not that of an installed package."""
+    return "/" in name or os.sep in name
+
+
+def _canonical(name: str) -> str:
+    return name.casefold().replace("_", "-").replace(".", "-")
+
+
+def _has_folder(import_name: str) -> bool:
+    try:
+        package_folder(import_name)
+    except DataError:
+        return False
+    return True
+
+
+def _unpacked_package(folder: Path) -> Package:
+    """Returns the package of an unpacked source distribution, or of any folder of sources."""
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} is no folder. Give the folder of an unpacked source distribution, or the "
+            "name of an installed package."
+        )
+    name = printable(folder.resolve().name)
+    return Package(name, folder, stated_licence(Distribution.at(folder)))
+
+
+def _installed_licence(import_name: str, distribution_names: Sequence[str]) -> str:
+    """Returns the licences of the distributions that a package is from."""
+    licences = {}
+    for name in distribution_names or (import_name,):
+        try:
+            licences[stated_licence(distribution(name))] = None
+        except PackageNotFoundError:
+            continue
+    return " AND ".join(licences) or OWN_LICENCE
+
+
+def stated_licence(package: Distribution) -> str:
+    """Returns the licence that the metadata of a distribution states, or "not stated".
+
+    The SPDX expression comes first, then a short name, then the classifiers.
+    """
+    metadata = package.metadata
+    if metadata["License-Expression"]:
+        return metadata["License-Expression"]
+    licence = " ".join((metadata["License"] or "").split())
+    if licence and licence.casefold() != "unknown" and len(licence) <= _MOST_LICENCE:
+        return licence
+
+    # License :: OSI Approved :: BSD License
+    licences = []
+    for classifier in metadata.get_all("Classifier") or ():
+        parts = classifier.split(" :: ")
+        if parts[0] == "License" and parts[-1] != "OSI Approved":
+            licences.append(parts[-1])
+    return " AND ".join(licences) or OWN_LICENCE
+
+
+# ---------------------------------------------------------------------------
+# Documents
+
+
+def _topic_documents() -> Iterator[Document]:
+    """Yields the language reference, a document per topic."""
+    licence = PACKAGE_LICENCES["stdlib"]
+    for topic, page in sorted(language_topics().items()):
+        text = "\n\n".join(prose_paragraphs(page))
+        if text:
+            yield Document(text, f"pydoc_data/topics.py#{topic}", "stdlib", licence)
+
+
+def _docstring_documents(package: Package) -> Iterator[Document]:
+    """Yields the docstrings of a package, a document per source file that has any."""
+    for path in python_files(package.folder):
+        paragraphs = []
+        for docstring in docstrings(path):
+            paragraphs += prose_paragraphs(docstring)
+        if paragraphs:
+            yield _file_document(package, path, paragraphs)
+
+
+def _page_documents(package: Package) -> Iterator[Document]:
+    """Yields the documentation that lies among the sources of a package, a document per page."""
+    pages = []
+    for suffix in PAGE_SUFFIXES:
+        for path in package.folder.rglob(f"*{suffix}"):
+            if SKIPPED_FOLDERS.isdisjoint(path.relative_to(package.folder).parts):
+                pages.append(path)
+
+    for path in sorted(pages):
+        try:
+            text = read_text(path)
+        except DataError as error:
+            logger.warning("%s is left out: %s", path, error)
+            continue
+        paragraphs = prose_paragraphs(text)
+        if paragraphs:
+            yield _file_document(package, path, paragraphs)
+
+
+def _file_document(package: Package, path: Path, paragraphs: list[str]) -> Document:
+    source = f"{package.name}/{path.relative_to(package.folder).as_posix()}"
+    return Document("\n\n".join(paragraphs), printable(source), package.name, package.licence)

@@ -1,0 +1,102 @@
+"""Overlap of test sets and texts. Oracle: sets of tuples of words; counts done by hand."""
+
+import random
+
+import pytest
+
+from moe.data import overlap as overlap_module
+from moe.data.overlap import SHORTEST, Overlap, measure_overlap, quoting_paragraphs
+
+ALPHABET = [f"w{number}" for number in range(5)]
+"""So few words that many n-grams are shared."""
+
+
+def random_texts(rng: random.Random, count: int, longest: int) -> list[str]:
+    texts = []
+    for _ in range(count):
+        words = rng.choices(ALPHABET, k=rng.randrange(longest))
+        texts.append(" ".join(words))
+    return texts
+
+
+def grams(words: list[str], n: int) -> set[tuple[str, ...]]:
+    return {tuple(words[start : start + n]) for start in range(len(words) - n + 1)}
+
+
+def grams_of_input(text: str, n: int) -> set[tuple[str, ...]]:
+    """Returns the n-grams of an input; a shorter one is a single one, unless it is too short."""
+    size = min(n, len(text.split()))
+    return grams(text.split(), size) if size >= min(n, SHORTEST) else set()
+
+
+def measure(inputs: list[str], texts: list[str], n: int) -> Overlap:
+    return measure_overlap({"task": inputs}, texts, [n])["task"][0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_measure_equals_sets_of_tuples(seed, monkeypatch):
+    monkeypatch.setattr(overlap_module, "_BATCH", 101)
+    rng = random.Random(seed)
+    inputs = {"a": ["x", *random_texts(rng, 31, 17)], "b": ["y", *random_texts(rng, 7, 11)]}
+    texts = random_texts(rng, 43, 19)
+    sizes = (3, 7)
+    measured = measure_overlap(inputs, texts, sizes)
+
+    for name, test_set in inputs.items():
+        for n, overlap in zip(sizes, measured[name], strict=True):
+            in_text = set()
+            for text in texts:
+                for size in range(1, n + 1):
+                    in_text |= grams(text.split(), size)
+            expected = [grams_of_input(text, n) for text in test_set]
+            every = set().union(*expected)
+            assert overlap.n == n
+            assert overlap.is_shared.tolist() == [bool(each & in_text) for each in expected]
+            assert overlap.num_compared == sum(map(bool, expected))
+            assert (overlap.num_ngrams, overlap.num_shared_ngrams) == (
+                len(every),
+                len(every & in_text),
+            )
+
+
+def test_paragraphs_are_found_that_hold_a_word_of_a_shared_run_even_over_their_border():
+    inputs = [["one two three four five six seven eight nine", "zero"]]
+    texts = [
+        ["Nothing here.", "One, two; THREE four-five", "six seven eight?", "The end."],
+        ["one two three four five", "", "six seven nine eight", "..."],
+        ["two three four five six seven eight nine"],
+    ]
+    found = list(quoting_paragraphs(inputs, texts))
+    assert found == [False, True, True, False, *(4 * [False]), True]
+
+
+def test_no_run_goes_from_one_text_to_the_next():
+    inputs = ["one two three four five six seven eight", "zero"]
+    overlap = measure(inputs, ["one two three four", "five six seven eight"], 8)
+    assert not overlap.is_shared.any()
+    overlap = measure(inputs, ["five", "one two three four five six seven eight"], 8)
+    assert overlap.is_shared.tolist() == [True, False]
+
+
+def test_a_prompt_is_not_compared_and_short_inputs_are_whole_or_left_alone():
+    inputs = ["find the class of: a b c d e", "find the class of: w x y z"]
+    text = "Find the class of everything: a, b, c, d, e; w, x, y, z."
+    overlap = measure(inputs, [text], 8)
+    assert overlap.is_shared.tolist() == [True, False]
+    assert (overlap.num_inputs, overlap.num_compared, overlap.num_ngrams) == (2, 1, 1)
+    assert (overlap.share_of_inputs, overlap.share_of_ngrams) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["...", "?"]])
+@pytest.mark.parametrize("inputs", [[], [""], ["a b c d e f g h"]])
+def test_nothing_overlaps_with_nothing(inputs, texts):
+    overlap = measure(inputs, texts, 8)
+    assert overlap.num_shared == 0
+    assert overlap.share_of_inputs == overlap.share_of_ngrams == 0.0
+    assert list(quoting_paragraphs([inputs], [[text] for text in texts])) == [False] * len(texts)
+
+
+def test_the_measure_forgets_case_and_marks_and_knows_other_scripts():
+    inputs = ["Straße und ЁЛКА, 漢字 _und_ 7 mehr!", "x"]
+    overlap = measure(inputs, ["- STRASSE und ёлка 漢字 und (7) mehr"], 6)
+    assert overlap.is_shared.tolist() == [True, False]
