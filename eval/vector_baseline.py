@@ -40,9 +40,9 @@ class Setting(NamedTuple):
     def __str__(self) -> str:
         """Returns the setting in words."""
         features = "the mean and maximum" if self.has_max else "the mean"
-        text = f"{features} of a text's word vectors, C {self.strength:g}"
+        text = f"logistic regression on {features} of a text's words, C {self.strength:g}"
         if self.word_share:
-            text += f", {100 * self.word_share:.0f} % of counts of words"
+            text += f", {100 * self.word_share:.0f} % of that on counts of words"
         return text
 
 

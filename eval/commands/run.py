@@ -64,7 +64,6 @@ def add_parser(commands: Subparsers) -> None:
         type=word,
         help="branch or commit of the data on the hub (default: each task's own)",
     )
-
     parser.add_argument(
         "--contamination",
         type=path,

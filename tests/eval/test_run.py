@@ -325,7 +325,7 @@ def test_word_vectors_of_a_corpus_are_one_more_baseline_that_dev_examples_choose
     ):
         report = run(folders, ["boolq"], tmp_path / split, split=split, **options)
         assert report.failed == []
-        system = baselines_of(report)["logistic regression on word vectors"]
+        system = baselines_of(report)["word vectors"]
         assert system.fitted_to.startswith("all 20 training examples and ")
         assert f"{tmp_path / 'corpus'} (0.0 million characters)" in system.fitted_to
         assert system.fitted_to.endswith(f"chosen on {chosen_on}")

@@ -37,13 +37,15 @@ def test_words_without_a_label_get_the_class_of_words_that_are_used_alike(task, 
         "majority",
         "naive Bayes",
         "logistic regression",
-        "logistic regression on word vectors",
+        "word vectors",
     ]
     right = [example.targets for example in test]
-    assert made["logistic regression on word vectors"].outputs == right
+    assert made["word vectors"].outputs == right
     assert made["logistic regression"].outputs != right
-    fitted_to = made["logistic regression on word vectors"].fitted_to
-    assert fitted_to.startswith("20 of 20 and the sentences: the mean of a text's word vectors, C ")
+    fitted_to = made["word vectors"].fitted_to
+    assert fitted_to.startswith(
+        "20 of 20 and the sentences: logistic regression on the mean of a text's words, C "
+    )
     assert fitted_to.endswith("chosen on 2 dev examples")
 
 
@@ -63,7 +65,8 @@ def test_the_setting_is_the_best_on_dev_and_of_equals_the_simplest(vectors):
     assert [setting.strength for setting in tried[: len(STRENGTHS)]] == list(STRENGTHS)
     assert tried[len(STRENGTHS) : -2] == [Setting(0.003, True), Setting(0.01, True)]
     assert str(best) == (
-        "the mean and maximum of a text's word vectors, C 0.003, 50 % of counts of words"
+        "logistic regression on the mean and maximum of a text's words, C 0.003, "
+        "50 % of that on counts of words"
     )
 
 
