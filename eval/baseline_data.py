@@ -39,6 +39,7 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
             "--train-examples. Give both."
         )
 
+    # No task that would use them.
     tasks = list(tasks)
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
@@ -79,6 +80,7 @@ def read_baseline_data(
     if not task.source.is_local("train", rows_folder):
         return None
 
+    # The labels that the baselines may see.
     examples = task.examples("train", folder)
     size = settings.train_examples
     train = choose_examples(examples, size, settings.train_seed)

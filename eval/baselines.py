@@ -66,10 +66,10 @@ def baseline_outputs(
     """Returns the answers of baselines to `test`, by name.
 
     A classification has `majority` (the most frequent target), `naive Bayes` and `logistic
-    regression` on counts of words, and with vectors of words `logistic regression on word vectors`.
-    A summarization has `majority` (the most frequent summary; of equals the one with the highest
-    mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers as
-    pickers of a sentence.
+    regression` on counts of words, and with vectors of words `word vectors`, logistic regression on
+    those. A summarization has `majority` (the most frequent summary; of equals the one with the
+    highest mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers
+    as pickers of a sentence.
 
     Args:
         task: The task.
@@ -95,7 +95,7 @@ def baseline_outputs(
     if task.is_classification and data.vectors is not None:
         answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
         fitted_to = f"{data.fitted_to} and {answers.features}"
-        baselines["logistic regression on word vectors"] = Baseline(answers.outputs, fitted_to)
+        baselines["word vectors"] = Baseline(answers.outputs, fitted_to)
     return baselines
 
 

@@ -81,8 +81,8 @@ def evaluate(
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When there is no corpus for the baselines, `out` cannot be made or is no folder
-            of an evaluation, another evaluation writes there, or `contamination` is no corpus.
+        DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
+            writes there, or `contamination` or the baselines' text is no corpus.
     """
     # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)

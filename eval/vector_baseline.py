@@ -2,42 +2,48 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import sparse
+from numpy.typing import NDArray
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from eval.task import Example
 from eval.word_vectors import WordVectors
 
-STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3)
+STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """Values of C that are tried: the inverse of how strongly weights are held to zero."""
+
+WORD_SHARES = (0.25, 0.5)
+"""Shares that are tried of a classifier by counts of words, in the logarithms of probabilities."""
 
 _MOST_CHOOSING = 5_000  # training examples while settings are chosen
 _HELD_OUT = 5  # every fifth example chooses, where there is no dev split
+_MOST_ITERATIONS = 300
 
 
 class Setting(NamedTuple):
     """What a classifier sees of a text, and how strongly it is regularised.
 
     Attributes:
-        strength: C of the regression, for the vectors.
+        strength: C of the regression on vectors.
         has_max: Whether it sees the largest values beside the means.
-        has_words: Whether it sees counts of words, too.
+        word_share: Share of the regression on counts of words.
     """
 
     strength: float
     has_max: bool = False
-    has_words: bool = False
+    word_share: float = 0.0
 
-    @property
-    def name(self) -> str:
-        """What it sees, in words."""
-        vectors = "the mean and maximum" if self.has_max else "the mean"
-        words = " with word counts" if self.has_words else ""
-        return f"{vectors} of word vectors{words}, C {self.strength:g}"
+    def __str__(self) -> str:
+        """Returns the setting in words."""
+        features = "the mean and maximum" if self.has_max else "the mean"
+        text = f"logistic regression on {features} of a text's words, C {self.strength:g}"
+        if self.word_share:
+            text += f", {100 * self.word_share:.0f} % of that on counts of words"
+        return text
 
 
 class VectorAnswers(NamedTuple):
@@ -66,102 +72,112 @@ def classify_by_vectors(
         dev: Examples that choose; none for every fifth of `train`, which is then fitted to all.
         test: N examples to answer.
     """
-    targets = [example.targets for example in train]
-    if len(set(targets)) == 1:
-        features = f"{vectors.source}, of which one class needs nothing"
-        return VectorAnswers(targets[:1] * len(test), features)
-
-    # What fits and what chooses; a large training set is thinned out while it is chosen.
-    chosen_on = f"{len(dev):,} dev examples"
+    # What fits and what chooses.
     fitting = list(train)
+    chosen_on = f"{len(dev):,} dev examples"
     if not dev:
         dev = train[::_HELD_OUT]
         fitting = [example for number, example in enumerate(train) if number % _HELD_OUT]
         chosen_on = f"{len(dev):,} of the training examples"
-    fitting = fitting[:: -(-len(fitting) // _MOST_CHOOSING)] or list(train)
 
-    setting = _choose(_Texts(vectors, fitting, dev))
-    outputs = _Texts(vectors, train, test).answers(setting)
-    features = f"{vectors.source}: {setting.name}, chosen on {chosen_on}"
-    return VectorAnswers(outputs, features)
+    # One class leaves nothing to fit.
+    if len({example.targets for example in fitting}) < 2:
+        counts = Counter(example.targets for example in train)
+        answer, _ = counts.most_common(1)[0]
+        features = f"nothing of {vectors.source}, since there is one class"
+        return VectorAnswers([answer] * len(test), features)
+
+    # A large training set is thinned out while settings are chosen.
+    thinned = fitting[:: -(-len(fitting) // _MOST_CHOOSING)]
+    setting = _choose(_Classifiers(vectors, thinned, dev))
+    outputs = _Classifiers(vectors, train, test).answers(setting)
+    return VectorAnswers(outputs, f"{vectors.source}: {setting}, chosen on {chosen_on}")
 
 
-class _Texts:
-    """Features of texts to fit a classifier to and of texts to answer, each counted once."""
+class _Classifiers:
+    """Classifiers that are fitted to training examples and answer others."""
 
     def __init__(
         self, vectors: WordVectors, train: Sequence[Example], test: Sequence[Example]
     ) -> None:
-        inputs = [example.inputs for example in train]
-        test_inputs = [example.inputs for example in test]
-        self.targets = [example.targets for example in train]
-        self.test_targets = [example.targets for example in test]
+        self._inputs = [example.inputs for example in train]
+        self._targets = [example.targets for example in train]
+        self._test_inputs = [example.inputs for example in test]
+        self._test_targets = [example.targets for example in test]
+        self._classes = sorted(set(self._targets))
 
-        self._means = _scaled(vectors.mean(inputs), vectors.mean(test_inputs))
-        self._maxima = _scaled(vectors.max(inputs), vectors.max(test_inputs))
-        self._words = _count_words(inputs, test_inputs)
+        # Each is fitted once, however often it is asked.
+        self._vectors = vectors
+        self._by_vectors = lru_cache(self._fit_to_vectors)
+        self._by_words = lru_cache(self._fit_to_words)
 
     def answers(self, setting: Setting) -> list[str]:
-        """Returns the answers of a classifier with a setting."""
-        if len(set(self.targets)) == 1:
-            return self.targets[:1] * len(self.test_targets)
-
-        # C is that of the vectors; counts of words keep the penalty that they have alone.
-        parts = [self._means]
-        if setting.has_max:
-            parts.append(self._maxima)
-        if setting.has_words:
-            scale = setting.strength**-0.5
-            parts.append(tuple(counts * scale for counts in self._words))
-        train_parts, test_parts = zip(*parts, strict=True)
-
-        classifier = LogisticRegression(C=setting.strength, max_iter=300)
-        classifier.fit(_side_by_side(train_parts), self.targets)
-        return list(classifier.predict(_side_by_side(test_parts)))
+        """Returns the answers with a setting."""
+        scores = self._by_vectors(setting.strength, setting.has_max)  # [N, classes]
+        if setting.word_share:
+            share = setting.word_share
+            scores = (1 - share) * scores + share * self._by_words()
+        return [self._classes[number] for number in scores.argmax(axis=1)]
 
     def num_right(self, setting: Setting) -> int:
         """Returns how many answers are right."""
-        pairs = zip(self.answers(setting), self.test_targets, strict=True)
+        pairs = zip(self.answers(setting), self._test_targets, strict=True)
         return sum(answer == target for answer, target in pairs)
 
+    def _fit_to_vectors(self, strength: float, has_max: bool) -> NDArray[np.float64]:
+        """Returns <float64>[N, classes] logarithms of probabilities by vectors of words."""
+        kinds = [self._vectors.mean]
+        if has_max:
+            kinds.append(self._vectors.max)
 
-def _choose(texts: _Texts) -> Setting:
-    """Returns the setting with the most right answers; of equals the simplest."""
+        # Around 0, in units of their spread over the training texts.
+        train_parts: list[NDArray[np.float32]] = []
+        test_parts: list[NDArray[np.float32]] = []
+        for features_of in kinds:
+            features = features_of(self._inputs)
+            centre = features.mean(axis=0)
+            spread = max(float((features - centre).std()), 1e-9)
+            train_parts.append((features - centre) / spread)
+            test_parts.append((features_of(self._test_inputs) - centre) / spread)
+        return self._fit(np.hstack(train_parts), np.hstack(test_parts), strength)
+
+    def _fit_to_words(self) -> NDArray[np.float64]:
+        """Returns <float64>[N, classes] logarithms of probabilities by counts of words."""
+        vectorizer = CountVectorizer(token_pattern=r"\w+")
+        if not any(map(vectorizer.build_analyzer(), self._inputs)):
+            return np.zeros((len(self._test_inputs), len(self._classes)))
+        counts = vectorizer.fit_transform(self._inputs)
+        return self._fit(counts, vectorizer.transform(self._test_inputs), strength=1.0)
+
+    def _fit(self, train: Any, test: Any, strength: float) -> NDArray[np.float64]:
+        classifier = LogisticRegression(C=strength, max_iter=_MOST_ITERATIONS)
+        classifier.fit(train, self._targets)
+        return classifier.predict_log_proba(test)
+
+
+def _choose(classifiers: _Classifiers) -> Setting:
+    """Returns the setting with the most right answers; of equals the first, which is the simplest."""
+    # How strongly the weights of the means are held to zero.
     num_right: Counter[Setting] = Counter()
     for strength in STRENGTHS:
         setting = Setting(strength)
-        num_right[setting] = texts.num_right(setting)
+        num_right[setting] = classifiers.num_right(setting)
 
-    # More features, each at the best strength of fewer and at the next stronger one.
-    for change in ({"has_max": True}, {"has_words": True}):
-        best = num_right.most_common(1)[0][0]
-        place = STRENGTHS.index(best.strength)
-        for strength in STRENGTHS[max(place - 1, 0) : place + 1]:
-            setting = best._replace(strength=strength, **change)
-            num_right[setting] = texts.num_right(setting)
+    # More features, at the best strength of fewer and at the next stronger one.
+    best = _best(num_right)
+    place = STRENGTHS.index(best.strength)
+    for strength in STRENGTHS[max(place - 1, 0) : place + 1]:
+        setting = Setting(strength, has_max=True)
+        num_right[setting] = classifiers.num_right(setting)
+
+    # Words beside the vectors.
+    best = _best(num_right)
+    for word_share in WORD_SHARES:
+        setting = best._replace(word_share=word_share)
+        num_right[setting] = classifiers.num_right(setting)
+    return _best(num_right)
+
+
+def _best(num_right: Counter[Setting]) -> Setting:
+    """Returns the setting that is right most often; of equals the one that was tried first."""
     return num_right.most_common(1)[0][0]
-
-
-def _scaled(train: Any, test: Any) -> tuple[Any, Any]:
-    """Returns features around 0, in units of their spread over the training texts."""
-    centre = train.mean(axis=0)
-    spread = max(float((train - centre).std()), 1e-9)
-    return (train - centre) / spread, (test - centre) / spread
-
-
-def _count_words(train: Sequence[str], test: Sequence[str]) -> tuple[Any, Any]:
-    """Returns counts of the words of training texts, in both."""
-    vectorizer = CountVectorizer(token_pattern=r"\w+")
-    try:
-        counts = vectorizer.fit_transform(train)
-    except ValueError:  # no text has a word
-        empty = np.zeros((len(train), 1)), np.zeros((len(test), 1))
-        return empty
-    return counts, vectorizer.transform(test)
-
-
-def _side_by_side(parts: Sequence[Any]) -> Any:
-    """Returns features beside each other: dense ones, or sparse where one is."""
-    if any(map(sparse.issparse, parts)):
-        return sparse.hstack(parts, format="csr")
-    return np.hstack(parts)

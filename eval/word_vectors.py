@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from sklearn.utils.extmath import randomized_svd
+from sklearn.decomposition import TruncatedSVD
 
 from moe.data.corpus import load_corpus
 from moe.errors import DataError
@@ -29,7 +29,7 @@ MAX_CHARACTERS = 40_000_000
 """Of a corpus; evenly spaced documents are taken of a larger one. 10 million take about 15 seconds."""
 
 NUM_DIMENSIONS = 300
-WINDOW = 5
+WINDOW = 10
 MAX_WORDS = 30_000
 MIN_COUNT = 3
 
@@ -115,6 +115,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
     Raises:
         DataError: When fewer than two words are frequent enough.
     """
+    # The words of each paragraph, and how often each occurs.
     paragraphs: list[list[str]] = []
     for text in texts:
         paragraphs += map(split_words, text.split("\n"))
@@ -132,10 +133,16 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
             "at least 2. Give a larger corpus."
         )
 
+    # What stands near what, more than by chance; and how little a frequent word says of its text.
     association = _positive_mutual_information(_count_neighbours(paragraphs, numbers))
+    if association.nnz == 0:
+        raise DataError(
+            f"No two words of {source} stand near each other more often than by chance. Give a "
+            "larger corpus."
+        )
     shares = np.array([counts[word] for word in numbers]) / counts.total()
-    weights = _FREQUENT / (_FREQUENT + shares)
-    return WordVectors(numbers, _reduce(association), weights.astype(np.float32), source)
+    weights = (_FREQUENT / (_FREQUENT + shares)).astype(np.float32)
+    return WordVectors(numbers, _reduce(association, len(numbers)), weights, source)
 
 
 def _count_neighbours(
@@ -165,23 +172,29 @@ def _count_neighbours(
 
 
 def _positive_mutual_information(counts: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Returns <float64>[V, V] log p(word, context) / (p(word) p(context)) where it is above 0."""
+    """Returns <float32>[V, V] log p(word, context) / (p(word) p(context)) where it is above 0."""
     pairs = counts.tocoo()
     word_counts = np.asarray(counts.sum(axis=1)).ravel()  # [V]
     context_shares = word_counts**_CONTEXT_SMOOTHING
-    context_shares /= context_shares.sum()
+    context_shares /= max(context_shares.sum(), 1e-9)  # 0 where no two words meet
 
+    # How often two words would meet by chance.
     expected = word_counts[pairs.row] * context_shares[pairs.col]
     information = np.log(pairs.data / expected)
     positive = information > 0
     places = (pairs.row[positive], pairs.col[positive])
-    return sparse.csr_matrix((information[positive], places), counts.shape)
+    values = information[positive].astype(np.float32)
+    return sparse.csr_matrix((values, places), counts.shape)
 
 
-def _reduce(association: sparse.csr_matrix) -> NDArray[np.float32]:
+def _reduce(association: sparse.csr_matrix, num_words: int) -> NDArray[np.float32]:
     """Returns <float32>[V, D] left singular vectors by the root of their values, of length 1."""
-    num_dimensions = min(NUM_DIMENSIONS, association.shape[0] - 1)
-    left, values, _ = randomized_svd(association, num_dimensions, random_state=0)
-    vectors = left * np.sqrt(values)
+    num_dimensions = min(NUM_DIMENSIONS, num_words - 1)
+    decomposition = TruncatedSVD(num_dimensions, n_iter=4, random_state=0)
+    scaled = decomposition.fit_transform(association)  # [V, D] vectors by their values
+
+    # Half of the values' logarithm stays. Words without neighbours have zeros.
+    values = np.maximum(decomposition.singular_values_, 1e-9)
+    vectors = scaled / np.sqrt(values)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.maximum(lengths, 1e-9)).astype(np.float32)

@@ -64,6 +64,12 @@ def add_parser(commands: Subparsers) -> None:
         type=word,
         help="branch or commit of the data on the hub (default: each task's own)",
     )
+    parser.add_argument(
+        "--contamination",
+        type=path,
+        metavar="CORPUS",
+        help="corpus in which the examples are looked for; scores without those it has stand beside",
+    )
 
     # What the baselines of classifications and summaries see.
     parser.add_argument(
@@ -80,6 +86,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--baseline-text",
         type=path,
+        metavar="CORPUS",
         help="corpus of whose words a further baseline has vectors (default: none)",
     )
     parser.add_argument(
@@ -125,7 +132,8 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
     models = parse_models([arguments.model, *arguments.also])
-    inputs = [arguments.data, arguments.baseline_text, arguments.contamination, *models.values()]
+    corpora = [arguments.baseline_text, arguments.contamination]
+    inputs = [arguments.data, *corpora, *models.values()]
     out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
 

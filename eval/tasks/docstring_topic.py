@@ -202,6 +202,7 @@ def _all_rows() -> dict[str, list[Row]]:
         if place is not None:
             files[place.split].append((path, place.topic))
 
+    # The test split first: of equal texts the first stays.
     splits: dict[str, list[Row]] = {}
     seen: set[str] = set()
     for split in reversed(SPLITS):
@@ -234,6 +235,7 @@ def _module_name(relative: Path) -> str:
 
 def _place_of_module(module: str, places: dict[str, _Place]) -> _Place | None:
     """Returns where a module belongs, by its own name or by the package that it is in."""
+    # The most specific name counts.
     while module:
         if module in places:
             return places[module]
@@ -247,6 +249,8 @@ def _rows_of_file(path: Path, relative: Path, topic: str) -> Iterator[Row]:
     module_words = _module_words(_module_name(relative))
     for number, docstring in enumerate(docstrings(path), start=1):
         prose = " ".join(prose_paragraphs(docstring))
+
+        # Without the words that would say the module.
         words = module_words.sub(" ", prose).split()[:MAX_WORDS]
         if len(words) >= MIN_WORDS:
             text = " ".join(words)

@@ -12,6 +12,7 @@ from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.answers.likelihood import Scoring
 from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
 from eval.answers.seq2seq import load_seq2seq
+from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
 from eval.commands.compare import compare_runs
 from eval.dev_scores import read_tasks
 from eval.records import FailedTask, to_json
@@ -28,6 +29,9 @@ from eval.run_folder import (
 from eval.scores.superglue import SUPERGLUE
 from eval.task import TASKS
 from moe import ConfigError, DataError
+from moe.data.corpus import build_corpus, save_corpus
+from moe.data.documents import Document
+from moe.data.mixture import choose_examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -240,3 +244,115 @@ def test_hidden_labels_are_not_scored(tmp_path):
         match=r"labels of 1 of 1 examples of boolq are hidden in split 'test'.* validation",
     ):
         read_task(TASKS.get("boolq"), "test", data=tmp_path)
+
+
+# ---- baselines ----
+
+
+def baselines_of(report):
+    (task,) = report.tasks
+    return {system.name: system for system in task.systems if system.mode == "baseline"}
+
+
+def write_rows(folder, split, number):
+    """Rows of BoolQ whose question tells the label."""
+    rows = []
+    for index in range(number):
+        question = ("is it true", "is it false")[index % 2]
+        rows.append({"question": question, "passage": "a", "idx": index, "label": 1 - index % 2})
+    (folder / "boolq").mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"boolq/{split}.jsonl").write_text(lines)
+
+
+def test_rows_of_the_user_have_baselines_where_training_rows_are_among_them(folders, tmp_path):
+    write_rows(tmp_path / "data", "validation", 13)
+    options = {"modes": ["rank"], "data": tmp_path / "data"}
+    report = run(folders, ["boolq"], tmp_path / "a", **options)
+    assert baselines_of(report) == {}
+    folder = tmp_path / "data/boolq"
+    assert f"No baselines: {folder} has no rows of the split 'train'." in report.tasks[0].notes
+
+    write_rows(tmp_path / "data", "train", 20)
+    report = run(folders, ["boolq"], tmp_path / "b", **options)
+    baselines = baselines_of(report)
+    assert list(baselines) == ["majority", "naive Bayes", "logistic regression"]
+    assert baselines["logistic regression"].scores[0].value == 100
+    for system in baselines.values():
+        assert system.fitted_to == "all 20 training examples"
+    text = "Fitted to all 20 training examples: majority, naive Bayes, logistic regression."
+    assert text in (tmp_path / "b/report.md").read_text()
+    assert text in (tmp_path / "b/report.html").read_text()
+
+
+def test_a_label_budget_is_that_of_fine_tuning_and_is_said(folders, tmp_path):
+    write_rows(tmp_path / "data", "validation", 13)
+    write_rows(tmp_path / "data", "train", 20)
+    asked = read_task(TASKS.get("boolq"), "validation", data=tmp_path / "data")
+    for size, seed in ((7, 3), (11, 3), (7, 4)):
+        settings = BaselineSettings(train_examples=size, train_seed=seed)
+        data = read_baseline_data(asked.task, "validation", settings, tmp_path / "data", None)
+        whole = read_tasks(["boolq"], str(tmp_path / "data")).train["boolq"]
+        chosen = [(example.inputs, example.targets) for example in data.train]
+        assert chosen == choose_examples(whole, size, seed)
+
+    options = {"modes": ["rank"], "data": tmp_path / "data", "limit": 5}
+    for size in (7, 11):
+        settings = BaselineSettings(train_examples=size, train_seed=3)
+        report = run(folders, ["boolq"], tmp_path / "out", baselines=settings, **options)
+        fitted_to = f"{size} of 20 training examples (seed 3)"
+        assert {system.fitted_to for system in baselines_of(report).values()} == {fitted_to}
+
+    # What fewer labels gave is not overwritten.
+    assert report.earlier == "report.1.json"
+    assert "7 of 20 training examples" in (tmp_path / "out/report.1.json").read_text()
+
+
+def test_word_vectors_of_a_corpus_are_one_more_baseline_that_dev_examples_choose(folders, tmp_path):
+    documents = []
+    for number in range(23):
+        text = f"It is true and right. It is false and wrong, number {number}."
+        documents.append(Document(text, f"{number}.txt", "own", "none"))
+    save_corpus(build_corpus(documents), tmp_path / "corpus")
+    for split, number in (("train", 20), ("validation", 13), ("test", 11)):
+        write_rows(tmp_path / "data", split, number)
+
+    settings = BaselineSettings(text=str(tmp_path / "corpus"))
+    options = {"modes": ["rank"], "data": tmp_path / "data", "baselines": settings}
+    for split, chosen_on in (
+        ("test", "13 dev examples"),
+        ("validation", "4 of the training examples"),
+    ):
+        report = run(folders, ["boolq"], tmp_path / split, split=split, **options)
+        assert report.failed == []
+        system = baselines_of(report)["word vectors"]
+        assert system.fitted_to.startswith("all 20 training examples and ")
+        assert f"{tmp_path / 'corpus'} (0.0 million characters)" in system.fitted_to
+        assert system.fitted_to.endswith(f"chosen on {chosen_on}")
+        assert system.scores[0].value == 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "tasks", "message"),
+    [
+        ({"train_examples": 0}, ["boolq"], "--train-examples is 0; expected an integer of at"),
+        ({"train_seed": -1}, ["boolq"], "--train-seed is -1; expected an integer from 0"),
+        ({"train_seed": 3}, ["boolq"], "--train-seed 3 would change nothing.*Give both"),
+        ({"train_examples": 5}, ["squad"], "--train-examples 5 would change nothing: no task has"),
+        ({"text": "runs"}, ["xsum"], "--baseline-text runs would change nothing: no task is a"),
+    ],
+)
+def test_settings_of_baselines_that_cannot_be_or_change_nothing_are_refused(
+    settings, tasks, message
+):
+    with pytest.raises(ConfigError, match=message):
+        check_baselines(BaselineSettings(**settings), map(TASKS.get, tasks))
+
+
+def test_damaged_training_rows_fail_the_task_before_a_model_answers(folders, tmp_path):
+    write_rows(tmp_path / "data", "validation", 5)
+    (tmp_path / "data/boolq/train.jsonl").write_text('{"question": "is it"}\n')
+    report = run(folders, ["boolq"], tmp_path / "out", data=tmp_path / "data")
+    (failure,) = report.failed
+    assert "Line 1 of" in failure.message and "no column 'passage'" in failure.message
+    assert not (tmp_path / "out/predictions").exists()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.scores.metrics import ACCURACY
-from eval.source import EXPORT, MAIN, BuiltIn, HubData
+from eval.source import EXPORT, MAIN, BuiltIn, HubData, SystemData
 from eval.task import Task
 from eval.text.postprocess import label_index
 from moe import DataError
@@ -362,6 +362,49 @@ def test_two_forms_of_a_split_are_refused(tmp_path):
         DataError, match=r"more than once: validation.jsonl and validation/\*.parquet. Keep one"
     ):
         source("owner/none").rows("validation", tmp_path)
+
+
+# ---- a database of the system ----
+
+
+def database(read=lambda split: WANTED) -> SystemData:
+    return SystemData(read, "a tea house", COLUMNS, labels={"label": range(2)})
+
+
+def test_rows_of_a_database_are_read_from_it_or_from_files_which_are_checked(tmp_path):
+    assert database().rows("validation") == WANTED
+    assert database().expected("validation") is None
+    write_jsonl(tmp_path / "validation.jsonl", ROWS[:2])
+    assert database().rows("validation", tmp_path) == WANTED[:2]
+
+    write_jsonl(tmp_path / "test.jsonl", [{**ROWS[0], "label": -1}])
+    with pytest.raises(
+        DataError, match=r"Line 1 of .*test\.jsonl has label -1\. Expected one of 0"
+    ):
+        database().rows("test", tmp_path)
+    with pytest.raises(DataError, match="has no rows of split 'train'"):
+        database().rows("train", tmp_path)
+
+
+def test_rows_are_local_when_no_network_is_needed(tmp_path):
+    write_jsonl(tmp_path / "validation.jsonl", ROWS[:2])
+    for folder, is_local in ((None, False), (tmp_path, True), (tmp_path / "none", False)):
+        assert source("owner/none").is_local("validation", folder) is is_local
+    assert not source("owner/none").is_local("test", tmp_path)
+    assert not source("owner/none").is_local("train", tmp_path)  # not published
+
+    assert database().is_local("train")
+    assert database().is_local("validation", tmp_path)
+    assert not database().is_local("train", tmp_path)
+    assert BuiltIn(lambda split: WANTED).is_local("train", tmp_path)
+    assert not BuiltIn(lambda split: WANTED, splits=("test",)).is_local("train")
+
+
+def test_files_of_a_shard_folder_are_local_too(tmp_path):
+    write_jsonl(tmp_path / "validation" / "part-1.jsonl", ROWS[:2])
+    assert database().is_local("validation", tmp_path)
+    (tmp_path / "test").mkdir()
+    assert not database().is_local("test", tmp_path)
 
 
 # ---- tasks ----
