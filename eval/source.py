@@ -15,7 +15,14 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
-from eval.row_schema import ColumnKinds, fit_row, format_columns, require_columns, require_label
+from eval.row_schema import (
+    ColumnKinds,
+    LabelValues,
+    fit_row,
+    format_columns,
+    require_columns,
+    require_label,
+)
 from eval.task import SPLITS, Row
 from moe.errors import DataError
 from moe.parsing import read_json_lines
@@ -113,6 +120,7 @@ class HubData:
         columns: Kinds of the columns that are read.
         labels: By column, the values that a label may have.
         hidden: Splits whose labels the authors keep to themselves.
+        hidden_values: By column, what stands for a label that a row of such a split lacks.
         hub_splits: The hub's name of a split, where it is another.
         revisions: Tried one after the other when the user names none.
     """
@@ -121,8 +129,9 @@ class HubData:
     config: str
     counts: Mapping[str, int]
     columns: ColumnKinds
-    labels: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    labels: Mapping[str, LabelValues] = field(default_factory=dict)
     hidden: Sequence[str] = ()
+    hidden_values: Mapping[str, Any] = field(default_factory=dict)
     hub_splits: Mapping[str, str] = field(default_factory=dict)
     revisions: tuple[str, ...] = (MAIN, EXPORT)
 
@@ -155,11 +164,18 @@ class HubData:
         return self._rows_from_files(split, folder)
 
     def _rows_from_files(self, split: str, folder: Path) -> list[Row]:
+        columns = self.columns
+        if split in self.hidden:
+            known = [name for name in columns if name not in self.hidden_values]
+            columns = {name: columns[name] for name in known}
+
         rows: list[Row] = []
-        files = find_files(folder, split, self.columns)
+        files = find_files(folder, split, columns)
         for path in files:
             is_lines = path.suffix == ".jsonl"
-            file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, self.columns)
+            file_rows = (
+                _read_jsonl(path) if is_lines else _read_parquet(path, columns, self.columns)
+            )
             for row, where in file_rows:
                 rows.append(self._checked(row, split, where))
         if not rows:
@@ -233,9 +249,17 @@ class HubData:
 
     def _checked(self, row: Any, split: str, where: str) -> Row:
         """Returns a row that is as expected."""
+        # The files of a benchmark's own site have no column for what they hide.
+        is_hidden = split in self.hidden
+        if is_hidden and isinstance(row, Mapping):
+            row = dict(row)
+            for name, value in self.hidden_values.items():
+                if row.get(name) is None:
+                    row[name] = value
+
         fitted = fit_row(row, self.columns, where)
         for column, allowed in self.labels.items():
-            require_label(fitted[column], allowed, column, where, hidden=split in self.hidden)
+            require_label(fitted[column], allowed, column, where, hidden=is_hidden)
         return fitted
 
     def _name_of(self, split: str, revision: str | None = None) -> str:
@@ -316,13 +340,23 @@ def _read_jsonl(path: Path) -> Iterator[_FileRow]:
         yield _FileRow(row, f"Line {number} of {path}")
 
 
-def _read_parquet(path: Path, columns: ColumnKinds) -> Iterator[_FileRow]:
-    """Yields the rows of a file."""
+def _read_parquet(
+    path: Path, required: ColumnKinds, columns: Collection[str]
+) -> Iterator[_FileRow]:
+    """Yields the rows of a file.
+
+    Args:
+        path: The file.
+        required: Columns that it must have.
+        columns: Columns that are read, where they are there.
+    """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_parquet_columns(path, file.schema_arrow.names, columns)
+            names = file.schema_arrow.names
+            _check_parquet_columns(path, names, required)
+            present = [name for name in columns if name in names]
             number = 0
-            for batch in file.iter_batches(columns=list(columns)):
+            for batch in file.iter_batches(columns=present):
                 for row in batch.to_pylist():
                     number += 1
                     yield _FileRow(row, f"Row {number} of {path}")
