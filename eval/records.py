@@ -13,6 +13,7 @@ from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
 from eval.scores.intervals import Score
+from eval.submission import Submission
 from eval.task import Decoding
 from moe.inspection.html_page import printable
 
@@ -113,11 +114,12 @@ class SystemResult:
     Attributes:
         name: Name of the model or of the baseline.
         mode: `generate`, `rank` or `baseline`.
-        scores: One for each metric of the task.
+        scores: One for each metric of the task; empty where labels are hidden.
         num_examples: Number of examples that were answered.
         num_unparsable: Number of answers that stand for no value; None where values are texts.
         num_empty: Number of empty answers.
         router: By stack, what the routers did; None for a dense model and for a baseline.
+        submission: The file of a test split for the benchmark's site; None for none.
     """
 
     name: str
@@ -127,6 +129,7 @@ class SystemResult:
     num_unparsable: int | None
     num_empty: int
     router: Mapping[Stack, RouterSummary] | None
+    submission: Submission | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,8 @@ class TaskResult:
         published: Published results of the same metrics.
         by_class: Counts of a classification, of the first model and mode; else empty.
         worst: Worst answers of the first model and mode.
-        notes: What keeps the scores from being compared with published ones.
+        notes: What is not scored, and what keeps scores from being compared with published ones.
+        num_hidden: Number of evaluated examples whose label is hidden.
     """
 
     task: str
@@ -233,6 +237,7 @@ class TaskResult:
     by_class: Sequence[ClassCount] = ()
     worst: Sequence[WorstAnswer] = ()
     notes: Sequence[str] = ()
+    num_hidden: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from eval.reports.task_summary import (
     superglue_averages,
 )
 from eval.run_folder import predictions_path, write_examples
+from eval.scores.metrics import unwrap_values
 from eval.source import BuiltIn, HubData
+from eval.submission import Submission, write_submission
 from eval.task import SPLITS, TASKS, Example, Row, Task, limit_examples
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
 from moe.checks import check_integer
@@ -117,8 +119,9 @@ def evaluate(
                 answers = _answer_task(systems, asked, modes, scoring, out)
                 if world.rank == 0:
                     written = write_examples(out, task, asked.examples)
+                    submissions = _write_submissions(out, asked, answers)
                     result, task_draws = summarize_task(
-                        asked, answers, tokenizer, report.models, written
+                        asked, answers, tokenizer, report.models, written, submissions
                     )
                     results.append(result)
                     draws |= task_draws
@@ -180,27 +183,23 @@ def read_task(
         revision: Branch or commit of the hub's data; None for the task's own.
 
     Raises:
-        DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide
-            their labels.
+        DataError: When the rows cannot be had, on any rank, are not what the task expects, or lack
+            labels in a split that has them.
     """
     # All ranks read the rows; the failure of one is raised on all.
     folder = None if isinstance(task.source, BuiltIn) else data
     rows: list[Row] = []
     gather_or_raise(lambda: rows.extend(task.rows(split, folder, revision)))
 
-    # Examples without a label could be answered, but not judged.
+    # Examples without a label are answered, but not scored: only where they are to be expected.
     available = task.examples_of(rows, split)
     if not available:
         raise DataError(
             f"No example of {task.name} can be made of the {len(rows):,} rows of split {split!r}."
         )
     num_hidden = sum(map(_has_hidden_label, available))
-    if num_hidden:
-        raise DataError(
-            f"The labels of {num_hidden:,} of {len(available):,} examples of {task.name} are "
-            f"hidden in split {split!r}, so answers cannot be judged. Choose another split, as "
-            f"{task.split}."
-        )
+    if num_hidden and split not in task.source.hidden:
+        raise DataError(_missing_labels(task, split, num_hidden, len(available)))
 
     # The limit is reported only where it left examples out.
     examples = limit_examples(available, limit)
@@ -213,12 +212,25 @@ def read_task(
         num_expected=task.source.expected(split),
         num_available=len(available),
         examples=examples,
+        num_hidden=sum(map(_has_hidden_label, examples)),
     )
 
 
 def _has_hidden_label(example: Example) -> bool:
     # The target of wsc is the candidate, hidden label or not.
     return example.targets == HIDDEN_TARGET or example.fields.get("label") == HIDDEN_LABEL
+
+
+def _missing_labels(task: Task, split: str, num_missing: int, num_examples: int) -> str:
+    """Returns what to do about examples without a label in a split that has labels."""
+    advice = "Give rows with labels"
+    others = [name for name in task.source.splits if name != split]
+    if others:
+        advice += f", or choose another split: {' or '.join(others)}"
+    return (
+        f"{num_missing:,} of {num_examples:,} examples of {task.name} have no label in split "
+        f"{split!r}, so their answers cannot be scored. {advice}."
+    )
 
 
 def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
@@ -256,6 +268,28 @@ def _answer_task(
                 path = predictions_path(out, task.name, name, mode)
                 answers[name, mode] = predict(system, task, requests, mode, path, scoring)
     return answers
+
+
+def _write_submissions(
+    out: Path, asked: TaskExamples, answers: Mapping[tuple[str, str], Predicted]
+) -> dict[tuple[str, str], Submission | None]:
+    """Writes what every system answered as the site of the benchmark takes it.
+
+    Args:
+        out: Folder of the run.
+        asked: The examples; a part of them, or another split than the test split, gives no file.
+        answers: By system and mode.
+    """
+    form = asked.task.submission
+    if form is None or asked.split != "test" or asked.limit is not None:
+        return {}
+
+    features = [example.fields for example in asked.examples]
+    submissions: dict[tuple[str, str], Submission | None] = {}
+    for (name, mode), predicted in answers.items():
+        values = unwrap_values(asked.task.values(asked.examples, predicted.outputs).answers)
+        submissions[name, mode] = write_submission(form, out, f"{name}.{mode}", features, values)
+    return submissions
 
 
 # ---------------------------------------------------------------------------

@@ -57,6 +57,7 @@ class SavedTask(BaseModel, frozen=True):
     digest: str
     examples_sha256: str
     systems: list[SavedSystem]
+    num_hidden: int = 0
 
 
 class SavedReport(NamedTuple):

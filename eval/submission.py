@@ -137,7 +137,7 @@ def _to_similarity(answer: float) -> str | None:
     """Returns a similarity in 0..5 with three decimals; the site takes no other."""
     if math.isnan(answer) or answer == -1:
         return None
-    return f"{min(max(answer, 0.0), 5.0):.3f}"
+    return f"{min(max(0.0, answer), 5.0):.3f}"
 
 
 def _unchanged(answer: str) -> str:

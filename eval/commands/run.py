@@ -11,8 +11,9 @@ from transformers.utils import logging
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
-from eval.records import AverageScore, MetricScore, Report
+from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
 from eval.reports.report_text import earlier_report_sentence
+from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -164,6 +165,8 @@ def print_scores(report: Report) -> None:
         for system in task.systems:
             for score in system.scores:
                 _print_score(task.task, system.name, system.mode, score.metric, score)
+            if task.num_hidden:
+                _print_unscored(task, system)
     for average in report.averages:
         _print_score("SuperGLUE", average.name, average.mode, "average", average)
 
@@ -174,6 +177,14 @@ def _print_score(
     value = format_score(score.value)
     spread = format_interval(score.low, score.high)
     print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
+
+
+def _print_unscored(task: TaskResult, system: SystemResult) -> None:
+    """Prints that labels are hidden, and the file for the benchmark's site."""
+    text = f"{task.task}  {system.name:<20} {system.mode:<9} {NOT_SCORED}: labels are hidden"
+    if system.submission is not None:
+        text += f"; see {system.submission.file}"
+    print(text)
 
 
 def _command_line(argv: list[str], world: World) -> str:

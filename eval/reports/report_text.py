@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from eval.answers.predict import MODES
 from eval.records import ModelInfo, SystemResult, TaskResult
+from eval.reports.scoreboard import NOT_SCORED
 from moe.inspection.formatting import format_interval, format_score
 
 SCORE_HEADER = [
@@ -96,6 +97,8 @@ def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
         of_mode = [system for system in systems if system.mode == mode]
         for other in of_mode[1:]:
             first = of_mode[0]
+            if not first.scores or not other.scores:
+                continue
             ours = first.scores[0]
             theirs = other.scores[0]
             if ours.value is None or ours.low is None or ours.high is None:
@@ -122,6 +125,10 @@ def score_rows(task: TaskResult) -> list[list[str]]:
     rows = []
     for system in task.systems:
         unparsable = "-" if system.num_unparsable is None else f"{system.num_unparsable:,}"
+        empty = f"{system.num_empty:,}"
+        if not system.scores:
+            unscored = [system.name, system.mode, NOT_SCORED, "-", "-", "-", unparsable, empty]
+            rows.append(unscored)
         for score in system.scores:
             rows.append(
                 [
@@ -132,7 +139,7 @@ def score_rows(task: TaskResult) -> list[list[str]]:
                     format_interval(score.low, score.high),
                     "-" if score.stderr is None else f"{score.stderr:.2f}",
                     unparsable,
-                    f"{system.num_empty:,}",
+                    empty,
                 ]
             )
     return rows
