@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from eval.answers.inference import AS_SAVED, Inference
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
@@ -281,6 +282,9 @@ class ModelInfo:
         active_parameters: Number of parameters that one token uses.
         chosen_by: How it was chosen as the best of its run; None when it was not.
         last_of_run: Whether it is the last checkpoint of its run.
+        dtype: Precision that it was evaluated in.
+        capacity: What bounded the tokens of an expert; None for a dense model.
+        inference: Settings that were not the checkpoint's own; None where all were.
     """
 
     folder: str
@@ -290,6 +294,9 @@ class ModelInfo:
     active_parameters: int
     chosen_by: Selection | None
     last_of_run: bool
+    dtype: str = "float32"
+    capacity: str | None = None
+    inference: Inference | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -306,6 +313,7 @@ class RunSettings:
     ranks: int
     ep: int
     tp: int
+    inference: Inference = AS_SAVED
 
 
 @dataclass(frozen=True)

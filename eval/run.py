@@ -7,8 +7,10 @@ from pathlib import Path
 
 from eval.answers.batches import requests_of
 from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
+from eval.answers.inference import AS_SAVED, Inference, check_inference
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
+from eval.answers.predictions_file import check_inference_of_file
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
@@ -46,6 +48,7 @@ def evaluate(
     world: World = SINGLE_PROCESS.world,
     ep: int = 1,
     tp: int = 1,
+    inference: Inference = AS_SAVED,
 ) -> Report | None:
     """Evaluates models on tasks, writes the reports and returns what they hold.
 
@@ -70,24 +73,27 @@ def evaluate(
         world: The ranks.
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which heads and hidden units are sharded.
+        inference: Capacity and dtype in place of the checkpoints' own. Answers of the same model
+            under another are not gone on with.
 
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made or is no folder of an evaluation, or another evaluation
-            writes there.
+        DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
+            writes there, or it has answers of these models under another `inference`.
     """
     # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
+    check_inference(inference, models.values())
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
     ranks = arrange_ranks(world, ep, tp, models.values())
-    systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
+    systems = {name: load_seq2seq(folder, ranks, inference) for name, folder in models.items()}
     report = Report(
         command=command,
         settings=RunSettings(
@@ -101,11 +107,15 @@ def evaluate(
             ranks=world.size,
             ep=ep,
             tp=tp,
+            inference=inference,
         ),
         versions=library_versions(),
         device=device_name(),
         models={name: model_info(models[name], system) for name, system in systems.items()},
     )
+
+    # Answers are gone on with as they were begun, which is known before anything is written.
+    gather_or_raise(lambda: _check_answers(systems, chosen, out))
 
     # Lengths of inputs are counted in tokens of the first model.
     tokenizer = next(iter(systems.values())).tokenizer
@@ -308,6 +318,17 @@ def _check_file_names(models: Iterable[str], tasks: Iterable[Task], out: Path) -
                     f"one file, {path}. Give the models other names: NAME=FOLDER."
                 )
             owners[path] = f"{name!r} to {task.name}"
+
+
+def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: Path) -> None:
+    """Raises a DataError when there are answers of a model that computed in another way."""
+    for name, system in systems.items():
+        if system.ranks.world.rank != 0:
+            return
+        for task in tasks:
+            for mode in modes_of(task):
+                path = predictions_path(out, task.name, name, mode)
+                check_inference_of_file(path, system.fingerprint, system.inference)
 
 
 def _check_folder(out: Path) -> None:

@@ -112,7 +112,7 @@ def predict(
     as many ranks or not, reads back the batches that the file holds whole and makes the others
     again: its file equals, byte for byte, that of a run that was never stopped on the same machine.
     A file of another model, task, mode, decoding or list of requests is replaced. One of another
-    scoring is scored anew, without the model.
+    scoring is scored anew, without the model. One of another `Inference` is refused.
 
     A sparse model drops tokens by group, so a prediction may depend on the requests beside it. The
     batches are therefore a function of all requests, and not of the ranks that share them.
@@ -128,7 +128,8 @@ def predict(
     Raises:
         CheckpointError: When the model gives a log-probability that is NaN.
         ConfigError: When there is no such mode, or it is `rank` and a request has no choices.
-        DataError: When the file cannot be written.
+        DataError: When the file cannot be written, or its answers were made under another
+            `Inference`.
     """
     _check_requests(task, requests, mode)
     ranks = system.ranks
@@ -242,19 +243,22 @@ def _header(
         decoding=task.decoding if mode == "generate" else None,
         batches=digest[:16],
         scoring=ScoringFields(scoring.include_eos, scoring.normalize),
+        inference=system.inference,
     )
 
 
 def _check_scores(batches: Sequence[Batch], header: Header) -> None:
     """Raises a CheckpointError when a log-probability is NaN: the first choice would always win."""
+    advice = "Its weights are broken; take an earlier checkpoint."
+    if header.inference.dtype == "float16":
+        advice = "Its numbers may be too large for float16; give --dtype bfloat16 or float32."
     for batch in batches:
         for prediction in batch.predictions:
             for text, choice in (prediction.choices or {}).items():
                 if math.isnan(choice.log_prob + choice.eos_log_prob):
                     raise CheckpointError(
                         f"The model {header.model} gives the choice {shown(text)} of {header.task} "
-                        f"{prediction.id} a log-probability that is NaN. Its weights are broken; "
-                        "take an earlier checkpoint."
+                        f"{prediction.id} a log-probability that is NaN. {advice}"
                     )
 
 

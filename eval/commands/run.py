@@ -10,7 +10,12 @@ from transformers.utils import logging
 
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
-from eval.commands.command import Subparsers, name_list
+from eval.commands.command import (
+    Subparsers,
+    add_inference_options,
+    inference_of,
+    name_list,
+)
 from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
 from eval.reports.report_text import earlier_report_sentence
 from eval.reports.scoreboard import NOT_SCORED
@@ -74,6 +79,9 @@ def add_parser(commands: Subparsers) -> None:
         help="length that a choice's score is divided by (default: none)",
     )
 
+    # How the models compute.
+    add_inference_options(parser)
+
     # Where the reports go, and on which ranks.
     parser.add_argument(
         "--out", default="runs/eval", help="folder of the reports (default: runs/eval)"
@@ -119,6 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
             world=world,
             ep=arguments.ep,
             tp=arguments.tp,
+            inference=inference_of(arguments),
         )
     if report is None:  # rank 0 prints
         return

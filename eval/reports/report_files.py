@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from eval.answers.inference import AS_SAVED, describe_capacity
 from eval.answers.seq2seq import Seq2Seq
 from eval.records import ModelInfo, Report, Selection, to_json
 from eval.reports.card import model_card
@@ -90,6 +91,9 @@ def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
         active_parameters=active_parameters,
         chosen_by=_read_selection(run),
         last_of_run=folder.name == "model" and (run / "recipe.yaml").is_file(),
+        dtype=str(system.model.dtype).removeprefix("torch."),
+        capacity=describe_capacity(config),
+        inference=None if system.inference == AS_SAVED else system.inference,
     )
 
 

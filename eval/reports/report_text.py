@@ -38,7 +38,12 @@ def model_sentence(model: ModelInfo) -> str:
         step = "?" if model.chosen_by.step is None else model.chosen_by.step
         tasks = ", ".join(model.chosen_by.tasks)
         choice = f"chosen by the {model.chosen_by.rule} of {tasks} (step {step})"
-    return f"{model.folder} ({model.class_name}, {size}; fingerprint {model.fingerprint}; {choice})"
+    computed = model.dtype
+    if model.capacity == "none":
+        computed += ", no token is dropped"
+    elif model.capacity is not None:
+        computed += f", capacity: {model.capacity}; beyond it tokens are dropped"
+    return f"{model.folder} ({model.class_name}, {size}; {computed}; fingerprint {model.fingerprint}; {choice})"
 
 
 def earlier_report_sentence(name: str) -> str:
