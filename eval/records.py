@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from eval.answers.inference import AS_SAVED, Inference
+from eval.answers.cost import Cost, Timing, find_speed
+from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
@@ -121,6 +122,7 @@ class SystemResult:
         num_empty: Number of empty answers.
         router: By stack, what the routers did; None for a dense model and for a baseline.
         submission: The file of a test split for the benchmark's site; None for none.
+        cost: Tokens and operations of an example; None for a baseline.
     """
 
     name: str
@@ -131,6 +133,7 @@ class SystemResult:
     num_empty: int
     router: Mapping[Stack, RouterSummary] | None
     submission: Submission | None = field(default=None, metadata={"optional": True})
+    cost: Cost | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -298,6 +301,11 @@ class ModelInfo:
     capacity: str | None = None
     inference: Inference | None = field(default=None, metadata={"optional": True})
 
+    @property
+    def identity(self) -> str:
+        """What tells its answers from those of others, and from its own in other ways."""
+        return identity(self.fingerprint, self.inference or AS_SAVED)
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -330,6 +338,7 @@ class Report:
         averages: Averages over benchmarks of which all tasks were evaluated.
         failed: Tasks that could not be evaluated.
         earlier: File name of the kept copy of an earlier report; None for none.
+        timings: How fast systems were; not in report.json, which is the same in every run.
     """
 
     command: str
@@ -341,6 +350,14 @@ class Report:
     averages: Sequence[AverageScore] = ()
     failed: Sequence[FailedTask] = ()
     earlier: str | None = None
+    timings: Sequence[Timing] = field(default=(), metadata={"elsewhere": True})
+
+    def speed(self, task: str, system: SystemResult) -> float | None:
+        """Returns the tokens per second of a model on a task; None when they are not known."""
+        model = self.models.get(system.name)
+        if model is None:
+            return None
+        return find_speed(self.timings, task, system.name, system.mode, model.identity)
 
 
 # ---------------------------------------------------------------------------
@@ -471,7 +488,7 @@ def _fields_to_json(record: Any) -> dict[str, Any]:
     content = {}
     for item in fields(record):
         value = getattr(record, item.name)
-        if value is None and item.metadata.get("optional"):
+        if item.metadata.get("elsewhere") or (value is None and item.metadata.get("optional")):
             continue
         content[item.metadata.get("json", item.name)] = to_json(value)
     return content

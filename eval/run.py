@@ -6,13 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval.answers.batches import requests_of
+from eval.answers.cost import Timing, cost_of, merge_timings, read_timings, token_flops
 from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
 from eval.answers.inference import AS_SAVED, Inference, check_inference
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.predictions_file import check_inference_of_file
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
-from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
+from eval.records import (
+    DataInfo,
+    FailedTask,
+    Report,
+    RunSettings,
+    SystemResult,
+    TaskResult,
+)
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
     HeadlineDraws,
@@ -122,6 +130,8 @@ def evaluate(
     results: list[TaskResult] = []
     failed: list[FailedTask] = []
     draws: HeadlineDraws = {}
+    timings: list[Timing] = []
+    earlier_timings = read_timings(out)
     with _exclusive_folder(out, world):
         for task in chosen:
             with _reporting_failure(task.name, failed, single_process=world.size == 1):
@@ -133,13 +143,22 @@ def evaluate(
                     result, task_draws = summarize_task(
                         asked, answers, tokenizer, report.models, written, submissions
                     )
+                    result = _with_costs(result, systems, answers)
+                    timings += _timings(report, result, answers)
                     results.append(result)
                     draws |= task_draws
 
             # The reports are written after each task: a run that is stopped has what it finished.
             if world.rank == 0:
                 averages = superglue_averages(results, draws)
-                report = replace(report, tasks=[*results], averages=averages, failed=[*failed])
+                merged = merge_timings(earlier_timings, timings)
+                report = replace(
+                    report,
+                    tasks=[*results],
+                    averages=averages,
+                    failed=[*failed],
+                    timings=merged,
+                )
                 report = save_report(report, out, last=task is chosen[-1])
     return report if world.rank == 0 else None
 
@@ -300,6 +319,53 @@ def _write_submissions(
         values = unwrap_values(asked.task.values(asked.examples, predicted.outputs).answers)
         submissions[name, mode] = write_submission(form, out, f"{name}.{mode}", features, values)
     return submissions
+
+
+# ---------------------------------------------------------------------------
+# What answers cost
+
+
+def _with_costs(
+    result: TaskResult,
+    systems: Mapping[str, Seq2Seq],
+    answers: Mapping[tuple[str, str], Predicted],
+) -> TaskResult:
+    """Returns a result with the cost of an example for each model."""
+    with_costs: list[SystemResult] = []
+    for system in result.systems:
+        predicted = answers.get((system.name, system.mode))
+        if predicted is not None:
+            flops = token_flops(systems[system.name].model)
+            system = replace(system, cost=cost_of(predicted.tokens, flops))
+        with_costs.append(system)
+    return replace(result, systems=with_costs)
+
+
+def _timings(
+    report: Report, result: TaskResult, answers: Mapping[tuple[str, str], Predicted]
+) -> list[Timing]:
+    """Returns how fast the models were in what this run computed itself."""
+    timings: list[Timing] = []
+    for (name, mode), predicted in answers.items():
+        if predicted.timed is None:
+            continue
+        seconds, tokens = predicted.timed
+        num_tokens = tokens.inputs + tokens.outputs
+        timings.append(
+            Timing(
+                task=result.task,
+                system=name,
+                mode=mode,
+                model=report.models[name].identity,
+                device=report.device,
+                ranks=report.settings.ranks,
+                seconds=seconds,
+                examples=tokens.examples,
+                tokens=num_tokens,
+                tokens_per_second=num_tokens / max(seconds, 1e-9),
+            )
+        )
+    return timings
 
 
 # ---------------------------------------------------------------------------

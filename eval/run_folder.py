@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from eval.answers.inference import AS_SAVED, Inference
+from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
 from eval.records import Report
 from eval.sealed_json import is_whole
@@ -268,9 +268,7 @@ def results_of_report(report: Report) -> Set[Result]:
     for task in report.tasks:
         for system in task.systems:
             model = report.models.get(system.name)
-            source = system.name
-            if model is not None:
-                source = _source(model.fingerprint, model.inference or AS_SAVED)
+            source = system.name if model is None else model.identity
             results.add((task.task, task.version, task.digest, source, system.mode))
     return results
 
@@ -282,14 +280,9 @@ def results_of_saved(report: SavedReport) -> Set[Result]:
         for system in task.systems:
             source = system.name
             if source in report.fingerprints:
-                source = _source(report.fingerprints[source], report.inference_of(source))
+                source = identity(report.fingerprints[source], report.inference_of(source))
             results.add((task.task, task.version, task.digest, source, system.mode))
     return results
-
-
-def _source(fingerprint: str, inference: Inference) -> str:
-    """Returns what tells a model's answers from those of others, and from its own in other ways."""
-    return f"{fingerprint} {inference.options}".rstrip()
 
 
 # ---------------------------------------------------------------------------

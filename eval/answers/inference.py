@@ -51,6 +51,11 @@ class Inference(NamedTuple):
 AS_SAVED = Inference()
 
 
+def identity(fingerprint: str, inference: Inference) -> str:
+    """Returns what tells a model's answers from those of others, and from its own in other ways."""
+    return f"{fingerprint} {inference.options}".rstrip()
+
+
 class ConfiguredModel(NamedTuple):
     """A checkpoint's config under an `Inference`.
 

@@ -7,7 +7,9 @@ ranks; beam.py and likelihood.py answer one batch, predictions_file.py keeps the
 import hashlib
 import json
 import math
+import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
@@ -17,6 +19,7 @@ from tqdm import tqdm
 
 from eval.answers.batches import Request, TokenizedRequest, make_batches, pad_tokens
 from eval.answers.beam import generate_beams, generate_greedily
+from eval.answers.cost import Timed, Tokens, count_tokens
 from eval.answers.likelihood import ChoiceLikelihood, EncodedInputs, Scoring, target_log_probs
 from eval.answers.predictions_file import (
     Batch,
@@ -70,10 +73,14 @@ class Predicted(NamedTuple):
     Attributes:
         predictions: One for each request, in their order.
         router: By stack, what its routers did with all inputs and answers. None for a dense model.
+        tokens: What went through the model for all of them.
+        timed: What this run computed itself; None where all answers were there.
     """
 
     predictions: list[Prediction]
     router: dict[Stack, RouterSummary] | None
+    tokens: Tokens
+    timed: Timed | None
 
     @property
     def outputs(self) -> list[str]:
@@ -163,6 +170,8 @@ def predict(
         mininterval=1.0,
         disable=not is_writer,
     )
+    num_found = len(answered)
+    started = time.perf_counter()
     with progress:
         for round_batches in ranks.rounds(batches[len(answered) :]):
             batch = ranks.own_batch(round_batches)
@@ -176,12 +185,27 @@ def predict(
             answered += new
             progress.update(_num_predictions(new))
 
+    seconds = time.perf_counter() - started
+
+    # All that went through the model, and of it what this run computed.
+    def tokens_from(first: int) -> Tokens:
+        requests = list(chain.from_iterable(batches[first:]))
+        predictions = list(chain.from_iterable(batch.predictions for batch in answered[first:]))
+        return count_tokens(requests, predictions, system.tokenizer, num_beams)
+
+    timed = Timed(seconds, tokens_from(num_found)) if num_found < len(answered) else None
+
     # In the order of the requests; the batches were sorted by length.
     by_id: dict[str, Prediction] = {}
     for batch in answered:
         for prediction in batch.predictions:
             by_id[prediction.id] = prediction
-    return Predicted([by_id[request.id] for request in requests], summarize_routers(answered))
+    return Predicted(
+        predictions=[by_id[request.id] for request in requests],
+        router=summarize_routers(answered),
+        tokens=tokens_from(0),
+        timed=timed,
+    )
 
 
 def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:

@@ -17,7 +17,7 @@ from eval.commands.command import (
     name_list,
 )
 from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
-from eval.reports.report_text import earlier_report_sentence
+from eval.reports.report_text import cost_rows, earlier_report_sentence
 from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
 from eval.task import SPLITS
@@ -134,6 +134,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     # Scores, where the reports are, and what failed.
     print_scores(report)
+    _print_costs(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
     if report.earlier:
         print(earlier_report_sentence(str(out / report.earlier)))
@@ -178,6 +179,15 @@ def print_scores(report: Report) -> None:
                 _print_unscored(task, system)
     for average in report.averages:
         _print_score("SuperGLUE", average.name, average.mode, "average", average)
+
+
+def _print_costs(report: Report) -> None:
+    """Prints what an example cost, and how fast the models were."""
+    for task in report.tasks:
+        for name, mode, _, _, flops, speed in cost_rows(report, task):
+            print(
+                f"cost of {task.task} by {name}, {mode}: {flops} FLOPs per example, {speed} tokens/s"
+            )
 
 
 def _print_score(

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+from eval.answers.cost import FLOPS_FORMULA
 from eval.records import Report, TaskResult
 from eval.reports.formatting import markdown_cell, markdown_table
 from eval.reports.report_text import (
     CLASS_HEADER,
+    COST_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
     class_rows,
+    cost_rows,
     data_sentence,
     earlier_report_sentence,
     first_system,
@@ -40,7 +43,7 @@ def markdown_report(report: Report, board: Scoreboard) -> str:
 
     lines += _score_section(board)
     for task in report.tasks:
-        lines += _task_section(task)
+        lines += _task_section(report, task)
     return "\n".join(lines) + "\n"
 
 
@@ -78,13 +81,17 @@ def _score_section(board: Scoreboard) -> list[str]:
     ]
 
 
-def _task_section(task: TaskResult) -> list[str]:
+def _task_section(report: Report, task: TaskResult) -> list[str]:
     """Returns the lines about one task."""
     lines = [f"## {task.task} (version {task.version})", "", task.description, ""]
     lines += [data_sentence(task), "", *_bullets(task.notes), ""]
 
     lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
     lines += [*_bullets([*score_notes(task), *model_comparisons(task.systems)]), ""]
+
+    costs = cost_rows(report, task)
+    if costs:
+        lines += ["### Cost", "", FLOPS_FORMULA, "", *markdown_table(COST_HEADER, costs), ""]
 
     routers = router_rows(task)
     if routers:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from eval.answers.predict import MODES
-from eval.records import ModelInfo, SystemResult, TaskResult
+from eval.records import ModelInfo, Report, SystemResult, TaskResult
 from eval.reports.scoreboard import NOT_SCORED
 from moe.inspection.formatting import format_interval, format_score
 
@@ -21,6 +21,7 @@ SCORE_HEADER = [
     "empty",
 ]
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
+COST_HEADER = ["system", "mode", "input tokens", "output tokens", "FLOPs per example", "tokens/s"]
 CLASS_HEADER = ["target", "right", "examples", "answered"]
 WORST_HEADER = ["id", "inputs", "target", "output", "score"]
 
@@ -166,6 +167,27 @@ def router_rows(task: TaskResult) -> list[list[str]]:
                     _format_finite(summary.dead_experts, "g"),
                 ]
             )
+    return rows
+
+
+def cost_rows(report: Report, task: TaskResult) -> list[list[str]]:
+    """Returns a row under COST_HEADER for each system that is a model."""
+    rows = []
+    for system in task.systems:
+        cost = system.cost
+        if cost is None:
+            continue
+        speed = report.speed(task.task, system)
+        rows.append(
+            [
+                system.name,
+                system.mode,
+                f"{cost.input_tokens:.1f}",
+                f"{cost.output_tokens:.1f}",
+                "-" if cost.flops is None else f"{cost.flops:.3g}",
+                "-" if speed is None else f"{speed:,.0f}",
+            ]
+        )
     return rows
 
 
