@@ -82,11 +82,12 @@ def check_inference(inference: Inference, folders: Iterable[Path]) -> None:
         check_number("--capacity-factor", factor, above=0, optional="--dropless for none")
     check_choice("--dtype", inference.dtype, (SAVED, *DTYPES))
 
-    # A dense model drops nothing; a factor for dense ones alone would do nothing.
-    configs = [configure(folder, inference).config for folder in folders]
-    if factor in (SAVED, None):
-        return
-    if not any(isinstance(config, STMoEConfig) and config.num_experts for config in configs):
+    # Dense models have no capacity; where all are dense, a factor would do nothing.
+    num_sparse = 0
+    for folder in folders:
+        config = configure(folder, inference).config
+        num_sparse += isinstance(config, STMoEConfig) and config.num_experts > 0
+    if num_sparse == 0 and factor not in (SAVED, None):
         raise ConfigError(
             f"--capacity-factor is {factor:g}, and no evaluated model has experts. Leave it out."
         )
@@ -101,11 +102,25 @@ def configure(folder: Path, inference: Inference) -> ConfiguredModel:
     """
     config = read_config(folder)
     changes = inference
-    if inference.dtype == str(config.dtype).removeprefix("torch."):
+
+    # What the checkpoint has already is no change.
+    own_dtype = str(config.dtype).removeprefix("torch.")
+    if inference.dtype == own_dtype:
         changes = changes._replace(dtype=SAVED)
+    settings = _capacity_settings(folder, config, inference)
+    if not settings:
+        changes = changes._replace(capacity_factor=SAVED)
+        return ConfiguredModel(config, changes, settings)
+
+    # A model of this library with another capacity.
+    return ConfiguredModel(config.replaced(**settings), changes, settings)
+
+
+def _capacity_settings(folder: Path, config: Any, inference: Inference) -> dict[str, Any]:
+    """Returns the fields of a config that have to change for a capacity; none for a dense model."""
     factor = inference.capacity_factor
     if factor == SAVED:
-        return ConfiguredModel(config, changes, {})
+        return {}
 
     # Other libraries' sparse models have capacities of their own.
     if not isinstance(config, STMoEConfig):
@@ -115,16 +130,12 @@ def configure(folder: Path, inference: Inference) -> ConfiguredModel:
                 f"{inference.options} cannot set. Convert it to this library's form: python -m "
                 f"scripts.convert_checkpoint --from {folder} --to OUT."
             )
-        return ConfiguredModel(config, changes._replace(capacity_factor=SAVED), {})
+        return {}
 
-    # What the checkpoint has already is no change.
-    is_factor = config.eval_capacity_field == "eval_capacity_factor"
-    has_capacity = config.eval_capacity_field is not None
-    own_factor = config.eval_capacity_factor if is_factor else None
-    if not config.num_experts or (own_factor == factor and is_factor == has_capacity):
-        return ConfiguredModel(config, changes._replace(capacity_factor=SAVED), {})
+    # A number of slots takes precedence over a factor, so it is removed.
     settings = {"eval_capacity_factor": factor, "expert_capacity": None}
-    return ConfiguredModel(config.replaced(**settings), changes, settings)
+    own = {name: getattr(config, name) for name in settings}
+    return {} if not config.num_experts or own == settings else settings
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -153,10 +164,12 @@ def loading_reason(error: Exception) -> str:
 
 def describe_capacity(config: Any) -> str | None:
     """Returns what bounds the tokens of an expert in an evaluation; None for a dense model."""
-    if not isinstance(config, STMoEConfig):
-        return "that of transformers" if getattr(config, "num_experts", 0) else None
-    if not config.num_experts:
+    if not getattr(config, "num_experts", 0):
         return None
+    if not isinstance(config, STMoEConfig):
+        return "that of transformers"
+
+    # Slots or a factor, whichever counts.
     field = config.eval_capacity_field
     return "none" if field is None else f"{field} {getattr(config, field):g}"
 

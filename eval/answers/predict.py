@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
@@ -67,20 +68,22 @@ class RouterSummary(NamedTuple):
     expert_load: list[int]
 
 
-class Predicted(NamedTuple):
+@dataclass(frozen=True)
+class Predicted:
     """What a model answered to all requests.
 
     Attributes:
         predictions: One for each request, in their order.
         router: By stack, what its routers did with all inputs and answers. None for a dense model.
         tokens: What went through the model for all of them.
-        timed: What this run computed itself; None where all answers were there.
+        timed: What this run computed itself; None where all answers were there. Two runs with the
+            same answers are equal.
     """
 
     predictions: list[Prediction]
     router: dict[Stack, RouterSummary] | None
     tokens: Tokens
-    timed: Timed | None
+    timed: Timed | None = field(compare=False)
 
     @property
     def outputs(self) -> list[str]:

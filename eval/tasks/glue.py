@@ -76,6 +76,7 @@ def _classification(
         numbers: Whether the site takes the number of a label in place of its text.
     """
     labels = preprocess.LABELS[text or name]
+    submission = glue_file(file, _ZERO_ONE if numbers else labels)
     return Task(
         name=name,
         version=1,
@@ -89,7 +90,7 @@ def _classification(
         choices=labels,
         ids=("idx",),
         targets_length=84,
-        submission=glue_file(file, _ZERO_ONE if numbers else labels),
+        submission=submission,
         family=_FAMILY,
     )
 
