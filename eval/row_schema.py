@@ -6,6 +6,7 @@ become a struct of lists.
 """
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -130,9 +131,10 @@ def _fit_value(value: Any, kind: Any, column: str, where: str) -> Any:
         if isinstance(value, list):
             return [_fit_value(item, kind[0], column, where) for item in value]
 
-    # A number with or without a point.
+    # A number with or without a point, neither NaN nor infinite.
     elif kind is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and abs(value) <= sys.float_info.max:
             return float(value)
 
     # Text or a whole number; Python's bool is an int too.

@@ -139,10 +139,13 @@ def token_flops(model: Any) -> TokenFlops | None:
     if getattr(config, "num_experts", 0):
         return None
 
-    # Of other models all that is no lookup.
-    head = model.get_output_embeddings().weight.numel()
+    # Of other models all that is no lookup, and the head, which may be the embedding.
+    head = model.get_output_embeddings()
+    if head is None:
+        return None
     encoder = _num_multiplied(model.get_encoder())
-    return TokenFlops(2 * encoder, 2 * (_num_multiplied(model.get_decoder()) + head))
+    decoder = _num_multiplied(model.get_decoder())
+    return TokenFlops(2 * encoder, 2 * (decoder + head.weight.numel()))
 
 
 def cost_of(tokens: Tokens, flops: TokenFlops | None) -> Cost:

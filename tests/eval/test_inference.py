@@ -132,6 +132,14 @@ def test_settings_that_do_nothing_or_cannot_be_are_refused(saved, folders, tmp_p
         check_inference(DROPLESS, [tmp_path])
 
 
+def test_experts_that_choose_their_tokens_can_be_dropless_too(tokenizer, task, tmp_path):
+    changes = {"router": "expert_choice", "router_options": None, "decoder_router": "token_choice"}
+    tiny_model(**changes).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    scores = ranked(tmp_path / "model", DROPLESS, task, tmp_path / "p.jsonl")
+    assert scores != ranked(tmp_path / "model", Inference(0.5), task, tmp_path / "q.jsonl")
+
+
 # ---- runs ----
 
 
