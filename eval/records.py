@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from eval.answers.cost import Cost, Timing, find_speed
+from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
 from eval.baseline_data import BaselineSettings
 from eval.scores.intervals import Score
+from eval.submission import Submission
 from eval.task import Decoding
 from moe.data.overlap import SplitOverlap
 from moe.inspection.html_page import printable
@@ -117,12 +120,14 @@ class SystemResult:
     Attributes:
         name: Name of the model or of the baseline.
         mode: `generate`, `rank` or `baseline`.
-        scores: One for each metric of the task.
+        scores: One for each metric of the task; empty where labels are hidden.
         num_examples: Number of examples that were answered.
         num_unparsable: Number of answers that stand for no value; None where values are texts.
         num_empty: Number of empty answers.
         router: By stack, what the routers did; None for a dense model and for a baseline.
         fitted_to: What a baseline has seen of the training split and other text; None for a model.
+        submission: The file of a test split for the benchmark's site; None for none.
+        cost: Tokens and operations of an example; None for a baseline.
     """
 
     name: str
@@ -133,6 +138,8 @@ class SystemResult:
     num_empty: int
     router: Mapping[Stack, RouterSummary] | None
     fitted_to: str | None = field(default=None, metadata={"optional": True})
+    submission: Submission | None = field(default=None, metadata={"optional": True})
+    cost: Cost | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -239,8 +246,9 @@ class TaskResult:
         published: Published results of the same metrics.
         by_class: Counts of a classification, of the first model and mode; else empty.
         worst: Worst answers of the first model and mode.
-        notes: What keeps the scores from being compared with published ones.
+        notes: What is not scored, and what keeps scores from being compared with published ones.
         contamination: What the examples have in common with a corpus; None when none is given.
+        num_hidden: Number of evaluated examples whose label is hidden.
     """
 
     task: str
@@ -267,6 +275,7 @@ class TaskResult:
     worst: Sequence[WorstAnswer] = ()
     notes: Sequence[str] = ()
     contamination: Contamination | None = field(default=None, metadata={"optional": True})
+    num_hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -310,6 +319,9 @@ class ModelInfo:
         active_parameters: Number of parameters that one token uses.
         chosen_by: How it was chosen as the best of its run; None when it was not.
         last_of_run: Whether it is the last checkpoint of its run.
+        dtype: Precision that it was evaluated in.
+        capacity: What bounded the tokens of an expert; None for a dense model.
+        inference: Settings that were not the checkpoint's own; None where all were.
     """
 
     folder: str
@@ -319,6 +331,14 @@ class ModelInfo:
     active_parameters: int
     chosen_by: Selection | None
     last_of_run: bool
+    dtype: str = "float32"
+    capacity: str | None = None
+    inference: Inference | None = field(default=None, metadata={"optional": True})
+
+    @property
+    def identity(self) -> str:
+        """What tells its answers from those of others, and from its own in other ways."""
+        return identity(self.fingerprint, self.inference or AS_SAVED)
 
 
 @dataclass(frozen=True)
@@ -337,6 +357,7 @@ class RunSettings:
     tp: int
     baselines: BaselineSettings = field(default_factory=BaselineSettings)
     contamination: str | None = field(default=None, metadata={"optional": True})
+    inference: Inference = AS_SAVED
 
 
 @dataclass(frozen=True)
@@ -353,6 +374,7 @@ class Report:
         averages: Averages over benchmarks of which all tasks were evaluated.
         failed: Tasks that could not be evaluated.
         earlier: File name of the kept copy of an earlier report; None for none.
+        timings: How fast systems were; not in report.json, which is the same in every run.
     """
 
     command: str
@@ -364,6 +386,14 @@ class Report:
     averages: Sequence[AverageScore] = ()
     failed: Sequence[FailedTask] = ()
     earlier: str | None = None
+    timings: Sequence[Timing] = field(default=(), metadata={"elsewhere": True})
+
+    def speed(self, task: str, system: SystemResult) -> float | None:
+        """Returns the tokens per second of a model on a task; None when they are not known."""
+        model = self.models.get(system.name)
+        if model is None:
+            return None
+        return find_speed(self.timings, task, system.name, system.mode, model.identity)
 
 
 # ---------------------------------------------------------------------------
@@ -494,7 +524,7 @@ def _fields_to_json(record: Any) -> dict[str, Any]:
     content = {}
     for item in fields(record):
         value = getattr(record, item.name)
-        if value is None and item.metadata.get("optional"):
+        if item.metadata.get("elsewhere") or (value is None and item.metadata.get("optional")):
             continue
         content[item.metadata.get("json", item.name)] = to_json(value)
     return content

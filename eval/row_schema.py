@@ -1,13 +1,14 @@
 """The schema that the rows of a dataset have to fit, and the messages about those that do not.
 
-A kind is `str` or `int`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of lists may
-also come as a list of structs: mirrors of the same dataset differ in that, and both become a struct
-of lists.
+A kind is `str`, `int` or `float`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of
+lists may also come as a list of structs: mirrors of the same dataset differ in that, and both
+become a struct of lists.
 """
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe.errors import DataError
 
@@ -17,9 +18,23 @@ ColumnKinds = Mapping[str, Any]
 HIDDEN_LABELS = (-1, "")
 """What stands for a label that the authors of a dataset keep to themselves."""
 
-_KIND_NAMES = {str: "text", int: "whole number"}
+_KIND_NAMES = {str: "text", int: "whole number", float: "number"}
 _MAX_SHOWN = 60  # characters of a value in a message
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Interval(NamedTuple):
+    """All numbers from one to another, which a label may have."""
+
+    least: float
+    most: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.least <= value <= self.most
+
+
+LabelValues = Collection[Any] | Interval
+"""The values that a label may have."""
 
 
 # ---------------------------------------------------------------------------
@@ -70,7 +85,7 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
 
 
 def require_label(
-    value: Any, allowed: Collection[Any], column: str, where: str, *, hidden: bool
+    value: Any, allowed: LabelValues, column: str, where: str, *, hidden: bool
 ) -> None:
     """Raises when a label is out of range.
 
@@ -87,11 +102,13 @@ def require_label(
     if value in allowed or (hidden and value in HIDDEN_LABELS):
         return
 
-    expected = ", ".join(map(repr, allowed))
+    expected = f"one of {', '.join(map(repr, allowed))}"
+    if isinstance(allowed, Interval):
+        expected = f"a number from {allowed.least:g} to {allowed.most:g}"
     if hidden:
         expected += f", or {' or '.join(map(repr, HIDDEN_LABELS))} for a hidden one"
     raise DataError(
-        f"{where} has {column} {_show(value)}. Expected one of {expected}. Map your labels to those "
+        f"{where} has {column} {_show(value)}. Expected {expected}. Map your labels to those "
         "of the hub's dataset, and take rows with a hidden label out of this split."
     )
 
@@ -114,7 +131,13 @@ def _fit_value(value: Any, kind: Any, column: str, where: str) -> Any:
         if isinstance(value, list):
             return [_fit_value(item, kind[0], column, where) for item in value]
 
-    # Text or a number; Python's bool is an int too.
+    # A number with or without a point, neither NaN nor infinite.
+    elif kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and abs(value) <= sys.float_info.max:
+            return float(value)
+
+    # Text or a whole number; Python's bool is an int too.
     elif isinstance(value, kind) and not isinstance(value, bool):
         if isinstance(value, str):
             _refuse_half_characters(value, column, where)

@@ -6,14 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval.answers.batches import requests_of
+from eval.answers.cost import Timing, cost_of, merge_timings, read_timings, token_flops
 from eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
+from eval.answers.inference import AS_SAVED, Inference, check_inference
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
+from eval.answers.predictions_file import check_inference_of_file
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
 from eval.baselines import BaselineData
 from eval.contamination import load_training_text, task_contamination
-from eval.records import DataInfo, FailedTask, Report, RunSettings, TaskResult
+from eval.records import (
+    DataInfo,
+    FailedTask,
+    Report,
+    RunSettings,
+    SystemResult,
+    TaskResult,
+)
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
     HeadlineDraws,
@@ -22,7 +32,9 @@ from eval.reports.task_summary import (
     superglue_averages,
 )
 from eval.run_folder import predictions_path, write_examples
+from eval.scores.metrics import unwrap_values
 from eval.source import BuiltIn, HubData
+from eval.submission import Submission, write_submission
 from eval.task import SPLITS, TASKS, Example, Row, Task, limit_examples
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
 from eval.word_vectors import WordVectors, read_word_vectors
@@ -50,6 +62,7 @@ def evaluate(
     world: World = SINGLE_PROCESS.world,
     ep: int = 1,
     tp: int = 1,
+    inference: Inference = AS_SAVED,
 ) -> Report | None:
     """Evaluates models on tasks, writes the reports and returns what they hold.
 
@@ -76,13 +89,16 @@ def evaluate(
         world: The ranks.
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which heads and hidden units are sharded.
+        inference: Capacity and dtype in place of the checkpoints' own. Answers of the same model
+            under another are not gone on with.
 
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
         DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
-            writes there, or `contamination` or the baselines' text is no corpus.
+            writes there, it has answers of these models under another `inference`, or
+            `contamination` or the baselines' text is no corpus.
     """
     # What can be refused is refused before anything is loaded.
     chosen = check_tasks(tasks, modes, split)
@@ -91,13 +107,14 @@ def evaluate(
     check_baselines(baselines, chosen)
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
+    check_inference(inference, models.values())
     vectors = _read_vectors(baselines, world)
     training_text = load_training_text(contamination) if contamination else None
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
     ranks = arrange_ranks(world, ep, tp, models.values())
-    systems = {name: load_seq2seq(folder, ranks) for name, folder in models.items()}
+    systems = {name: load_seq2seq(folder, ranks, inference) for name, folder in models.items()}
     report = Report(
         command=command,
         settings=RunSettings(
@@ -113,17 +130,23 @@ def evaluate(
             tp=tp,
             baselines=baselines,
             contamination=contamination and str(contamination),
+            inference=inference,
         ),
         versions=library_versions(),
         device=device_name(),
         models={name: model_info(models[name], system) for name, system in systems.items()},
     )
 
+    # Answers are gone on with as they were begun, which is known before anything is written.
+    gather_or_raise(lambda: _check_answers(systems, chosen, out))
+
     # Lengths of inputs are counted in tokens of the first model.
     tokenizer = next(iter(systems.values())).tokenizer
     results: list[TaskResult] = []
     failed: list[FailedTask] = []
     draws: HeadlineDraws = {}
+    timings: list[Timing] = []
+    earlier_timings = read_timings(out)
     with _exclusive_folder(out, world):
         for task in chosen:
             with _reporting_failure(task.name, failed, single_process=world.size == 1):
@@ -134,9 +157,12 @@ def evaluate(
                 answers = _answer_task(systems, asked, modes, scoring, out)
                 if world.rank == 0:
                     written = write_examples(out, task, asked.examples)
+                    submissions = _write_submissions(out, asked, answers)
                     result, task_draws = summarize_task(
-                        asked, answers, tokenizer, report.models, written
+                        asked, answers, tokenizer, report.models, written, submissions
                     )
+                    result = _with_costs(result, systems, answers)
+                    timings += _timings(report, result, answers)
                     if training_text:
                         shared = task_contamination(asked, answers, training_text)
                         result = replace(result, contamination=shared)
@@ -146,7 +172,14 @@ def evaluate(
             # The reports are written after each task: a run that is stopped has what it finished.
             if world.rank == 0:
                 averages = superglue_averages(results, draws)
-                report = replace(report, tasks=[*results], averages=averages, failed=[*failed])
+                merged = merge_timings(earlier_timings, timings)
+                report = replace(
+                    report,
+                    tasks=[*results],
+                    averages=averages,
+                    failed=[*failed],
+                    timings=merged,
+                )
                 report = save_report(report, out, last=task is chosen[-1])
     return report if world.rank == 0 else None
 
@@ -200,27 +233,23 @@ def read_task(
         revision: Branch or commit of the hub's data; None for the task's own.
 
     Raises:
-        DataError: When the rows cannot be had, on any rank, are not what the task expects, or hide
-            their labels.
+        DataError: When the rows cannot be had, on any rank, are not what the task expects, or lack
+            labels in a split that has them.
     """
     # All ranks read the rows; the failure of one is raised on all.
     folder = None if isinstance(task.source, BuiltIn) else data
     rows: list[Row] = []
     gather_or_raise(lambda: rows.extend(task.rows(split, folder, revision)))
 
-    # Examples without a label could be answered, but not judged.
+    # Examples without a label are answered, but not scored: only where they are to be expected.
     available = task.examples_of(rows, split)
     if not available:
         raise DataError(
             f"No example of {task.name} can be made of the {len(rows):,} rows of split {split!r}."
         )
     num_hidden = sum(map(_has_hidden_label, available))
-    if num_hidden:
-        raise DataError(
-            f"The labels of {num_hidden:,} of {len(available):,} examples of {task.name} are "
-            f"hidden in split {split!r}, so answers cannot be judged. Choose another split, as "
-            f"{task.split}."
-        )
+    if num_hidden and split not in task.source.hidden:
+        raise DataError(_missing_labels(task, split, num_hidden, len(available)))
 
     # The limit is reported only where it left examples out.
     examples = limit_examples(available, limit)
@@ -233,6 +262,7 @@ def read_task(
         num_expected=task.source.expected(split),
         num_available=len(available),
         examples=examples,
+        num_hidden=sum(map(_has_hidden_label, examples)),
     )
 
 
@@ -281,6 +311,18 @@ def _has_hidden_label(example: Example) -> bool:
     return example.targets == HIDDEN_TARGET or example.fields.get("label") == HIDDEN_LABEL
 
 
+def _missing_labels(task: Task, split: str, num_missing: int, num_examples: int) -> str:
+    """Returns what to do about examples without a label in a split that has labels."""
+    advice = "Give rows with labels"
+    others = [name for name in task.source.splits if name != split]
+    if others:
+        advice += f", or choose another split: {' or '.join(others)}"
+    return (
+        f"{num_missing:,} of {num_examples:,} examples of {task.name} have no label in split "
+        f"{split!r}, so their answers cannot be scored. {advice}."
+    )
+
+
 def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
     """Returns where the rows of a task come from."""
     rows_folder = task.rows_folder(folder)
@@ -324,6 +366,75 @@ def _answer_task(
     return answers
 
 
+def _write_submissions(
+    out: Path, asked: TaskExamples, answers: Mapping[tuple[str, str], Predicted]
+) -> dict[tuple[str, str], Submission | None]:
+    """Writes what every system answered as the site of the benchmark takes it.
+
+    Args:
+        out: Folder of the run.
+        asked: The examples; a part of them, or another split than the test split, gives no file.
+        answers: By system and mode.
+    """
+    form = asked.task.submission
+    if form is None or asked.split != "test" or asked.limit is not None:
+        return {}
+
+    features = [example.fields for example in asked.examples]
+    submissions: dict[tuple[str, str], Submission | None] = {}
+    for (name, mode), predicted in answers.items():
+        values = unwrap_values(asked.task.values(asked.examples, predicted.outputs).answers)
+        submissions[name, mode] = write_submission(form, out, f"{name}.{mode}", features, values)
+    return submissions
+
+
+# ---------------------------------------------------------------------------
+# What answers cost
+
+
+def _with_costs(
+    result: TaskResult,
+    systems: Mapping[str, Seq2Seq],
+    answers: Mapping[tuple[str, str], Predicted],
+) -> TaskResult:
+    """Returns a result with the cost of an example for each model."""
+    with_costs: list[SystemResult] = []
+    for system in result.systems:
+        predicted = answers.get((system.name, system.mode))
+        if predicted is not None:
+            flops = token_flops(systems[system.name].model)
+            system = replace(system, cost=cost_of(predicted.tokens, flops))
+        with_costs.append(system)
+    return replace(result, systems=with_costs)
+
+
+def _timings(
+    report: Report, result: TaskResult, answers: Mapping[tuple[str, str], Predicted]
+) -> list[Timing]:
+    """Returns how fast the models were in what this run computed itself."""
+    timings: list[Timing] = []
+    for (name, mode), predicted in answers.items():
+        if predicted.timed is None:
+            continue
+        seconds, tokens = predicted.timed
+        num_tokens = tokens.inputs + tokens.outputs
+        timings.append(
+            Timing(
+                task=result.task,
+                system=name,
+                mode=mode,
+                model=report.models[name].identity,
+                device=report.device,
+                ranks=report.settings.ranks,
+                seconds=seconds,
+                examples=tokens.examples,
+                tokens=num_tokens,
+                tokens_per_second=num_tokens / max(seconds, 1e-9),
+            )
+        )
+    return timings
+
+
 # ---------------------------------------------------------------------------
 # The folder of the reports
 
@@ -340,6 +451,17 @@ def _check_file_names(models: Iterable[str], tasks: Iterable[Task], out: Path) -
                     f"one file, {path}. Give the models other names: NAME=FOLDER."
                 )
             owners[path] = f"{name!r} to {task.name}"
+
+
+def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: Path) -> None:
+    """Raises a DataError when there are answers of a model that computed in another way."""
+    for name, system in systems.items():
+        if system.ranks.world.rank != 0:
+            return
+        for task in tasks:
+            for mode in modes_of(task):
+                path = predictions_path(out, task.name, name, mode)
+                check_inference_of_file(path, system.fingerprint, system.inference)
 
 
 def _check_folder(out: Path) -> None:

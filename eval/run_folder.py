@@ -7,12 +7,14 @@ task and examples.
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
+from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
 from eval.records import Report, SystemResult
 from eval.sealed_json import is_whole
@@ -31,7 +33,8 @@ _ADVICE = "Restore it, or run the same `python -m eval run` again: answers that 
 
 Result = tuple[str, int, str, str, str]
 """What tells one system's scores from others: task, its version, the digest of its examples, the
-fingerprint of a model or the name of a baseline with what it has seen, and the mode."""
+fingerprint of a model and how it computed, or the name of a baseline with what it has seen, and the
+mode."""
 
 
 # ---------------------------------------------------------------------------
@@ -58,6 +61,7 @@ class SavedTask(BaseModel, frozen=True):
     digest: str
     examples_sha256: str
     systems: list[SavedSystem]
+    num_hidden: int = 0
 
 
 class SavedReport(NamedTuple):
@@ -68,12 +72,18 @@ class SavedReport(NamedTuple):
         fingerprints: Fingerprints of the models' files, by name.
         scoring: What decided between choices.
         tasks: Tasks by name.
+        inference: By name, settings of models that were not the checkpoint's own.
     """
 
     folder: Path
     fingerprints: dict[str, str]
     scoring: ScoringFields
     tasks: dict[str, SavedTask]
+    inference: Mapping[str, Inference] = MappingProxyType({})
+
+    def inference_of(self, model: str) -> Inference:
+        """Returns what was set in place of a checkpoint's own."""
+        return self.inference.get(model, AS_SAVED)
 
 
 class SavedAnswers(NamedTuple):
@@ -99,6 +109,7 @@ class _Content(BaseModel, frozen=True):
 
 class _Model(BaseModel, frozen=True):
     fingerprint: str
+    inference: Inference = AS_SAVED
 
 
 class _Settings(BaseModel, frozen=True):
@@ -226,10 +237,13 @@ def read_report(folder: Path) -> SavedReport:
     content = to_record(_Content, value, where=str(path), advice=_ADVICE)
 
     # Each part is read by itself, so that an error names it.
-    fingerprints = {}
+    fingerprints: dict[str, str] = {}
+    inference: dict[str, Inference] = {}
     for name, fields in content.models.items():
         where = f"{path}, model {shown(name)}"
-        fingerprints[name] = to_record(_Model, fields, where=where, advice=_ADVICE).fingerprint
+        model = to_record(_Model, fields, where=where, advice=_ADVICE)
+        fingerprints[name] = model.fingerprint
+        inference[name] = model.inference
 
     tasks = {}
     for number, fields in enumerate(content.tasks, start=1):
@@ -247,7 +261,7 @@ def read_report(folder: Path) -> SavedReport:
         raise DataError(f"{path} is not what was written: its sha256 differs. {_ADVICE}")
     if not fingerprints:
         raise DataError(f"{path} is about no model. {_ADVICE}")
-    return SavedReport(path.parent, fingerprints, settings.scoring, tasks)
+    return SavedReport(path.parent, fingerprints, settings.scoring, tasks, inference)
 
 
 def results_of_report(report: Report) -> Set[Result]:
@@ -256,7 +270,7 @@ def results_of_report(report: Report) -> Set[Result]:
     for task in report.tasks:
         for system in task.systems:
             model = report.models.get(system.name)
-            source = _baseline_source(system) if model is None else model.fingerprint
+            source = _baseline_source(system) if model is None else model.identity
             results.add((task.task, task.version, task.digest, source, system.mode))
     return results
 
@@ -266,7 +280,10 @@ def results_of_saved(report: SavedReport) -> Set[Result]:
     results = set()
     for task in report.tasks.values():
         for system in task.systems:
-            source = report.fingerprints.get(system.name, _baseline_source(system))
+            source = _baseline_source(system)
+            if system.name in report.fingerprints:
+                fingerprint = report.fingerprints[system.name]
+                source = identity(fingerprint, report.inference_of(system.name))
             results.add((task.task, task.version, task.digest, source, system.mode))
     return results
 
@@ -381,6 +398,7 @@ def _check_header(
         "task": task.task,
         "version": task.version,
         "mode": mode,
+        "inference": report.inference_of(name),
     }
 
     # Only what decides this kind of answer.

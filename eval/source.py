@@ -16,7 +16,14 @@ import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
-from eval.row_schema import ColumnKinds, fit_row, format_columns, require_columns, require_label
+from eval.row_schema import (
+    ColumnKinds,
+    LabelValues,
+    fit_row,
+    format_columns,
+    require_columns,
+    require_label,
+)
 from eval.task import SPLITS, Row
 from moe.errors import DataError
 from moe.parsing import read_json_lines
@@ -156,7 +163,7 @@ class SystemData:
         """
         if folder is None:
             return list(self.read(split))
-        return read_files(folder, split, self.columns, self.labels, hidden=False)
+        return read_files(folder, split, self.columns, self.labels)
 
 
 # ---------------------------------------------------------------------------
@@ -174,6 +181,7 @@ class HubData:
         columns: Kinds of the columns that are read.
         labels: By column, the values that a label may have.
         hidden: Splits whose labels the authors keep to themselves.
+        hidden_values: By column, what stands for a label that a row of such a split lacks.
         hub_splits: The hub's name of a split, where it is another.
         revisions: Tried one after the other when the user names none.
     """
@@ -182,8 +190,9 @@ class HubData:
     config: str
     counts: Mapping[str, int]
     columns: ColumnKinds
-    labels: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    labels: Mapping[str, LabelValues] = field(default_factory=dict)
     hidden: Sequence[str] = ()
+    hidden_values: Mapping[str, Any] = field(default_factory=dict)
     hub_splits: Mapping[str, str] = field(default_factory=dict)
     revisions: tuple[str, ...] = (MAIN, EXPORT)
 
@@ -222,8 +231,8 @@ class HubData:
         """
         if folder is None:
             return self._rows_from_hub(split, revision)
-        hidden = split in self.hidden
-        return read_files(folder, split, self.columns, self.labels, hidden=hidden)
+        hidden_values = self._hidden_values(split)
+        return read_files(folder, split, self.columns, self.labels, hidden_values=hidden_values)
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
@@ -269,6 +278,10 @@ class HubData:
         assert isinstance(dataset, datasets.Dataset), "one split, not streamed"
         return dataset
 
+    def _hidden_values(self, split: str) -> Mapping[str, Any] | None:
+        """Returns what stands for a hidden label, by column; None where none is hidden."""
+        return self.hidden_values if split in self.hidden else None
+
     def _checked_dataset(self, dataset: datasets.Dataset, split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
         # Another number of rows is another dataset.
@@ -283,10 +296,10 @@ class HubData:
             )
 
         rows: list[Row] = []
-        hidden = split in self.hidden
+        hidden_values = self._hidden_values(split)
         for number, row in enumerate(dataset.select_columns(list(self.columns)), start=1):
             where = f"Row {number} of {name}"
-            rows.append(_checked(row, self.columns, self.labels, where, hidden=hidden))
+            rows.append(_checked(row, self.columns, self.labels, where, hidden_values))
         return rows
 
     def _name_of(self, split: str, revision: str | None = None) -> str:
@@ -311,9 +324,9 @@ def read_files(
     folder: Path,
     split: str,
     columns: ColumnKinds,
-    labels: Mapping[str, Collection[Any]],
+    labels: Mapping[str, LabelValues],
     *,
-    hidden: bool,
+    hidden_values: Mapping[str, Any] | None = None,
 ) -> list[Row]:
     """Returns the rows of the files of a split, which are checked.
 
@@ -322,18 +335,21 @@ def read_files(
         split: Which.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
-        hidden: Whether the split may hide its labels.
+        hidden_values: Where labels may be hidden, by column what stands for one that is; None
+            where every row has its label.
 
     Raises:
         DataError: When there is no file or no row, or a row does not fit.
     """
+    # The files of a benchmark's own site have no column for what they hide.
+    required = {name: columns[name] for name in columns if name not in (hidden_values or {})}
     rows: list[Row] = []
-    files = find_files(folder, split, columns)
+    files = find_files(folder, split, required)
     for path in files:
         is_lines = path.suffix == ".jsonl"
-        file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, columns)
+        file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, required, columns)
         for row, where in file_rows:
-            rows.append(_checked(row, columns, labels, where, hidden=hidden))
+            rows.append(_checked(row, columns, labels, where, hidden_values))
     if not rows:
         names = ", ".join(path.name for path in files)
         raise DataError(
@@ -345,15 +361,21 @@ def read_files(
 def _checked(
     row: Any,
     columns: ColumnKinds,
-    labels: Mapping[str, Collection[Any]],
+    labels: Mapping[str, LabelValues],
     where: str,
-    *,
-    hidden: bool,
+    hidden_values: Mapping[str, Any] | None,
 ) -> Row:
-    """Returns a row that is as expected."""
+    """Returns a row that is as expected; what stands for a hidden label is put where it lacks one."""
+    if hidden_values and isinstance(row, Mapping):
+        row = dict(row)
+        for name, value in hidden_values.items():
+            if row.get(name) is None:
+                row[name] = value
+
     fitted = fit_row(row, columns, where)
+    is_hidden = hidden_values is not None
     for column, allowed in labels.items():
-        require_label(fitted[column], allowed, column, where, hidden=hidden)
+        require_label(fitted[column], allowed, column, where, hidden=is_hidden)
     return fitted
 
 
@@ -429,13 +451,23 @@ def _read_jsonl(path: Path) -> Iterator[_FileRow]:
         yield _FileRow(row, f"Line {number} of {path}")
 
 
-def _read_parquet(path: Path, columns: ColumnKinds) -> Iterator[_FileRow]:
-    """Yields the rows of a file."""
+def _read_parquet(
+    path: Path, required: ColumnKinds, columns: Collection[str]
+) -> Iterator[_FileRow]:
+    """Yields the rows of a file.
+
+    Args:
+        path: The file.
+        required: Columns that it must have.
+        columns: Columns that are read, where they are there.
+    """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_parquet_columns(path, file.schema_arrow.names, columns)
+            names = file.schema_arrow.names
+            _check_parquet_columns(path, names, required)
+            present = [name for name in columns if name in names]
             number = 0
-            for batch in file.iter_batches(columns=list(columns)):
+            for batch in file.iter_batches(columns=present):
                 for row in batch.to_pylist():
                     number += 1
                     yield _FileRow(row, f"Row {number} of {path}")

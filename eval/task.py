@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eval.scores.metrics import Metric
+from eval.submission import SubmissionFile
 from moe.errors import DataError
 from moe.registry import Registry
 
@@ -160,6 +161,7 @@ class Task:
         prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published
             alternative.
         variant_of: The task of which this is another prompt; None for itself.
+        submission: The file of the test split that its benchmark's site takes; None for none.
         family: Under which `python -m eval list` shows it.
     """
 
@@ -190,6 +192,7 @@ class Task:
     # For people who compare results.
     prompt_source: str = "T5"
     variant_of: str | None = None
+    submission: SubmissionFile | None = None
     family: str = "Offline"
 
     @property

@@ -9,13 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from transformers import AutoConfig
-
-from moe.checkpoint.loading import check_model_folder
+from eval.answers.inference import read_config
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
-from moe.errors import CheckpointError, ConfigError
+from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
 
@@ -112,12 +110,7 @@ def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Da
 
 def _check_divisible(folder: Path, mesh_config: MeshConfig, world: World) -> None:
     """Raises when the model in `folder` cannot be sharded over this mesh."""
-    check_model_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
-
+    config = read_config(folder)
     if not isinstance(config, STMoEConfig):
         raise ConfigError(
             f"{folder} holds a model of type {config.model_type}, which cannot be sharded over "

@@ -7,7 +7,10 @@ ranks; beam.py and likelihood.py answer one batch, predictions_file.py keeps the
 import hashlib
 import json
 import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
@@ -17,6 +20,7 @@ from tqdm import tqdm
 
 from eval.answers.batches import Request, TokenizedRequest, make_batches, pad_tokens
 from eval.answers.beam import generate_beams, generate_greedily
+from eval.answers.cost import Timed, Tokens, count_tokens
 from eval.answers.likelihood import ChoiceLikelihood, EncodedInputs, Scoring, target_log_probs
 from eval.answers.predictions_file import (
     Batch,
@@ -64,16 +68,22 @@ class RouterSummary(NamedTuple):
     expert_load: list[int]
 
 
-class Predicted(NamedTuple):
+@dataclass(frozen=True)
+class Predicted:
     """What a model answered to all requests.
 
     Attributes:
         predictions: One for each request, in their order.
         router: By stack, what its routers did with all inputs and answers. None for a dense model.
+        tokens: What went through the model for all of them.
+        timed: What this run computed itself; None where all answers were there. Two runs with the
+            same answers are equal.
     """
 
     predictions: list[Prediction]
     router: dict[Stack, RouterSummary] | None
+    tokens: Tokens
+    timed: Timed | None = field(compare=False)
 
     @property
     def outputs(self) -> list[str]:
@@ -112,7 +122,7 @@ def predict(
     as many ranks or not, reads back the batches that the file holds whole and makes the others
     again: its file equals, byte for byte, that of a run that was never stopped on the same machine.
     A file of another model, task, mode, decoding or list of requests is replaced. One of another
-    scoring is scored anew, without the model.
+    scoring is scored anew, without the model. One of another `Inference` is refused.
 
     A sparse model drops tokens by group, so a prediction may depend on the requests beside it. The
     batches are therefore a function of all requests, and not of the ranks that share them.
@@ -128,7 +138,8 @@ def predict(
     Raises:
         CheckpointError: When the model gives a log-probability that is NaN.
         ConfigError: When there is no such mode, or it is `rank` and a request has no choices.
-        DataError: When the file cannot be written.
+        DataError: When the file cannot be written, or its answers were made under another
+            `Inference`.
     """
     _check_requests(task, requests, mode)
     ranks = system.ranks
@@ -162,6 +173,8 @@ def predict(
         mininterval=1.0,
         disable=not is_writer,
     )
+    num_found = len(answered)
+    started = time.perf_counter()
     with progress:
         for round_batches in ranks.rounds(batches[len(answered) :]):
             batch = ranks.own_batch(round_batches)
@@ -175,12 +188,27 @@ def predict(
             answered += new
             progress.update(_num_predictions(new))
 
+    seconds = time.perf_counter() - started
+
+    # All that went through the model, and of it what this run computed.
+    def tokens_from(first: int) -> Tokens:
+        requests = list(chain.from_iterable(batches[first:]))
+        predictions = list(chain.from_iterable(batch.predictions for batch in answered[first:]))
+        return count_tokens(requests, predictions, system.tokenizer, num_beams)
+
+    timed = Timed(seconds, tokens_from(num_found)) if num_found < len(answered) else None
+
     # In the order of the requests; the batches were sorted by length.
     by_id: dict[str, Prediction] = {}
     for batch in answered:
         for prediction in batch.predictions:
             by_id[prediction.id] = prediction
-    return Predicted([by_id[request.id] for request in requests], summarize_routers(answered))
+    return Predicted(
+        predictions=[by_id[request.id] for request in requests],
+        router=summarize_routers(answered),
+        tokens=tokens_from(0),
+        timed=timed,
+    )
 
 
 def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:
@@ -242,19 +270,22 @@ def _header(
         decoding=task.decoding if mode == "generate" else None,
         batches=digest[:16],
         scoring=ScoringFields(scoring.include_eos, scoring.normalize),
+        inference=system.inference,
     )
 
 
 def _check_scores(batches: Sequence[Batch], header: Header) -> None:
     """Raises a CheckpointError when a log-probability is NaN: the first choice would always win."""
+    advice = "Its weights are broken; take an earlier checkpoint."
+    if header.inference.dtype == "float16":
+        advice = "Its numbers may be too large for float16; give --dtype bfloat16 or float32."
     for batch in batches:
         for prediction in batch.predictions:
             for text, choice in (prediction.choices or {}).items():
                 if math.isnan(choice.log_prob + choice.eos_log_prob):
                     raise CheckpointError(
                         f"The model {header.model} gives the choice {shown(text)} of {header.task} "
-                        f"{prediction.id} a log-probability that is NaN. Its weights are broken; "
-                        "take an earlier checkpoint."
+                        f"{prediction.id} a log-probability that is NaN. {advice}"
                     )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from eval.answers.inference import AS_SAVED, Inference
 from eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
 from eval.sealed_json import SEAL, is_whole, seal
 from eval.task import Decoding
@@ -55,6 +56,8 @@ class Header(NamedTuple):
         decoding: How answers were generated; None for ranked choices.
         batches: A digest of what was asked.
         scoring: What decided between choices.
+        inference: Settings that were not the checkpoint's own; a file without any has no such
+            field.
     """
 
     model: str
@@ -64,12 +67,16 @@ class Header(NamedTuple):
     decoding: Decoding | None
     batches: str
     scoring: ScoringFields
+    inference: Inference = AS_SAVED
 
     def to_json(self) -> str:
         """Returns the line of the file."""
         decoding = None if self.decoding is None else self.decoding._asdict()
-        scoring = self.scoring._asdict()
-        return json.dumps({**self._asdict(), "decoding": decoding, "scoring": scoring})
+        fields = {**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()}
+        fields["inference"] = self.inference._asdict()
+        if self.inference == AS_SAVED:
+            del fields["inference"]
+        return json.dumps(fields)
 
 
 class Prediction(NamedTuple):
@@ -162,7 +169,8 @@ class PredictionsFile:
     Args:
         path: The file; None on all ranks but rank 0.
         header: What the predictions depend on. A file of another header is replaced; one that
-            differs in its scoring alone is scored anew.
+            differs in its scoring alone is scored anew; one of the same model under another
+            `Inference` is refused.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -221,6 +229,7 @@ class PredictionsFile:
         content = read_predictions_file(path)
         if content.header is None:
             return []
+        _check_inference(path, content.header, self.header.model, self.header.inference)
         with_own_scoring = content.header._replace(scoring=self.header.scoring)
         return content.batches if with_own_scoring == self.header else []
 
@@ -260,6 +269,34 @@ class PredictionsFile:
 
 # ---------------------------------------------------------------------------
 # Reading
+
+
+def check_inference_of_file(path: Path, model: str, inference: Inference) -> None:
+    """Raises when a file holds answers of the same model under other settings.
+
+    A file that is missing or damaged passes: whoever reads all of it refuses that.
+
+    Raises:
+        DataError: Names both settings.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            value = _parse_line(path, 1, file.readline())
+        header = to_record(Header, value, where=f"{path}, line 1", advice=_ADVICE)
+    except (OSError, ValueError):
+        return
+    _check_inference(path, header, model, inference)
+
+
+def _check_inference(path: Path, header: Header, model: str, inference: Inference) -> None:
+    if header.model != model or header.inference == inference:
+        return
+    neither = "neither --dropless nor --capacity-factor nor --dtype"
+    raise DataError(
+        f"{path} holds answers of this model that were made with "
+        f"{header.inference.options or neither}; this run has {inference.options or neither}. "
+        "Give the same options, or another --out."
+    )
 
 
 def read_predictions_file(

@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from eval.answers.batches import Request, TokenizedRequest
 from eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
-from moe.checkpoint.loading import check_model_folder, load_complete, load_model_on_mesh
+from eval.answers.inference import (
+    AS_SAVED,
+    ConfiguredModel,
+    Inference,
+    configure,
+    loading_reason,
+    torch_dtype,
+)
+from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.checksums import model_fingerprint
 from moe.data.tokenizer import check_tokenizer_files
 from moe.errors import CheckpointError
@@ -33,12 +41,14 @@ class Seq2Seq(NamedTuple):
         tokenizer: Its own.
         fingerprint: Of the checkpoint's files; known to rank 0 only.
         ranks: Those that answer with it.
+        inference: Its settings that are not the checkpoint's own.
     """
 
     model: Any
     tokenizer: Any
     fingerprint: str
     ranks: DataRanks = SINGLE_PROCESS
+    inference: Inference = AS_SAVED
 
     @property
     def sparse(self) -> bool:
@@ -101,7 +111,9 @@ class Seq2Seq(NamedTuple):
         return tokenized
 
 
-def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
+def load_seq2seq(
+    folder: Path, ranks: DataRanks = SINGLE_PROCESS, inference: Inference = AS_SAVED
+) -> Seq2Seq:
     """Returns a sequence-to-sequence checkpoint of this library or of transformers.
 
     The task says how to generate: of the checkpoint's own settings (beams, least lengths,
@@ -110,12 +122,15 @@ def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
     Args:
         folder: The checkpoint.
         ranks: Those that will answer with it; on a mesh each reads its part only.
+        inference: What is set in place of the checkpoint's own.
 
     Raises:
         CheckpointError: When the folder is missing, or holds no such model with all its weights and
-            a tokenizer.
+            a tokenizer; or one of them needs code that lies beside it, which is never run.
+        ConfigError: When the model cannot have the capacity that is set.
     """
-    model = _load_model(folder, ranks)
+    configured = configure(folder, inference)
+    model = _load_model(folder, ranks, configured)
     tokenizer = _load_tokenizer(folder)
 
     # Of the settings of generation the special tokens alone.
@@ -126,16 +141,13 @@ def load_seq2seq(folder: Path, ranks: DataRanks = SINGLE_PROCESS) -> Seq2Seq:
 
     # Rank 0 alone writes the predictions that the fingerprint is for.
     digest = model_fingerprint(folder) if ranks.world.rank == 0 else ""
-    return Seq2Seq(model, tokenizer, digest, ranks)
+    return Seq2Seq(model, tokenizer, digest, ranks, configured.changes)
 
 
-def _load_model(folder: Path, ranks: DataRanks) -> Any:
+def _load_model(folder: Path, ranks: DataRanks, configured: ConfiguredModel) -> Any:
     """Returns the model of a checkpoint, whole or this rank's part."""
-    check_model_folder(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"The config.json in {folder} cannot be read: {error}") from error
+    config = configured.config
+    dtype = torch_dtype(configured.changes)
     if not config.is_encoder_decoder:
         raise CheckpointError(
             f"{folder} holds a model of type {config.model_type!r}, which has no encoder and "
@@ -144,11 +156,17 @@ def _load_model(folder: Path, ranks: DataRanks) -> Any:
 
     if ranks.mesh is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return load_complete(AutoModelForSeq2SeqLM, folder).eval().to(device)
+        options: dict[str, Any] = {"trust_remote_code": False}
+        if configured.settings:
+            options["config"] = config
+        if dtype is not None:
+            options["dtype"] = dtype
+        return load_complete(AutoModelForSeq2SeqLM, folder, **options).eval().to(device)
 
     # Dispatch to slots would need batches of one shape on all ranks; rows route the same tokens to
     # the same experts.
-    config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
+    config = STMoEConfig.from_pretrained(folder, dispatch="ragged", **configured.settings)
+    config.dtype = config.dtype if dtype is None else dtype
     model, _ = load_model_on_mesh(folder, ranks.mesh, config=config, gather=False)
     return model
 
@@ -157,9 +175,10 @@ def _load_tokenizer(folder: Path) -> Any:
     """Returns the tokenizer of a checkpoint."""
     try:
         check_tokenizer_files(folder, advice="Restore the file.")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
+        reason = loading_reason(error)
+        raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
 
     # Where the files are missing transformers may make up an empty tokenizer. One of bytes has none.
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))

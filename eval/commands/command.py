@@ -1,7 +1,10 @@
-"""The form of the commands of `python -m eval`, and the type of options that list names."""
+"""The form of the commands of `python -m eval`, and the options that several of them have."""
 
 import argparse
 from typing import Protocol
+
+from eval.answers.inference import DTYPES, SAVED, Inference
+from moe.cli import real
 
 
 class Subparsers(Protocol):
@@ -24,6 +27,26 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> None:
         """Does what the options say; `arguments.argv` is the whole command line."""
         ...
+
+
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `inference_of` reads."""
+    capacity = parser.add_mutually_exclusive_group()
+    capacity.add_argument(
+        "--dropless", action="store_true", help="no expert is ever full (default: as saved)"
+    )
+    capacity.add_argument(
+        "--capacity-factor",
+        type=real(above=0),
+        help="slots of an expert over an even share of the tokens (default: as saved)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: as saved)")
+
+
+def inference_of(arguments: argparse.Namespace) -> Inference:
+    """Returns what the options say."""
+    factor = arguments.capacity_factor or SAVED
+    return Inference(None if arguments.dropless else factor, arguments.dtype or SAVED)
 
 
 def name_list(text: str) -> list[str]:

@@ -184,7 +184,9 @@ def _common_tasks(
         for task_mode in dict.fromkeys([*modes_a, *modes_b]):
             if mode not in (None, task_mode):
                 continue
-            if task_mode in modes_a and task_mode in modes_b:
+            if _is_hidden(a, task) or _is_hidden(b, task):
+                left_out.append(f"{task} by {task_mode} is not scored: its labels are hidden.")
+            elif task_mode in modes_a and task_mode in modes_b:
                 common.append((task, task_mode))
             else:
                 side = "A" if task_mode in modes_a else "B"
@@ -194,9 +196,14 @@ def _common_tasks(
         wanted = f" of --mode {mode}" if mode else ""
         raise DataError(
             f"The runs have nothing{wanted} in common: `{a.name}` of {a.folder} has {_list_tasks(a)}; "
-            f"`{b.name}` of {b.folder} has {_list_tasks(b)}. Run both on the same tasks."
+            f"`{b.name}` of {b.folder} has {_list_tasks(b)}. {' '.join(left_out)} "
+            "Run both on the same tasks, in splits with labels."
         )
     return common, left_out
+
+
+def _is_hidden(side: Side, task: str) -> bool:
+    return task in side.tasks and side.tasks[task].num_hidden > 0
 
 
 def _list_tasks(side: Side) -> str:

@@ -1,10 +1,14 @@
 """python -m eval harness: tasks of lm-evaluation-harness (EleutherAI) by our scoring and decoding.
 
 A task with choices costs one encoder pass for all choices of a context, where `lm_eval --model hf`
-makes one for each; the log-likelihoods are the same. That command serves our checkpoints too:
+makes one for each. That command serves our checkpoints too:
 
-    lm_eval --model hf --model_args pretrained=DIR,trust_remote_code=True,backend=seq2seq --tasks
-    NAME
+    lm_eval --model hf --model_args \
+        pretrained=DIR,trust_remote_code=True,backend=seq2seq,eval_capacity_factor=None --tasks NAME
+
+The log-likelihoods of both are the same for a model that drops no token: a dense one, a dropless
+one, and any other with `--dropless` here and `eval_capacity_factor=None` there, as above. With a
+capacity they differ, since the tokens that are dropped depend on the batch.
 
 The package is optional: what imports it is imported inside functions, after `require_harness`.
 """
@@ -17,8 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.answers.inference import AS_SAVED, Inference, check_inference, describe_capacity
 from eval.answers.seq2seq import load_seq2seq
-from eval.commands.command import Subparsers, name_list
+from eval.commands.command import (
+    Subparsers,
+    add_inference_options,
+    inference_of,
+    name_list,
+)
 from moe.checks import check_integer
 from moe.cli import integer, path
 from moe.errors import ConfigError, DataError, did_you_mean
@@ -64,6 +74,7 @@ def add_parser(commands: Subparsers) -> None:
         default=BATCH_SIZE,
         help=f"contexts at once ({BATCH_SIZE})",
     )
+    add_inference_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -76,6 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         include_path=arguments.include_path,
         limit=arguments.limit,
         batch_size=arguments.batch_size,
+        inference=inference_of(arguments),
     )
     print(format_results(results))
 
@@ -94,6 +106,7 @@ def evaluate_on_harness(
     include_path: Path | None = None,
     limit: int | None = None,
     batch_size: int = BATCH_SIZE,
+    inference: Inference = AS_SAVED,
 ) -> HarnessResults:
     """Returns the results of a checkpoint, with every example by task under `samples`.
 
@@ -103,6 +116,7 @@ def evaluate_on_harness(
         include_path: Folder with YAML files of tasks.
         limit: Most examples of a task, its first; None for all.
         batch_size: Contexts at once.
+        inference: Capacity and dtype in place of the checkpoint's own.
 
     Raises:
         CheckpointError: When the folder holds no such model.
@@ -121,7 +135,8 @@ def evaluate_on_harness(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
     selection = load_tasks(tasks, include_path)
-    system = load_seq2seq(model)
+    check_inference(inference, [model])
+    system = load_seq2seq(model, inference=inference)
     simple_evaluate: Any = evaluator.simple_evaluate
     results: HarnessResults = simple_evaluate(
         HarnessModel(system, batch_size),
@@ -133,8 +148,10 @@ def evaluate_on_harness(
     results["config"]["model"] = str(model)
     results["config"]["fingerprint"] = system.fingerprint
     results["config"]["batch_size"] = batch_size
+    results["config"]["capacity"] = describe_capacity(system.model.config)
+    results["config"]["dtype"] = str(system.model.dtype).removeprefix("torch.")
     command = ["python", "-m", "eval", "harness", ",".join(tasks), "--model", str(model)]
-    results["command"] = shlex.join(command)
+    results["command"] = shlex.join([*command, *inference.options.split()])
     return results
 
 

@@ -11,9 +11,15 @@ from transformers.utils import logging
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.baseline_data import BaselineSettings
-from eval.commands.command import Subparsers, name_list
-from eval.records import AverageScore, MetricScore, Report
-from eval.reports.report_text import contamination_sentence, earlier_report_sentence
+from eval.commands.command import (
+    Subparsers,
+    add_inference_options,
+    inference_of,
+    name_list,
+)
+from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
+from eval.reports.report_text import contamination_sentence, cost_rows, earlier_report_sentence
+from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -105,6 +111,9 @@ def add_parser(commands: Subparsers) -> None:
         help="length that a choice's score is divided by (default: none)",
     )
 
+    # How the models compute.
+    add_inference_options(parser)
+
     # Where the reports go, and on which ranks.
     parser.add_argument(
         "--out", default="runs/eval", help="folder of the reports (default: runs/eval)"
@@ -158,12 +167,14 @@ def run(arguments: argparse.Namespace) -> None:
             world=world,
             ep=arguments.ep,
             tp=arguments.tp,
+            inference=inference_of(arguments),
         )
     if report is None:  # rank 0 prints
         return
 
     # Scores, where the reports are, and what failed.
     print_scores(report)
+    _print_costs(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
     if report.earlier:
         print(earlier_report_sentence(str(out / report.earlier)))
@@ -204,6 +215,8 @@ def print_scores(report: Report) -> None:
         for system in task.systems:
             for score in system.scores:
                 _print_score(task.task, system.name, system.mode, score.metric, score)
+            if task.num_hidden:
+                _print_unscored(task, system)
         if task.contamination:
             print(f"{task.task}  {contamination_sentence(task.contamination)}")
             for clean in task.contamination.clean_scores:
@@ -214,12 +227,29 @@ def print_scores(report: Report) -> None:
         _print_score("SuperGLUE", average.name, average.mode, "average", average)
 
 
+def _print_costs(report: Report) -> None:
+    """Prints what an example cost, and how fast the models were."""
+    for task in report.tasks:
+        for name, mode, _, _, flops, speed in cost_rows(report, task):
+            print(
+                f"cost of {task.task} by {name}, {mode}: {flops} FLOPs per example, {speed} tokens/s"
+            )
+
+
 def _print_score(
     task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
 ) -> None:
     value = format_score(score.value)
     spread = format_interval(score.low, score.high)
     print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
+
+
+def _print_unscored(task: TaskResult, system: SystemResult) -> None:
+    """Prints that labels are hidden, and the file for the benchmark's site."""
+    text = f"{task.task}  {system.name:<20} {system.mode:<9} {NOT_SCORED}: labels are hidden"
+    if system.submission is not None:
+        text += f"; see {system.submission.file}"
+    print(text)
 
 
 def _command_line(argv: list[str], world: World) -> str:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.answers.cost import FLOPS_FORMULA
 from eval.records import FailedTask, Report, TaskResult
 from eval.reports.charts import bar_chart, length_histogram, load_chart
 from eval.reports.formatting import shorten
 from eval.reports.report_text import (
     CLASS_HEADER,
     CLEAN_HEADER,
+    COST_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
@@ -20,6 +22,7 @@ from eval.reports.report_text import (
     class_rows,
     clean_rows,
     contamination_sentence,
+    cost_rows,
     data_sentence,
     earlier_report_sentence,
     first_system,
@@ -106,6 +109,9 @@ class TaskView:
         contamination: What the examples share with a corpus; None when none is given.
         clean_header: Header of the table of scores without those examples.
         clean_rows: A row for each model and metric.
+        cost_header: Header of the table of costs.
+        cost_rows: A row for each model.
+        cost_formula: How operations are counted.
         routers: What routers did; None for dense models.
         lengths: How long the inputs are.
         length_chart: SVG of the same.
@@ -127,6 +133,9 @@ class TaskView:
     contamination: str | None
     clean_header: Sequence[str]
     clean_rows: Sequence[Sequence[str]]
+    cost_header: Sequence[str]
+    cost_rows: Sequence[Sequence[str]]
+    cost_formula: str
     routers: RouterView | None
     lengths: str
     length_chart: str
@@ -169,7 +178,7 @@ def html_report(report: Report, board: Scoreboard) -> str:
         versions=f"{format_versions(report.versions)}; {report.device}",
         earlier=earlier_report_sentence(report.earlier) if report.earlier else None,
         board=_board(board) if board.lines else None,
-        tasks=list(map(_task, report.tasks)),
+        tasks=[_task(report, task) for task in report.tasks],
     )
     return render_page("evaluation.html", _TEMPLATES, title="Evaluation", view=view)
 
@@ -230,7 +239,7 @@ def _board_row(line: ScoreboardLine, previous: str | None) -> BoardRow:
 # One task
 
 
-def _task(task: TaskResult) -> TaskView:
+def _task(report: Report, task: TaskResult) -> TaskView:
     """Returns the section of one task."""
     worst_rows = []
     for answer in task.worst:
@@ -257,6 +266,9 @@ def _task(task: TaskResult) -> TaskView:
         contamination=contamination,
         clean_header=CLEAN_HEADER,
         clean_rows=clean_rows(task),
+        cost_header=COST_HEADER,
+        cost_rows=cost_rows(report, task),
+        cost_formula=FLOPS_FORMULA,
         routers=_routers(task),
         lengths=lengths_sentence(task),
         length_chart=length_histogram(task.inputs),

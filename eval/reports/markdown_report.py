@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from eval.answers.cost import FLOPS_FORMULA
 from eval.records import Report, TaskResult
 from eval.reports.formatting import markdown_cell, markdown_table
 from eval.reports.report_text import (
     CLASS_HEADER,
     CLEAN_HEADER,
+    COST_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
@@ -14,6 +16,7 @@ from eval.reports.report_text import (
     class_rows,
     clean_rows,
     contamination_sentence,
+    cost_rows,
     data_sentence,
     earlier_report_sentence,
     first_system,
@@ -44,7 +47,7 @@ def markdown_report(report: Report, board: Scoreboard) -> str:
 
     lines += _score_section(board)
     for task in report.tasks:
-        lines += _task_section(task)
+        lines += _task_section(report, task)
     return "\n".join(lines) + "\n"
 
 
@@ -82,7 +85,7 @@ def _score_section(board: Scoreboard) -> list[str]:
     ]
 
 
-def _task_section(task: TaskResult) -> list[str]:
+def _task_section(report: Report, task: TaskResult) -> list[str]:
     """Returns the lines about one task."""
     lines = [f"## {task.task} (version {task.version})", "", task.description, ""]
     lines += [data_sentence(task), "", *_bullets(task.notes), ""]
@@ -94,6 +97,10 @@ def _task_section(task: TaskResult) -> list[str]:
     if task.contamination:
         lines += ["### Overlap with a corpus", "", contamination_sentence(task.contamination), ""]
         lines += [*markdown_table(CLEAN_HEADER, clean_rows(task)), ""]
+
+    costs = cost_rows(report, task)
+    if costs:
+        lines += ["### Cost", "", FLOPS_FORMULA, "", *markdown_table(COST_HEADER, costs), ""]
 
     routers = router_rows(task)
     if routers:

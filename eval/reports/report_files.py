@@ -1,5 +1,7 @@
 """The files of a report: report.json for programs, report.md and report.html for people, card.md
-for a model card. An earlier report with results that the new one lacks is kept as a copy.
+for a model card, timing.json for what no two runs share.
+
+An earlier report with results that the new one lacks is kept as a copy.
 """
 
 import json
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from eval.answers.cost import TIMING
+from eval.answers.inference import AS_SAVED, describe_capacity
 from eval.answers.seq2seq import Seq2Seq
 from eval.records import ModelInfo, Report, Selection, to_json
 from eval.reports.card import model_card
@@ -90,6 +94,9 @@ def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
         active_parameters=active_parameters,
         chosen_by=_read_selection(run),
         last_of_run=folder.name == "model" and (run / "recipe.yaml").is_file(),
+        dtype=str(system.model.dtype).removeprefix("torch."),
+        capacity=describe_capacity(config),
+        inference=None if system.inference == AS_SAVED else system.inference,
     )
 
 
@@ -160,10 +167,12 @@ def save_report(report: Report, out: Path, *, last: bool) -> Report:
 
 
 def write_reports(report: Report, out: Path) -> None:
-    """Writes report.json, report.md, report.html and card.md to `out`, each whole or not at all."""
+    """Writes report.json, its views and timing.json to `out`, each whole or not at all."""
     board = build_scoreboard(report)
     content = json.dumps(to_json(report), indent=1, ensure_ascii=False)
     write_text(out / REPORT, seal(content) + "\n")
+    if report.timings:
+        write_text(out / TIMING, json.dumps(to_json(report.timings), indent=1) + "\n")
     write_text(out / "report.md", printable(markdown_report(report, board)))
     write_text(out / "report.html", printable(html_report(report, board)))
     write_text(out / "card.md", printable(model_card(report)))

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from eval.answers.predict import MODES
-from eval.records import Contamination, MetricScore, ModelInfo, SystemResult, TaskResult
+from eval.records import Contamination, MetricScore, ModelInfo, Report, SystemResult, TaskResult
+from eval.reports.scoreboard import NOT_SCORED
 from moe.inspection.formatting import format_interval, format_score
 
 SCORE_HEADER = [
@@ -21,6 +22,7 @@ SCORE_HEADER = [
 ]
 CLEAN_HEADER = ["system", "mode", "metric", "all examples", "clean examples", "95 % interval"]
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
+COST_HEADER = ["system", "mode", "input tokens", "output tokens", "FLOPs per example", "tokens/s"]
 CLASS_HEADER = ["target", "right", "examples", "answered"]
 WORST_HEADER = ["id", "inputs", "target", "output", "score"]
 
@@ -38,7 +40,12 @@ def model_sentence(model: ModelInfo) -> str:
         step = "?" if model.chosen_by.step is None else model.chosen_by.step
         tasks = ", ".join(model.chosen_by.tasks)
         choice = f"chosen by the {model.chosen_by.rule} of {tasks} (step {step})"
-    return f"{model.folder} ({model.class_name}, {size}; fingerprint {model.fingerprint}; {choice})"
+    computed = model.dtype
+    if model.capacity == "none":
+        computed += ", no token is dropped"
+    elif model.capacity is not None:
+        computed += f", capacity: {model.capacity}; beyond it tokens are dropped"
+    return f"{model.folder} ({model.class_name}, {size}; {computed}; fingerprint {model.fingerprint}; {choice})"
 
 
 def earlier_report_sentence(name: str) -> str:
@@ -121,6 +128,8 @@ def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
         of_mode = [system for system in systems if system.mode == mode]
         for other in of_mode[1:]:
             first = of_mode[0]
+            if not first.scores or not other.scores:
+                continue
             ours = first.scores[0]
             theirs = other.scores[0]
             if ours.value is None or ours.low is None or ours.high is None:
@@ -147,6 +156,10 @@ def score_rows(task: TaskResult) -> list[list[str]]:
     rows = []
     for system in task.systems:
         unparsable = "-" if system.num_unparsable is None else f"{system.num_unparsable:,}"
+        empty = f"{system.num_empty:,}"
+        if not system.scores:
+            unscored = [system.name, system.mode, NOT_SCORED, "-", "-", "-", unparsable, empty]
+            rows.append(unscored)
         for score in system.scores:
             rows.append(
                 [
@@ -157,7 +170,7 @@ def score_rows(task: TaskResult) -> list[list[str]]:
                     format_interval(score.low, score.high),
                     "-" if score.stderr is None else f"{score.stderr:.2f}",
                     unparsable,
-                    f"{system.num_empty:,}",
+                    empty,
                 ]
             )
     return rows
@@ -206,6 +219,27 @@ def router_rows(task: TaskResult) -> list[list[str]]:
                     _format_finite(summary.dead_experts, "g"),
                 ]
             )
+    return rows
+
+
+def cost_rows(report: Report, task: TaskResult) -> list[list[str]]:
+    """Returns a row under COST_HEADER for each system that is a model."""
+    rows = []
+    for system in task.systems:
+        cost = system.cost
+        if cost is None:
+            continue
+        speed = report.speed(task.task, system)
+        rows.append(
+            [
+                system.name,
+                system.mode,
+                f"{cost.input_tokens:.1f}",
+                f"{cost.output_tokens:.1f}",
+                "-" if cost.flops is None else f"{cost.flops:.3g}",
+                "-" if speed is None else f"{speed:,.0f}",
+            ]
+        )
     return rows
 
 

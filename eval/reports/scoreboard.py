@@ -11,6 +11,7 @@ from eval.scores.superglue import SUPERGLUE
 DIFFERENT_SPLIT = "†"
 OWN_PROMPT = "‡"
 PARTIAL_DATA = "§"
+NOT_SCORED = "not scored"
 
 _PRINTED_NAMES = {"acc": "accuracy", "avg": "average", "R-2": "rouge2"}
 """Our names for metrics that papers print in other words."""
@@ -127,6 +128,8 @@ def _task_lines(
 ) -> list[ScoreboardLine]:
     """Returns a line for each metric of a task."""
     metrics = metric_names(task)
+    if task.num_hidden:
+        return [_unscored_line(task, systems, published)]
 
     # The chart shows the first metric that has published results, or else the first.
     with_results = {result.own_metric for result in task.published}
@@ -166,6 +169,22 @@ def _task_lines(
     return lines
 
 
+def _unscored_line(
+    task: TaskResult, systems: Sequence[tuple[str, str]], published: Sequence[str]
+) -> ScoreboardLine:
+    """Returns the line of a task whose labels are hidden."""
+    return ScoreboardLine(
+        task=task.task,
+        metric=NOT_SCORED,
+        split=task.split,
+        marks="",
+        ours=[None] * len(systems),
+        published=[None] * len(published),
+        baselines={},
+        in_chart=False,
+    )
+
+
 def metric_names(task: TaskResult) -> list[str]:
     """Returns the names of a task's metrics."""
     return [score.metric for score in task.systems[0].scores] if task.systems else []
@@ -201,6 +220,10 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     sentences = []
 
     # What the signs mean.
+    if any(line.metric == NOT_SCORED for line in lines):
+        sentences.append(
+            f"{NOT_SCORED}: the labels of the split are hidden; see where its predictions are below."
+        )
     if PARTIAL_DATA in marks:
         sentences.append(
             f"{PARTIAL_DATA} ours are of rows of a folder, or of part of a split: not comparable with published "

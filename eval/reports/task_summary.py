@@ -32,7 +32,9 @@ from eval.run_folder import ExamplesDigest
 from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
 from eval.scores.metrics import Values, unwrap_values
 from eval.scores.superglue import SUPERGLUE, superglue_average
+from eval.submission import Submission
 from eval.task import TASKS, Example, Task
+from eval.text.preprocess import HIDDEN_TARGET
 
 _WORST_ANSWERS = 10
 _KEPT_CHARACTERS = 1000
@@ -56,6 +58,7 @@ class TaskExamples(NamedTuple):
         num_available: Number of examples that the rows give.
         examples: The examples that are asked.
         baselines: What baselines are fitted to; None for no baselines.
+        num_hidden: Number of those whose label is hidden; nothing is scored unless it is 0.
     """
 
     task: Task
@@ -67,6 +70,7 @@ class TaskExamples(NamedTuple):
     num_available: int
     examples: list[Example]
     baselines: BaselineData | None = None
+    num_hidden: int = 0
 
 
 class ScoredSystem(NamedTuple):
@@ -89,6 +93,7 @@ def summarize_task(
     tokenizer: Any,
     models: Mapping[str, ModelInfo],
     written: ExamplesDigest,
+    submissions: Mapping[tuple[str, str], Submission | None],
 ) -> tuple[TaskResult, HeadlineDraws]:
     """Returns everything that the report says about a task, and the draws for averages over tasks.
 
@@ -98,17 +103,22 @@ def summarize_task(
         tokenizer: That of the first system, in whose tokens lengths are counted.
         models: The evaluated checkpoints by name.
         written: Digest and checksum of the file of examples.
+        submissions: By system and mode, the file for the benchmark's site.
     """
     task = asked.task
     examples = asked.examples
+    is_scored = asked.num_hidden == 0
 
-    # What each model scored in each mode.
+    # What each model scored in each mode; hidden labels leave counts alone.
     systems: list[ScoredSystem] = []
     draws: HeadlineDraws = {}
     for (name, mode), predicted in answers.items():
-        scored = score_system(task, examples, predicted.outputs, name, mode, predicted.router)
-        draws[name, mode, task.name] = task.headline_score(scored.draws)
-        systems.append(scored)
+        system_examples = (task, examples, predicted.outputs, name, mode, predicted.router)
+        scored = score_system(*system_examples) if is_scored else count_system(*system_examples)
+        submission = submissions.get((name, mode))
+        systems.append(scored._replace(result=replace(scored.result, submission=submission)))
+        if is_scored:
+            draws[name, mode, task.name] = task.headline_score(scored.draws)
     first_outputs = next(iter(answers.values())).outputs
     first_scores = systems[0].example_scores
 
@@ -120,7 +130,7 @@ def summarize_task(
             systems.append(scored._replace(result=result))
 
     published = []
-    for metric in task.metrics:
+    for metric in task.metrics if is_scored else ():
         published += published_scores(task.name, metric.name, task.variant_of)
 
     result = TaskResult(
@@ -138,6 +148,7 @@ def summarize_task(
         num_available=asked.num_available,
         num_examples=len(examples),
         num_groups=len({example.group for example in examples}),
+        num_hidden=asked.num_hidden,
         decoding=task.decoding,
         digest=written.digest,
         examples_sha256=written.examples_sha256,
@@ -187,6 +198,31 @@ def score_system(
     return ScoredSystem(result, draws, scored.headline_scores)
 
 
+def count_system(
+    task: Task,
+    examples: Sequence[Example],
+    outputs: Sequence[str],
+    name: str,
+    mode: str,
+    router: Mapping[Stack, RouterSummary] | None = None,
+) -> ScoredSystem:
+    """Returns one system's answers to a task whose labels are hidden: counted, without a score.
+
+    The arguments are those of `score_system`.
+    """
+    values = task.values(examples, outputs)
+    result = SystemResult(
+        name=name,
+        mode=mode,
+        scores=[],
+        num_examples=len(examples),
+        num_unparsable=count_unparsable(values.targets, values.answers),
+        num_empty=sum(not output.strip() for output in outputs),
+        router=router,
+    )
+    return ScoredSystem(result, {}, np.empty(0))
+
+
 def count_unparsable(targets: Values, answers: Values) -> int | None:
     """Returns how many post-processed answers are -1, which stands for no valid one.
 
@@ -214,8 +250,9 @@ def class_counts(
     num_examples: Counter[str] = Counter()
     num_right: Counter[str] = Counter()
     for example, output in zip(examples, outputs, strict=True):
-        num_examples[example.targets] += 1
-        num_right[example.targets] += output == example.targets
+        if example.targets != HIDDEN_TARGET:
+            num_examples[example.targets] += 1
+            num_right[example.targets] += output == example.targets
     num_answered = Counter(outputs)
 
     counts = []
@@ -242,7 +279,7 @@ def worst_answers(
     Args:
         examples: N examples.
         outputs: N answers.
-        scores: <float64>[N] how well each example was answered.
+        scores: <float64>[N] how well each example was answered; [0] where nothing is scored.
     """
     ascending = np.argsort(scores, kind="stable")
     shown = [int(row) for row in ascending if scores[row] < _FULL_MARKS]
@@ -308,7 +345,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
         result: The result of the task.
         models: The evaluated checkpoints; one that was chosen on the evaluated split is named.
     """
-    notes = []
+    notes = _submission_notes(result)
 
     # Other rows than those of the published split, or fewer.
     if result.data.folder:
@@ -347,6 +384,35 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
     return notes
 
 
+def _submission_notes(result: TaskResult) -> list[str]:
+    """Returns what is not scored, and where the files for the benchmark's site are."""
+    notes = []
+    if result.num_hidden:
+        notes.append(
+            f"The labels of {result.num_hidden:,} of {result.num_examples:,} examples are hidden: answers are "
+            "predicted, not scored."
+        )
+
+    for system in result.systems:
+        submission = system.submission
+        if submission is None:
+            continue
+        note = f"{system.name} by {system.mode}, for the benchmark's site: `{submission.file}`."
+        if submission.num_replaced:
+            note += f" {submission.num_replaced:,} answers are no label; `{submission.fallback}` stands for them."
+        notes.append(note)
+
+    # A file that was not written is named too.
+    is_submitted = any(system.submission for system in result.systems)
+    form = TASKS.get(result.task).submission if result.num_hidden else None
+    if form is not None and not is_submitted:
+        reason = "two rows have one idx"
+        if result.limit is not None:
+            reason = "--limit left out examples"
+        notes.append(f"There is no `{form.name}` for the site of {form.site}: {reason}.")
+    return notes
+
+
 # ---------------------------------------------------------------------------
 # Averages over tasks
 
@@ -362,7 +428,7 @@ def superglue_averages(tasks: Iterable[TaskResult], draws: HeadlineDraws) -> lis
     by_system: dict[tuple[str, str], dict[str, NDArray[np.float64]]] = {}
     for result in tasks:
         for system in result.systems:
-            if system.mode in MODES and result.task in SUPERGLUE:
+            if system.scores and system.mode in MODES and result.task in SUPERGLUE:
                 values = {score.metric: score.value for score in system.scores}
                 scores = by_system.setdefault((system.name, system.mode), {})
                 scores[result.task] = TASKS.get(result.task).headline_score(values)

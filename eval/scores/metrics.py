@@ -328,7 +328,7 @@ def _matthews(targets: Values, answers: Values) -> float:
 
 PEARSON = correlation("pearson_corrcoef", _pearson)
 SPEARMAN = correlation("spearman_corrcoef", _spearman)
-MATTHEWS = replace(correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1)))
+MATTHEWS = replace(correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1, 2)))
 
 
 def _equal_pairs(targets: Values, answers: Values) -> NDArray[np.float64]:

@@ -1,12 +1,13 @@
 """SuperGLUE: eight tasks, two diagnostics, and definite pronoun resolution.
 
 T5 trains on the last beside WSC. Prompts, targets and scoring are T5's. Labels of the test splits
-are hidden: scores are those of the validation split, as in the paper's Table 10; a submission to
-the leaderboard is made of the predictions of the test split.
+are hidden: scores are those of the validation split, as in the paper's Table 10; a test split gives
+a file for the leaderboard.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from eval.row_schema import ColumnKinds
 from eval.scores.metrics import (
@@ -21,11 +22,14 @@ from eval.scores.metrics import (
     Metric,
 )
 from eval.source import HubData
+from eval.submission import MULTIRC_FILE, RECORD_FILE, SubmissionFile, superglue_file
 from eval.task import Features, Row, Task, register_task
 from eval.text import postprocess, preprocess, wsc
+from eval.text.preprocess import HIDDEN_LABEL, TWO_WAY
 
 _FAMILY = "SuperGLUE"
 _MIXED = "mixed: see the card of SuperGLUE"
+_FALSE_TRUE = ("false", "true")  # as the site writes them
 
 
 def _data(
@@ -40,9 +44,11 @@ def _data(
         num_labels: Values of the label; 0 for none.
     """
     labels: Mapping[str, range] = {}
+    hidden_values: Mapping[str, Any] = {"answers": []}
     if num_labels:
         columns = {**columns, "label": int}
         labels = {"label": range(num_labels)}
+        hidden_values = {"label": HIDDEN_LABEL}
     return HubData(
         "aps/super_glue",
         config,
@@ -50,6 +56,7 @@ def _data(
         columns=columns,
         labels=labels,
         hidden=("test",) if "train" in counts else (),
+        hidden_values=hidden_values,
     )
 
 
@@ -58,6 +65,7 @@ def _classification(
     description: str,
     licence: str,
     source: HubData,
+    submission: SubmissionFile,
     metrics: tuple[Metric, ...] = (ACCURACY,),
     headline: tuple[Metric, ...] = (),
 ) -> Task:
@@ -75,6 +83,7 @@ def _classification(
         headline=headline,
         choices=labels,
         ids=("idx",),
+        submission=submission,
         family=_FAMILY,
     )
 
@@ -93,6 +102,7 @@ register_task(
             columns={"question": str, "passage": str, "idx": int},
             num_labels=2,
         ),
+        submission=superglue_file("BoolQ.jsonl", _FALSE_TRUE),
     )
 )
 
@@ -111,6 +121,7 @@ register_task(
             columns={"premise": str, "hypothesis": str, "idx": int},
             num_labels=3,
         ),
+        submission=superglue_file("CB.jsonl", preprocess.LABELS["cb"]),
         metrics=(ACCURACY, MACRO_F1),
         headline=(ACCURACY, MACRO_F1),
     )
@@ -135,6 +146,7 @@ register_task(
             },
             num_labels=2,
         ),
+        submission=superglue_file("COPA.jsonl", (0, 1)),
     )
 )
 
@@ -149,6 +161,7 @@ register_task(
             columns={"premise": str, "hypothesis": str, "idx": int},
             num_labels=2,
         ),
+        submission=superglue_file("RTE.jsonl", TWO_WAY),
     )
 )
 
@@ -163,6 +176,7 @@ register_task(
             columns={"word": str, "sentence1": str, "sentence2": str, "idx": int},
             num_labels=2,
         ),
+        submission=superglue_file("WiC.jsonl", _FALSE_TRUE),
     )
 )
 
@@ -190,6 +204,7 @@ register_task(
                 },
                 num_labels=2,
             ),
+            submission=MULTIRC_FILE,
             metrics=(MULTIRC_F1A, MULTIRC_EM),
             headline=(MULTIRC_F1A, MULTIRC_EM),
         ),
@@ -243,6 +258,7 @@ register_task(
                 "idx": {"passage": int, "query": int},
             },
         ),
+        submission=RECORD_FILE,
         preprocess=_record,
         for_training=_record_train,
         postprocess=postprocess.record,
@@ -299,6 +315,7 @@ register_task(
             },
             num_labels=2,
         ),
+        submission=superglue_file("WSC.jsonl", preprocess.FALSE_TRUE),
         preprocess=wsc.wsc_simple,
         for_training=_wsc_train,
         postprocess=postprocess.wsc_simple,
@@ -363,6 +380,7 @@ register_task(
                 columns={"sentence1": str, "sentence2": str, "idx": int},
                 num_labels=2,
             ),
+            submission=superglue_file("AX-b.jsonl", TWO_WAY),
             metrics=(MATTHEWS,),
         ),
         split="test",
@@ -385,6 +403,7 @@ register_task(
                 columns={"premise": str, "hypothesis": str, "idx": int},
                 num_labels=2,
             ),
+            submission=superglue_file("AX-g.jsonl", TWO_WAY),
             metrics=(ACCURACY, GENDER_PARITY),
         ),
         preprocess=_gender_pair,

@@ -106,6 +106,7 @@ def _register_size(size: str, num_train: int) -> Task:
                 columns={"sentence": str, "option1": str, "option2": str, "answer": str},
                 labels={"answer": ("1", "2")},
                 hidden=("test",),
+                hidden_values={"answer": ""},
             ),
             preprocess=ask_name,
             postprocess=label_index(OPTIONS),

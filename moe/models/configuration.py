@@ -460,42 +460,55 @@ class STMoEConfig(PreTrainedConfig):
         Where experts choose their tokens, a token has as many experts as the capacity factor on
         average, not K.
         """
-        return self._count_parameters(min(self.num_selected_experts, self.num_experts))
+        return self._count_parameters(self._active_experts)
+
+    def num_active_stack_parameters(self, *, decoder: bool) -> int:
+        """Returns those of `num_active_parameters` that are in encoder or decoder.
+
+        The embedding and the head are in neither.
+        """
+        return self._count_stack_parameters(self._active_experts, decoder=decoder)
+
+    @property
+    def _active_experts(self) -> int:
+        return min(self.num_selected_experts, self.num_experts)
 
     def _count_parameters(self, experts_per_layer: int) -> int:
         """Returns the parameters with that many experts in each sparse layer, and whole routers."""
+        # The embedding, and a head of its own.
+        total = self.vocab_size * self.d_model
+        if not self.tie_word_embeddings:
+            total *= 2
+        for decoder in (False, True):
+            total += self._count_stack_parameters(experts_per_layer, decoder=decoder)
+        return total
+
+    def _count_stack_parameters(self, experts_per_layer: int, *, decoder: bool) -> int:
+        """Returns the parameters of encoder or decoder, likewise."""
         D = self.d_model
         F = self.d_ff
         attention = 4 * D * self.num_heads * self.d_kv  # query, key, value, output
         gated = self.feed_forward_proj == "gated-gelu"
         feed_forward = (3 if gated else 2) * D * F
         expert_bias = F if self.expert_bias != "none" else 0
-        position_bias = self.relative_attention_num_buckets * self.num_heads
 
-        # The embedding, and a head of its own.
-        total = self.vocab_size * D
-        if not self.tie_word_embeddings:
-            total += self.vocab_size * D
+        num_layers, num_sparse = self.stack_sizes(decoder)
+        num_stacked = num_sparse if self.sparse_dense_stacking else 0
+        num_dense = num_layers - num_sparse + num_stacked
+        attentions = 2 if decoder else 1  # of one block
 
-        for decoder in (False, True):
-            num_layers, num_sparse = self.stack_sizes(decoder)
-            num_stacked = num_sparse if self.sparse_dense_stacking else 0
-            num_dense = num_layers - num_sparse + num_stacked
-            attentions = 2 if decoder else 1  # of one block
+        total = self.relative_attention_num_buckets * self.num_heads
+        total += num_layers * attentions * attention
+        total += num_dense * feed_forward
+        if num_sparse:
+            layer = self.sparse_config(decoder=decoder)
+            router = load_routers().get(layer.router).num_parameters(layer)
+            experts = experts_per_layer * (feed_forward + expert_bias)
+            total += num_sparse * (experts + router)
 
-            total += position_bias
-            total += num_layers * attentions * attention
-            total += num_dense * feed_forward
-            if num_sparse:
-                layer = self.sparse_config(decoder=decoder)
-                router = load_routers().get(layer.router).num_parameters(layer)
-                experts = experts_per_layer * (feed_forward + expert_bias)
-                total += num_sparse * (experts + router)
-
-            # A norm before each layer of a block, and one at the end.
-            num_norms = num_layers * (attentions + 1) + num_stacked + 1
-            total += num_norms * D
-        return total
+        # A norm before each layer of a block, and one at the end.
+        num_norms = num_layers * (attentions + 1) + num_stacked + 1
+        return total + num_norms * D
 
 
 def _plain_value(value: Any) -> Any:

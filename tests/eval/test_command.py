@@ -278,6 +278,8 @@ def test_four_ranks_report_what_one_process_reports(folders, tokenizer, tmp_path
         "unicode_category",
         "--limit",
         "71",
+        "--capacity-factor",
+        "0.75",
     ]
     spread = [*asked, "--ep", "2", "--tp", "2", "--timeout", "60"]
     for num_ranks, arguments, out in ((1, asked, "one"), (4, spread, "four")):

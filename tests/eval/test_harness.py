@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import moe
 from eval.__main__ import main
 from eval.answers.batches import Request
+from eval.answers.inference import Inference
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
@@ -29,6 +30,7 @@ from eval.source import BuiltIn
 from eval.task import Task
 from moe import ConfigError, DataError
 from tests.eval.conftest import WORDS
+from tests.models.tiny import tiny_model
 
 CHOICE, TEXT, ROLLING = "colours_choice", "colours_text", "colours_rolling"
 
@@ -151,15 +153,36 @@ def test_log_likelihoods_are_those_of_lm_eval_in_this_process(ours, lm_eval, kin
 
 @pytest.mark.slow
 def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(
-    ours, folders, tasks, tmp_path
+    tokenizer, tasks, tmp_path
 ):
+    """Of a model with a capacity: both are told to drop nothing, as the guide says."""
+    folder = tmp_path / "model"
+    tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    def ours(inference, batch_size):
+        found = evaluate_on_harness(
+            [CHOICE], folder, include_path=tasks, batch_size=batch_size, inference=inference
+        )
+        return answers_of(found, CHOICE), found
+
+    # With the capacity, scores depend on the batch; without it they do not.
+    expected, found = ours(Inference(capacity_factor=None), 4)
+    assert_same_scores(ours(Inference(capacity_factor=None), 2)[0], expected)
+    with_capacity = [[score for score, _ in ours(Inference(), size)[0]] for size in (2, 4)]
+    differences = torch.tensor(with_capacity[0]) - torch.tensor(with_capacity[1])
+    assert differences.abs().max() > 0.01
+    assert (found["config"]["capacity"], found["config"]["dtype"]) == ("none", "float32")
+    assert found["command"].endswith("--dropless")
+
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(moe.__file__).parents[1]),
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         "HF_HUB_OFFLINE": "1",
     }
-    model = f"pretrained={folders['moe']},trust_remote_code=True,backend=seq2seq,dtype=float32"
+    model = f"pretrained={folder},trust_remote_code=True,backend=seq2seq,dtype=float32"
+    model += ",eval_capacity_factor=None"
     command = [
         sys.executable,
         "-m",
@@ -194,7 +217,7 @@ def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(
     others = [
         (float(score), greedy == "True") for each in samples for [[score, greedy]] in each["resps"]
     ]
-    assert_same_scores(answers_of(ours("moe", CHOICE), CHOICE), others)
+    assert_same_scores(expected, others)
 
 
 @pytest.mark.parametrize("kind", ["t5", "moe"])

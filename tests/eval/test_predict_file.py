@@ -194,10 +194,8 @@ def test_predictions_of_other_settings_are_replaced(folders, task, tmp_path, cha
 @pytest.mark.parametrize("mode", MODES)
 def test_no_requests_are_no_predictions(folders, task, tmp_path, mode):
     for _ in range(2):
-        assert predict(load_seq2seq(folders["moe"]), task, [], mode, tmp_path / "p.jsonl") == (
-            [],
-            None,
-        )
+        made = predict(load_seq2seq(folders["moe"]), task, [], mode, tmp_path / "p.jsonl")
+        assert (made.predictions, made.router, made.tokens) == ([], None, (0, 0, 0))
 
 
 def fill_the_disk(rank, num_ranks, folder, out):

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from eval.scores.metrics import ACCURACY
 from eval.source import EXPORT, MAIN, BuiltIn, HubData, SystemData
-from eval.task import Task
+from eval.task import TASKS, Task
 from eval.text.postprocess import label_index
 from moe import DataError
+from tests.eval.rows import FIXTURES
 
 COLUMNS = {"premise": str, "idx": int, "label": int, "answers": {"text": [str], "start": [int]}}
 ROWS = [
@@ -466,3 +467,65 @@ def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_t
     (tmp_path / "tea").mkdir()
     with pytest.raises(DataError, match=r"tea was given for a task whose rows come with Python"):
         task.examples("validation", tmp_path)
+
+
+# ---- labels that are numbers, and labels that are hidden ----
+
+
+def write_rows(folder: Path, split: str, *rows: dict) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"{split}.jsonl").write_text(text)
+    return folder
+
+
+SIMILAR = {"sentence1": "Rain falls.", "sentence2": "It rains.", "idx": 0}
+
+
+@pytest.mark.parametrize("label", [0, 5, 2.75])
+def test_a_similarity_is_a_number_with_or_without_a_point(label, tmp_path):
+    folder = write_rows(tmp_path, "validation", {**SIMILAR, "label": label})
+    (row,) = TASKS.get("stsb").source.rows("validation", folder)
+    assert row["label"] == label
+    assert isinstance(row["label"], float)
+
+
+@pytest.mark.parametrize("label", [-1, 5.01, -0.2, 10**400])
+def test_a_similarity_out_of_range_is_refused_with_the_range(label, tmp_path):
+    folder = write_rows(tmp_path, "validation", {**SIMILAR, "label": label})
+    with pytest.raises(DataError, match=r"Line 1 of .*(a number from 0 to 5\.|Expected number)"):
+        TASKS.get("stsb").source.rows("validation", folder)
+
+
+@pytest.mark.parametrize("label", [True, "3.0", None])
+def test_a_similarity_that_is_no_number_is_refused(label, tmp_path):
+    folder = write_rows(tmp_path, "validation", {**SIMILAR, "label": label})
+    with pytest.raises(DataError, match=r"has in 'label' .*Expected number, as in the hub's"):
+        TASKS.get("stsb").source.rows("validation", folder)
+
+
+def test_a_label_may_be_absent_where_it_is_hidden_and_nowhere_else(tmp_path):
+    source = TASKS.get("stsb").source
+    for split in ("validation", "test"):
+        write_rows(tmp_path, split, SIMILAR, {**SIMILAR, "idx": 1, "label": None})
+    assert [row["label"] for row in source.rows("test", tmp_path)] == [-1, -1]
+    with pytest.raises(DataError, match="has no column 'label'"):
+        source.rows("validation", tmp_path)
+
+    # What is not hidden is not made up.
+    write_rows(tmp_path, "test", {"sentence1": None, "sentence2": "It rains.", "idx": 0})
+    with pytest.raises(DataError, match="has in 'sentence1' None"):
+        source.rows("test", tmp_path)
+
+
+@pytest.mark.parametrize("with_label", [True, False])
+def test_parquet_files_of_a_hidden_split_are_read_with_or_without_labels(with_label, tmp_path):
+    row = {**SIMILAR, **({"label": 2.5} if with_label else {})}
+    table = pyarrow.Table.from_pylist([row])
+    pyarrow.parquet.write_table(table, tmp_path / "test.parquet")
+    (read,) = TASKS.get("stsb").source.rows("test", tmp_path)
+    assert read["label"] == (2.5 if with_label else -1)
+
+
+def test_a_hidden_similarity_has_no_target():
+    (first, _) = TASKS.get("stsb").examples("test", FIXTURES)
+    assert first.targets == "<unk>"

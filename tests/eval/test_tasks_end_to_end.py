@@ -4,10 +4,12 @@ is tested.
 Oracles: targets given back score 100 on every metric, unparsable or unrelated answers 0, and the
 order of the examples changes nothing. WSC is right when a row of label 0 is *not* answered by its
 candidate. A pair of AX-g counts as equal when both answers are, right or wrong, so its worst
-answers differ within each pair.
+answers differ within each pair. The worst similarities are mirrored ones, whose correlation is
+-100; equal ones have none.
 """
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +25,13 @@ from transformers import T5Config, T5ForConditionalGeneration
 from eval.answers.batches import Request
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
-from eval.scores.metrics import GENDER_PARITY
+from eval.scores.metrics import GENDER_PARITY, MATTHEWS, PEARSON, SPEARMAN
 from eval.source import EXPORT, HubData
 from eval.task import TASKS, Example, Task
 from moe.data.tokenizer import train_tokenizer
 from tests.eval.rows import FIXTURES, FROM_FILES, ON_THE_HUB, examples_of
+
+CORRELATIONS = {metric.name for metric in (MATTHEWS, PEARSON, SPEARMAN)}
 
 by_name = pytest.mark.parametrize("name", FROM_FILES)
 
@@ -65,6 +69,8 @@ def best(task: Task, examples: list[Example]) -> list[str]:
 
 def worst(task: Task, examples: list[Example]) -> list[str]:
     """Returns answers that are all wrong, and unlike each other within a pair of AX-g."""
+    if PEARSON in task.metrics:
+        return [f"{5 - float(example.targets):.1f}" for example in examples]
     answers = ["" if task.name == "wsc" else "zzz qqq"] * len(examples)
     if GENDER_PARITY in task.metrics:
         for number in range(0, len(examples), 2):
@@ -142,7 +148,8 @@ def test_a_model_answers_every_example_in_every_mode_and_is_scored(name, system,
                 output in example.choices for output, example in zip(outputs, examples, strict=True)
             )
         for metric, score in scores(task, examples, outputs).items():
-            assert (-100 if metric == "matthews_corrcoef" else 0) <= score <= 100
+            is_constant = metric in CORRELATIONS and math.isnan(score)
+            assert is_constant or (-100 if metric in CORRELATIONS else 0) <= score <= 100
 
 
 # ---- scores ----
@@ -153,8 +160,11 @@ def test_perfect_answers_score_100_and_the_worst_0(name):
     task = TASKS.get(name)
     examples = examples_of(task, task.split)
     assert 3 <= len(examples) <= 5
-    assert set(scores(task, examples, best(task, examples)).values()) == {100.0}
-    assert set(scores(task, examples, worst(task, examples)).values()) == {0.0}
+    for score in scores(task, examples, best(task, examples)).values():
+        assert score == pytest.approx(100)
+    lowest = -100.0 if PEARSON in task.metrics else 0.0
+    for score in scores(task, examples, worst(task, examples)).values():
+        assert score == pytest.approx(lowest)
 
 
 @by_name

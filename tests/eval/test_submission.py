@@ -1,0 +1,177 @@
+"""Predictions on splits with hidden labels, and the files that the sites of GLUE and SuperGLUE take.
+
+The expected files are written by hand in the form of the sites.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.commands.compare import compare_runs
+from eval.commands.run import print_scores
+from eval.run import evaluate
+from eval.submission import write_submission
+from eval.task import TASKS
+from moe import DataError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+JSON_LINES = {
+    "boolq": ("BoolQ", ["True", "maybe"], ["true", "false"]),
+    "cb": ("CB", ["neutral", "contradiction"], ["neutral", "contradiction"]),
+    "copa": ("COPA", ["choice2", "choice1"], [1, 0]),
+    "record": ("ReCoRD", ["Tarn Lake", "Bergdorf"], ["Tarn Lake", "Bergdorf"]),
+    "rte": ("RTE", ["not_entailment", "entailment"], ["not_entailment", "entailment"]),
+    "wic": ("WiC", ["False", "True"], ["false", "true"]),
+    "wsc": ("WSC", ["Ines", ""], ["True", "False"]),
+}
+TABLES = {
+    "cola": ("CoLA", ["acceptable", "unacceptable"], ["1", "0"]),
+    "sst2": ("SST-2", ["positive", "so so"], ["1", "0"]),
+    "mrpc": ("MRPC", ["equivalent", "not_equivalent"], ["1", "0"]),
+    "stsb": ("STS-B", ["7.0", "nan"], ["5.000", "0.000"]),
+    "mnli": ("MNLI-m", ["neutral", "contradiction"], ["neutral", "contradiction"]),
+    "mnli_mismatched": ("MNLI-mm", ["entailment", "neutral"], ["entailment", "neutral"]),
+    "qnli": ("QNLI", ["not_entailment", "entailment"], ["not_entailment", "entailment"]),
+    "glue_rte": ("RTE", ["entailment", "not_entailment"], ["entailment", "not_entailment"]),
+    "wnli": ("WNLI", ["entailment", "not_entailment"], ["1", "0"]),
+    "qqp": ("QQP", ["duplicate", "not_duplicate"], ["1", "0"]),
+}
+
+
+def submit(name, outputs, folder):
+    """Returns what was written of answers to the fixtures, in reversed order, and its text."""
+    task = TASKS.get(name)
+    examples = list(reversed(task.examples("test", FIXTURES)))
+    values = task.values(examples, list(reversed(outputs))).answers
+    values = [value["value"] if isinstance(value, dict) else value for value in values]
+    features = [example.fields for example in examples]
+    written = write_submission(task.submission, folder, "ours.rank", features, values)
+    return written, (folder / written.file).read_text()
+
+
+@pytest.mark.parametrize("name", JSON_LINES)
+def test_files_of_superglue_have_an_object_for_each_example_in_order(name, tmp_path):
+    file, outputs, labels = JSON_LINES[name]
+    written, text = submit(name, outputs, tmp_path)
+    assert written.file == f"submission/SuperGLUE.ours.rank/{file}.jsonl"
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {"idx": 0, "label": labels[0]},
+        {"idx": 1, "label": labels[1]},
+    ]
+    assert text.endswith("\n")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_files_of_glue_have_a_header_and_a_line_for_each_example(name, tmp_path):
+    file, outputs, labels = TABLES[name]
+    written, text = submit(name, outputs, tmp_path)
+    assert written.file == f"submission/GLUE.ours.rank/{file}.tsv"
+    assert text == f"index\tprediction\n0\t{labels[0]}\n1\t{labels[1]}\n"
+
+
+def test_multirc_has_a_line_for_each_paragraph_with_its_questions(tmp_path):
+    written, text = submit("multirc", ["True", "perhaps"], tmp_path)
+    answers = [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]
+    expected = {"idx": 0, "passage": {"questions": [{"idx": 0, "answers": answers}]}}
+    assert [json.loads(line) for line in text.splitlines()] == [expected]
+    assert (written.num_replaced, written.fallback) == (1, "0")
+
+
+def test_the_diagnostics_have_files_beside_their_scores(tmp_path):
+    for name, site in (("axb", "SuperGLUE"), ("axg", "SuperGLUE"), ("ax", "GLUE")):
+        task = TASKS.get(name)
+        outputs = [example.targets for example in task.examples("test", FIXTURES)]
+        written, text = submit(name, outputs, tmp_path)
+        assert f"{site}.ours.rank/AX" in written.file
+        assert all(target in text for target in outputs)
+        assert written.num_replaced == 0
+
+
+def test_every_task_of_both_benchmarks_has_a_file_of_its_own_and_no_other_task_has_one():
+    forms = {name: TASKS.get(name).submission for name in TASKS.names()}
+    with_file = {name for name, form in forms.items() if form is not None}
+    assert with_file == {*JSON_LINES, *TABLES, "multirc", "axb", "axg", "ax"}
+    places = {(form.site, form.name) for form in forms.values() if form is not None}
+    assert len(places) == len(with_file)
+
+
+def test_rows_that_share_an_idx_are_not_those_of_the_site(tmp_path):
+    form = TASKS.get("boolq").submission
+    assert write_submission(form, tmp_path, "ours.rank", [{"idx": 3}, {"idx": 3}], [0, 1]) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def report(folders, tmp_path_factory):
+    """A run on test splits: hidden labels, hidden labels of a group, and known ones."""
+    out = tmp_path_factory.mktemp("hidden") / "run"
+    models = {"ours": folders["moe"], "other": folders["t5"]}
+    options = {"split": "test", "data": FIXTURES, "modes": ["rank"], "command": "python -m eval"}
+    return out, evaluate(models, ["boolq", "multirc", "axb"], out=out, **options)
+
+
+def test_a_hidden_split_is_predicted_without_scores_and_says_so(report, capsys):
+    out, found = report
+    assert found.failed == []
+    boolq, multirc, axb = found.tasks
+    assert (boolq.num_hidden, multirc.num_hidden, axb.num_hidden) == (2, 2, 0)
+    assert [system.scores for system in boolq.systems] == [[], []]
+    assert axb.systems[0].scores[0].value is not None
+    assert boolq.published == []
+    assert all(count.total == 0 for count in boolq.by_class)
+    assert sum(count.answered for count in boolq.by_class) == 2
+    assert "labels of 2 of 2 examples are hidden: answers are predicted" in boolq.notes[0]
+
+    for name in ("report.md", "report.html"):
+        text = (out / name).read_text()
+        assert "not scored" in text
+        assert "submission/SuperGLUE.ours.rank/BoolQ.jsonl" in text
+    print_scores(found)
+    printed = capsys.readouterr().out
+    assert "boolq  ours                 rank      not scored: labels are hidden" in printed
+    assert "see submission/SuperGLUE.other.rank/MultiRC.jsonl" in printed
+
+
+def test_every_system_has_files_with_what_it_predicted(report):
+    out, _ = report
+    written = json.loads((out / "report.json").read_text())["tasks"][0]["systems"]
+    for system in ("ours", "other"):
+        folder = out / f"submission/SuperGLUE.{system}.rank"
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["AX-b.jsonl", "BoolQ.jsonl", "MultiRC.jsonl"]
+        lines = (out / f"predictions/boolq.{system}.rank.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        outputs = {row["id"]: row["output"].lower() for row in rows if "output" in row}
+        submitted = (folder / "BoolQ.jsonl").read_text().splitlines()
+        labels = [json.loads(line) for line in submitted]
+        assert {str(label["idx"]): label["label"] for label in labels} == outputs
+    assert written[0]["submission"]["file"] == "submission/SuperGLUE.ours.rank/BoolQ.jsonl"
+
+
+def test_hidden_labels_are_not_compared(report):
+    out, _ = report
+    result = compare_runs(f"ours={out}", f"other={out}")
+    assert [task.task for task in result.tasks] == ["axb"]
+    assert "boolq by rank is not scored: its labels are hidden." in result.left_out
+    with pytest.raises(DataError, match=r"nothing in common.*boolq by rank is not scored"):
+        compare_runs(f"ours={out}", f"other={out}", tasks=["boolq"])
+
+
+def test_a_part_of_a_split_gives_no_file_and_says_why(folders, tmp_path):
+    options = {"split": "test", "data": FIXTURES, "modes": ["rank"], "command": "python -m eval"}
+    found = evaluate({"ours": folders["t5"]}, ["boolq"], out=tmp_path, limit=1, **options)
+    assert found.tasks[0].systems[0].submission is None
+    note = "There is no `BoolQ.jsonl` for the site of SuperGLUE: --limit left out examples."
+    assert note in found.tasks[0].notes
+    assert not (tmp_path / "submission").exists()
+
+
+def test_answers_that_are_no_label_are_counted_in_a_note(folders, tmp_path):
+    """A random model generates no label at all."""
+    options = {"split": "test", "data": FIXTURES, "modes": ["generate"], "command": "eval"}
+    found = evaluate({"ours": folders["t5"]}, ["cb", "stsb"], out=tmp_path, **options)
+    for task, label in zip(found.tasks, ("entailment", "0.000"), strict=True):
+        note = f"2 answers are no label; `{label}` stands for them."
+        assert any(note in sentence for sentence in task.notes)
