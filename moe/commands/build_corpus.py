@@ -143,6 +143,7 @@ def split_overlaps(corpus: Corpus, tasks: Sequence[UnseenTask]) -> list[SplitOve
     """Returns how much of the inputs of tasks stands in the training text."""
     if not tasks:
         return []
+
     # One pass over the text for all tasks and splits.
     inputs = {}
     for task in tasks:
