@@ -95,12 +95,6 @@ def add_parser(commands: Subparsers) -> None:
         metavar="CORPUS",
         help="corpus of whose words a further baseline has vectors (default: none)",
     )
-    parser.add_argument(
-        "--contamination",
-        type=path,
-        metavar="CORPUS",
-        help="corpus in which the examples are looked for; scores without those it has stand beside",
-    )
 
     # How choices are scored.
     parser.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
