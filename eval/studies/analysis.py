@@ -138,7 +138,11 @@ def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]
 def _over_sweep(study: Study, runs: Sequence[RunOutcome]) -> float:
     """Returns one number of the runs of an arm and seed at all values of the sweep."""
     measure = study.measure
-    values = [run.number for run in runs]
+    values = []
+    for run in runs:
+        values.append(run.number)
+
+    # `best` and `mean` are what they say.
     best = min(values) if measure.better == "lower" else max(values)
     if measure.over_sweep == "best":
         return best
@@ -162,6 +166,7 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
 
     A comparison of arms that share no seed yet is left out.
     """
+    # Each comparison by itself.
     results = []
     for contrast in _all_contrasts(study):
         result = _contrast_result(study, contrast, numbers, contrast == study.primary)
@@ -169,8 +174,10 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
             results.append(result)
 
     # The primary one was declared; the others are a family.
-    secondary = [result for result in results if not result.is_primary]
-    p_values = [result.p_value for result in secondary if result.p_value is not None]
+    p_values = []
+    for result in results:
+        if not result.is_primary and result.p_value is not None:
+            p_values.append(result.p_value)
     adjusted = iter(holm(p_values))
     corrected = []
     for result in results:
@@ -182,12 +189,14 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
 
 def _all_contrasts(study: Study) -> list[Contrast]:
     """Returns the primary contrast and the others, at each value of a sweep where that is asked."""
+    # The primary one comes first, at its one value of the sweep.
     contrasts = [study.primary]
     is_each = study.sweep is not None and study.measure.over_sweep == "each"
     for contrast in (study.primary, *study.contrasts):
         if is_each and (contrast.at is None or contrast is study.primary):
             assert study.sweep is not None
-            contrasts += [contrast._replace(at=value) for value in study.sweep.values]
+            for value in study.sweep.values:
+                contrasts.append(contrast._replace(at=value))
         elif contrast is not study.primary:
             contrasts.append(contrast)
 
@@ -203,6 +212,7 @@ def _contrast_result(
     study: Study, contrast: Contrast, numbers: Sequence[ArmNumber], is_primary: bool
 ) -> ContrastResult | None:
     """Returns one comparison, before any correction; None where no seed has both arms."""
+    # Pairs of numbers, one for each seed that both arms have.
     first = _number_by_seed(numbers, contrast.arm, contrast.at)
     second = _number_by_seed(numbers, contrast.against, contrast.at)
     seeds = sorted(first.keys() & second.keys())
@@ -218,6 +228,8 @@ def _contrast_result(
         return ContrastResult(
             contrast, is_primary, 1, difference, None, None, None, None, "not resolved"
         )
+
+    # Whether there is a difference, and whether there is none that counts.
     paired = paired_difference(arm, against)
     tost = equivalence(arm, against, margin=contrast.margin)
     return ContrastResult(
@@ -236,7 +248,11 @@ def _contrast_result(
 def _number_by_seed(
     numbers: Sequence[ArmNumber], arm: str, value: SettingValue
 ) -> dict[int, float]:
-    return {item.seed: item.number for item in numbers if (item.arm, item.value) == (arm, value)}
+    number_by_seed = {}
+    for item in numbers:
+        if (item.arm, item.value) == (arm, value):
+            number_by_seed[item.seed] = item.number
+    return number_by_seed
 
 
 def _verdict(result: ContrastResult) -> Verdict:
@@ -253,6 +269,7 @@ def _verdict(result: ContrastResult) -> Verdict:
             return "holds"
         return "does not hold at this scale" if is_different else "not resolved"
 
+    # A claim of a difference.
     has_claimed_sign = (result.difference > 0) == (result.contrast.expect == "better")
     if is_different and has_claimed_sign:
         return "holds"
@@ -265,6 +282,7 @@ def _verdict(result: ContrastResult) -> Verdict:
 
 def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
     """Returns from how many tokens on the primary arm is better than the one it is compared with."""
+    # The runs of both arms by seed.
     curves: dict[str, dict[int, RunOutcome]] = {}
     for run in outcomes:
         curves.setdefault(run.arm, {})[run.seed] = run
@@ -295,6 +313,7 @@ def _crossing_of(first: RunOutcome, second: RunOutcome, sign: int) -> float | No
         second: Run of the arm that it is compared with, with points at the same steps.
         sign: 1 where a lower metric is better, -1 where a higher one is.
     """
+    # How much better the first one is at each step that both have measured.
     other = {point.step: point.value for point in second.curve}
     gaps = []
     for point in first.curve:

@@ -20,6 +20,7 @@ _WIDTH = 7.8  # inches
 def curves_chart(result: StudyResult) -> str:
     """Returns the metric of the curves over tokens or steps: each seed thin, the mean of an arm bold."""
     measure = result.study.measure
+    # Tokens compare runs of other batches; fine-tuning has only steps.
     groups = _runs_by_arm(result)
     has_tokens = all(run.tokens for run in result.outcomes)
     with rc_context(STYLE):
@@ -62,6 +63,8 @@ def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
         axes = figure.subplots()
         axes.axvline(0, color="#666666", linewidth=1)
         axes.set_xlabel("how much better the first arm is, mean over seeds and 95 % interval")
+
+        # The primary comparison has a colour of its own.
         names = []
         for row, result in enumerate(contrasts):
             colour = _COLOURS[1] if result.is_primary else _COLOURS[0]
@@ -101,21 +104,29 @@ def _draw_curves(
 ) -> None:
     """Draws the curves of one arm."""
     colour, dash = style
+    # Each seed as a thin line.
     values_by_x: dict[float, list[float]] = {}
     for run in runs:
         scale = 1.0
         if has_tokens and run.tokens is not None:
             scale = run.tokens / run.steps / 1e6
-        points = [point for point in run.curve if point.value is not None]
-        xs = [point.step * scale for point in points]
-        ys = [point.value for point in points if point.value is not None]
+        xs: list[float] = []
+        ys: list[float] = []
+        for point in run.curve:
+            if point.value is not None:
+                xs.append(point.step * scale)
+                ys.append(point.value)
         axes.plot(xs, ys, dash, color=colour, linewidth=0.6, alpha=0.5)
         for x, y in zip(xs, ys, strict=True):
             values_by_x.setdefault(x, []).append(y)
 
     # The mean where every seed has a value.
-    xs = sorted(x for x, values in values_by_x.items() if len(values) == len(runs))
-    means = [statistics.fmean(values_by_x[x]) for x in xs]
+    xs = []
+    means = []
+    for x in sorted(values_by_x):
+        if len(values_by_x[x]) == len(runs):
+            xs.append(x)
+            means.append(statistics.fmean(values_by_x[x]))
     axes.plot(xs, means, dash, color=colour, linewidth=1.8, label=name)
 
 
@@ -129,12 +140,15 @@ def _draw_sweep(
 ) -> None:
     """Draws the numbers of one arm over the sweep."""
     colour, dash = style
+    # Dots are runs; values that are no numbers stand side by side.
     numbers: dict[float, list[float]] = {}
     for run in runs:
         x = float(run.value) if is_numeric else float(values.index(run.value))  # type: ignore[arg-type]
         numbers.setdefault(x, []).append(run.number)
         marker = "x" if run.has_diverged else "."
         axes.plot([x], [run.number], marker, color=colour)
+
+    # A line through the means.
     xs = sorted(numbers)
     means = [statistics.fmean(numbers[x]) for x in xs]
     axes.plot(xs, means, dash, color=colour, label=arm)

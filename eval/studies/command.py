@@ -76,6 +76,7 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
 
 def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
     """Returns what will be run, before anything is."""
+    # So many arms, values and seeds, and the steps of all their runs.
     arms = f"{len(study.arms)} arms"
     seeds = f"{len(study.seeds)} seeds"
     sweep = f" x {len(study.sweep.values)} values of {study.sweep.setting}" if study.sweep else ""
@@ -95,9 +96,15 @@ def study_result(
     command: str,
 ) -> StudyResult:
     """Returns what the complete runs of a study show."""
-    outcomes = [read_outcome(study, run) for run in runs if run in progress.complete]
+    # Outcomes in the order of the study, whichever run ended first.
     complete = {run.name for run in progress.complete}
-    missing = [run.name for run in runs if run.name not in complete]
+    outcomes = []
+    missing = []
+    for run in runs:
+        if run.name in complete:
+            outcomes.append(read_outcome(study, run))
+        else:
+            missing.append(run.name)
 
     # The models of an arm have one size, whatever the seed.
     sizes = {}

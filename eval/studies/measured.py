@@ -68,13 +68,16 @@ def _claim_row(name: str, result: StudyResult) -> list[str]:
     """Returns the line of one study."""
     study = result.study
     title = f"[{study.title}](#{name.replace('_', '-')})"
+
+    # What it cost.
     hours = sum(run.cpu_seconds for run in result.outcomes) / 3600
-    tokens = [run.tokens for run in result.outcomes if run.tokens]
-    millions = f"{max(tokens) / 1e6:.1f}" if tokens else ""
-    primary = [item for item in result.contrasts if item.is_primary]
-    if not primary:
+    tokens = max((run.tokens or 0 for run in result.outcomes), default=0)
+    millions = f"{tokens / 1e6:.1f}" if tokens else ""
+
+    # What it says: the primary comparison comes first.
+    if not result.contrasts:
         return [title, study.claim, "not run yet", "", "", "", millions, f"{hours:.1f}"]
-    (item,) = primary
+    item = result.contrasts[0]
     effect = f"{item.difference:+.3g}"
     seeds = str(item.num_seeds)
     interval = interval_text(item)

@@ -86,7 +86,9 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     state = read_state(run)
     assert state is not None and state.is_complete, f"{run.name} is not complete"
     path = run.folder / METRICS_FILE
-    lines = [line for _, line in read_json_lines(path, torn_end=True, nan=True)]
+    lines = []
+    for _, line in read_json_lines(path, torn_end=True, nan=True):
+        lines.append(line)
     measure = study.measure
     curve = _curve(lines, measure.curve or measure.metric)
 
@@ -97,6 +99,8 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         if not values:
             raise DataError(f"{path} holds no {measure.metric!r}. Choose another measure.metric.")
         initial = values[0] if lines[0]["step"] == 0 else None
+
+    # The measured number: of the evaluation where there is one, else of training.
     if state.has_diverged:
         number = 0.0 if initial is None else initial
     elif study.evaluate is not None:
@@ -122,6 +126,7 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
 
 def arm_size(run: StudyRun) -> ArmSize | None:
     """Returns the size of the models of an arm; None where no model is left of a run."""
+    # Pre-training's recipe is the whole architecture; fine-tuning takes that of its start.
     folder = run.folder / "model"
     if isinstance(run.recipe, PretrainRecipe):
         config = run.recipe.build_config()
@@ -134,6 +139,7 @@ def arm_size(run: StudyRun) -> ArmSize | None:
 
 def _tokens_per_step(run: StudyRun) -> int:
     """Returns the tokens of an update of pre-training; 0 for fine-tuning, whose rows are padded."""
+    # A chunk of text becomes inputs and targets, whose sentinels and end tokens count too.
     recipe = run.recipe
     if not isinstance(recipe, PretrainRecipe):
         return 0
@@ -153,13 +159,19 @@ def _curve(lines: Sequence[dict[str, Any]], metric: str) -> list[Point]:
 
 
 def _values(lines: Sequence[dict[str, Any]], metric: str) -> list[float]:
-    return [line[metric] for line in lines if metric in line]
+    values = []
+    for line in lines:
+        if metric in line:
+            values.append(line[metric])
+    return values
 
 
 def _summary(values: Sequence[float], measure: Measure) -> float:
     """Returns the one number of a run."""
     if measure.at == "best":
         return min(values) if measure.better == "lower" else max(values)
+
+    # The mean of the end of a noisy curve.
     if measure.at == "last_fifth":
         count = max(1, round(len(values) / 5))
         return statistics.fmean(values[-count:])
@@ -174,6 +186,8 @@ def _score(run: StudyRun, evaluate: Evaluation, metric: str) -> float:
     """
     path = run.folder / EVALUATION_FOLDER / "report.json"
     report = read_json(path, advice=f"Remove {run.folder / EVALUATION_FOLDER} and run again.")
+
+    # The only model in the only task; baselines answer in a mode of their own.
     for task in report["tasks"]:
         for system in task["systems"]:
             for score in system["scores"]:

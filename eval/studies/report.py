@@ -177,7 +177,10 @@ def router_rows(result: StudyResult) -> list[list[str]]:
             cells = []
             for metric in _ROUTER_METRICS:
                 name = f"router/{stack}/{metric}"
-                values = [run.routers[name] for run in runs if name in run.routers]
+                values = []
+                for run in runs:
+                    if name in run.routers:
+                        values.append(run.routers[name])
                 if values:
                     cells.append(f"{statistics.fmean(values):.3g}")
             if cells:
@@ -193,12 +196,14 @@ def _number_text(number: ArmNumber) -> str:
 
 def _cost(result: StudyResult, arm: str, value: str) -> list[str]:
     """Returns million tokens of a run and minutes of the processor of all runs of an arm."""
-    runs = [run for run in result.outcomes if run.arm == arm]
-    if value:
-        runs = [run for run in runs if str(run.value) == value]
-    tokens = [run.tokens for run in runs if run.tokens]
-    minutes = sum(run.cpu_seconds for run in runs) / 60
-    return [f"{max(tokens) / 1e6:.1f}" if tokens else "", f"{minutes:.1f}"]
+    # Without a value of the sweep the runs at all of them count.
+    tokens = 0
+    seconds = 0.0
+    for run in result.outcomes:
+        if run.arm == arm and value in ("", str(run.value)):
+            tokens = max(tokens, run.tokens or 0)
+            seconds += run.cpu_seconds
+    return [f"{tokens / 1e6:.1f}" if tokens else "", f"{seconds / 60:.1f}"]
 
 
 def interval_text(item: ContrastResult) -> str:
@@ -230,8 +235,10 @@ def notes(result: StudyResult) -> list[str]:
         count = len(result.missing)
         sentences.append(f"Not complete, {count} runs: {'; '.join(result.missing)}.")
 
-    diverged = [run for run in result.outcomes if run.has_diverged]
-    for run in diverged:
+    # No run is left out in silence.
+    for run in result.outcomes:
+        if not run.has_diverged:
+            continue
         place = "" if run.value is None else f" at {run.value}"
         sentences.append(f"Diverged: {run.arm}{place}, seed {run.seed}.")
     if result.overrides:

@@ -99,6 +99,7 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
         StudyError: When a command fails; its last lines are in the message, the others stop.
         KeyboardInterrupt: After the runs were told to stop; they go on with the next call.
     """
+    # What is complete is not run again.
     progress = Progress()
     waiting = []
     for run in runs:
@@ -111,6 +112,8 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
     # Starting Python and torch anew for every run would take ten seconds each.
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+
+    # Runs go on until none waits.
     end = None if hours is None else time.monotonic() + 3600 * hours
     running: list[_Process] = []
     total = sum(run.recipe.training.steps for run in runs)
@@ -153,6 +156,7 @@ def read_state(run: StudyRun) -> RunState | None:
 
 
 def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
+    # The path of Python is that of one machine.
     return [list(command[1:]) for command in commands]
 
 
@@ -297,8 +301,14 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
             taken = time.monotonic() - process.started
             seconds.append((process.run.arm, taken / steps))
 
-    of_arm = [value for arm, value in seconds if arm == run.arm]
-    per_step = of_arm or [value for _, value in seconds]
+    # Runs of the same arm are the best guide.
+    of_arm = []
+    of_all = []
+    for arm, value in seconds:
+        of_all.append(value)
+        if arm == run.arm:
+            of_arm.append(value)
+    per_step = of_arm or of_all
     if not per_step:
         return time.monotonic() < end
     expected = statistics.median(per_step) * run.recipe.training.steps
@@ -307,6 +317,7 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
 
 def _show(bar: "tqdm[NoReturn]", progress: Progress, running: Sequence[_Process]) -> None:
     """Moves the progress bar to the steps that are done."""
+    # Complete runs count in full, the others as far as their metrics go.
     steps = sum(run.recipe.training.steps for run in progress.complete)
     for process in running:
         steps += _steps_done(process.run)
