@@ -93,7 +93,7 @@ def test_a_budget_that_is_too_small_names_what_is_left_out(
     studies: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = studies / "budget"
-    run_study(studies, out, "--hours", "0.0000001")
+    run_study(studies, out, "--hours", "1e-12")
     result = read_result(out / "study.json")
     assert result.outcomes == []
     assert "without, seed 5" in result.missing
