@@ -5,6 +5,7 @@ thousand draws cost next to nothing. An example adds a row of terms [P] to P sum
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +19,55 @@ Terms = Callable[[Sequence[Any], Sequence[Any]], NDArray[np.float64]]
 """(N targets, N answers) to <float64>[N, P] what each example adds to the sums."""
 
 
+def _no_remark(sums: NDArray[np.float64]) -> str:
+    return ""
+
+
 class AdditiveScore(NamedTuple):
     """A score that is a function of sums.
 
     Attributes:
         terms: What each example adds to the sums.
         score_of_sums: The score of the sums.
+        classes: The values that targets have; None where there are no classes.
+        remark: From sums <float64>[P] to what their score leaves unsaid, as that it is not defined
+            and counts as 0; empty for nothing.
     """
 
     terms: Terms
     score_of_sums: ScoreOfSums
+    classes: Sequence[int] | None = None
+    remark: Callable[[NDArray[np.float64]], str] = _no_remark
+
+    def unseen_examples(self) -> NDArray[np.float64]:
+        """Returns <float64>[C, P] what one example of each pair of classes adds."""
+        pairs = list(product(self.classes or (), repeat=2))
+        targets = [target for target, _ in pairs]
+        answers = [answer for _, answer in pairs]
+        return self.terms(targets, answers)
+
+    def unseen_differences(self) -> NDArray[np.float64]:
+        """Returns <float64>[C, 2 P] what one example adds to the sums of two systems, side by side,
+        for each target and each two answers that differ.
+        """
+        kinds = []
+        for target, *answers in product(self.classes or (), repeat=3):
+            if answers[0] != answers[1]:
+                kinds.append((target, *answers))
+
+        targets = [kind[0] for kind in kinds]
+        first = self.terms(targets, [kind[1] for kind in kinds])  # [C, P]
+        second = self.terms(targets, [kind[2] for kind in kinds])  # [C, P]
+        return np.concatenate([first, second], axis=-1)
 
 
-def mean_f1(labels: Sequence[int]) -> AdditiveScore:
-    """Returns the mean F1 of some labels, in 0..100; that of a label that never occurs is 0."""
+def mean_f1(labels: Sequence[int], classes: Sequence[int] | None = None) -> AdditiveScore:
+    """Returns the mean F1 of some labels, in 0..100; that of a label that never occurs is 0.
+
+    Args:
+        labels: The labels.
+        classes: All values that targets have; None for the labels.
+    """
 
     def terms(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
         is_target = _one_hot(targets, labels)  # [N, L]
@@ -52,14 +88,22 @@ def mean_f1(labels: Sequence[int]) -> AdditiveScore:
         f1 = doubled / np.maximum(doubled + false_positive + false_negative, 1)
         return 100 * f1.mean(axis=-1)  # [..., L] -> [...]
 
-    return AdditiveScore(terms, score_of_sums)
+    def remark(sums: NDArray[np.float64]) -> str:
+        num_seen = rearrange(sums, "(kind label) -> kind label", kind=3).sum(axis=0)  # [L]
+        unseen = [str(labels[index]) for index in np.flatnonzero(num_seen == 0)]
+        if not unseen:
+            return ""
+        return f"no target and no answer is of class {', '.join(unseen)}, whose F1 counts as 0"
+
+    return AdditiveScore(terms, score_of_sums, classes or labels, remark)
 
 
-def matthews(labels: Sequence[int]) -> AdditiveScore:
+def matthews(labels: Sequence[int], classes: Sequence[int] | None = None) -> AdditiveScore:
     """Returns 100 times the Matthews correlation of labels and answers; 0 where either is constant.
 
     Args:
         labels: All values that targets and answers take.
+        classes: Those of them that targets have; None for all.
 
     Source:
         Gorodkin (2004), "Comparing two K-category assignments by a K-category correlation
@@ -84,7 +128,15 @@ def matthews(labels: Sequence[int]) -> AdditiveScore:
         correlation = 100 * covariance / np.sqrt(np.maximum(variances, 1))
         return np.where(variances > 0, correlation, 0.0)
 
-    return AdditiveScore(terms, score_of_sums)
+    def remark(sums: NDArray[np.float64]) -> str:
+        counts = rearrange(sums[1:], "(kind label) -> kind label", kind=2)
+        num_labels = np.count_nonzero(counts, axis=-1)  # [2]
+        for name, number in zip(("targets", "answers"), num_labels, strict=True):
+            if number < 2:
+                return f"all {name} are alike: the correlation is not defined and counts as 0"
+        return ""
+
+    return AdditiveScore(terms, score_of_sums, classes or labels, remark)
 
 
 def mean_terms(scores: NDArray[np.float64]) -> NDArray[np.float64]:
