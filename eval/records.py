@@ -358,6 +358,7 @@ class MetricComparison:
         ties: Number of the other examples.
         low: Lower end of the 95 % interval of the difference.
         high: Upper end of the 95 % interval of the difference.
+        note: What to know before believing the interval; empty for nothing.
     """
 
     metric: str
@@ -371,6 +372,7 @@ class MetricComparison:
     ties: int
     low: float | None
     high: float | None
+    note: str
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,15 @@ from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
-from eval.reports.report_text import earlier_report_sentence
+from eval.reports.formatting import NOTED, format_marked_interval
+from eval.reports.report_text import earlier_report_sentence, score_notes
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import output_path
-from moe.inspection.formatting import format_interval, format_score
+from moe.inspection.formatting import format_score
 
 _MAX_SECONDS = 30 * 24 * 3600
 """Longest time that ranks wait for others; what waits for a month is lost."""
@@ -159,7 +160,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
 
 
 def print_scores(report: Report) -> None:
-    """Prints a line for each task, system and metric, and the averages."""
+    """Prints a line for each task, system and metric, the averages, and the notes on them."""
     for task in report.tasks:
         for system in task.systems:
             for score in system.scores:
@@ -167,12 +168,17 @@ def print_scores(report: Report) -> None:
     for average in report.averages:
         _print_score("SuperGLUE", average.name, average.mode, "average", average)
 
+    # What the marks in the lines above mean.
+    for task in report.tasks:
+        for note in score_notes(task):
+            print(f"{NOTED} {task.task}, {note}")
+
 
 def _print_score(
     task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
 ) -> None:
     value = format_score(score.value)
-    spread = format_interval(score.low, score.high)
+    spread = format_marked_interval(score)
     print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
 
 

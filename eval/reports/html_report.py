@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eval.records import FailedTask, Report, TaskResult
 from eval.reports.charts import bar_chart, length_histogram, load_chart
-from eval.reports.formatting import shorten
+from eval.reports.formatting import format_marked_interval, shorten
 from eval.reports.report_text import (
     CLASS_HEADER,
     ROUTER_HEADER,
@@ -27,7 +27,7 @@ from eval.reports.report_text import (
     score_rows,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
-from moe.inspection.formatting import format_interval, format_score, format_versions
+from moe.inspection.formatting import format_score, format_versions
 from moe.inspection.html_page import render_page
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -194,7 +194,7 @@ def _board_row(line: ScoreboardLine, previous: str | None) -> BoardRow:
     for score in line.ours:
         cell = None
         if score is not None:
-            interval = format_interval(score.low, score.high)
+            interval = format_marked_interval(score)
             cell = ScoreCell(format_score(score.value), below=interval, tooltip=score.note)
         ours.append(cell)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from eval.records import Report, TaskResult
-from eval.reports.formatting import markdown_cell, markdown_table
+from eval.reports.formatting import format_marked_interval, markdown_cell, markdown_table
 from eval.reports.report_text import (
     CLASS_HEADER,
     ROUTER_HEADER,
@@ -21,7 +21,7 @@ from eval.reports.report_text import (
     score_rows,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard
-from moe.inspection.formatting import format_interval, format_score, format_versions
+from moe.inspection.formatting import format_score, format_versions
 
 
 def markdown_report(report: Report, board: Scoreboard) -> str:
@@ -56,7 +56,7 @@ def _score_section(board: Scoreboard) -> list[str]:
         for score in line.ours:
             text = ""
             if score is not None:
-                text = f"{format_score(score.value)} ({format_interval(score.low, score.high)})"
+                text = f"{format_score(score.value)} ({format_marked_interval(score)})"
             row.append(text)
         for result in line.published:
             text = ""
@@ -69,7 +69,7 @@ def _score_section(board: Scoreboard) -> list[str]:
     return [
         "## Scores",
         "",
-        "In brackets 95 % bootstrap intervals over groups of examples.",
+        "In brackets 95 % intervals over groups of examples.",
         "",
         *markdown_table(header, rows),
         "",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from eval.answers.predict import MODES
 from eval.records import ModelInfo, SystemResult, TaskResult
-from moe.inspection.formatting import format_interval, format_score
+from eval.reports.formatting import format_marked_interval
+from moe.inspection.formatting import format_score
 
 SCORE_HEADER = [
     "system",
@@ -83,7 +84,8 @@ def score_notes(task: TaskResult) -> list[str]:
     for system in task.systems:
         for score in system.scores:
             if score.note:
-                sentences.append(f"{system.name} by {system.mode}, {score.metric}: {score.note}.")
+                name = f"{system.name} by {system.mode}, {score.metric}"
+                sentences.append(f"{name}: {score.note}.")
     return sentences
 
 
@@ -129,7 +131,7 @@ def score_rows(task: TaskResult) -> list[list[str]]:
                     system.mode,
                     score.metric,
                     format_score(score.value),
-                    format_interval(score.low, score.high),
+                    format_marked_interval(score),
                     "-" if score.stderr is None else f"{score.stderr:.2f}",
                     unparsable,
                     f"{system.num_empty:,}",

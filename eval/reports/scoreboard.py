@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from eval.answers.predict import MODES
 from eval.records import AverageScore, MetricScore, PublishedScore, Report, TaskResult
+from eval.reports.formatting import NOTED
 from eval.reports.published import SYSTEMS, published_scores
 from eval.scores.superglue import SUPERGLUE
 
@@ -201,6 +202,11 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     sentences = []
 
     # What the signs mean.
+    scores = [score for line in lines for score in line.ours]
+    if any(score is not None and score.note for score in scores):
+        sentences.append(
+            f"{NOTED} the interval has a note, below the scores of the task; in the chart it is dashed."
+        )
     if PARTIAL_DATA in marks:
         sentences.append(
             f"{PARTIAL_DATA} ours are of rows of a folder, or of part of a split: not comparable with published "

@@ -373,6 +373,17 @@ def superglue_averages(tasks: Iterable[TaskResult], draws: HeadlineDraws) -> lis
         average_draws = np.empty(0)
         if all(len(values) for values in task_draws.values()):
             average_draws = superglue_average(task_draws)
-        average = with_interval(float(superglue_average(scores)), average_draws)
+
+        # A task without spread adds none to the average.
+        certain = [
+            task for task in SUPERGLUE if len(task_draws[task]) and not np.ptp(task_draws[task])
+        ]
+        note = ""
+        if certain:
+            note = (
+                f"the draws of {', '.join(certain)} show no spread, so the interval is too narrow"
+            )
+        value = float(superglue_average(scores))
+        average = with_interval(value, average_draws, note=note)
         averages.append(AverageScore("superglue", name, mode, *average))
     return averages
