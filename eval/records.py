@@ -12,6 +12,7 @@ from typing import Any
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
+from eval.scores.calibration import Calibration
 from eval.scores.intervals import Score
 from eval.task import Decoding
 from moe.inspection.html_page import printable
@@ -118,6 +119,8 @@ class SystemResult:
         num_unparsable: Number of answers that stand for no value; None where values are texts.
         num_empty: Number of empty answers.
         router: By stack, what the routers did; None for a dense model and for a baseline.
+        calibration: Whether it is as often right as it is sure; None where answers were generated,
+            and where an example has not exactly one right choice.
     """
 
     name: str
@@ -127,6 +130,7 @@ class SystemResult:
     num_unparsable: int | None
     num_empty: int
     router: Mapping[Stack, RouterSummary] | None
+    calibration: Calibration | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -208,6 +212,7 @@ class TaskResult:
         by_class: Counts of a classification, of the first model and mode; else empty.
         worst: Worst answers of the first model and mode.
         notes: What keeps the scores from being compared with published ones.
+        signatures: By metric, library, version and settings of those that are computed elsewhere.
     """
 
     task: str
@@ -233,6 +238,7 @@ class TaskResult:
     by_class: Sequence[ClassCount] = ()
     worst: Sequence[WorstAnswer] = ()
     notes: Sequence[str] = ()
+    signatures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

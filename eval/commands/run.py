@@ -13,7 +13,11 @@ from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
 from eval.reports.formatting import NOTED, format_marked_interval
-from eval.reports.report_text import earlier_report_sentence, score_notes
+from eval.reports.report_text import (
+    earlier_report_sentence,
+    score_notes,
+    signature_sentences,
+)
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -170,6 +174,8 @@ def print_scores(report: Report) -> None:
 
     # What the marks in the lines above mean.
     for task in report.tasks:
+        for signature in signature_sentences(task):
+            print(f"{task.task}, {signature}")
         for note in score_notes(task):
             print(f"{NOTED} {task.task}, {note}")
 

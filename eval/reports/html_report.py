@@ -11,10 +11,13 @@ from eval.records import FailedTask, Report, TaskResult
 from eval.reports.charts import bar_chart, length_histogram, load_chart
 from eval.reports.formatting import format_marked_interval, shorten
 from eval.reports.report_text import (
+    CALIBRATION_HEADER,
+    CALIBRATION_SENTENCE,
     CLASS_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
+    calibration_rows,
     class_rows,
     data_sentence,
     earlier_report_sentence,
@@ -25,6 +28,7 @@ from eval.reports.report_text import (
     router_rows,
     score_notes,
     score_rows,
+    signature_sentences,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
 from moe.inspection.formatting import format_score, format_versions
@@ -98,7 +102,10 @@ class TaskView:
         notes: What keeps the scores from being compared with published ones.
         score_header: Header of the table of scores.
         score_rows: A row for each system and metric.
-        remarks: Notes on single scores, and how models compare.
+        remarks: Settings of metrics, notes on single scores, and how models compare.
+        calibration_header: Header of the table of calibration.
+        calibration_rows: A row for each system that ranked its choices; empty for none.
+        calibration: What its numbers are.
         routers: What routers did; None for dense models.
         lengths: How long the inputs are.
         length_chart: SVG of the same.
@@ -117,6 +124,9 @@ class TaskView:
     score_header: Sequence[str]
     score_rows: Sequence[Sequence[str]]
     remarks: Sequence[str]
+    calibration_header: Sequence[str]
+    calibration_rows: Sequence[Sequence[str]]
+    calibration: str
     routers: RouterView | None
     lengths: str
     length_chart: str
@@ -236,7 +246,14 @@ def _task(task: TaskResult) -> TaskView:
         notes=task.notes,
         score_header=SCORE_HEADER,
         score_rows=score_rows(task),
-        remarks=[*score_notes(task), *model_comparisons(task.systems)],
+        remarks=[
+            *signature_sentences(task),
+            *score_notes(task),
+            *model_comparisons(task.systems),
+        ],
+        calibration_header=CALIBRATION_HEADER,
+        calibration_rows=calibration_rows(task),
+        calibration=CALIBRATION_SENTENCE,
         routers=_routers(task),
         lengths=lengths_sentence(task),
         length_chart=length_histogram(task.inputs),

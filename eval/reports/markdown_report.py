@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from eval.records import Report, TaskResult
 from eval.reports.formatting import format_marked_interval, markdown_cell, markdown_table
 from eval.reports.report_text import (
+    CALIBRATION_HEADER,
+    CALIBRATION_SENTENCE,
     CLASS_HEADER,
     ROUTER_HEADER,
     SCORE_HEADER,
     WORST_HEADER,
+    calibration_rows,
     class_rows,
     data_sentence,
     earlier_report_sentence,
@@ -19,6 +22,7 @@ from eval.reports.report_text import (
     router_rows,
     score_notes,
     score_rows,
+    signature_sentences,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard
 from moe.inspection.formatting import format_score, format_versions
@@ -84,7 +88,17 @@ def _task_section(task: TaskResult) -> list[str]:
     lines += [data_sentence(task), "", *_bullets(task.notes), ""]
 
     lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
-    lines += [*_bullets([*score_notes(task), *model_comparisons(task.systems)]), ""]
+    remarks = [
+        *signature_sentences(task),
+        *score_notes(task),
+        *model_comparisons(task.systems),
+    ]
+    lines += [*_bullets(remarks), ""]
+
+    calibrations = calibration_rows(task)
+    if calibrations:
+        lines += ["### Calibration of ranked choices", "", CALIBRATION_SENTENCE, ""]
+        lines += [*markdown_table(CALIBRATION_HEADER, calibrations), ""]
 
     routers = router_rows(task)
     if routers:

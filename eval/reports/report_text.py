@@ -20,7 +20,12 @@ SCORE_HEADER = [
     "unparsable",
     "empty",
 ]
+CALIBRATION_SENTENCE = (
+    "The expected calibration error, in points, is the mean distance between confidence and accuracy "
+    "over 15 bins of confidence; the Brier score lies in 0 to 2. Of both 0 is best."
+)
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
+CALIBRATION_HEADER = ["system", "mode", "ECE", "Brier score", "examples"]
 CLASS_HEADER = ["target", "right", "examples", "answered"]
 WORST_HEADER = ["id", "inputs", "target", "output", "score"]
 
@@ -89,6 +94,11 @@ def score_notes(task: TaskResult) -> list[str]:
     return sentences
 
 
+def signature_sentences(task: TaskResult) -> list[str]:
+    """Returns by which library, version and settings metrics were computed."""
+    return [f"{metric}: {signature}." for metric, signature in task.signatures.items()]
+
+
 def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
     """Returns a sentence for each further model: how far it is from the first in the same mode, and
     whether their intervals overlap.
@@ -154,6 +164,23 @@ def router_rows(task: TaskResult) -> list[list[str]]:
                     _format_finite(summary.load_cv, ".2f"),
                     _format_finite(summary.max_over_mean, ".2f"),
                     _format_finite(summary.dead_experts, "g"),
+                ]
+            )
+    return rows
+
+
+def calibration_rows(task: TaskResult) -> list[list[str]]:
+    """Returns a row under CALIBRATION_HEADER for each system that ranked its choices."""
+    rows = []
+    for system in task.systems:
+        if system.calibration is not None:
+            rows.append(
+                [
+                    system.name,
+                    system.mode,
+                    f"{system.calibration.ece:.1f}",
+                    f"{system.calibration.brier:.3f}",
+                    f"{system.calibration.num_examples:,}",
                 ]
             )
     return rows

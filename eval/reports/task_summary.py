@@ -29,8 +29,9 @@ from eval.records import (
 from eval.reports.formatting import shorten
 from eval.reports.published import published_scores
 from eval.run_folder import ExamplesDigest
+from eval.scores.calibration import Calibration, calibration_of_choices
 from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
-from eval.scores.metrics import Values, unwrap_values
+from eval.scores.metrics import Values, exact_matches, unwrap_values
 from eval.scores.superglue import SUPERGLUE, superglue_average
 from eval.source import BuiltIn
 from eval.task import TASKS, Example, Task
@@ -105,7 +106,15 @@ def summarize_task(
     systems: list[ScoredSystem] = []
     draws: HeadlineDraws = {}
     for (name, mode), predicted in answers.items():
-        scored = score_system(task, examples, predicted.outputs, name, mode, predicted.router)
+        scored = score_system(
+            task,
+            examples,
+            predicted.outputs,
+            name,
+            mode,
+            router=predicted.router,
+            calibration=ranked_calibration(task, examples, predicted),
+        )
         draws[name, mode, task.name] = task.headline_score(scored.draws)
         systems.append(scored)
     first_outputs = next(iter(answers.values())).outputs
@@ -120,6 +129,11 @@ def summarize_task(
     published = []
     for metric in task.metrics:
         published += published_scores(task.name, metric.name, task.variant_of)
+
+    signatures = {}
+    for metric in task.metrics:
+        if metric.signature is not None:
+            signatures[metric.name] = metric.signature()
 
     result = TaskResult(
         task=task.name,
@@ -144,6 +158,7 @@ def summarize_task(
         published=published,
         by_class=class_counts(task, examples, first_outputs),
         worst=worst_answers(examples, first_outputs, first_scores),
+        signatures=signatures,
     )
     return replace(result, notes=comparability_notes(result, models)), draws
 
@@ -155,6 +170,7 @@ def score_system(
     name: str,
     mode: str,
     router: Mapping[Stack, RouterSummary] | None = None,
+    calibration: Calibration | None = None,
 ) -> ScoredSystem:
     """Returns one system's answers to a task, scored by every metric of the task.
 
@@ -165,6 +181,7 @@ def score_system(
         name: Name of the system.
         mode: How it answered.
         router: What its routers did; None for a dense model.
+        calibration: Of its ranked choices; None for generated answers.
     """
     scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
@@ -178,8 +195,31 @@ def score_system(
         num_unparsable=count_unparsable(scored.targets, scored.answers),
         num_empty=sum(not output.strip() for output in outputs),
         router=router,
+        calibration=calibration,
     )
     return ScoredSystem(result, draws, scored.headline_scores)
+
+
+def ranked_calibration(
+    task: Task, examples: Sequence[Example], predicted: Predicted
+) -> Calibration | None:
+    """Returns the calibration of ranked answers; None for generated ones, and where examples have
+    several right choices or none.
+    """
+    choices: list[Mapping[str, float]] = []
+    right: list[list[str]] = []
+    for example, prediction in zip(examples, predicted.predictions, strict=True):
+        if prediction.scores is None:
+            return None
+
+        # Right is what has the value of the target.
+        texts = list(prediction.scores)
+        values = [task.postprocess(text, example.fields, False) for text in texts]
+        target = task.postprocess(example.targets, example.fields, True)
+        matches = exact_matches(unwrap_values([target] * len(texts)), unwrap_values(values))
+        right.append([text for text, match in zip(texts, matches, strict=True) if match])
+        choices.append(prediction.scores)
+    return calibration_of_choices(choices, right)
 
 
 def count_unparsable(targets: Values, answers: Values) -> int | None:

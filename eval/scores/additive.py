@@ -32,12 +32,14 @@ class AdditiveScore(NamedTuple):
         classes: The values that targets have; None where there are no classes.
         remark: From sums <float64>[P] to what their score leaves unsaid, as that it is not defined
             and counts as 0; empty for nothing.
+        scores_examples: Whether the score of a single example's sums says how good its answer is.
     """
 
     terms: Terms
     score_of_sums: ScoreOfSums
     classes: Sequence[int] | None = None
     remark: Callable[[NDArray[np.float64]], str] = _no_remark
+    scores_examples: bool = False
 
     def unseen_examples(self) -> NDArray[np.float64]:
         """Returns <float64>[C, P] what one example of each pair of classes adds."""

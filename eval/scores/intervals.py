@@ -62,29 +62,31 @@ class ScoredAnswers(NamedTuple):
         answers: N post-processed answers.
         example_scores: By metric, <float64>[N] scores of examples, NaN where one does not count;
             only of metrics that are means.
+        example_terms: By metric, <float64>[N, P] what each example adds to P sums; only of other
+            metrics that are functions of sums.
     """
 
     metrics: Sequence[Metric]
     targets: Values
     answers: Values
     example_scores: Mapping[str, NDArray[np.float64]]
+    example_terms: Mapping[str, NDArray[np.float64]]
 
     @property
     def headline_scores(self) -> NDArray[np.float64]:
-        """<float64>[N] how well each example was answered: its score in the first metric if that is
-        a mean, else 100 for an answer that equals the target.
+        """<float64>[N] how well each example was answered: its score in the first metric if single
+        examples have one, else 100 for an answer that equals the target.
         """
-        headline = self.metrics[0].name
-        if headline in self.example_scores:
-            return self.example_scores[headline]
+        headline = self.metrics[0]
+        if headline.name in self.example_scores:
+            return self.example_scores[headline.name]
+        if headline.additive is not None and headline.additive.scores_examples:
+            return headline.additive.score_of_sums(self.example_terms[headline.name])
         return exact_matches(unwrap_values(self.targets), unwrap_values(self.answers))
 
     def only(self, metric: Metric) -> "ScoredAnswers":
         """Returns the same answers with one of the metrics."""
-        scores = {}
-        if metric.name in self.example_scores:
-            scores[metric.name] = self.example_scores[metric.name]
-        return self._replace(metrics=(metric,), example_scores=scores)
+        return self._replace(metrics=(metric,))
 
     def terms(self, metric: Metric) -> tuple[NDArray[np.float64], ScoreOfSums] | None:
         """Returns a metric as a function of sums over examples.
@@ -96,7 +98,7 @@ class ScoredAnswers(NamedTuple):
         if metric.name in self.example_scores:
             return mean_terms(self.example_scores[metric.name]), mean_of_sums
         if metric.additive is not None:
-            return metric.additive.terms(self.targets, self.answers), metric.additive.score_of_sums
+            return self.example_terms[metric.name], metric.additive.score_of_sums
         return None
 
     def score(self, metric: Metric) -> float:
@@ -108,12 +110,15 @@ class ScoredAnswers(NamedTuple):
 
 
 def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -> ScoredAnswers:
-    """Returns answers beside their targets, each scored once by every metric that is a mean."""
+    """Returns answers beside their targets, each scored once by every metric that scores them."""
     example_scores = {}
+    example_terms = {}
     for metric in metrics:
         if metric.score_examples is not None:
             example_scores[metric.name] = metric.score_examples(targets, answers)
-    return ScoredAnswers(metrics, targets, answers, example_scores)
+        elif metric.additive is not None:
+            example_terms[metric.name] = metric.additive.terms(targets, answers)
+    return ScoredAnswers(metrics, targets, answers, example_scores, example_terms)
 
 
 def score_or_nan(metric: Metric, targets: Values, answers: Values) -> float:
@@ -325,7 +330,7 @@ def _remark(answers: ScoredAnswers, metric: Metric) -> str:
     """Returns what the value of a metric leaves unsaid, as that it is not defined."""
     if metric.additive is None or not len(answers.targets):
         return ""
-    terms = metric.additive.terms(answers.targets, answers.answers)  # [N, P]
+    terms = answers.example_terms[metric.name]  # [N, P]
     return metric.additive.remark(terms.sum(axis=0))
 
 

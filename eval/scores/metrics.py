@@ -40,12 +40,14 @@ class Metric:
             NaN is `score`: examples that do not count, as a repeated query, are NaN. None for a
             score that is no mean.
         additive: The same score as a function of sums, for those that are no mean and have it.
+        signature: Returns the library, its version and its settings, where these decide the score.
     """
 
     name: str
     score: Callable[[Values, Values], float]
     score_examples: ExampleScorer | None = None
     additive: AdditiveScore | None = None
+    signature: Callable[[], str] | None = None
 
 
 def mean_of(name: str, score_examples: ExampleScorer) -> Metric:
