@@ -13,11 +13,7 @@ from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
 from eval.records import AverageScore, MetricScore, Report
 from eval.reports.formatting import NOTED, format_marked_interval
-from eval.reports.report_text import (
-    earlier_report_sentence,
-    score_notes,
-    signature_sentences,
-)
+from eval.reports.report_text import earlier_report_sentence, signature_sentences
 from eval.run import evaluate
 from eval.task import SPLITS
 from moe.cli import integer, path, real, word
@@ -165,27 +161,38 @@ def parse_models(values: list[str]) -> dict[str, Path]:
 
 def print_scores(report: Report) -> None:
     """Prints a line for each task, system and metric, the averages, and the notes on them."""
+    rows: list[list[str]] = []
+    scored_by_note: dict[str, list[str]] = {}
     for task in report.tasks:
         for system in task.systems:
             for score in system.scores:
-                _print_score(task.task, system.name, system.mode, score.metric, score)
+                names = [task.task, system.name, system.mode, score.metric]
+                rows.append([*names, *_value_and_interval(score)])
+                if score.note:
+                    scored_by_note.setdefault(score.note, []).append(f"{task.task} {score.metric}")
     for average in report.averages:
-        _print_score("SuperGLUE", average.name, average.mode, "average", average)
+        names = ["SuperGLUE", average.name, average.mode, "average"]
+        rows.append([*names, *_value_and_interval(average)])
+        if average.note:
+            scored_by_note.setdefault(average.note, []).append("SuperGLUE average")
 
-    # What the marks in the lines above mean.
+    # Columns as wide as their widest cell; numbers stand at the right.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *names, value, interval in rows:
+        cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
+        print("  ".join([*cells, value.rjust(widths[-2]), interval]))
+
+    # Settings of metrics, and what the marks mean: each note once.
     for task in report.tasks:
         for signature in signature_sentences(task):
             print(f"{task.task}, {signature}")
-        for note in score_notes(task):
-            print(f"{NOTED} {task.task}, {note}")
+    for note, scored in scored_by_note.items():
+        print(f"{NOTED} {', '.join(dict.fromkeys(scored))}: {note}.")
 
 
-def _print_score(
-    task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
-) -> None:
-    value = format_score(score.value)
-    spread = format_marked_interval(score)
-    print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
+def _value_and_interval(score: MetricScore | AverageScore) -> tuple[str, str]:
+    """Returns the last two cells of a line."""
+    return format_score(score.value), f"({format_marked_interval(score)})"
 
 
 def _command_line(argv: list[str], world: World) -> str:
