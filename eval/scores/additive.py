@@ -43,24 +43,30 @@ class AdditiveScore(NamedTuple):
 
     def unseen_examples(self) -> NDArray[np.float64]:
         """Returns <float64>[C, P] what one example of each pair of classes adds."""
-        pairs = list(product(self.classes or (), repeat=2))
-        targets = [target for target, _ in pairs]
-        answers = [answer for _, answer in pairs]
+        targets = []
+        answers = []
+        for target, answer in product(self.classes or (), repeat=2):
+            targets.append(target)
+            answers.append(answer)
         return self.terms(targets, answers)
 
     def unseen_differences(self) -> NDArray[np.float64]:
         """Returns <float64>[C, 2 P] what one example adds to the sums of two systems, side by side,
         for each target and each two answers that differ.
         """
-        kinds = []
-        for target, *answers in product(self.classes or (), repeat=3):
-            if answers[0] != answers[1]:
-                kinds.append((target, *answers))
+        targets = []
+        answers_a = []
+        answers_b = []
+        for target, a, b in product(self.classes or (), repeat=3):
+            if a != b:
+                targets.append(target)
+                answers_a.append(a)
+                answers_b.append(b)
 
-        targets = [kind[0] for kind in kinds]
-        first = self.terms(targets, [kind[1] for kind in kinds])  # [C, P]
-        second = self.terms(targets, [kind[2] for kind in kinds])  # [C, P]
-        return np.concatenate([first, second], axis=-1)
+        # The sums of the two systems stand side by side.
+        terms_a = self.terms(targets, answers_a)  # [C, P]
+        terms_b = self.terms(targets, answers_b)  # [C, P]
+        return np.concatenate([terms_a, terms_b], axis=-1)
 
 
 def mean_f1(labels: Sequence[int], classes: Sequence[int] | None = None) -> AdditiveScore:
@@ -91,8 +97,14 @@ def mean_f1(labels: Sequence[int], classes: Sequence[int] | None = None) -> Addi
         return 100 * f1.mean(axis=-1)  # [..., L] -> [...]
 
     def remark(sums: NDArray[np.float64]) -> str:
-        num_seen = rearrange(sums, "(kind label) -> kind label", kind=3).sum(axis=0)  # [L]
-        unseen = [str(labels[index]) for index in np.flatnonzero(num_seen == 0)]
+        counts = rearrange(sums, "(kind label) -> kind label", kind=3)
+        num_seen = counts.sum(axis=0)  # [L]
+
+        # A label that is neither right nor wrong nor missed did not occur.
+        unseen = []
+        for label, number in zip(labels, num_seen, strict=True):
+            if number == 0:
+                unseen.append(str(label))
         if not unseen:
             return ""
         return f"no target and no answer is of class {', '.join(unseen)}, whose F1 counts as 0"
@@ -131,12 +143,17 @@ def matthews(labels: Sequence[int], classes: Sequence[int] | None = None) -> Add
         return np.where(variances > 0, correlation, 0.0)
 
     def remark(sums: NDArray[np.float64]) -> str:
-        counts = rearrange(sums[1:], "(kind label) -> kind label", kind=2)
-        num_labels = np.count_nonzero(counts, axis=-1)  # [2]
-        for name, number in zip(("targets", "answers"), num_labels, strict=True):
-            if number < 2:
-                return f"all {name} are alike: the correlation is not defined and counts as 0"
-        return ""
+        t, p = rearrange(sums[1:], "(kind label) -> kind label", kind=2)
+        constant = ""
+        if np.count_nonzero(t) < 2:
+            constant = "targets"
+        elif np.count_nonzero(p) < 2:
+            constant = "answers"
+
+        # The formula would divide by their variance, which is 0.
+        if not constant:
+            return ""
+        return f"all {constant} are alike: the correlation is not defined and counts as 0"
 
     return AdditiveScore(terms, score_of_sums, classes or labels, remark)
 

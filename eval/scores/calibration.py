@@ -52,6 +52,8 @@ def choice_probabilities(scores: Sequence[float]) -> NDArray[np.float64]:
     does so. Where all are minus infinity, every choice is as probable.
     """
     exponents = np.asarray(scores, dtype=np.float64)
+
+    # Infinite scores: those at the top share all the probability.
     if not np.isfinite(exponents.max()):
         exponents = np.where(exponents == exponents.max(), 0.0, -np.inf)
     odds = np.exp(exponents - exponents.max())
@@ -99,9 +101,20 @@ def calibration(choice_scores: Sequence[Sequence[float]], right: Sequence[int]) 
         mean_confidence = float(confidence[members].mean())
         accuracy = float(is_right[members].mean())
         ece += float(members.mean()) * abs(accuracy - mean_confidence)
-        bins.append(ReliabilityBin(int(members.sum()), 100 * mean_confidence, 100 * accuracy))
+        bins.append(
+            ReliabilityBin(
+                count=int(members.sum()),
+                confidence=100 * mean_confidence,
+                accuracy=100 * accuracy,
+            )
+        )
 
-    return Calibration(100 * ece, float(squared_error.mean()), len(right), bins)
+    return Calibration(
+        ece=100 * ece,
+        brier=float(squared_error.mean()),
+        num_examples=len(right),
+        bins=bins,
+    )
 
 
 def calibration_of_choices(

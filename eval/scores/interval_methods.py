@@ -82,7 +82,8 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
     # p (1 - p) / v scores of 0 and 100 are as sure; groups that agree in all are the least sure.
     least = n**2 / (m**2).sum()
     effective = p * (1 - p) / v if v > 0 else 0.0
-    return _wilson(p, max(effective, least), float(student.ppf(_UPPER, num_groups - 1)))
+    quantile = float(student.ppf(_UPPER, num_groups - 1))
+    return _wilson(p, max(effective, least), quantile)
 
 
 def _wilson(p: float, n: float, z: float) -> Interval:
@@ -95,7 +96,8 @@ def _wilson(p: float, n: float, z: float) -> Interval:
     """
     shrinkage = 1 + z**2 / n
     center = (p + z**2 / (2 * n)) / shrinkage
-    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / shrinkage
+    variance = p * (1 - p) / n + z**2 / (4 * n**2)
+    half = z * math.sqrt(variance) / shrinkage
 
     # Exact at the bounds, where rounding would leave the score outside.
     low = max(0.0, center - half) if p > 0 else 0.0
@@ -141,8 +143,9 @@ def mean_difference_interval(sums: NDArray[np.float64]) -> Interval | None:
     errors = d - mean * m  # [G + 2]
     stderr = math.sqrt((errors**2).sum()) / n
 
+    value = sums[:, 0].sum() / sums[:, 1].sum()
     half = float(student.ppf(_UPPER, num_groups - 1)) * stderr
-    return _including(sums[:, 0].sum() / sums[:, 1].sum(), mean - half, mean + half)
+    return _including(value, mean - half, mean + half)
 
 
 # ---------------------------------------------------------------------------
@@ -184,7 +187,8 @@ def smoothed_interval(
     # Groups alike are one row: the sum of their weights is gamma distributed too.
     rows, num_alike = np.unique(sums, axis=0, return_counts=True)
     rows = np.concatenate([rows, unseen])  # [U, P]
-    shapes = np.concatenate([num_alike, np.full(len(unseen), mass / len(unseen))])  # [U]
+    mass_of_each = np.full(len(unseen), mass / len(unseen))
+    shapes = np.concatenate([num_alike, mass_of_each])  # [U]
 
     # Draws in chunks that bound the memory; the weights of a draw add up to the groups.
     rng = np.random.default_rng(list(seed))
@@ -198,9 +202,12 @@ def smoothed_interval(
 
     # Few groups: as far into the tails as t is, for a spread that is too small by (G - 1) / G.
     quantile = float(student.ppf(_UPPER, num_groups - 1))
-    tail = float(norm.sf(quantile * math.sqrt(num_groups / (num_groups - 1))))
-    low, high = np.quantile(np.concatenate(draws), [tail, 1 - tail])
-    return _including(float(score_of_sums(sums.sum(axis=0))), float(low), float(high))
+    widening = math.sqrt(num_groups / (num_groups - 1))
+    tail = float(norm.sf(quantile * widening))
+    scores = np.concatenate(draws)
+    low, high = np.quantile(scores, [tail, 1 - tail])
+    value = float(score_of_sums(sums.sum(axis=0)))
+    return _including(value, low, high)
 
 
 def _including(value: float, low: float, high: float) -> Interval:

@@ -4,7 +4,7 @@ Both are scores of a corpus: n-grams are counted over all sentences, not average
 tokenized and counted once, and a bootstrap draw adds up the counts of its sentences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
-from eval.scores.additive import AdditiveScore
+from eval.scores.additive import AdditiveScore, ScoreOfSums
 from eval.scores.metrics import Metric, Values
 
 _MAX_NGRAM = 4  # of words, in BLEU
@@ -60,16 +60,21 @@ def chrf(name: str = "chrf") -> Metric:
 def _corpus_metric(
     name: str,
     scorer: Callable[[], Any],
-    score_of_sums: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    score_of_sums: ScoreOfSums,
 ) -> Metric:
     """Returns a metric of sacreBLEU, of which `scorer` gives the object."""
 
     def score(targets: Values, answers: Values) -> float:
-        return float(scorer().corpus_score(list(answers), [list(targets)]).score)
+        texts = list(answers)
+        references = [list(targets)]
+        corpus = scorer().corpus_score(texts, references)
+        return float(corpus.score)
 
     # sacreBLEU has no public name for the counts of sentences.
-    def terms(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
-        counts = scorer()._extract_corpus_statistics(list(answers), [list(targets)])
+    def terms(targets: Values, answers: Values) -> NDArray[np.float64]:
+        texts = list(answers)
+        references = [list(targets)]
+        counts = scorer()._extract_corpus_statistics(texts, references)
         return np.asarray(counts, dtype=np.float64)
 
     def signature() -> str:
@@ -100,12 +105,14 @@ def _bleu_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
 
     # Nothing right, or answers too short for the longest n-grams: no score at all.
     is_scored = right.any(axis=-1) & (total > 0).all(axis=-1)
-    log_precision = np.log(np.where(precision > 0, precision, 1.0)).mean(axis=-1)
+    positive = np.where(precision > 0, precision, 1.0)
+    log_precision = np.log(positive).mean(axis=-1)
 
     # Short answers are precise: exp(1 - r / c) takes that back.
     ratio = target_length / np.maximum(answer_length, 1)
     log_penalty = np.minimum(0.0, 1 - ratio)
-    return np.where(is_scored, 100 * np.exp(log_penalty + log_precision), 0.0)
+    score = 100 * np.exp(log_penalty + log_precision)
+    return np.where(is_scored, score, 0.0)
 
 
 def _chrf_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -121,16 +128,16 @@ def _chrf_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     # Means over the orders of which both have n-grams.
     is_order = (in_answers > 0) & (in_targets > 0)
     num_orders = np.maximum(is_order.sum(axis=-1), 1)
-    precisions = np.where(is_order, in_both / np.maximum(in_answers, 1), 0.0)
-    recalls = np.where(is_order, in_both / np.maximum(in_targets, 1), 0.0)
-    precision = precisions.sum(axis=-1) / num_orders
-    recall = recalls.sum(axis=-1) / num_orders
+    precisions = in_both / np.maximum(in_answers, 1)
+    recalls = in_both / np.maximum(in_targets, 1)
+    precision = (precisions * is_order).sum(axis=-1) / num_orders
+    recall = (recalls * is_order).sum(axis=-1) / num_orders
 
     # F = (1 + b^2) P R / (b^2 P + R)
     weight = _BETA**2
+    product = (1 + weight) * precision * recall
     denominator = weight * precision + recall
-    f_score = (1 + weight) * precision * recall / np.where(denominator > 0, denominator, 1.0)
-    return 100 * f_score
+    return 100 * product / np.where(denominator > 0, denominator, 1.0)
 
 
 BLEU = bleu("bleu", "intl")

@@ -44,6 +44,7 @@ def _register(language: str, description: str, repository: str, counts: Mapping[
             preprocess=_translate_pair(language),
             postprocess=unchanged,
             metrics=(BLEU, BLEU_13A, CHRF),
+            # T5's settings.
             inputs_length=_LENGTH,
             targets_length=_LENGTH,
             decoding=_DECODING,
