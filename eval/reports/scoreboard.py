@@ -190,7 +190,9 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     sources: set[str] = set()
     other_names: set[tuple[str, str, str]] = set()
     different_split = False
+    has_notes = False
     for line in lines:
+        has_notes |= any(score is not None and score.note for score in line.ours)
         for result in line.published:
             if result is None:
                 continue
@@ -202,8 +204,7 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     sentences = []
 
     # What the signs mean.
-    scores = [score for line in lines for score in line.ours]
-    if any(score is not None and score.note for score in scores):
+    if has_notes:
         sentences.append(
             f"{NOTED} the interval has a note, below the scores of the task; in the chart it is dashed."
         )
