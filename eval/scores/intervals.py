@@ -328,9 +328,9 @@ def has_classes(metric: Metric) -> bool:
 
 def _remark(answers: ScoredAnswers, metric: Metric) -> str:
     """Returns what the value of a metric leaves unsaid, as that it is not defined."""
-    if metric.additive is None or not len(answers.targets):
+    terms = answers.example_terms.get(metric.name)  # [N, P]
+    if metric.additive is None or terms is None or not len(terms):
         return ""
-    terms = answers.example_terms[metric.name]  # [N, P]
     return metric.additive.remark(terms.sum(axis=0))
 
 
