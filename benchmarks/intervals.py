@@ -5,7 +5,10 @@ The percentiles of the bootstrap stand beside; they are what the reports had bef
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,12 +70,14 @@ class IntervalBenchmark:
     Attributes:
         repeats: Samples of each case.
         seed: Seed of the samples.
+        jobs: Processes that share the cases; the numbers do not depend on it.
         json: File of the table; None for none.
         case: What is drawn.
     """
 
     repeats: int = 1000
     seed: int = 0
+    jobs: int = 1
     json: Path | None = None
     case: IntervalCase = IntervalCase()
 
@@ -124,10 +129,12 @@ class Tally(NamedTuple):
 def run_intervals(benchmark: IntervalBenchmark) -> None:
     """Measures all cases, prints the table and writes the report."""
     settings = list(_settings(benchmark.case))
+    numbers = range(len(settings))
     rows = []
-    for number, setting in enumerate(tqdm(settings, desc="intervals", mininterval=1.0)):
-        rng = np.random.default_rng([benchmark.seed, number])
-        rows += measure_setting(benchmark, setting, rng)
+    with ProcessPoolExecutor(benchmark.jobs, get_context("spawn")) as pool:
+        measured = pool.map(partial(_measure, benchmark), numbers, settings)
+        for of_setting in tqdm(measured, desc="intervals", total=len(settings), mininterval=1.0):
+            rows += of_setting
 
     report = {
         **describe_machine(torch.device("cpu")),
@@ -148,6 +155,12 @@ def _settings(case: IntervalCase) -> Iterator[Setting]:
             for size in case.sizes:
                 for chance, rival in zip(case.chances, rivals, strict=True):
                     yield Setting(chance, rival, size, grouped)
+
+
+def _measure(benchmark: IntervalBenchmark, number: int, setting: Setting) -> list[dict[str, Any]]:
+    """Returns the rows of a case, whose samples depend on its number alone."""
+    rng = np.random.default_rng([benchmark.seed, number])
+    return measure_setting(benchmark, setting, rng)
 
 
 def measure_setting(

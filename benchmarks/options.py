@@ -15,6 +15,7 @@ _BOUNDS = {
     "threads": (4_096, "no machine has more cores"),
     "ranks": (256, "every rank is a process of this machine"),
     "experts": (4_096, "their weights must fit into memory"),
+    "jobs": (4_096, "no machine has more cores"),
     "repeats": (1_000_000, "a thousand take a quarter of an hour"),
     "batches": (4_096, "the sequences are decoded at once"),
 }
@@ -89,6 +90,7 @@ def _add_intervals(parser: argparse.ArgumentParser) -> None:
     # A simulation has samples in place of rounds.
     _add_json(parser)
     parser.add_argument("--repeats", type=int, default=1000, help="samples of each case (1000)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases (1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (0)")
 
 

@@ -23,6 +23,19 @@ def _no_remark(sums: NDArray[np.float64]) -> str:
     return ""
 
 
+class Share(NamedTuple):
+    """A score that is a function of a share of the examples, of which some do not count.
+
+    Attributes:
+        terms: <float64>[..., P] sums to <float64>[..., 2]: 100 for each example that is of the
+            share, and the number of those that count.
+        score: The score of a share in 0..100; it grows with the share.
+    """
+
+    terms: ScoreOfSums
+    score: Callable[[float], float]
+
+
 class AdditiveScore(NamedTuple):
     """A score that is a function of sums.
 
@@ -32,6 +45,7 @@ class AdditiveScore(NamedTuple):
         classes: The values that targets have; None where there are no classes.
         remark: From sums <float64>[P] to what their score leaves unsaid, as that it is not defined
             and counts as 0; empty for nothing.
+        share: The share that the score is a function of; None for none.
         scores_examples: Whether the score of a single example's sums says how good its answer is.
     """
 
@@ -39,6 +53,7 @@ class AdditiveScore(NamedTuple):
     score_of_sums: ScoreOfSums
     classes: Sequence[int] | None = None
     remark: Callable[[NDArray[np.float64]], str] = _no_remark
+    share: Share | None = None
     scores_examples: bool = False
 
     def unseen_examples(self) -> NDArray[np.float64]:
@@ -109,7 +124,22 @@ def mean_f1(labels: Sequence[int], classes: Sequence[int] | None = None) -> Addi
             return ""
         return f"no target and no answer is of class {', '.join(unseen)}, whose F1 counts as 0"
 
-    return AdditiveScore(terms, score_of_sums, classes or labels, remark)
+    # The F1 of one label is a function of TP / (TP + FP + FN).
+    share = _F1_SHARE if len(labels) == 1 else None
+    return AdditiveScore(terms, score_of_sums, classes or labels, remark, share)
+
+
+def _f1_share_terms(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    true_positive = sums[..., 0]
+    return np.stack([100 * true_positive, sums.sum(axis=-1)], axis=-1)
+
+
+def _f1_of_share(share: float) -> float:
+    # F1 = 2 J / (1 + J), with J = TP / (TP + FP + FN).
+    return 200 * share / (100 + share)
+
+
+_F1_SHARE = Share(_f1_share_terms, _f1_of_share)
 
 
 def matthews(labels: Sequence[int], classes: Sequence[int] | None = None) -> AdditiveScore:

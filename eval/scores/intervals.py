@@ -2,9 +2,9 @@
 
 Examples of one group, as the answers to one question, are alike. A bootstrap draw therefore takes
 whole groups, with replacement, as many as there are. Every metric is computed on each draw; the
-spread of these values is the standard error of its score. Its interval is Wilson's for a mean, a
-smoothed bootstrap's for F1 and correlations of classes (interval_methods.py), and that of the
-percentiles for any other score.
+spread of these values is the standard error of its score. Its interval is Wilson's for a mean and
+for the F1 of one class, a smoothed bootstrap's for mean F1 and correlations of classes
+(interval_methods.py), and that of the percentiles for any other score.
 """
 
 import math
@@ -314,8 +314,14 @@ def metric_interval(
     if not has_classes(metric):
         return None
 
-    # What was not seen comes in groups of the mean size.
+    # A function of a share has the interval of the share, if two groups have a part in it.
     assert metric.additive is not None, "has_classes"
+    share = metric.additive.share
+    share_interval = None if share is None else mean_interval(share.terms(sums))
+    if share is not None and share_interval is not None:
+        return Interval(*map(share.score, share_interval))
+
+    # What was not seen comes in groups of the mean size.
     group_size = len(terms) / max(len(groups), 1)
     unseen = metric.additive.unseen_examples() * group_size
     return smoothed_interval(sums, unseen, score_of_sums, mass=1.0, seed=seed)

@@ -129,7 +129,7 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
 
 def test_the_same_seed_gives_the_same_interval_and_tasks_have_their_own():
     targets, answers = np.random.default_rng(4).integers(2, size=(2, 31)).tolist()
-    for metric in (F1_WITH_INVALID, SUMMED_F1):
+    for metric in (MATTHEWS, SUMMED_F1):
         assert score(metric, targets, answers) == score(metric, targets, answers)
         rte = score(metric, targets, answers, seed=task_seed("rte"))
         cb = score(metric, targets, answers, seed=task_seed("cb"))
@@ -210,6 +210,18 @@ def test_an_f1_far_from_the_bounds_has_the_interval_of_the_bootstrap():
     percentiles = score(SUMMED_F1, targets, answers)
     assert smoothed.low == pytest.approx(percentiles.low, abs=0.7)
     assert smoothed.high == pytest.approx(percentiles.high, abs=0.7)
+
+
+@pytest.mark.parametrize("num_found", [0, 3, 17])
+def test_the_interval_of_f1_is_wilsons_of_the_share_it_is_made_of(num_found):
+    """F1 = 2 J / (1 + J), where J is the share of true positives in all that is or is called one."""
+    targets = [1] * 17 + [0] * 40
+    answers = [1] * num_found + [0] * (17 - num_found) + [1] * 6 + [0] * 34
+    found = score(F1_WITH_INVALID, targets, answers)
+    share = scipy.stats.binomtest(num_found, 17 + 6).proportion_ci(method="wilson")
+    assert found.low == pytest.approx(200 * share.low / (1 + share.low))
+    assert found.high == pytest.approx(200 * share.high / (1 + share.high))
+    assert found.low <= found.value <= found.high
 
 
 def test_a_score_that_is_not_defined_says_so():
