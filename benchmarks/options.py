@@ -15,6 +15,8 @@ _BOUNDS = {
     "threads": (4_096, "no machine has more cores"),
     "ranks": (256, "every rank is a process of this machine"),
     "experts": (4_096, "their weights must fit into memory"),
+    "jobs": (4_096, "no machine has more cores"),
+    "repeats": (1_000_000, "a thousand take a quarter of an hour"),
     "batches": (4_096, "the sequences are decoded at once"),
 }
 
@@ -25,6 +27,8 @@ def check_numbers(options: Mapping[str, Any]) -> None:
     Args:
         options: Options of the command, by name.
     """
+    check_integer("--seed", options.get("seed"), least=0, optional="leave it out")
+
     # An option may be one number, several, or missing.
     for name, (most, reason) in _BOUNDS.items():
         value = options.get(name)
@@ -52,8 +56,10 @@ def build_parser() -> Parser:
     evaluation_help = "ranking and generating beside lm-evaluation-harness, on a CPU"
     layer = parsers.add_parser("layer", help=layer_help)
     exchange = parsers.add_parser("exchange", help=exchange_help)
+    intervals_help = "how often the intervals of reports hold the true value, in a simulation"
     model = parsers.add_parser("model", help=model_help)
     evaluation = parsers.add_parser("eval", help=evaluation_help)
+    intervals = parsers.add_parser("intervals", help=intervals_help)
 
     # Options that several benchmarks have.
     for benchmark in (layer, exchange, model, evaluation):
@@ -66,13 +72,26 @@ def build_parser() -> Parser:
     _add_layer(layer)
     _add_model(model)
     _add_exchange(exchange)
+    _add_intervals(intervals)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     # Every benchmark saves what it prints.
-    parser.add_argument("--json", help="file to save the table to")
+    _add_json(parser)
     parser.add_argument("--rounds", type=int, default=7, help="results are medians over them (7)")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", help="file to save the table to")
+
+
+def _add_intervals(parser: argparse.ArgumentParser) -> None:
+    # A simulation has samples in place of rounds.
+    _add_json(parser)
+    parser.add_argument("--repeats", type=int, default=1000, help="samples of each case (1000)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (0)")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

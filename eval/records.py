@@ -15,6 +15,7 @@ from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
 from eval.baseline_data import BaselineSettings
+from eval.scores.calibration import Calibration
 from eval.scores.intervals import Score
 from eval.submission import Submission
 from eval.task import Decoding
@@ -128,6 +129,8 @@ class SystemResult:
         fitted_to: What a baseline has seen of the training split and other text; None for a model.
         submission: The file of a test split for the benchmark's site; None for none.
         cost: Tokens and operations of an example; None for a baseline.
+        calibration: Whether it is as often right as it is sure; None where answers were generated,
+            and where an example has not exactly one right choice.
     """
 
     name: str
@@ -140,6 +143,7 @@ class SystemResult:
     fitted_to: str | None = field(default=None, metadata={"optional": True})
     submission: Submission | None = field(default=None, metadata={"optional": True})
     cost: Cost | None = field(default=None, metadata={"optional": True})
+    calibration: Calibration | None = field(default=None, metadata={"optional": True})
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,7 @@ class TaskResult:
         notes: What is not scored, and what keeps scores from being compared with published ones.
         contamination: What the examples have in common with a corpus; None when none is given.
         num_hidden: Number of evaluated examples whose label is hidden.
+        signatures: By metric, library, version and settings of those that are computed elsewhere.
     """
 
     task: str
@@ -276,6 +281,7 @@ class TaskResult:
     notes: Sequence[str] = ()
     contamination: Contamination | None = field(default=None, metadata={"optional": True})
     num_hidden: int = 0
+    signatures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -424,6 +430,7 @@ class MetricComparison:
         ties: Number of the other examples.
         low: Lower end of the 95 % interval of the difference.
         high: Upper end of the 95 % interval of the difference.
+        note: What to know before believing the interval; empty for nothing.
     """
 
     metric: str
@@ -437,6 +444,7 @@ class MetricComparison:
     ties: int
     low: float | None
     high: float | None
+    note: str
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Measures sparse layers beside dense ones and peers, experts over ranks, models and evaluation.
+"""Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, and
+how often its intervals hold the truth.
 
     python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--experts 8]
     python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
+    python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
 left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -22,6 +24,7 @@ import torch
 from benchmarks.cases import CASES
 from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
+from benchmarks.intervals import IntervalBenchmark, run_intervals
 from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
 from benchmarks.options import build_parser, check_numbers
@@ -57,6 +60,11 @@ def benchmark_evaluation(options: dict[str, Any]) -> None:
     run_evaluation(EvaluationBenchmark(**options))
 
 
+def benchmark_intervals(options: dict[str, Any]) -> None:
+    """Measures the coverage of intervals."""
+    run_intervals(IntervalBenchmark(**options))
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -83,6 +91,7 @@ BENCHMARKS = {
     "exchange": benchmark_exchange,
     "model": benchmark_model,
     "eval": benchmark_evaluation,
+    "intervals": benchmark_intervals,
 }
 
 

@@ -18,7 +18,7 @@ from eval.records import (
     TaskComparison,
     to_json,
 )
-from eval.reports.formatting import markdown_cell, markdown_table, shorten
+from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
 from eval.run_folder import (
     SavedAnswers,
     SavedReport,
@@ -308,6 +308,7 @@ def _compare_metric(
         ties=pair.ties,
         low=pair.difference.low,
         high=pair.difference.high,
+        note=pair.difference.note,
     )
 
 
@@ -354,8 +355,9 @@ def comparison_markdown(comparison: Comparison) -> str:
         "",
         f"A is `{a.name}` of {a.folder}; B is `{b.name}` of {b.folder}.",
         "",
-        "Difference is A - B in points, with the 95 % interval of paired bootstrap draws; p is two-sided, of the "
-        "paired permutation test that swaps whole groups. Wins are examples that A answers better.",
+        "Difference is A - B in points, with its 95 % interval over groups of examples, which are the same for both; "
+        "p is two-sided, of the paired permutation test that swaps whole groups. Wins are examples that A answers "
+        "better.",
         "",
         by_chance,
         "",
@@ -392,6 +394,9 @@ def _task_section(task: TaskComparison) -> list[str]:
         *markdown_table(_METRIC_HEADER, rows),
         "",
     ]
+    noted = [metric for metric in task.metrics if metric.note]
+    if noted:
+        lines += [*(f"- {metric.metric}: {metric.note}." for metric in noted), ""]
     if not task.examples:
         return lines
 
@@ -412,7 +417,10 @@ def _task_section(task: TaskComparison) -> list[str]:
 def _format_difference_interval(metric: MetricComparison) -> str:
     if metric.low is None or metric.high is None:
         return "-"
-    return f"{format_score(metric.low, sign=True)} to {format_score(metric.high, sign=True)}"
+    mark = f" {NOTED}" if metric.note else ""
+    low = format_score(metric.low, sign=True)
+    high = format_score(metric.high, sign=True)
+    return f"{low} to {high}{mark}"
 
 
 def _format_p_value(metric: MetricComparison) -> str:

@@ -18,7 +18,13 @@ from eval.commands.command import (
     name_list,
 )
 from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
-from eval.reports.report_text import contamination_sentence, cost_rows, earlier_report_sentence
+from eval.reports.formatting import NOTED, format_marked_interval
+from eval.reports.report_text import (
+    contamination_sentence,
+    cost_rows,
+    earlier_report_sentence,
+    signature_sentences,
+)
 from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
 from eval.task import SPLITS
@@ -26,7 +32,7 @@ from moe.cli import integer, path, real, word
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import output_path
-from moe.inspection.formatting import format_interval, format_score
+from moe.inspection.formatting import format_score
 
 _MAX_SECONDS = 30 * 24 * 3600
 """Longest time that ranks wait for others; what waits for a month is lost."""
@@ -204,21 +210,42 @@ def parse_models(values: list[str]) -> dict[str, Path]:
 
 
 def print_scores(report: Report) -> None:
-    """Prints a line for each task, system and metric, and the averages."""
+    """Prints a line for each task, system and metric, the averages, and the notes on them."""
+    rows: list[list[str]] = []
+    scored_by_note: dict[str, list[str]] = {}
     for task in report.tasks:
         for system in task.systems:
             for score in system.scores:
-                _print_score(task.task, system.name, system.mode, score.metric, score)
+                names = [task.task, system.name, system.mode, score.metric]
+                rows.append([*names, *_value_and_interval(score)])
+                if score.note:
+                    scored_by_note.setdefault(score.note, []).append(f"{task.task} {score.metric}")
             if task.num_hidden:
                 _print_unscored(task, system)
         if task.contamination:
             print(f"{task.task}  {contamination_sentence(task.contamination)}")
             for clean in task.contamination.clean_scores:
                 for score in clean.scores:
-                    name = f"{clean.name}, clean"
-                    _print_score(task.task, name, clean.mode, score.metric, score)
+                    names = [task.task, f"{clean.name}, clean", clean.mode, score.metric]
+                    rows.append([*names, *_value_and_interval(score)])
     for average in report.averages:
-        _print_score("SuperGLUE", average.name, average.mode, "average", average)
+        names = ["SuperGLUE", average.name, average.mode, "average"]
+        rows.append([*names, *_value_and_interval(average)])
+        if average.note:
+            scored_by_note.setdefault(average.note, []).append("SuperGLUE average")
+
+    # Columns as wide as their widest cell; numbers stand at the right.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *names, value, interval in rows:
+        cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
+        print("  ".join([*cells, value.rjust(widths[-2]), interval]))
+
+    # Settings of metrics, and what the marks mean: each note once.
+    for task in report.tasks:
+        for signature in signature_sentences(task):
+            print(f"{task.task}, {signature}")
+    for note, scored in scored_by_note.items():
+        print(f"{NOTED} {', '.join(dict.fromkeys(scored))}: {note}.")
 
 
 def _print_costs(report: Report) -> None:
@@ -230,12 +257,9 @@ def _print_costs(report: Report) -> None:
             )
 
 
-def _print_score(
-    task: str, name: str, mode: str, metric: str, score: MetricScore | AverageScore
-) -> None:
-    value = format_score(score.value)
-    spread = format_interval(score.low, score.high)
-    print(f"{task}  {name:<20} {mode:<9} {metric:<12} {value:>5}  ({spread})")
+def _value_and_interval(score: MetricScore | AverageScore) -> tuple[str, str]:
+    """Returns the last two cells of a line."""
+    return format_score(score.value), f"({format_marked_interval(score)})"
 
 
 def _print_unscored(task: TaskResult, system: SystemResult) -> None:

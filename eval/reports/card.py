@@ -4,8 +4,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.answers.predict import MODES
 from eval.records import MetricScore, Report, SystemResult, TaskResult
-from eval.reports.formatting import markdown_table
-from moe.inspection.formatting import format_interval, format_score
+from eval.reports.formatting import NOTED, format_marked_interval, markdown_table
+from moe.inspection.formatting import format_score
 from moe.inspection.html_page import printable
 
 _HEADER = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]
@@ -29,7 +29,7 @@ def model_card(report: Report) -> str:
                         task.split,
                         score.metric,
                         format_score(score.value),
-                        format_interval(score.low, score.high),
+                        format_marked_interval(score),
                         system.mode,
                         f"{system.num_examples:,}",
                     ]
@@ -37,7 +37,7 @@ def model_card(report: Report) -> str:
     for average in report.averages:
         if average.name == name:
             value = format_score(average.value)
-            spread = format_interval(average.low, average.high)
+            spread = format_marked_interval(average)
             rows.append(["SuperGLUE", "", "average", value, spread, average.mode, ""])
 
     lines = []
@@ -45,10 +45,9 @@ def model_card(report: Report) -> str:
         header = ModelCardData(model_name=printable(name), eval_results=results).to_yaml()
         lines += ["---", header, "---", ""]
     lines += ["## Results", "", *markdown_table(_HEADER, rows), ""]
-    lines += [
-        f"Made by `{report.command}`; intervals are 95 % bootstrap intervals over groups of examples.",
-        "",
-    ]
+    lines += [f"Made by `{report.command}`; 95 % intervals over groups of examples.", ""]
+    if any(NOTED in row[4] for row in rows):
+        lines += [f"{NOTED} The report has a note on this interval.", ""]
     for task in report.tasks:
         lines += [f"- {task.task}: {note}" for note in task.notes]
     return "\n".join(lines).rstrip() + "\n"

@@ -5,6 +5,7 @@ from html import escape
 from typing import NamedTuple
 
 from eval.records import InputLengths
+from eval.reports.formatting import NOTED, ScoreWithInterval
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
 from moe.inspection.formatting import format_interval, format_score
 
@@ -33,6 +34,7 @@ class Bar(NamedTuple):
         value: Score in 0..100.
         low: Lower end of the interval; None for none.
         high: Upper end of the interval; None for none.
+        note: What to know before believing the interval; empty for nothing.
     """
 
     style: str
@@ -40,6 +42,7 @@ class Bar(NamedTuple):
     value: float
     low: float | None = None
     high: float | None = None
+    note: str = ""
 
 
 class Column(NamedTuple):
@@ -99,15 +102,20 @@ def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
         if score is not None and score.value is not None:
             style = "ours" if name == first_model else "ours2"
-            bars.append(Bar(style, f"{name}, {mode}", score.value, score.low, score.high))
+            bars.append(_bar_of(style, f"{name}, {mode}", score.value, score))
     for name, score in line.baselines.items():
         if score.value is not None:
-            bars.append(Bar("theirs", name, score.value, score.low, score.high))
+            bars.append(_bar_of("theirs", name, score.value, score))
     for result in line.published:
         if result is not None:
             mark = "" if result.split == line.split else DIFFERENT_SPLIT
             bars.append(Bar("theirs", f"{result.system}{mark}", result.value))
     return bars
+
+
+def _bar_of(style: str, name: str, value: float, score: ScoreWithInterval) -> Bar:
+    """Returns the bar of one of our scores, of which `value` is the value."""
+    return Bar(style, name, value, low=score.low, high=score.high, note=score.note)
 
 
 def _draw_bar(top: float, bar: Bar) -> str:
@@ -116,6 +124,9 @@ def _draw_bar(top: float, bar: Bar) -> str:
     width = max(0.0, end - _LEFT)
     baseline = top + _BAR_HEIGHT - 3
     tooltip = f"{bar.name}: {format_score(bar.value)}"
+    value = format_score(bar.value)
+    if bar.note:
+        value += f" {NOTED}"
 
     # The interval lies along the lower edge of the bar, so that the value can stand at the bar's
     # end.
@@ -126,13 +137,17 @@ def _draw_bar(top: float, bar: Bar) -> str:
         low = f"{_score_x(bar.low):.1f}"
         high = f"{_score_x(bar.high):.1f}"
         ends = f"M{low} {edge - 3}v6M{high} {edge - 3}v6"
-        whisker = f'<path class="whisker" fill="none" d="M{low} {edge}H{high}{ends}"/>'
+        style = "whisker noted" if bar.note else "whisker"
+        whisker = f'<path class="{style}" fill="none" d="M{low} {edge}H{high}{ends}"/>'
+
+    if bar.note:
+        tooltip += f"; {bar.note}"
 
     return (
         f'<g><title>{escape(tooltip)}</title><text x="{_LEFT - 8}" y="{baseline}" text-anchor="end">'
         f'{escape(_shorten_name(bar.name))}</text><rect class="{bar.style}" x="{_LEFT}" y="{top}" '
         f'width="{width:.1f}" height="{_BAR_HEIGHT}"/>{whisker}'
-        f'<text x="{end + 6:.1f}" y="{baseline}">{format_score(bar.value)}</text></g>'
+        f'<text x="{end + 6:.1f}" y="{baseline}">{value}</text></g>'
     )
 
 

@@ -1,8 +1,41 @@
-"""Long texts and Markdown tables; scores are formatted by `moe.inspection.formatting`."""
+"""Intervals with their mark, long texts and Markdown tables; `moe.inspection.formatting` has the
+scores.
+"""
 
 from collections.abc import Sequence
+from typing import Protocol
+
+from moe.inspection.formatting import format_interval
 
 SHOWN_CHARACTERS = 300
+
+NOTED = "*"
+"""Stands at an interval that has a note, as that no spread was seen."""
+
+
+class ScoreWithInterval(Protocol):
+    """What records of scores have in common."""
+
+    @property
+    def low(self) -> float | None:
+        """Lower end of the interval."""
+        ...
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the interval."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """What to know before believing it; empty for nothing."""
+        ...
+
+
+def format_marked_interval(score: ScoreWithInterval) -> str:
+    """Returns e.g. `93.6 to 100.0 *`: the interval of a score, marked where it has a note."""
+    interval = format_interval(score.low, score.high)
+    return f"{interval} {NOTED}" if score.note else interval
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from eval.answers.cost import FLOPS_FORMULA
 from eval.records import FailedTask, Report, TaskResult
 from eval.reports.charts import bar_chart, length_histogram, load_chart
-from eval.reports.formatting import shorten
+from eval.reports.formatting import format_marked_interval, shorten
 from eval.reports.report_text import (
+    CALIBRATION_HEADER,
+    CALIBRATION_SENTENCE,
     CLASS_HEADER,
     CLEAN_HEADER,
     COST_HEADER,
@@ -19,6 +21,7 @@ from eval.reports.report_text import (
     SCORE_HEADER,
     WORST_HEADER,
     baseline_notes,
+    calibration_rows,
     class_rows,
     clean_rows,
     contamination_sentence,
@@ -32,9 +35,10 @@ from eval.reports.report_text import (
     router_rows,
     score_notes,
     score_rows,
+    signature_sentences,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
-from moe.inspection.formatting import format_interval, format_score, format_versions
+from moe.inspection.formatting import format_score, format_versions
 from moe.inspection.html_page import render_page
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -105,13 +109,16 @@ class TaskView:
         notes: What keeps the scores from being compared with published ones.
         score_header: Header of the table of scores.
         score_rows: A row for each system and metric.
-        remarks: Notes on single scores, and how models compare.
+        remarks: Settings of metrics, notes on single scores, and how models compare.
         contamination: What the examples share with a corpus; None when none is given.
         clean_header: Header of the table of scores without those examples.
         clean_rows: A row for each model and metric.
         cost_header: Header of the table of costs.
         cost_rows: A row for each model.
         cost_formula: How operations are counted.
+        calibration_header: Header of the table of calibration.
+        calibration_rows: A row for each system that ranked its choices; empty for none.
+        calibration: What its numbers are.
         routers: What routers did; None for dense models.
         lengths: How long the inputs are.
         length_chart: SVG of the same.
@@ -136,6 +143,9 @@ class TaskView:
     cost_header: Sequence[str]
     cost_rows: Sequence[Sequence[str]]
     cost_formula: str
+    calibration_header: Sequence[str]
+    calibration_rows: Sequence[Sequence[str]]
+    calibration: str
     routers: RouterView | None
     lengths: str
     length_chart: str
@@ -213,7 +223,7 @@ def _board_row(line: ScoreboardLine, previous: str | None) -> BoardRow:
     for score in line.ours:
         cell = None
         if score is not None:
-            interval = format_interval(score.low, score.high)
+            interval = format_marked_interval(score)
             cell = ScoreCell(format_score(score.value), below=interval, tooltip=score.note)
         ours.append(cell)
 
@@ -259,6 +269,7 @@ def _task(report: Report, task: TaskResult) -> TaskView:
         score_header=SCORE_HEADER,
         score_rows=score_rows(task),
         remarks=[
+            *signature_sentences(task),
             *score_notes(task),
             *model_comparisons(task.systems),
             *baseline_notes(task.systems),
@@ -269,6 +280,9 @@ def _task(report: Report, task: TaskResult) -> TaskView:
         cost_header=COST_HEADER,
         cost_rows=cost_rows(report, task),
         cost_formula=FLOPS_FORMULA,
+        calibration_header=CALIBRATION_HEADER,
+        calibration_rows=calibration_rows(task),
+        calibration=CALIBRATION_SENTENCE,
         routers=_routers(task),
         lengths=lengths_sentence(task),
         length_chart=length_histogram(task.inputs),

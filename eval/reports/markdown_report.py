@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from eval.answers.cost import FLOPS_FORMULA
 from eval.records import Report, TaskResult
-from eval.reports.formatting import markdown_cell, markdown_table
+from eval.reports.formatting import format_marked_interval, markdown_cell, markdown_table
 from eval.reports.report_text import (
+    CALIBRATION_HEADER,
+    CALIBRATION_SENTENCE,
     CLASS_HEADER,
     CLEAN_HEADER,
     COST_HEADER,
@@ -13,6 +15,7 @@ from eval.reports.report_text import (
     SCORE_HEADER,
     WORST_HEADER,
     baseline_notes,
+    calibration_rows,
     class_rows,
     clean_rows,
     contamination_sentence,
@@ -26,9 +29,10 @@ from eval.reports.report_text import (
     router_rows,
     score_notes,
     score_rows,
+    signature_sentences,
 )
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard
-from moe.inspection.formatting import format_interval, format_score, format_versions
+from moe.inspection.formatting import format_score, format_versions
 
 
 def markdown_report(report: Report, board: Scoreboard) -> str:
@@ -63,7 +67,7 @@ def _score_section(board: Scoreboard) -> list[str]:
         for score in line.ours:
             text = ""
             if score is not None:
-                text = f"{format_score(score.value)} ({format_interval(score.low, score.high)})"
+                text = f"{format_score(score.value)} ({format_marked_interval(score)})"
             row.append(text)
         for result in line.published:
             text = ""
@@ -76,7 +80,7 @@ def _score_section(board: Scoreboard) -> list[str]:
     return [
         "## Scores",
         "",
-        "In brackets 95 % bootstrap intervals over groups of examples.",
+        "In brackets 95 % intervals over groups of examples.",
         "",
         *markdown_table(header, rows),
         "",
@@ -91,7 +95,12 @@ def _task_section(report: Report, task: TaskResult) -> list[str]:
     lines += [data_sentence(task), "", *_bullets(task.notes), ""]
 
     lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
-    remarks = [*score_notes(task), *model_comparisons(task.systems), *baseline_notes(task.systems)]
+    remarks = [
+        *signature_sentences(task),
+        *score_notes(task),
+        *model_comparisons(task.systems),
+        *baseline_notes(task.systems),
+    ]
     lines += [*_bullets(remarks), ""]
 
     if task.contamination:
@@ -101,6 +110,11 @@ def _task_section(report: Report, task: TaskResult) -> list[str]:
     costs = cost_rows(report, task)
     if costs:
         lines += ["### Cost", "", FLOPS_FORMULA, "", *markdown_table(COST_HEADER, costs), ""]
+
+    calibrations = calibration_rows(task)
+    if calibrations:
+        lines += ["### Calibration of ranked choices", "", CALIBRATION_SENTENCE, ""]
+        lines += [*markdown_table(CALIBRATION_HEADER, calibrations), ""]
 
     routers = router_rows(task)
     if routers:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from eval.answers.predict import MODES
 from eval.records import Contamination, MetricScore, ModelInfo, Report, SystemResult, TaskResult
+from eval.reports.formatting import format_marked_interval
 from eval.reports.scoreboard import NOT_SCORED
 from moe.inspection.formatting import format_interval, format_score
 
@@ -23,6 +24,11 @@ SCORE_HEADER = [
 CLEAN_HEADER = ["system", "mode", "metric", "all examples", "clean examples", "95 % interval"]
 ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
 COST_HEADER = ["system", "mode", "input tokens", "output tokens", "FLOPs per example", "tokens/s"]
+CALIBRATION_SENTENCE = (
+    "The expected calibration error, in points, is the mean distance between confidence and accuracy "
+    "over 15 bins of confidence; the Brier score lies in 0 to 2. Of both 0 is best."
+)
+CALIBRATION_HEADER = ["system", "mode", "ECE", "Brier score", "examples"]
 CLASS_HEADER = ["target", "right", "examples", "answered"]
 WORST_HEADER = ["id", "inputs", "target", "output", "score"]
 
@@ -106,7 +112,8 @@ def score_notes(task: TaskResult) -> list[str]:
     for system in task.systems:
         for score in system.scores:
             if score.note:
-                sentences.append(f"{system.name} by {system.mode}, {score.metric}: {score.note}.")
+                name = f"{system.name} by {system.mode}, {score.metric}"
+                sentences.append(f"{name}: {score.note}.")
     return sentences
 
 
@@ -117,6 +124,11 @@ def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
         if system.fitted_to is not None:
             names.setdefault(system.fitted_to, []).append(system.name)
     return [f"Fitted to {what}: {', '.join(names[what])}." for what in names]
+
+
+def signature_sentences(task: TaskResult) -> list[str]:
+    """Returns by which library, version and settings metrics were computed."""
+    return [f"{metric}: {signature}." for metric, signature in task.signatures.items()]
 
 
 def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
@@ -167,7 +179,7 @@ def score_rows(task: TaskResult) -> list[list[str]]:
                     system.mode,
                     score.metric,
                     format_score(score.value),
-                    format_interval(score.low, score.high),
+                    format_marked_interval(score),
                     "-" if score.stderr is None else f"{score.stderr:.2f}",
                     unparsable,
                     empty,
@@ -240,6 +252,23 @@ def cost_rows(report: Report, task: TaskResult) -> list[list[str]]:
                 "-" if speed is None else f"{speed:,.0f}",
             ]
         )
+    return rows
+
+
+def calibration_rows(task: TaskResult) -> list[list[str]]:
+    """Returns a row under CALIBRATION_HEADER for each system that ranked its choices."""
+    rows = []
+    for system in task.systems:
+        if system.calibration is not None:
+            rows.append(
+                [
+                    system.name,
+                    system.mode,
+                    f"{system.calibration.ece:.1f}",
+                    f"{system.calibration.brier:.3f}",
+                    f"{system.calibration.num_examples:,}",
+                ]
+            )
     return rows
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from eval.answers.predict import MODES
 from eval.records import AverageScore, MetricScore, PublishedScore, Report, TaskResult
+from eval.reports.formatting import NOTED
 from eval.reports.published import SYSTEMS, published_scores
 from eval.scores.superglue import SUPERGLUE
 
@@ -208,7 +209,9 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     sources: set[str] = set()
     other_names: set[tuple[str, str, str]] = set()
     different_split = False
+    has_notes = False
     for line in lines:
+        has_notes |= any(score is not None and score.note for score in line.ours)
         for result in line.published:
             if result is None:
                 continue
@@ -223,6 +226,10 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
     if any(line.metric == NOT_SCORED for line in lines):
         sentences.append(
             f"{NOT_SCORED}: the labels of the split are hidden; see where its predictions are below."
+        )
+    if has_notes:
+        sentences.append(
+            f"{NOTED} the interval has a note, below the scores of the task; in the chart it is dashed."
         )
     if PARTIAL_DATA in marks:
         sentences.append(

@@ -29,8 +29,9 @@ from eval.records import (
 from eval.reports.formatting import shorten
 from eval.reports.published import published_scores
 from eval.run_folder import ExamplesDigest
+from eval.scores.calibration import Calibration, calibration_of_choices
 from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
-from eval.scores.metrics import Values, unwrap_values
+from eval.scores.metrics import Values, exact_matches, unwrap_values
 from eval.scores.superglue import SUPERGLUE, superglue_average
 from eval.submission import Submission
 from eval.task import TASKS, Example, Task
@@ -113,12 +114,17 @@ def summarize_task(
     systems: list[ScoredSystem] = []
     draws: HeadlineDraws = {}
     for (name, mode), predicted in answers.items():
-        system_examples = (task, examples, predicted.outputs, name, mode, predicted.router)
-        scored = score_system(*system_examples) if is_scored else count_system(*system_examples)
         submission = submissions.get((name, mode))
-        systems.append(scored._replace(result=replace(scored.result, submission=submission)))
+        system_examples = (task, examples, predicted.outputs, name, mode)
         if is_scored:
+            calibration = ranked_calibration(task, examples, predicted)
+            scored = score_system(
+                *system_examples, router=predicted.router, calibration=calibration
+            )
             draws[name, mode, task.name] = task.headline_score(scored.draws)
+        else:
+            scored = count_system(*system_examples, predicted.router)
+        systems.append(scored._replace(result=replace(scored.result, submission=submission)))
     first_outputs = next(iter(answers.values())).outputs
     first_scores = systems[0].example_scores
 
@@ -132,6 +138,11 @@ def summarize_task(
     published = []
     for metric in task.metrics if is_scored else ():
         published += published_scores(task.name, metric.name, task.variant_of)
+
+    signatures = {}
+    for metric in task.metrics:
+        if metric.signature is not None:
+            signatures[metric.name] = metric.signature()
 
     result = TaskResult(
         task=task.name,
@@ -157,6 +168,7 @@ def summarize_task(
         published=published,
         by_class=class_counts(task, examples, first_outputs),
         worst=worst_answers(examples, first_outputs, first_scores),
+        signatures=signatures,
     )
     notes = comparability_notes(result, models)
     if has_baselines(task) and asked.baselines is None and result.data.folder:
@@ -171,6 +183,7 @@ def score_system(
     name: str,
     mode: str,
     router: Mapping[Stack, RouterSummary] | None = None,
+    calibration: Calibration | None = None,
 ) -> ScoredSystem:
     """Returns one system's answers to a task, scored by every metric of the task.
 
@@ -181,6 +194,7 @@ def score_system(
         name: Name of the system.
         mode: How it answered.
         router: What its routers did; None for a dense model.
+        calibration: Of its ranked choices; None for generated answers.
     """
     scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
@@ -194,6 +208,7 @@ def score_system(
         num_unparsable=count_unparsable(scored.targets, scored.answers),
         num_empty=sum(not output.strip() for output in outputs),
         router=router,
+        calibration=calibration,
     )
     return ScoredSystem(result, draws, scored.headline_scores)
 
@@ -221,6 +236,28 @@ def count_system(
         router=router,
     )
     return ScoredSystem(result, {}, np.empty(0))
+
+
+def ranked_calibration(
+    task: Task, examples: Sequence[Example], predicted: Predicted
+) -> Calibration | None:
+    """Returns the calibration of ranked answers; None for generated ones, and where examples have
+    several right choices or none.
+    """
+    choices: list[Mapping[str, float]] = []
+    right: list[list[str]] = []
+    for example, prediction in zip(examples, predicted.predictions, strict=True):
+        if prediction.scores is None:
+            return None
+
+        # Right is what has the value of the target.
+        texts = list(prediction.scores)
+        values = [task.postprocess(text, example.fields, False) for text in texts]
+        target = task.postprocess(example.targets, example.fields, True)
+        matches = exact_matches(unwrap_values([target] * len(texts)), unwrap_values(values))
+        right.append([text for text, match in zip(texts, matches, strict=True) if match])
+        choices.append(prediction.scores)
+    return calibration_of_choices(choices, right)
 
 
 def count_unparsable(targets: Values, answers: Values) -> int | None:
@@ -444,6 +481,17 @@ def superglue_averages(tasks: Iterable[TaskResult], draws: HeadlineDraws) -> lis
         average_draws = np.empty(0)
         if all(len(values) for values in task_draws.values()):
             average_draws = superglue_average(task_draws)
-        average = with_interval(float(superglue_average(scores)), average_draws)
+
+        # A task without spread adds none to the average.
+        certain = [
+            task for task in SUPERGLUE if len(task_draws[task]) and not np.ptp(task_draws[task])
+        ]
+        note = ""
+        if certain:
+            note = (
+                f"the draws of {', '.join(certain)} show no spread, so the interval is too narrow"
+            )
+        value = float(superglue_average(scores))
+        average = with_interval(value, average_draws, note=note)
         averages.append(AverageScore("superglue", name, mode, *average))
     return averages

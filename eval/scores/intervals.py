@@ -1,8 +1,10 @@
-"""Scores with their uncertainty, by the bootstrap over groups of examples.
+"""Scores with their uncertainty, over groups of examples.
 
 Examples of one group, as the answers to one question, are alike. A bootstrap draw therefore takes
 whole groups, with replacement, as many as there are. Every metric is computed on each draw; the
-spread of these values is the uncertainty of its score.
+spread of these values is the standard error of its score. Its interval is Wilson's for a mean and
+for the F1 of one class, a smoothed bootstrap's for mean F1 and correlations of classes
+(interval_methods.py), and that of the percentiles for any other score.
 """
 
 import math
@@ -13,12 +15,19 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
 from eval.scores.additive import ScoreOfSums, mean_of_sums, mean_terms
+from eval.scores.interval_methods import (
+    Interval,
+    mean_interval,
+    percentile_interval,
+    smoothed_interval,
+)
 from eval.scores.metrics import Metric, Values, exact_matches, unwrap_values
 
 RESAMPLES = 1000
+
+_ROUNDING = 1e-9  # in points
 
 GroupStatistic = Callable[[NDArray[np.int64]], float]
 """A score as a function of drawn groups <int64>[R], of which some may stand several times; NaN where
@@ -32,8 +41,8 @@ class Score(NamedTuple):
         value: In the metric's unit; None when no example counts.
         stderr: Standard deviation of the score over bootstrap draws; None with fewer than two
             groups.
-        low: The 2.5th percentile of these draws.
-        high: The 97.5th percentile of these draws.
+        low: Lower end of the 95 % interval.
+        high: Upper end of the 95 % interval.
         note: What to know before believing the interval; empty for nothing.
     """
 
@@ -53,29 +62,31 @@ class ScoredAnswers(NamedTuple):
         answers: N post-processed answers.
         example_scores: By metric, <float64>[N] scores of examples, NaN where one does not count;
             only of metrics that are means.
+        example_terms: By metric, <float64>[N, P] what each example adds to P sums; only of other
+            metrics that are functions of sums.
     """
 
     metrics: Sequence[Metric]
     targets: Values
     answers: Values
     example_scores: Mapping[str, NDArray[np.float64]]
+    example_terms: Mapping[str, NDArray[np.float64]]
 
     @property
     def headline_scores(self) -> NDArray[np.float64]:
-        """<float64>[N] how well each example was answered: its score in the first metric if that is
-        a mean, else 100 for an answer that equals the target.
+        """<float64>[N] how well each example was answered: its score in the first metric if single
+        examples have one, else 100 for an answer that equals the target.
         """
-        headline = self.metrics[0].name
-        if headline in self.example_scores:
-            return self.example_scores[headline]
+        headline = self.metrics[0]
+        if headline.name in self.example_scores:
+            return self.example_scores[headline.name]
+        if headline.additive is not None and headline.additive.scores_examples:
+            return headline.additive.score_of_sums(self.example_terms[headline.name])
         return exact_matches(unwrap_values(self.targets), unwrap_values(self.answers))
 
     def only(self, metric: Metric) -> "ScoredAnswers":
         """Returns the same answers with one of the metrics."""
-        scores = {}
-        if metric.name in self.example_scores:
-            scores[metric.name] = self.example_scores[metric.name]
-        return self._replace(metrics=(metric,), example_scores=scores)
+        return self._replace(metrics=(metric,))
 
     def terms(self, metric: Metric) -> tuple[NDArray[np.float64], ScoreOfSums] | None:
         """Returns a metric as a function of sums over examples.
@@ -87,7 +98,7 @@ class ScoredAnswers(NamedTuple):
         if metric.name in self.example_scores:
             return mean_terms(self.example_scores[metric.name]), mean_of_sums
         if metric.additive is not None:
-            return metric.additive.terms(self.targets, self.answers), metric.additive.score_of_sums
+            return self.example_terms[metric.name], metric.additive.score_of_sums
         return None
 
     def score(self, metric: Metric) -> float:
@@ -99,12 +110,15 @@ class ScoredAnswers(NamedTuple):
 
 
 def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -> ScoredAnswers:
-    """Returns answers beside their targets, each scored once by every metric that is a mean."""
+    """Returns answers beside their targets, each scored once by every metric that scores them."""
     example_scores = {}
+    example_terms = {}
     for metric in metrics:
         if metric.score_examples is not None:
             example_scores[metric.name] = metric.score_examples(targets, answers)
-    return ScoredAnswers(metrics, targets, answers, example_scores)
+        elif metric.additive is not None:
+            example_terms[metric.name] = metric.additive.terms(targets, answers)
+    return ScoredAnswers(metrics, targets, answers, example_scores, example_terms)
 
 
 def score_or_nan(metric: Metric, targets: Values, answers: Values) -> float:
@@ -142,14 +156,17 @@ def group_sums(terms: NDArray[np.float64], groups: list[NDArray[np.int64]]) -> N
 
     Args:
         terms: <float64>[N, P] what each example adds.
-        groups: Numbers of the examples of each of G groups.
+        groups: Numbers of the examples of each of G groups, none of them empty.
 
     Returns:
         <float64>[G, P] sums over the examples of each group.
     """
     if not groups:
         return terms[:0]
-    return np.stack([terms[members].sum(axis=0) for members in groups])
+
+    # Terms in the order of the groups, added up from the start of each to that of the next.
+    starts = np.cumsum([0, *map(len, groups[:-1])])
+    return np.add.reduceat(terms[np.concatenate(groups)], starts, axis=0)
 
 
 def group_statistic(
@@ -218,12 +235,15 @@ def task_seed(name: str, seed: int = 0) -> tuple[int, int]:
     return seed, crc32(name.encode())
 
 
-def with_interval(value: float, draws: NDArray[np.float64], note: str = "") -> Score:
-    """Returns a score with the standard deviation and the 95 % percentile interval of its draws.
+def with_interval(
+    value: float, draws: NDArray[np.float64], interval: Interval | None = None, note: str = ""
+) -> Score:
+    """Returns a score with the standard deviation of its draws, and its 95 % interval.
 
     Args:
         value: Score of the examples as they are; NaN when none counts.
         draws: <float64>[R] or empty; those that are NaN are left out.
+        interval: None for the percentiles of the draws.
         note: What to know before believing the interval.
     """
     if math.isnan(value):
@@ -233,15 +253,15 @@ def with_interval(value: float, draws: NDArray[np.float64], note: str = "") -> S
     if len(draws) < 2:
         return Score(value, note=note or "one group of examples: there is no interval")
 
-    # The percentile interval needs no normal distribution.
-    low, high = np.percentile(draws, [2.5, 97.5])
-    return Score(value, float(draws.std(ddof=1)), float(low), float(high), note)
+    stderr = float(draws.std(ddof=1))
+    low, high = interval or percentile_interval(draws)
+    return Score(value, stderr, low, high, note)
 
 
 def score_metrics(
     answers: ScoredAnswers, groups: Sequence[str], seed: Sequence[int] = (0,)
 ) -> tuple[dict[str, Score], dict[str, NDArray[np.float64]]]:
-    """Returns every metric's score with its interval, and the draws that the intervals are of.
+    """Returns every metric's score with its interval, and the bootstrap draws of it.
 
     The interval says how much another choice of groups would have changed the score.
 
@@ -256,35 +276,79 @@ def score_metrics(
     for metric in answers.metrics:
         statistic = group_statistic(answers, metric, members)
         draws[metric.name] = bootstrap(statistic, len(members), seed)
-        note = _no_spread_note(answers.example_scores.get(metric.name), members)
-        scores[metric.name] = with_interval(answers.score(metric), draws[metric.name], note)
+
+        # An interval that holds near the bounds, for metrics that have one.
+        interval = metric_interval(answers, metric, members, seed)
+        notes = [_remark(answers, metric), no_spread(draws[metric.name], interval)]
+        scores[metric.name] = with_interval(
+            value=answers.score(metric),
+            draws=draws[metric.name],
+            interval=interval,
+            note="; ".join(filter(None, notes)),
+        )
     return scores, draws
 
 
-def _no_spread_note(
-    example_scores: NDArray[np.float64] | None, groups: list[NDArray[np.int64]]
-) -> str:
-    """Returns a warning where the bootstrap sees no spread because all groups score alike."""
-    if example_scores is None or len(groups) < 2:
-        return ""
-    sums = group_sums(mean_terms(example_scores), groups)  # [G, 2]
-    group_means = mean_of_sums(sums)  # [G]
-    group_means = group_means[~np.isnan(group_means)]
-    if len(group_means) < 2 or np.ptp(group_means) > 0:
-        return ""
+def metric_interval(
+    answers: ScoredAnswers,
+    metric: Metric,
+    groups: list[NDArray[np.int64]],
+    seed: Sequence[int],
+) -> Interval | None:
+    """Returns the interval of a metric that holds near its bounds; None for one that has none.
 
-    num_groups = len(group_means)
-    mean = group_means[0]
-    if mean not in (0.0, 100.0):
-        return f"all {num_groups} groups score alike: the interval sees no spread"
+    Args:
+        answers: N scored answers.
+        metric: The metric.
+        groups: Numbers of the examples of each group.
+        seed: Seed of the draws.
+    """
+    additive = answers.terms(metric)
+    if additive is None:
+        return None
+    terms, score_of_sums = additive
+    sums = group_sums(terms, groups)  # [G, P]
 
-    # All right or all wrong: Clopper and Pearson's interval still says how sure that is.
-    num_right = num_groups if mean else 0
-    exact = binomtest(num_right, num_groups).proportion_ci(method="exact")
-    return (
-        f"all {num_groups} groups score {mean:.0f}, so the bootstrap sees no spread; the exact binomial interval "
-        f"of so many groups is {100 * exact.low:.1f} to {100 * exact.high:.1f}"
-    )
+    if metric.name in answers.example_scores:
+        return mean_interval(sums)
+    if not has_classes(metric):
+        return None
+
+    # A function of a share has the interval of the share, if two groups have a part in it.
+    assert metric.additive is not None, "has_classes"
+    share = metric.additive.share
+    share_interval = None if share is None else mean_interval(share.terms(sums))
+    if share is not None and share_interval is not None:
+        return Interval(*map(share.score, share_interval))
+
+    # What was not seen comes in groups of the mean size.
+    group_size = len(terms) / max(len(groups), 1)
+    unseen = metric.additive.unseen_examples() * group_size
+    return smoothed_interval(sums, unseen, score_of_sums, mass=1.0, seed=seed)
+
+
+def has_classes(metric: Metric) -> bool:
+    """Returns whether a metric is a function of sums over examples of several classes."""
+    return metric.additive is not None and len(metric.additive.classes or ()) > 1
+
+
+def _remark(answers: ScoredAnswers, metric: Metric) -> str:
+    """Returns what the value of a metric leaves unsaid, as that it is not defined."""
+    terms = answers.example_terms.get(metric.name)  # [N, P]
+    if metric.additive is None or terms is None or not len(terms):
+        return ""
+    return metric.additive.remark(terms.sum(axis=0))
+
+
+def no_spread(draws: NDArray[np.float64], interval: Interval | None) -> str:
+    """Returns a warning where all draws score alike; `interval` is not of them, if there is one."""
+    draws = draws[~np.isnan(draws)]
+    if len(draws) < 2 or np.ptp(draws) > _ROUNDING:
+        return ""
+    warning = f"all bootstrap draws score {draws[0]:.1f}, so no spread was seen"
+    if interval is not None:
+        warning += "; the interval rests on the number of groups"
+    return warning
 
 
 def _object_array(values: Values) -> NDArray[np.object_]:

@@ -40,12 +40,14 @@ class Metric:
             NaN is `score`: examples that do not count, as a repeated query, are NaN. None for a
             score that is no mean.
         additive: The same score as a function of sums, for those that are no mean and have it.
+        signature: Returns the library, its version and its settings, where these decide the score.
     """
 
     name: str
     score: Callable[[Values, Values], float]
     score_examples: ExampleScorer | None = None
     additive: AdditiveScore | None = None
+    signature: Callable[[], str] | None = None
 
 
 def mean_of(name: str, score_examples: ExampleScorer) -> Metric:
@@ -108,7 +110,7 @@ def _replace_invalid(targets: Values, answers: Values) -> list[int]:
     return valid
 
 
-_F1_OF_CLASS_1 = mean_f1([1])
+_F1_OF_CLASS_1 = mean_f1([1], classes=(0, 1))
 
 
 def _f1_terms(targets: Values, answers: Values) -> NDArray[np.float64]:
@@ -328,7 +330,11 @@ def _matthews(targets: Values, answers: Values) -> float:
 
 PEARSON = correlation("pearson_corrcoef", _pearson)
 SPEARMAN = correlation("spearman_corrcoef", _spearman)
-MATTHEWS = replace(correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1, 2)))
+MATTHEWS = replace(
+    correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1), classes=(0, 1))
+)
+MATTHEWS_OF_THREE = replace(MATTHEWS, additive=matthews((-1, 0, 1, 2), classes=(0, 1, 2)))
+"""The same for entailment, neutral and contradiction."""
 
 
 def _equal_pairs(targets: Values, answers: Values) -> NDArray[np.float64]:

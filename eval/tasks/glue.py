@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from eval.row_schema import ColumnKinds, Interval, LabelValues
-from eval.scores.metrics import ACCURACY, F1_WITH_INVALID, MATTHEWS, PEARSON, SPEARMAN, Metric
+from eval.scores.metrics import (
+    ACCURACY,
+    F1_WITH_INVALID,
+    MATTHEWS,
+    MATTHEWS_OF_THREE,
+    PEARSON,
+    SPEARMAN,
+    Metric,
+)
 from eval.source import HubData
 from eval.submission import STSB_FILE, glue_file
 from eval.task import Features, Row, Task, register_task
@@ -300,8 +308,8 @@ register_task(
             label=range(3),
         ),
         preprocess=preprocess.glue_task("ax"),
-        metrics=(MATTHEWS,),
-        headline=(MATTHEWS,),
+        metrics=(MATTHEWS_OF_THREE,),
+        headline=(MATTHEWS_OF_THREE,),
         split="test",
         submission=glue_file("AX.tsv", preprocess.THREE_WAY),
     )

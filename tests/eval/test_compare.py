@@ -189,3 +189,16 @@ def test_answers_that_were_not_finished_are_said(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match=r"There is no .*colour.model.generate.jsonl"):
         compare_runs(a, b)
+
+
+def test_systems_that_score_alike_have_a_marked_interval(tmp_path):
+    a = write_run(tmp_path / "a", [])
+    b = write_run(tmp_path / "b", [])
+    comparison = compare_runs(a, b)
+    (metric,) = [each for each in comparison.tasks[0].metrics if each.metric == "accuracy"]
+    assert metric.difference == 0
+    assert metric.low < 0 < metric.high
+    text = comparison_markdown(comparison)
+    assert f"{metric.low:+.1f} to {metric.high:+.1f} *" in text
+    assert f"- accuracy: {metric.note}." in text
+    assert "no spread was seen" in metric.note

@@ -19,7 +19,7 @@ from eval.scores.intervals import (
     score_metrics,
     task_seed,
 )
-from eval.scores.metrics import ACCURACY, Metric, mean_of
+from eval.scores.metrics import ACCURACY, F1_WITH_INVALID, MACRO_F1, MATTHEWS, Metric, mean_of
 
 
 def f1(targets, answers):
@@ -28,7 +28,7 @@ def f1(targets, answers):
 
 
 F1 = Metric("f1", f1)
-SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))
+SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))  # of no known classes: percentiles
 
 
 def values_of(name):
@@ -91,9 +91,11 @@ def test_a_score_that_is_no_mean_is_taken_anew_of_each_draw():
 def test_a_score_by_sums_of_groups_is_the_same_as_taken_anew(summed, anew):
     targets, answers = np.random.default_rng(3).integers(2, size=(2, 61)).tolist()
     groups = [str(number // 4) for number in range(61)]
-    assert score(summed, targets, answers, groups) == pytest.approx(
-        score(anew, targets, answers, groups)
-    )
+    found = score(summed, targets, answers, groups)
+    expected = score(anew, targets, answers, groups)
+    assert found[:2] == pytest.approx(expected[:2])
+    if summed is SUMMED_F1:
+        assert found == pytest.approx(expected)
 
 
 def test_the_interval_widens_when_neighbours_share_their_fate():
@@ -126,12 +128,13 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
 
 
 def test_the_same_seed_gives_the_same_interval_and_tasks_have_their_own():
-    answers = np.random.default_rng(4).random(31).tolist()
-    metric = values_of("mean")
-    assert score(metric, answers, answers) == score(metric, answers, answers)
-    assert score(metric, answers, answers, seed=task_seed("rte")) != score(
-        metric, answers, answers, seed=task_seed("cb")
-    )
+    targets, answers = np.random.default_rng(4).integers(2, size=(2, 31)).tolist()
+    for metric in (MATTHEWS, SUMMED_F1):
+        assert score(metric, targets, answers) == score(metric, targets, answers)
+        rte = score(metric, targets, answers, seed=task_seed("rte"))
+        cb = score(metric, targets, answers, seed=task_seed("cb"))
+        assert rte.stderr != cb.stderr
+        assert rte.low != cb.low
 
 
 def test_the_order_of_examples_changes_nothing():
@@ -151,21 +154,100 @@ def test_one_group_has_a_score_and_no_interval():
         assert "one group" in found.note
 
 
-def test_where_all_are_right_or_wrong_the_exact_interval_is_named():
-    for answer, text in ((1, "93.6 to 100.0"), (0, "0.0 to 6.4")):  # 1 - 0.025 ** (1 / 56)
+@pytest.mark.parametrize("num_right", [0, 1, 28, 55, 56])
+def test_the_interval_of_an_accuracy_is_wilsons(num_right):
+    found = score(ACCURACY, [1] * 56, [1] * num_right + [0] * (56 - num_right))
+    theirs = scipy.stats.binomtest(num_right, 56).proportion_ci(method="wilson")
+    assert found.low == pytest.approx(100 * theirs.low)
+    assert found.high == pytest.approx(100 * theirs.high)
+
+
+def test_groups_of_one_answer_copied_are_as_many_examples_as_groups():
+    right = [1] * 23 + [0] * 6
+    copied = score(ACCURACY, [1] * 87, right * 3, [str(number) for number in range(29)] * 3)
+    single = score(values_of("mean"), right, [100.0 * value for value in right])
+    theirs = scipy.stats.binomtest(23, 29).proportion_ci(method="wilson")
+    assert single[2:4] == pytest.approx((100 * theirs.low, 100 * theirs.high))
+
+    # Only Student's t for the normal quantile is left between the two.
+    assert copied.low == pytest.approx(100 * theirs.low, abs=1.5)
+    assert copied.high == pytest.approx(100 * theirs.high, abs=1.5)
+    assert copied.high - copied.low > 100 * (theirs.high - theirs.low)
+
+
+def test_a_score_without_spread_has_an_interval_and_a_note():
+    for answer in (0, 1):
         found = score(ACCURACY, [1] * 56, [answer] * 56)
-        assert found.low == found.high == found.value == 100 * answer
-        assert text in found.note
+        assert found.stderr == 0
+        assert found.high - found.low == pytest.approx(6.4194, abs=1e-3)  # z^2 / (56 + z^2)
+        assert "no spread was seen; the interval rests on the number of groups" in found.note
     alike = score(ACCURACY, [1, 1] * 5, [1, 0] * 5, [str(number // 2) for number in range(10)])
-    assert alike[:4] == (50, 0, 50, 50)
-    assert "score alike" in alike.note
+    assert alike.low < 25 and alike.high > 75
+    assert "all bootstrap draws score 50.0" in alike.note
     assert score(ACCURACY, [1, 1], [1, 0]).note == ""
+
+
+@pytest.mark.parametrize("metric", [F1_WITH_INVALID, MACRO_F1, MATTHEWS], ids=lambda m: m.name)
+def test_f1_and_correlation_of_right_answers_alone_leave_room_for_an_error(metric):
+    widths = []
+    for num in (28, 112):
+        classes = [0, 1, 2] if metric is MACRO_F1 else [0, 1]
+        targets = (classes * num)[:num]
+        found = score(metric, targets, targets)
+        assert found.value == pytest.approx(100)
+        assert 100 - 1200 / num < found.low < 100 - 50 / num
+        assert found.high == pytest.approx(100)
+        assert "no spread was seen" in found.note
+        widths.append(found.high - found.low)
+    assert widths[0] > 2 * widths[1]
+
+
+def test_an_f1_far_from_the_bounds_has_the_interval_of_the_bootstrap():
+    rng = np.random.default_rng(11)
+    targets = rng.integers(2, size=499).tolist()
+    answers = [target if rng.random() < 0.7 else 1 - target for target in targets]
+    smoothed = score(F1_WITH_INVALID, targets, answers)
+    percentiles = score(SUMMED_F1, targets, answers)
+    assert smoothed.low == pytest.approx(percentiles.low, abs=0.7)
+    assert smoothed.high == pytest.approx(percentiles.high, abs=0.7)
+
+
+@pytest.mark.parametrize("num_found", [0, 3, 17])
+def test_the_interval_of_f1_is_wilsons_of_the_share_it_is_made_of(num_found):
+    """F1 = 2 J / (1 + J), where J is the share of true positives in all that is or is called one."""
+    targets = [1] * 17 + [0] * 40
+    answers = [1] * num_found + [0] * (17 - num_found) + [1] * 6 + [0] * 34
+    found = score(F1_WITH_INVALID, targets, answers)
+    share = scipy.stats.binomtest(num_found, 17 + 6).proportion_ci(method="wilson")
+    assert found.low == pytest.approx(200 * share.low / (1 + share.low))
+    assert found.high == pytest.approx(200 * share.high / (1 + share.high))
+    assert found.low <= found.value <= found.high
+
+
+def test_a_score_that_is_not_defined_says_so():
+    constant = score(MATTHEWS, [0, 1] * 20, [1] * 40)
+    assert constant.value == 0
+    assert "all answers are alike: the correlation is not defined and counts as 0" in constant.note
+    assert constant.low < 0 < constant.high
+    assert "all targets are alike" in score(MATTHEWS, [1] * 4, [0, 1] * 2).note
+    missing = score(MACRO_F1, [0, 1] * 20, [0, 1] * 20)
+    assert "no target and no answer is of class 2, whose F1 counts as 0" in missing.note
+    assert score(MATTHEWS, [0, 1, 0, 1], [0, 1, 1, 1]).note == ""
+
+
+def test_classes_renamed_leave_the_interval_where_it_was():
+    rng = np.random.default_rng(12)
+    targets = rng.integers(2, size=61)
+    answers = np.where(rng.random(61) < 0.9, targets, 1 - targets)
+    found = score(MATTHEWS, targets.tolist(), answers.tolist())
+    renamed = score(MATTHEWS, (1 - targets).tolist(), (1 - answers).tolist())
+    assert renamed[2:4] == pytest.approx(found[2:4], abs=2)  # other draws, of the same weights
 
 
 def test_examples_that_do_not_count_are_left_out_and_nothing_that_counts_is_said():
     found = score(values_of("mean"), [0] * 5, [10, None, 30, None, 50])
     assert found.value == 30
-    assert found.low >= 10
+    assert found[2:4] == pytest.approx(score(values_of("mean"), [0] * 3, [10, 30, 50])[2:4])
     nothing = score(values_of("mean"), [0, 0, 0], [None, None, None])
     assert nothing == (None, None, None, None, "no example counts")
     assert score(values_of("mean"), [], []).value is None

@@ -15,6 +15,7 @@ import yaml
 
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
+from eval.commands.run import print_scores
 from eval.records import (
     AverageScore,
     ClassCount,
@@ -32,7 +33,10 @@ from eval.records import (
     WorstAnswer,
     to_json,
 )
+from eval.reports.card import model_card
 from eval.reports.charts import bar_chart
+from eval.reports.html_report import html_report
+from eval.reports.markdown_report import markdown_report
 from eval.reports.published import SYSTEMS, published_scores
 from eval.reports.report_files import device_name, library_versions, write_reports
 from eval.reports.report_text import model_comparisons
@@ -43,8 +47,10 @@ from eval.reports.task_summary import (
     count_unparsable,
     input_lengths,
     score_system,
+    superglue_averages,
     worst_answers,
 )
+from eval.scores.calibration import Calibration
 from eval.scores.superglue import SUPERGLUE
 from eval.task import GREEDY, TASKS, Example, limit_examples
 
@@ -482,3 +488,79 @@ def test_models_are_compared_by_their_intervals():
         "+60.0 points from `other`; their 95 % intervals do not overlap"
         in model_comparisons([first, far])[0]
     )
+
+
+def test_an_interval_that_saw_no_spread_is_marked_in_tables_chart_page_and_terminal(capsys):
+    note = "all bootstrap draws score 100.0, so no spread was seen"
+    certain = replace(a_score("accuracy", 100.0, 93.6, 100.0), note=note)
+    usual = a_score("f1", 80.0, 70.0, 90.0)
+    report = a_report(a_task(scores=[certain, usual]))
+    board = build_scoreboard(report)
+    legend = "* the interval has a note, below the scores of the task; in the chart it is dashed."
+    assert legend in board.legend
+
+    markdown = markdown_report(report, board)
+    assert "100.0 (93.6 to 100.0 *)" in markdown
+    assert "80.0 (70.0 to 90.0)" in markdown
+    assert f"- ours by generate, accuracy: {note}." in markdown
+
+    page = html_report(report, board)
+    assert f'<small title="{note}">93.6 to 100.0 *</small>' in page
+    assert "70.0 to 90.0</small>" in page
+    chart = bar_chart(board)
+    assert chart.count('class="whisker noted"') == 2  # of two systems
+    assert chart.count(">100.0 *</text>") == 2
+    assert f"(93.6 to 100.0); {note}</title>" in chart
+
+    print_scores(report)
+    printed = capsys.readouterr().out
+    assert "accuracy  100.0  (93.6 to 100.0 *)" in printed
+    assert f"* colour accuracy: {note}." in printed
+    assert "* the report has a note" in model_card(report).lower()
+
+    plain = a_report(a_task(scores=[usual]))
+    assert legend not in build_scoreboard(plain).legend
+    assert "noted" not in bar_chart(build_scoreboard(plain))
+
+
+def test_calibration_and_signatures_stand_in_both_reports():
+    task = a_task(signatures={"bleu": "sacreBLEU, tok:intl"})
+    ranked = replace(
+        task.systems[0],
+        mode="rank",
+        calibration=Calibration(ece=12.34, brier=0.5678, num_examples=1025, bins=[]),
+    )
+    with_calibration = a_report(replace(task, systems=[*task.systems, ranked]))
+    for render in (markdown_report, html_report):
+        text = render(with_calibration, build_scoreboard(with_calibration))
+        assert "Calibration of ranked choices" in text
+        for part in ("12.3", "0.568", "1,025", "bleu: sacreBLEU, tok:intl."):
+            assert part in text
+        without = a_report(a_task())
+        assert "Calibration" not in render(without, build_scoreboard(without))
+    saved = to_json(with_calibration)["tasks"][0]["systems"]
+    assert saved[2]["calibration"]["ece"] == 12.34
+    assert "calibration" not in saved[0]
+
+
+def test_columns_of_the_terminal_are_as_wide_as_the_longest_name(capsys):
+    names = ["short", "a-model-of-a-name-that-is-longer-than-most"]
+    task = a_task()
+    systems = [replace(task.systems[0], name=name) for name in names]
+    print_scores(a_report(replace(task, systems=systems)))
+    lines = capsys.readouterr().out.splitlines()
+    assert len({line.index("generate") for line in lines}) == 1
+    assert len({line.index("80.0") for line in lines}) == 1
+
+
+def test_the_average_says_which_tasks_add_no_spread():
+    rng = np.random.default_rng(0)
+    draws = {("ours", "generate", name): rng.normal(80, 1, size=50) for name in SUPERGLUE}
+    draws["ours", "generate", "cb"] = np.full(50, 100.0)
+    tasks = []
+    for name in SUPERGLUE:
+        scores = [a_score(metric.name, 80.0) for metric in TASKS.get(name).metrics]
+        task = a_task(name, scores=scores)
+        tasks.append(replace(task, systems=task.systems[:1]))
+    (average,) = superglue_averages(tasks, draws)
+    assert average.note == "the draws of cb show no spread, so the interval is too narrow"

@@ -1,0 +1,118 @@
+"""Calibration beside numbers worked out by hand, sklearn's Brier score, and models that are calibrated
+by construction.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import sklearn.metrics
+
+from eval.answers.predict import Predicted
+from eval.answers.predictions_file import Prediction
+from eval.reports.task_summary import ranked_calibration
+from eval.scores.calibration import (
+    NUM_BINS,
+    calibration,
+    calibration_of_choices,
+    choice_probabilities,
+)
+from eval.task import TASKS
+from tests.eval.rows import examples_of
+
+
+def logs(*probabilities):
+    return [math.log(p) - 3.1 for p in probabilities]  # softmax takes the constant away
+
+
+def test_four_answers_worked_out_by_hand():
+    """Confidences 0.9, 0.9, 0.6 and 0.5 in three bins: (0.867, 0.933], (0.533, 0.6], (0.467, 0.533]."""
+    scores = [logs(0.9, 0.1), logs(0.1, 0.9), logs(0.6, 0.4), logs(0.3, 0.2, 0.5)]
+    found = calibration(scores, [0, 0, 0, 2])
+    assert found.ece == pytest.approx(100 * (2 * abs(0.5 - 0.9) + abs(1 - 0.6) + abs(1 - 0.5)) / 4)
+    brier = 2 * 0.1**2 + 2 * 0.9**2 + 2 * 0.4**2 + 0.3**2 + 0.2**2 + 0.5**2
+    assert found.brier == pytest.approx(brier / 4)
+    assert found.num_examples == 4
+    assert [(b.count, b.accuracy) for b in found.bins] == [(1, 100), (1, 100), (2, 50)]
+    assert [b.confidence for b in found.bins] == pytest.approx([50, 60, 90])
+
+
+def test_the_brier_score_is_sklearns():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(61, 5)) * 3
+    right = rng.integers(5, size=61)
+    probabilities = np.stack([choice_probabilities(row) for row in scores])
+    theirs = sklearn.metrics.brier_score_loss(
+        right, probabilities, labels=range(5), scale_by_half=False
+    )
+    assert calibration(scores.tolist(), right.tolist()).brier == pytest.approx(theirs)
+
+
+def test_a_model_that_is_right_as_often_as_it_says_has_a_small_error():
+    rng = np.random.default_rng(1)
+    confidence = rng.uniform(0.5, 1, size=20_000)
+    is_right = rng.random(20_000) < confidence
+    scores = [logs(p, 1 - p) for p in confidence]
+    calibrated = calibration(scores, (1 - is_right).tolist())
+    assert calibrated.ece < 1.5
+    assert len(calibrated.bins) == NUM_BINS - 7
+
+    # The same answers, said with twice the log-odds.
+    sure = [[2 * score for score in row] for row in scores]
+    overconfident = calibration(sure, (1 - is_right).tolist())
+    assert overconfident.ece > 5
+    assert overconfident.brier > calibrated.brier
+
+
+def test_a_model_that_says_nothing_has_the_score_of_chance():
+    found = calibration([[-2.0] * 4] * 8, [0, 1, 2, 3] * 2)
+    assert found.brier == pytest.approx(1 - 1 / 4)
+    assert found.ece == pytest.approx(0)
+    assert choice_probabilities([-math.inf, -math.inf]).tolist() == [0.5, 0.5]
+    assert choice_probabilities([-math.inf, -900.0]).tolist() == [0, 1]
+
+
+def test_order_of_examples_and_choices_changes_nothing():
+    rng = np.random.default_rng(2)
+    scores = rng.normal(size=(37, 3))
+    right = rng.integers(3, size=37)
+    order = rng.permutation(37)
+    found = calibration(scores.tolist(), right.tolist())
+    shuffled = calibration(scores[order][:, ::-1].tolist(), (2 - right[order]).tolist())
+    assert shuffled.ece == pytest.approx(found.ece)
+    assert shuffled.brier == pytest.approx(found.brier)
+
+
+def test_without_exactly_one_right_choice_there_is_none():
+    choices = [{"a": -1.0, "b": -2.0}] * 2
+    assert calibration_of_choices(choices, [["a"], ["b"]]) is not None
+    assert calibration_of_choices(choices, [["a"], []]) is None
+    assert calibration_of_choices(choices, [["a"], ["a", "b"]]) is None
+    assert calibration_of_choices([], []) is None
+
+
+def test_ranked_answers_have_a_calibration_and_generated_ones_none():
+    task = TASKS.get("rte")
+    examples = examples_of(task, "validation")
+    ranked = []
+    generated = []
+    for example in examples:
+        scores = {
+            choice: logs(0.8 if choice == example.targets else 0.2)[0] for choice in example.choices
+        }
+        ranked.append(Prediction(example.id, example.targets, scores))
+        generated.append(Prediction(example.id, example.targets, None))
+    found = ranked_calibration(task, examples, Predicted(ranked, None))
+    assert found.ece == pytest.approx(20)
+    assert found.brier == pytest.approx(2 * 0.2**2)
+    assert ranked_calibration(task, examples, Predicted(generated, None)) is None
+
+
+def test_queries_with_several_right_entities_have_no_calibration():
+    task = TASKS.get("record")
+    examples = examples_of(task, "validation")
+    predictions = []
+    for example in examples:
+        scores = dict.fromkeys(example.choices, -1.0)
+        predictions.append(Prediction(example.id, example.choices[0], scores))
+    assert ranked_calibration(task, examples, Predicted(predictions, None)) is None

@@ -1,0 +1,129 @@
+"""BLEU and chrF by sums beside sacreBLEU's scores of texts."""
+
+import random
+
+import numpy as np
+import pytest
+import sacrebleu
+
+from eval.scores.intervals import score_answers, score_metrics
+from eval.scores.pairing import compare_answers
+from eval.scores.translation import BLEU, BLEU_13A, CHRF
+from eval.task import TASKS
+from tests.eval.rows import examples_of
+
+TEXT = "the boat, the bus; a “red” house is (not) at 7.30 a-b in Brügge și 1,000 km away"
+WORDS = TEXT.split()
+
+
+def sentences(seed, num, longest=13):
+    rng = random.Random(seed)
+    targets = []
+    answers = []
+    for _ in range(num):
+        target = rng.choices(WORDS, k=rng.randint(1, longest))
+        answer = [word if rng.random() < 0.7 else rng.choice(WORDS) for word in target]
+        targets.append(" ".join(target))
+        answers.append(" ".join(answer[: rng.randint(0, longest)]))
+    return targets, answers
+
+
+def by_sums(metric, targets, answers):
+    return float(metric.additive.score_of_sums(metric.additive.terms(targets, answers).sum(axis=0)))
+
+
+def test_the_scores_are_sacrebleus():
+    targets, answers = sentences(0, 29)
+    expected = {
+        BLEU: sacrebleu.corpus_bleu(answers, [targets], tokenize="intl"),
+        BLEU_13A: sacrebleu.corpus_bleu(answers, [targets]),
+        CHRF: sacrebleu.corpus_chrf(answers, [targets]),
+    }
+    for metric, theirs in expected.items():
+        assert 20 < metric.score(targets, answers) < 80
+        assert metric.score(targets, answers) == pytest.approx(theirs.score)
+    assert BLEU.score(targets, answers) != BLEU_13A.score(targets, answers)
+
+
+@pytest.mark.parametrize("metric", [BLEU, BLEU_13A, CHRF], ids=lambda metric: metric.name)
+@pytest.mark.parametrize("longest", [2, 5, 13])
+def test_the_scores_of_sums_are_those_of_the_texts(metric, longest):
+    """Short texts lack longer n-grams, and smoothing decides."""
+    for seed in range(23):
+        targets, answers = sentences(seed, num=1 + seed % 4, longest=longest)
+        expected = metric.score(targets, answers)
+        assert by_sums(metric, targets, answers) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("metric", [BLEU, CHRF], ids=lambda metric: metric.name)
+def test_nothing_answered_scores_nothing_and_everything_scores_all(metric):
+    targets, _ = sentences(1, 7)
+    assert by_sums(metric, targets, [""] * 7) == metric.score(targets, [""] * 7) == 0
+    assert by_sums(metric, targets, ["?!"] * 7) == pytest.approx(metric.score(targets, ["?!"] * 7))
+    assert by_sums(metric, targets, targets) == pytest.approx(100)
+
+
+def test_the_signature_names_version_and_tokenizer():
+    assert BLEU.signature() == (
+        f"sacreBLEU, nrefs:1|case:mixed|eff:no|tok:intl|smooth:exp|version:{sacrebleu.__version__}"
+    )
+    assert "tok:13a" in BLEU_13A.signature()
+    assert "nc:6|nw:0" in CHRF.signature()
+
+
+def test_the_interval_is_that_of_sacrebleus_own_bootstrap():
+    targets, answers = sentences(2, 211)
+    scores, _ = score_metrics(
+        score_answers([BLEU_13A, CHRF], targets, answers), [str(i) for i in range(211)]
+    )
+    for name, scorer in (
+        ("bleu_13a", sacrebleu.metrics.BLEU()),
+        ("chrf", sacrebleu.metrics.CHRF()),
+    ):
+        theirs = scorer.corpus_score(answers, [targets], n_bootstrap=1000)
+        half = (scores[name].high - scores[name].low) / 2
+        assert scores[name].value == pytest.approx(theirs.score)
+        assert half == pytest.approx(theirs._ci, rel=0.15)
+
+
+def test_texts_are_counted_once_for_all_draws(monkeypatch):
+    targets, answers = sentences(3, 17)
+    scored = score_answers([BLEU], targets, answers)
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a text was counted again")
+
+    monkeypatch.setattr(sacrebleu.metrics.BLEU, "_extract_corpus_statistics", refuse)
+    sums = scored.terms(BLEU)[0].sum(axis=0)
+    assert BLEU.additive.score_of_sums(sums) > 0
+    single = scored.headline_scores
+    assert single.shape == (17,)
+    assert single.max() > single.min()
+
+
+def test_two_systems_are_compared_by_their_sentences():
+    targets, answers = sentences(4, 53)
+    groups = [str(i) for i in range(53)]
+    better = score_answers([BLEU], targets, targets)
+    worse = score_answers([BLEU], targets, answers)
+    pair = compare_answers(BLEU, better, worse, groups)
+    assert pair.a == pytest.approx(100)
+    assert 0 < pair.difference.low < pair.difference.value < pair.difference.high
+    assert pair.p_value < 0.01
+    assert pair.wins > 20
+    assert pair.losses == 0
+
+
+def test_the_tasks_ask_as_t5_does():
+    prompts = {
+        "wmt_en_de": "translate English to German: She has three brothers.",
+        "wmt_en_fr": "translate English to French: She has three brothers.",
+        "wmt_en_ro": "translate English to Romanian: She has three brothers.",
+    }
+    for name, prompt in prompts.items():
+        task = TASKS.get(name)
+        examples = examples_of(task, "test")
+        assert examples[0].inputs == prompt
+        assert task.decoding == (128, 4, 0.6)
+        scores = task.scores(examples, [example.targets for example in examples])
+        assert np.allclose(list(scores.values()), 100)
