@@ -107,9 +107,9 @@ def evaluate(
     check_baselines(baselines, chosen)
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
-    check_inference(inference, models.values())
     vectors = _read_vectors(baselines, world)
     training_text = load_training_text(contamination) if contamination else None
+    check_inference(inference, models.values())
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()

@@ -129,7 +129,7 @@ def summarize_task(
     first_scores = systems[0].example_scores
 
     # Baselines stand beside the models where there are training rows without a network.
-    if asked.baselines is not None:
+    if is_scored and asked.baselines is not None:
         for name, baseline in baseline_outputs(task, asked.baselines, examples).items():
             scored = score_system(task, examples, baseline.outputs, name, "baseline")
             result = replace(scored.result, fitted_to=baseline.fitted_to)

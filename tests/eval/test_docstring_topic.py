@@ -4,7 +4,7 @@ import pytest
 
 from eval.task import SPLITS, TASKS
 from eval.tasks import docstring_topic
-from moe.data.documents import read_python_corpus
+from moe.data.packages import read_python_corpus
 from scripts.build_corpus import evaluation_files
 
 TASK = TASKS.get("docstring_topic")
