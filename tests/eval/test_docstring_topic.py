@@ -5,7 +5,7 @@ import pytest
 from eval.task import SPLITS, TASKS
 from eval.tasks import docstring_topic
 from moe.data.packages import read_python_corpus
-from scripts.build_corpus import evaluation_files
+from scripts.build_corpus import unseen_task
 
 TASK = TASKS.get("docstring_topic")
 LOCKS = "Wake up the task that waits for the lock."
@@ -105,6 +105,6 @@ def test_no_module_has_two_places():
 @pytest.mark.slow
 def test_every_tested_file_is_a_document_that_a_corpus_can_leave_out():
     sources = {document.source for document in read_python_corpus()}
-    files = evaluation_files("docstring_topic")
+    files = unseen_task("docstring_topic").sources
     assert len(files) > 50
     assert files <= sources
