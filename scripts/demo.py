@@ -1,6 +1,7 @@
-"""The main job: a tiny ST-MoE is pre-trained, fine-tuned, evaluated and explained.
+"""The main job: a small ST-MoE is pre-trained, fine-tuned, evaluated and explained.
 
-All of it on text that Python carries.
+All of it on text that Python carries. The model is fine-tuned once more from scratch, and both
+starts choose their rate on dev examples, so that the evaluation tells what pre-training is worth.
 
     python -m scripts.demo --out runs/demo [--resume] [--data my.txt more.jsonl]
 
@@ -23,6 +24,7 @@ from types import ModuleType
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
+from moe.checkpoint.best_model import best_and_last
 from moe.cli import RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
@@ -32,8 +34,9 @@ from moe.training.metrics import METRICS_FILE
 from moe.training.stages import keep_settings, merge_metrics
 from scripts import build_corpus, finetune, inspect_router, pretrain, train_tokenizer
 
-TASK = "unicode_category"
-STAGES = ("pretrain", "finetune", "scratch")
+TASK = "docstring_topic"
+RATES = (0.005, 0.02)
+"""Learning rates of fine-tuning, of which each start takes the one with the best model on dev."""
 
 
 def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
@@ -44,18 +47,21 @@ def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
     module.main(argv)
 
 
-def job_parser(name: str, description: str, *, finetune_config: str) -> Parser:
+def job_parser(
+    name: str, description: str, *, pretrain_config: str, finetune_config: str
+) -> Parser:
     """Returns the parser of a job of several stages, with the options that all of them have.
 
     Args:
         name: Name of the command, and of its folder in runs/.
         description: What it does.
+        pretrain_config: Recipe of the pre-training, when no other is given.
         finetune_config: Recipe of the fine-tuning, when no other is given.
     """
     parser = Parser(prog=f"python -m scripts.{name}", description=description)
     parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
 
-    recipe = "recipes/st_moe_tiny_pretrain.yaml"
+    recipe = pretrain_config
     parser.add_argument("--pretrain-config", type=word, default=recipe, help=f"recipe ({recipe})")
     recipe = finetune_config
     parser.add_argument("--finetune-config", type=word, default=recipe, help=f"recipe ({recipe})")
@@ -137,27 +143,52 @@ def pretrain_model(
     return text
 
 
-def finetune_models(title: str, options: argparse.Namespace, out: Path, *task_options: str) -> None:
-    """Fine-tunes the pre-trained model, and one of the same architecture from scratch.
+def best_of_rates(options: argparse.Namespace, out: Path, init: str) -> Path:
+    """Fine-tunes from one start at every rate, and returns the run with the best model on dev.
 
     Args:
-        title: Title of the step.
         options: What `job_parser` has read.
-        out: Folder of the job; the models are in its finetune/model and scratch/model.
-        task_options: Options that name the task, where the recipe does not.
+        out: Folder of the runs, a folder for each rate.
+        init: `pretrained` or `scratch`, as the recipe has it.
     """
     resume = ["--resume"] if options.resume else []
-    settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
-    settings += [*task_options, *resume]
-    run(f"4 {title}", finetune, *settings, "--out", out / "finetune")
-    scratch = ["--init", "scratch", "--out", out / "scratch"]
-    run("  and the same from scratch", finetune, *settings, *scratch)
+    settings = ["--config", options.finetune_config, "--task", TASK, "--init", init]
+    settings += ["--pretrained", out.parent / "pretrain/model", *resume]
+    mean_by_run: dict[Path, float] = {}
+    for rate in RATES:
+        folder = out / f"rate-{rate:g}"
+        title = f"  {init}, at a rate of {rate:g}"
+        run(title, finetune, *settings, "--optim.lr", f"{rate:g}", "--out", folder)
+        best, _ = best_and_last(folder)
+        mean_by_run[folder] = best.mean
+
+    # Of equal ones the first; the test split has no part in the choice.
+    chosen = max(mean_by_run, key=lambda folder: mean_by_run[folder])
+    for folder, mean in mean_by_run.items():
+        mark = "  <- chosen" if folder == chosen else ""
+        print(f"   {init}, {folder.name}: {mean:.1f} % on dev{mark}")
+    return chosen
+
+
+def label_budget(options: argparse.Namespace) -> list[str]:
+    """Returns the options that give baselines the labels that the fine-tuning has."""
+    argv = ["--config", options.finetune_config, "--out", "run", "--pretrained", "model"]
+    recipe, _ = finetune_command().parse(argv)
+    number = recipe.mixture.train_examples
+    if number is None:
+        return []
+    seed = ["--train-seed", str(recipe.seed)] if recipe.seed else []
+    return ["--train-examples", str(number), *seed]
 
 
 def main(argv: list[str]) -> None:
     """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
-    finetune_config = "recipes/st_moe_tiny_finetune.yaml"
-    parser = job_parser("demo", "Runs the main job.", finetune_config=finetune_config)
+    parser = job_parser(
+        "demo",
+        "Runs the main job.",
+        pretrain_config="recipes/demo_pretrain.yaml",
+        finetune_config="recipes/demo_finetune.yaml",
+    )
     options = parser.parse_args(argv)
     logging.disable_progress_bar()
     with job_folder(options) as out:
@@ -166,22 +197,31 @@ def main(argv: list[str]) -> None:
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not done."""
-    text = pretrain_model(options, out)
-    finetune_models("Fine-tune", options, out, "--task", TASK)
+    text = pretrain_model(options, out, "--unseen", TASK)
+    print("\n== 4 Fine-tune, from the pre-trained model and from scratch", flush=True)
+    finetuned = best_of_rates(options, out / "finetune", "pretrained")
+    scratch = best_of_rates(options, out / "scratch", "scratch")
 
     # One folder for whoever wants the model, and one file of all metrics.
     model = out / "model"
     with whole_folder(model, kind="model") as partial:
-        shutil.copytree(out / "finetune/model", partial, dirs_exist_ok=True)
-    merge_metrics(out, STAGES)
+        shutil.copytree(finetuned / "best/model", partial, dirs_exist_ok=True)
+    stages = {"pretrain": out / "pretrain", "finetune": finetuned, "scratch": scratch}
+    merge_metrics(out, stages)
 
-    models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={out / 'scratch/model'}"]
-    run("5 Evaluate", evaluation, "run", *models, "--tasks", TASK, "--out", out / "eval")
+    # Beside the models stand classifiers of words, and of vectors of the words of the same text.
+    models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={scratch / 'best/model'}"]
+    options_of_task = ["--tasks", TASK, *label_budget(options), "--baseline-text", out / "corpus"]
+    run("5 Evaluate", evaluation, "run", *models, *options_of_task, "--out", out / "eval")
+
+    # What pre-training is worth, tested on pairs of answers to the same examples.
+    sides = [f"fine-tuned={out / 'eval'}", f"from-scratch={out / 'eval'}"]
+    run("6 Compare", evaluation, "compare", *sides, "--out", out / "compare")
 
     report = out / "report.html"
-    metrics = [f"{stage}={out / stage / METRICS_FILE}" for stage in STAGES]
+    metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
-    run("6 Explain", inspect_router, *inputs, "--metrics", *metrics, "--out", report)
+    run("7 Explain", inspect_router, *inputs, "--metrics", *metrics, "--out", report)
     print(f"\nEverything is in {out}. Open {report.resolve().as_uri()}")
 
 

@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 import eval.__main__ as evaluation
 from moe.cli import RESUME, integer, run_main
-from scripts.demo import finetune_models, job_folder, job_parser, pretrain_model, run
+from scripts import finetune
+from scripts.demo import job_folder, job_parser, pretrain_model, run
 
 TASKS = ("unicode_category", "docstring_summary")
 UNSEEN = "docstring_summary"
@@ -29,7 +30,10 @@ def main(argv: list[str]) -> None:
     """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
     finetune_config = "recipes/st_moe_tiny_finetune_offline.yaml"
     description = "Compares with and without pre-training."
-    parser = job_parser("transfer", description, finetune_config=finetune_config)
+    pretrain_config = "recipes/st_moe_tiny_pretrain.yaml"
+    parser = job_parser(
+        "transfer", description, pretrain_config=pretrain_config, finetune_config=finetune_config
+    )
     explanation = "most examples of a task in the evaluation (all)"
     parser.add_argument("--limit", type=integer(least=1), help=explanation)
 
@@ -37,6 +41,23 @@ def main(argv: list[str]) -> None:
     logging.disable_progress_bar()
     with job_folder(options) as out:
         run_stages(options, out)
+
+
+def finetune_models(title: str, options: argparse.Namespace, out: Path, *task_options: str) -> None:
+    """Fine-tunes the pre-trained model, and one of the same architecture from scratch.
+
+    Args:
+        title: Title of the step.
+        options: What `job_parser` has read.
+        out: Folder of the job; the models are in its finetune/model and scratch/model.
+        task_options: Options that name the task, where the recipe does not.
+    """
+    resume = ["--resume"] if options.resume else []
+    settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
+    settings += [*task_options, *resume]
+    run(f"4 {title}", finetune, *settings, "--out", out / "finetune")
+    scratch = ["--init", "scratch", "--out", out / "scratch"]
+    run("  and the same from scratch", finetune, *settings, *scratch)
 
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:

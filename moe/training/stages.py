@@ -1,7 +1,7 @@
 """A job: several runs in one folder, one after the other, with one set of settings."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from moe.errors import DataError
@@ -51,14 +51,14 @@ def claim_job(folder: Path) -> None:
         pass
 
 
-def merge_metrics(folder: Path, stages: Sequence[str]) -> None:
+def merge_metrics(folder: Path, stages: Mapping[str, Path]) -> None:
     """Writes the metrics of all stages to one metrics.jsonl, each line with its stage.
 
     Args:
         folder: Folder of the job.
-        stages: Names of the runs' folders in it.
+        stages: Folder of the run of each stage, by its name.
     """
     with whole_file(folder / METRICS_FILE) as partial, partial.open("w", encoding="utf-8") as file:
-        for stage in stages:
-            for _, line in read_json_lines(folder / stage / METRICS_FILE, torn_end=True, nan=True):
+        for stage, run in stages.items():
+            for _, line in read_json_lines(run / METRICS_FILE, torn_end=True, nan=True):
                 file.write(json.dumps({"stage": stage, **line}) + "\n")
