@@ -24,6 +24,8 @@ from types import ModuleType
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
+from eval.studies.runs import StudyRun, study_runs
+from eval.studies.study import read_study
 from moe.checkpoint.best_model import best_and_last
 from moe.cli import RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
@@ -32,11 +34,10 @@ from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path, whole_folder
 from moe.training.metrics import METRICS_FILE
 from moe.training.stages import keep_settings, merge_metrics
-from scripts import build_corpus, finetune, inspect_router, pretrain, train_tokenizer
+from scripts import build_corpus, inspect_router, pretrain, study, train_tokenizer
 
 TASK = "docstring_topic"
-RATES = (0.005, 0.02)
-"""Learning rates of fine-tuning, of which each start takes the one with the best model on dev."""
+STUDY = "recipes/studies/demo.yaml"
 
 
 def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
@@ -143,31 +144,17 @@ def pretrain_model(
     return text
 
 
-def best_of_rates(options: argparse.Namespace, out: Path, init: str) -> Path:
-    """Fine-tunes from one start at every rate, and returns the run with the best model on dev.
-
-    Args:
-        options: What `job_parser` has read.
-        out: Folder of the runs, a folder for each rate.
-        init: `pretrained` or `scratch`, as the recipe has it.
-    """
-    resume = ["--resume"] if options.resume else []
-    settings = ["--config", options.finetune_config, "--task", TASK, "--init", init]
-    settings += ["--pretrained", out.parent / "pretrain/model", *resume]
+def best_run(runs: list[StudyRun], arm: str) -> Path:
+    """Returns the run of an arm with the best model on dev; the test split has no part in it."""
     mean_by_run: dict[Path, float] = {}
-    for rate in RATES:
-        folder = out / f"rate-{rate:g}"
-        title = f"  {init}, at a rate of {rate:g}"
-        run(title, finetune, *settings, "--optim.lr", f"{rate:g}", "--out", folder)
-        best, _ = best_and_last(folder)
-        mean_by_run[folder] = best.mean
+    for study_run in runs:
+        if study_run.arm == arm:
+            best, _ = best_and_last(study_run.folder)
+            mean_by_run[study_run.folder] = best.mean
+            print(f"   {study_run.name}: {best.mean:.1f} % on dev")
 
-    # Of equal ones the first; the test split has no part in the choice.
-    chosen = max(mean_by_run, key=lambda folder: mean_by_run[folder])
-    for folder, mean in mean_by_run.items():
-        mark = "  <- chosen" if folder == chosen else ""
-        print(f"   {init}, {folder.name}: {mean:.1f} % on dev{mark}")
-    return chosen
+    # Of equal ones the first.
+    return max(mean_by_run, key=lambda folder: mean_by_run[folder])
 
 
 def label_budget(options: argparse.Namespace) -> list[str]:
@@ -198,9 +185,14 @@ def main(argv: list[str]) -> None:
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not done."""
     text = pretrain_model(options, out, "--unseen", TASK)
-    print("\n== 4 Fine-tune, from the pre-trained model and from scratch", flush=True)
-    finetuned = best_of_rates(options, out / "finetune", "pretrained")
-    scratch = best_of_rates(options, out / "scratch", "scratch")
+
+    # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.
+    overrides = {"config": options.finetune_config}
+    settings = ["--set", f"config={options.finetune_config}", "--jobs", "2"]
+    run("4 Fine-tune", study, STUDY, *settings, "--out", out / "finetune")
+    runs = study_runs(read_study(Path(STUDY)), out / "finetune", overrides)
+    finetuned = best_run(runs, "pretrained")
+    scratch = best_run(runs, "scratch")
 
     # One folder for whoever wants the model, and one file of all metrics.
     model = out / "model"

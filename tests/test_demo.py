@@ -4,6 +4,7 @@ import json
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from moe import STMoEForConditionalGeneration
@@ -47,6 +48,9 @@ class Page(HTMLParser):
 @pytest.mark.slow
 def test_the_demo_makes_everything_it_says(tmp_path):
     inputs, out = write_inputs(tmp_path), tmp_path / "demo"
+    recipe = yaml.safe_load(inputs["finetune.yaml"].read_text())
+    recipe["mixture"] = {"train_examples": 61, "dev_examples": 7}
+    inputs["finetune.yaml"].write_text(yaml.safe_dump(recipe))
     recipes = [
         "--pretrain-config",
         inputs["pretrain.yaml"],
@@ -76,15 +80,22 @@ def test_the_demo_makes_everything_it_says(tmp_path):
         "from-scratch",
         "majority",
         "naive Bayes",
+        "word vectors",
     }
     assert "| fine-tuned | generate |" in (out / "eval/report.md").read_text()
+    assert "fitted to 61 of" in (out / "eval/report.md").read_text().lower()
+
+    # Each start takes the rate that is best on dev, and the two are compared in pairs.
+    assert done.stdout.count("% on dev") == 4
+    (compared,) = json.loads((out / "compare/compare.json").read_text())["tasks"][:1]
+    assert compared["task"] == "docstring_topic"
 
     model, tokenizer = (
         STMoEForConditionalGeneration.from_pretrained(out / "model"),
         AutoTokenizer.from_pretrained(out / "model"),
     )
     model.generate(
-        **tokenizer(["unicode category name: digit one"], return_tensors="pt"), max_new_tokens=3
+        **tokenizer(["docstring topic: Read a file."], return_tensors="pt"), max_new_tokens=3
     )
 
     page = Page()
