@@ -1,4 +1,4 @@
-"""docs/measured.md: what all studies show, a line for each claim; a view of their files study.json.
+"""What all studies show, a line for each claim: a page in Markdown, made of their files study.json.
 
 Comes after `report`, which writes those files.
 """
@@ -32,8 +32,7 @@ _HEADER = (
 _INTRODUCTION = """\
 # What we measured
 
-The claims of the paper, and of those before it, at the size that two cores can train in a night. Every number is
-copied from a file in `benchmarks/studies/`, which the command below its table wrote; this page is made of those files
+Every number is copied from a file study.json, which the command below its table wrote; this page is made of those files
 by `python -m scripts.measured`. No seed is left out. *Better by* is the difference of the primary comparison, which
 was declared with the study, in the unit of its measure; positive speaks for the first arm. *Holds* means that it is
 significant (p < 0.05) and of the claimed sign, *does not hold at this scale* that it is significant the other way or
