@@ -24,9 +24,9 @@ from types import ModuleType
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
-from eval.studies.runs import StudyRun, study_runs
+from eval.studies.outcomes import best_run_on_dev
+from eval.studies.runs import label_budget, study_runs
 from eval.studies.study import read_study
-from moe.checkpoint.best_model import best_and_last
 from moe.cli import RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
@@ -144,30 +144,6 @@ def pretrain_model(
     return text
 
 
-def best_run(runs: list[StudyRun], arm: str) -> Path:
-    """Returns the run of an arm with the best model on dev; the test split has no part in it."""
-    mean_by_run: dict[Path, float] = {}
-    for study_run in runs:
-        if study_run.arm == arm:
-            best, _ = best_and_last(study_run.folder)
-            mean_by_run[study_run.folder] = best.mean
-            print(f"   {study_run.name}: {best.mean:.1f} % on dev")
-
-    # Of equal ones the first.
-    return max(mean_by_run, key=lambda folder: mean_by_run[folder])
-
-
-def label_budget(options: argparse.Namespace) -> list[str]:
-    """Returns the options that give baselines the labels that the fine-tuning has."""
-    argv = ["--config", options.finetune_config, "--out", "run", "--pretrained", "model"]
-    recipe, _ = finetune_command().parse(argv)
-    number = recipe.mixture.train_examples
-    if number is None:
-        return []
-    seed = ["--train-seed", str(recipe.seed)] if recipe.seed else []
-    return ["--train-examples", str(number), *seed]
-
-
 def main(argv: list[str]) -> None:
     """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
     parser = job_parser(
@@ -187,12 +163,13 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     text = pretrain_model(options, out, "--unseen", TASK)
 
     # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.
-    overrides = {"config": options.finetune_config}
     settings = ["--set", f"config={options.finetune_config}", "--jobs", "2"]
     run("4 Fine-tune", study, STUDY, *settings, "--out", out / "finetune")
-    runs = study_runs(read_study(Path(STUDY)), out / "finetune", overrides)
-    finetuned = best_run(runs, "pretrained")
-    scratch = best_run(runs, "scratch")
+    runs = study_runs(
+        read_study(Path(STUDY)), out / "finetune", {"config": options.finetune_config}
+    )
+    finetuned = best_run_on_dev(runs, "pretrained")
+    scratch = best_run_on_dev(runs, "scratch")
 
     # One folder for whoever wants the model, and one file of all metrics.
     model = out / "model"
@@ -203,8 +180,10 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
 
     # Beside the models stand classifiers of words, and of vectors of the words of the same text.
     models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={scratch / 'best/model'}"]
-    options_of_task = ["--tasks", TASK, *label_budget(options), "--baseline-text", out / "corpus"]
-    run("5 Evaluate", evaluation, "run", *models, *options_of_task, "--out", out / "eval")
+    baselines = [*label_budget(runs[0]), "--baseline-text", out / "corpus"]
+    run(
+        "5 Evaluate", evaluation, "run", *models, "--tasks", TASK, *baselines, "--out", out / "eval"
+    )
 
     # What pre-training is worth, tested on pairs of answers to the same examples.
     sides = [f"fine-tuned={out / 'eval'}", f"from-scratch={out / 'eval'}"]

@@ -6,11 +6,13 @@ Comes after `scheduler`, before `analysis`, which compares the arms.
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from eval.studies.scheduler import read_state
 from eval.studies.study import Evaluation, Measure, SettingValue, Study
+from moe.checkpoint.best_model import best_and_last
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
@@ -122,6 +124,22 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         cpu_seconds=state.cpu_seconds,
         routers=_last_router_values(lines),
     )
+
+
+def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
+    """Returns the folder of the run of an arm with the best model on dev, and prints all of them.
+
+    The test split has no part in the choice.
+    """
+    mean_by_folder: dict[Path, float] = {}
+    for run in runs:
+        if run.arm == arm:
+            best, _ = best_and_last(run.folder)
+            mean_by_folder[run.folder] = best.mean
+            print(f"   {run.name}: {best.mean:.1f} % on dev")
+
+    # Of equal ones the first.
+    return max(mean_by_folder, key=lambda folder: mean_by_folder[folder])
 
 
 def arm_size(run: StudyRun) -> ArmSize | None:

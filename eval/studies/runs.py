@@ -75,6 +75,17 @@ def study_runs(
     return runs
 
 
+def label_budget(run: StudyRun) -> list[str]:
+    """Returns the options of `eval run` that give baselines the labels of a fine-tuning."""
+    recipe = run.recipe
+    if not isinstance(recipe, FinetuneRecipe) or recipe.mixture.train_examples is None:
+        return []
+
+    # Seed 0 is the default, and would be refused as a seed of nothing.
+    seed = ["--train-seed", str(run.seed)] if run.seed else []
+    return ["--train-examples", str(recipe.mixture.train_examples), *seed]
+
+
 def _study_run(
     study: Study,
     arm: str,

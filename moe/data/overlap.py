@@ -11,12 +11,10 @@ Source:
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-Key = TypeVar("Key")
 
 NGRAM_SIZES = (8, 13)
 SHORTEST = 5
@@ -123,10 +121,10 @@ class _Incidence(NamedTuple):
 
 
 def measure_overlap(
-    inputs: Mapping[Key, Sequence[str]],
+    inputs: Mapping[Any, Sequence[str]],
     texts: Iterable[str],
     sizes: Sequence[int] = NGRAM_SIZES,
-) -> dict[Key, list[Overlap]]:
+) -> dict[Any, list[Overlap]]:
     """Returns how much of each test set stands in a text, for each size of n-grams.
 
     Args:
@@ -146,7 +144,7 @@ def measure_overlap(
         is_found[index.find(batch).ngrams] = True
 
     # The inputs of a test set lie side by side.
-    overlaps: dict[Key, list[Overlap]] = {}
+    overlaps: dict[Any, list[Overlap]] = {}
     start = 0
     for name, test_set in inputs.items():
         end = start + len(test_set)

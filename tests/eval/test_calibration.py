@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
+from eval.answers.cost import Tokens
 from eval.answers.predict import Predicted
 from eval.answers.predictions_file import Prediction
 from eval.reports.task_summary import ranked_calibration
@@ -19,6 +20,10 @@ from eval.scores.calibration import (
 )
 from eval.task import TASKS
 from tests.eval.rows import examples_of
+
+
+def predicted(predictions):
+    return Predicted(predictions, None, Tokens(len(predictions), 0, 0), None)
 
 
 def logs(*probabilities):
@@ -102,10 +107,10 @@ def test_ranked_answers_have_a_calibration_and_generated_ones_none():
         }
         ranked.append(Prediction(example.id, example.targets, scores))
         generated.append(Prediction(example.id, example.targets, None))
-    found = ranked_calibration(task, examples, Predicted(ranked, None))
+    found = ranked_calibration(task, examples, predicted(ranked))
     assert found.ece == pytest.approx(20)
     assert found.brier == pytest.approx(2 * 0.2**2)
-    assert ranked_calibration(task, examples, Predicted(generated, None)) is None
+    assert ranked_calibration(task, examples, predicted(generated)) is None
 
 
 def test_queries_with_several_right_entities_have_no_calibration():
@@ -115,4 +120,4 @@ def test_queries_with_several_right_entities_have_no_calibration():
     for example in examples:
         scores = dict.fromkeys(example.choices, -1.0)
         predictions.append(Prediction(example.id, example.choices[0], scores))
-    assert ranked_calibration(task, examples, Predicted(predictions, None)) is None
+    assert ranked_calibration(task, examples, predicted(predictions)) is None

@@ -54,7 +54,8 @@ def test_the_superglue_average_is_that_of_its_eight_tasks(folders, tmp_path):
         parts.append(sum(values) / len(values))
     assert average.value == pytest.approx(sum(parts) / 8)
     assert average.low <= average.value <= average.high
-    assert {system.mode for system in report.tasks[0].systems} == {"generate", "rank"}
+    modes = {system.mode for system in report.tasks[0].systems}
+    assert modes == {"generate", "rank", "baseline"}
     assert "superglue" in (tmp_path / "report.html").read_text()
     scores = read_tasks(SUPERGLUE, str(FIXTURES)).scores(None, SINGLE_PROCESS)
     assert scores is not None
