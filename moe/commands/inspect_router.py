@@ -18,10 +18,11 @@ from moe.checkpoint.loading import load_complete
 from moe.checks import check_integer
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path
-from moe.data.corpus import Corpus, corpus_table, load_corpus, tokenize_corpus
+from moe.data.corpus import Corpus, corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.html_page import printable

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.data.corpus import load_corpus, tokenize_corpus
+from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow
-from numpy.typing import NDArray
 from pydantic import Field
-from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, check_number, shown
 from moe.checksums import refuse_damage, write_sums
 from moe.data.documents import Document
 from moe.data.overlap import SplitOverlap, quoting_paragraphs
+from moe.data.prose import letters
 from moe.errors import ConfigError, DataError
 from moe.files import whole_folder
 from moe.parsing import read_record
@@ -151,7 +149,7 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
 
         # Letters and digits alone, or the paragraph itself where it has none.
         for paragraph in filter(None, document.text.split("\n\n")):
-            key = "".join(filter(str.isalnum, paragraph.casefold())) or paragraph
+            key = letters(paragraph) or paragraph
             if key in seen:
                 num_repeated += 1
             else:
@@ -383,25 +381,3 @@ def markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
 
 def _table_cell(value: str | int) -> str:
     return f"{value:,}" if isinstance(value, int) else value.replace("|", "\\|")
-
-
-def tokenize_corpus(
-    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
-) -> NDArray[np.int32]:
-    """Returns <int32>[N]: the tokens of all documents one after the other, without special tokens.
-
-    Raises:
-        DataError: When there is no token at all.
-
-    Source:
-        T5 preprocessors.py `unsupervised` at e081111: documents are concatenated. Differs: each
-        document whole and once per epoch, where T5 takes a random chunk of 65,536 tokens.
-    """
-    texts = list(documents["text"])
-    encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
-
-    documents_ids = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-    tokens = np.concatenate([*documents_ids, np.empty(0, dtype=np.int32)])  # [N]
-    if tokens.size == 0:
-        raise DataError("The corpus has no token. Give documents with text.")
-    return tokens

@@ -12,6 +12,8 @@ from eval.task import TASKS
 from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
 from moe.data.documents import Document
 from moe.data.overlap import SplitOverlap
+from moe.data.tokenizer import load_tokenizer, train_tokenizer
+from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
 from moe.files import whole_file, whole_folder
 from scripts import build_corpus as build_corpus_command
@@ -295,3 +297,60 @@ def test_the_command_builds_a_corpus_from_the_users_files(tmp_path, capsys):
     assert "mine" in printed
     assert "0 repeated paragraphs" in printed
     assert str(tmp_path / "corpus") in printed
+
+
+# ---------------------------------------------------------------------------
+# Tokens
+
+
+@pytest.fixture
+def saved_corpus(tmp_path):
+    save_corpus(build_corpus(documents()), tmp_path / "corpus")
+    return tmp_path / "corpus"
+
+
+def tokens_of(corpus_folder, tokenizer):
+    return tokenize_corpus(load_corpus(corpus_folder).train, tokenizer)
+
+
+def test_tokens_are_kept_beside_the_corpus(saved_corpus, tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    expected = tokenize_corpus(build_corpus(documents()).train, tokenizer)
+    assert tokens_of(saved_corpus, tokenizer).tolist() == expected.tolist()
+
+    # The second call reads the file, and a corpus with it may be replaced.
+    [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
+    written = kept.stat().st_mtime_ns
+    assert tokens_of(saved_corpus, tokenizer).tolist() == expected.tolist()
+    assert kept.stat().st_mtime_ns == written
+    save_corpus(build_corpus(documents()), saved_corpus)
+    assert not kept.exists()
+
+
+def test_another_text_or_tokenizer_has_tokens_of_its_own(saved_corpus, tokenizer_folder, tmp_path):
+    tokens = tokens_of(saved_corpus, load_tokenizer(tokenizer_folder))
+    train_tokenizer([document.text for document in documents()], 140, tmp_path / "other")
+    other_tokenizer = load_tokenizer(tmp_path / "other")
+    other_tokens = tokens_of(saved_corpus, other_tokenizer)
+    assert other_tokens.tolist() != tokens.tolist()
+    assert len(list((saved_corpus / "train").glob("tokens-*.safetensors"))) == 2
+
+
+def test_damaged_tokens_are_made_again(saved_corpus, tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokens = tokens_of(saved_corpus, tokenizer)
+    [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
+    whole = kept.read_bytes()
+    for damage in (b"", whole[:100], b"no tensor" * 99, whole[:-1] + bytes([whole[-1] ^ 1])):
+        kept.write_bytes(damage)
+        assert tokens_of(saved_corpus, tokenizer).tolist() == tokens.tolist()
+        assert kept.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_to_needs_no_tokens(saved_corpus, tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokens = tokens_of(saved_corpus, tokenizer)
+    [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
+    kept.unlink()
+    kept.mkdir()  # a folder where the file would lie
+    assert tokens_of(saved_corpus, tokenizer).tolist() == tokens.tolist()

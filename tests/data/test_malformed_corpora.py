@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus, tokenize_corpus
+from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
 from moe.data.documents import Document, read_files, read_pairs
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
+from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
 from tests.data.conftest import VOCAB_SIZE
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe.data.corpus import tokenize_corpus
 from moe.data.pipeline import PairSource, SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
 from tests.data.test_span_corruption import splice
 

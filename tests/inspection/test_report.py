@@ -14,9 +14,10 @@ import torch
 
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import model_fingerprint
-from moe.data.corpus import load_corpus, tokenize_corpus
+from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokens import tokenize_corpus
 from moe.inspection.plots import plot_load
 from scripts import inspect_router
 from tests.models.tiny import DENSE, tiny_model
