@@ -1,7 +1,7 @@
 """Logistic regression on vectors of words: the honest rival of pre-training, which sees the same text."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -94,6 +94,17 @@ def classify_by_vectors(
     return VectorAnswers(outputs, f"{vectors.source}: {setting}, chosen on {chosen_on}")
 
 
+FeatureFunction = Callable[[Sequence[str]], NDArray[np.float32]]
+"""Returns <float32>[N, D] of N texts."""
+
+
+class _Features(NamedTuple):
+    """<float32>[N, D] features of the texts that fit, and of those that are answered."""
+
+    train: NDArray[np.float32]
+    test: NDArray[np.float32]
+
+
 class _Classifiers:
     """Classifiers that are fitted to training examples and answer others."""
 
@@ -108,6 +119,7 @@ class _Classifiers:
 
         # Each is fitted once, however often it is asked.
         self._vectors = vectors
+        self._features = lru_cache(self._standardized)
         self._by_vectors = lru_cache(self._fit_to_vectors)
         self._by_words = lru_cache(self._fit_to_words)
 
@@ -126,20 +138,22 @@ class _Classifiers:
 
     def _fit_to_vectors(self, strength: float, has_max: bool) -> NDArray[np.float64]:
         """Returns <float64>[N, classes] logarithms of probabilities by vectors of words."""
-        kinds = [self._vectors.mean]
+        features = [self._features(self._vectors.mean)]
         if has_max:
-            kinds.append(self._vectors.max)
+            features.append(self._features(self._vectors.max))
 
-        # Around 0, in units of their spread over the training texts.
-        train_parts: list[NDArray[np.float32]] = []
-        test_parts: list[NDArray[np.float32]] = []
-        for features_of in kinds:
-            features = features_of(self._inputs)
-            centre = features.mean(axis=0)
-            spread = max(float((features - centre).std()), 1e-9)
-            train_parts.append((features - centre) / spread)
-            test_parts.append((features_of(self._test_inputs) - centre) / spread)
-        return self._fit(np.hstack(train_parts), np.hstack(test_parts), strength)
+        # Features side by side.
+        train = np.hstack([part.train for part in features])
+        test = np.hstack([part.test for part in features])
+        return self._fit(train, test, strength)
+
+    def _standardized(self, features_of: FeatureFunction) -> _Features:
+        """Returns features of all texts, around 0 in units of their spread over the training texts."""
+        train = features_of(self._inputs)
+        centre = train.mean(axis=0)
+        spread = max(float((train - centre).std()), 1e-9)
+        test = features_of(self._test_inputs)
+        return _Features((train - centre) / spread, (test - centre) / spread)
 
     def _fit_to_words(self) -> NDArray[np.float64]:
         """Returns <float64>[N, classes] logarithms of probabilities by counts of words."""

@@ -43,19 +43,17 @@ def main(argv: list[str]) -> None:
         run_stages(options, out)
 
 
-def finetune_models(title: str, options: argparse.Namespace, out: Path, *task_options: str) -> None:
-    """Fine-tunes the pre-trained model, and one of the same architecture from scratch.
-
-    Args:
-        title: Title of the step.
-        options: What `job_parser` has read.
-        out: Folder of the job; the models are in its finetune/model and scratch/model.
-        task_options: Options that name the task, where the recipe does not.
-    """
+def finetune_models(options: argparse.Namespace, out: Path) -> None:
+    """Fine-tunes the pre-trained model, and one of the same architecture from scratch."""
     resume = ["--resume"] if options.resume else []
-    settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
-    settings += [*task_options, *resume]
-    run(f"4 {title}", finetune, *settings, "--out", out / "finetune")
+    settings = [
+        "--config",
+        options.finetune_config,
+        "--pretrained",
+        out / "pretrain/model",
+        *resume,
+    ]
+    run("4 Fine-tune on both tasks", finetune, *settings, "--out", out / "finetune")
     scratch = ["--init", "scratch", "--out", out / "scratch"]
     run("  and the same from scratch", finetune, *settings, *scratch)
 
@@ -63,7 +61,7 @@ def finetune_models(title: str, options: argparse.Namespace, out: Path, *task_op
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not done."""
     pretrain_model(options, out, "--unseen", UNSEEN)
-    finetune_models("Fine-tune on both tasks", options, out)
+    finetune_models(options, out)
 
     models = ["--model", f"pre-trained={out / 'finetune/model'}"]
     models += ["--also", f"from-scratch={out / 'scratch/model'}"]

@@ -1,4 +1,4 @@
-"""Intervals with their mark, long texts and Markdown tables; `moe.inspection.formatting` has the
+"""Intervals with their mark, long texts, Markdown tables and lists; `moe.inspection.formatting` has the
 scores.
 """
 
@@ -44,6 +44,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     for row in rows:
         lines.append([text.replace("|", "\\|") for text in row])
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def markdown_list(sentences: Sequence[str]) -> list[str]:
+    """Returns the lines of a list."""
+    return [f"- {sentence}" for sentence in sentences]
 
 
 def markdown_cell(text: str, length: int = SHOWN_CHARACTERS) -> str:

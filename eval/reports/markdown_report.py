@@ -1,10 +1,13 @@
 """report.md: an evaluation as Markdown."""
 
-from collections.abc import Sequence
-
 from eval.answers.cost import FLOPS_FORMULA
 from eval.records import Report, TaskResult
-from eval.reports.formatting import format_marked_interval, markdown_cell, markdown_table
+from eval.reports.formatting import (
+    format_marked_interval,
+    markdown_cell,
+    markdown_list,
+    markdown_table,
+)
 from eval.reports.report_text import (
     CALIBRATION_HEADER,
     CALIBRATION_SENTENCE,
@@ -84,7 +87,7 @@ def _score_section(board: Scoreboard) -> list[str]:
         "",
         *markdown_table(header, rows),
         "",
-        *_bullets(board.legend),
+        *markdown_list(board.legend),
         "",
     ]
 
@@ -92,7 +95,7 @@ def _score_section(board: Scoreboard) -> list[str]:
 def _task_section(report: Report, task: TaskResult) -> list[str]:
     """Returns the lines about one task."""
     lines = [f"## {task.task} (version {task.version})", "", task.description, ""]
-    lines += [data_sentence(task), "", *_bullets(task.notes), ""]
+    lines += [data_sentence(task), "", *markdown_list(task.notes), ""]
 
     lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
     remarks = [
@@ -101,7 +104,7 @@ def _task_section(report: Report, task: TaskResult) -> list[str]:
         *model_comparisons(task.systems),
         *baseline_notes(task.systems),
     ]
-    lines += [*_bullets(remarks), ""]
+    lines += [*markdown_list(remarks), ""]
 
     if task.contamination:
         lines += ["### Overlap with a corpus", "", contamination_sentence(task.contamination), ""]
@@ -134,7 +137,3 @@ def _task_section(report: Report, task: TaskResult) -> list[str]:
         lines += [f"### Worst answers ({first_system(task)})", ""]
         lines += [*markdown_table(WORST_HEADER, rows), ""]
     return lines
-
-
-def _bullets(sentences: Sequence[str]) -> list[str]:
-    return [f"- {sentence}" for sentence in sentences]

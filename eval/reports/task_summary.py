@@ -200,16 +200,9 @@ def score_system(
     groups = [example.group for example in examples]
     scores, draws = score_metrics(scored, groups, task_seed(task.name))
 
-    result = SystemResult(
-        name=name,
-        mode=mode,
-        scores=[MetricScore.of(metric, score) for metric, score in scores.items()],
-        num_examples=len(examples),
-        num_unparsable=count_unparsable(scored.targets, scored.answers),
-        num_empty=sum(not output.strip() for output in outputs),
-        router=router,
-        calibration=calibration,
-    )
+    counted = _counted(name, mode, outputs, scored.targets, scored.answers, router)
+    metric_scores = [MetricScore.of(metric, score) for metric, score in scores.items()]
+    result = replace(counted, scores=metric_scores, calibration=calibration)
     return ScoredSystem(result, draws, scored.headline_scores)
 
 
@@ -226,16 +219,28 @@ def count_system(
     The arguments are those of `score_system`.
     """
     values = task.values(examples, outputs)
-    result = SystemResult(
+    result = _counted(name, mode, outputs, values.targets, values.answers, router)
+    return ScoredSystem(result, {}, np.empty(0))
+
+
+def _counted(
+    name: str,
+    mode: str,
+    outputs: Sequence[str],
+    targets: Values,
+    answers: Values,
+    router: Mapping[Stack, RouterSummary] | None,
+) -> SystemResult:
+    """Returns one system's answers without a score; targets and answers are post-processed."""
+    return SystemResult(
         name=name,
         mode=mode,
         scores=[],
-        num_examples=len(examples),
-        num_unparsable=count_unparsable(values.targets, values.answers),
+        num_examples=len(outputs),
+        num_unparsable=count_unparsable(targets, answers),
         num_empty=sum(not output.strip() for output in outputs),
         router=router,
     )
-    return ScoredSystem(result, {}, np.empty(0))
 
 
 def ranked_calibration(

@@ -6,7 +6,7 @@ Comes after `outcomes`, before `report`, which writes it down.
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from eval.scores.seeds import equivalence, holm, paired_difference
 from eval.studies.outcomes import ArmSize, RunOutcome
@@ -35,6 +35,9 @@ class ArmNumber(NamedTuple):
     has_diverged: bool
 
 
+A = TypeVar("A", RunOutcome, ArmNumber)
+
+
 class ContrastResult(NamedTuple):
     """One comparison of two arms; positive differences speak for the first arm.
 
@@ -43,7 +46,7 @@ class ContrastResult(NamedTuple):
         is_primary: Whether it was declared before the runs.
         num_seeds: Number of seeds that both arms have.
         difference: Mean over the seeds of how much better the first arm is.
-        low: Lower end of the 95 % interval (paired t); None for a single seed.
+        low: Lower end of the 95 % interval (paired t); None where seeds show no spread.
         high: Upper end of it.
         p_value: Two-sided p-value, corrected after Holm among the secondary ones.
         equivalence_p: p-value of TOST: that the difference lies outside the margin.
@@ -104,6 +107,15 @@ class StudyResult(NamedTuple):
     numbers: list[ArmNumber]
     contrasts: list[ContrastResult]
     crossing: Crossing | None
+
+
+def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:
+    """Returns runs or numbers by the name of their arm and the text of their value of the sweep."""
+    groups: dict[tuple[str, str], list[A]] = {}
+    for item in items:
+        value = "" if item.value is None else str(item.value)
+        groups.setdefault((item.arm, value), []).append(item)
+    return groups
 
 
 # ---------------------------------------------------------------------------
@@ -223,11 +235,6 @@ def _contrast_result(
     sign = -1 if study.measure.better == "lower" else 1
     arm = [sign * first[seed] for seed in seeds]
     against = [sign * second[seed] for seed in seeds]
-    if len(seeds) == 1:
-        difference = arm[0] - against[0]
-        return ContrastResult(
-            contrast, is_primary, 1, difference, None, None, None, None, "not resolved"
-        )
 
     # Whether there is a difference, and whether there is none that counts.
     paired = paired_difference(arm, against)
@@ -237,10 +244,10 @@ def _contrast_result(
         is_primary,
         num_seeds=len(seeds),
         difference=paired.mean,
-        low=paired.low,
-        high=paired.high,
-        p_value=paired.p,
-        equivalence_p=tost.p,
+        low=_known(paired.low),
+        high=_known(paired.high),
+        p_value=_known(paired.p),
+        equivalence_p=_known(tost.p),
         verdict="not resolved",
     )
 
@@ -253,6 +260,11 @@ def _number_by_seed(
         if (item.arm, item.value) == (arm, value):
             number_by_seed[item.seed] = item.number
     return number_by_seed
+
+
+def _known(value: float) -> float | None:
+    """Returns a number, or None for NaN: of one seed, or of seeds without spread, nothing is known."""
+    return None if math.isnan(value) else value
 
 
 def _verdict(result: ContrastResult) -> Verdict:
@@ -298,11 +310,10 @@ def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
     logs = [math.log(tokens) for tokens in tokens_by_seed.values() if tokens]
     if not logs or len(logs) < len(tokens_by_seed):
         return Crossing(tokens_by_seed, None, None, None)
-    mean = math.exp(statistics.fmean(logs))
-    if len(logs) == 1:
-        return Crossing(tokens_by_seed, mean, None, None)
     interval = paired_difference(logs, [0.0] * len(logs))
-    return Crossing(tokens_by_seed, mean, math.exp(interval.low), math.exp(interval.high))
+    low = _known(math.exp(interval.low))
+    high = _known(math.exp(interval.high))
+    return Crossing(tokens_by_seed, math.exp(interval.mean), low, high)
 
 
 def _crossing_of(first: RunOutcome, second: RunOutcome, sign: int) -> float | None:

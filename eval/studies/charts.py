@@ -7,13 +7,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.studies.analysis import ContrastResult, StudyResult
+from eval.studies.analysis import ContrastResult, StudyResult, by_arm_and_value
 from eval.studies.outcomes import RunOutcome
-from moe.inspection.plots import STYLE, figure_svg
+from moe.inspection.plots import COLOURS, STYLE, figure_svg
 
-# Okabe and Ito's colours, which colour-blind people tell apart, and a dash for each round of them.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666666")
-_DASHES = ("-", "--", ":")
+_DASHES = ("-", "--", ":")  # one for each round of the colours
 _WIDTH = 7.8  # inches
 
 
@@ -21,14 +19,15 @@ def curves_chart(result: StudyResult) -> str:
     """Returns the metric of the curves over tokens or steps: each seed thin, the mean of an arm bold."""
     measure = result.study.measure
     # Tokens compare runs of other batches; fine-tuning has only steps.
-    groups = _runs_by_arm(result)
+    groups = by_arm_and_value(result.outcomes)
     has_tokens = all(run.tokens for run in result.outcomes)
     with rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
         axes = figure.subplots()
         axes.set_xlabel("millions of tokens" if has_tokens else "step")
         axes.set_ylabel(measure.curve or measure.metric)
-        for number, (name, runs) in enumerate(groups.items()):
+        for number, ((arm, value), runs) in enumerate(groups.items()):
+            name = f"{arm} at {value}" if value else arm
             _draw_curves(axes, name, runs, _style(number), has_tokens)
         if groups:
             axes.legend(fontsize=8)
@@ -67,7 +66,7 @@ def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
         # The primary comparison has a colour of its own.
         names = []
         for row, result in enumerate(contrasts):
-            colour = _COLOURS[1] if result.is_primary else _COLOURS[0]
+            colour = COLOURS[1] if result.is_primary else COLOURS[0]
             axes.plot([result.difference], [row], "o", color=colour)
             if result.low is not None and result.high is not None:
                 axes.plot([result.low, result.high], [row, row], color=colour)
@@ -86,17 +85,8 @@ def contrast_name(result: ContrastResult) -> str:
 
 def _style(number: int) -> tuple[str, str]:
     """Returns colour and dash of the arm of that number."""
-    dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
-    return _COLOURS[number % len(_COLOURS)], dash
-
-
-def _runs_by_arm(result: StudyResult) -> dict[str, list[RunOutcome]]:
-    """Returns the runs of each arm; with a sweep those of each arm and value."""
-    groups: dict[str, list[RunOutcome]] = {}
-    for run in result.outcomes:
-        name = run.arm if run.value is None else f"{run.arm} at {run.value}"
-        groups.setdefault(name, []).append(run)
-    return groups
+    dash = _DASHES[number // len(COLOURS) % len(_DASHES)]
+    return COLOURS[number % len(COLOURS)], dash
 
 
 def _draw_curves(

@@ -9,7 +9,7 @@ from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, cr
 from eval.studies.outcomes import arm_size, read_outcome
 from eval.studies.report import write_report
 from eval.studies.runs import StudyRun, study_runs
-from eval.studies.scheduler import Progress, read_state, run_all
+from eval.studies.scheduler import Progress, find_progress, run_all
 from eval.studies.study import SettingValue, Study, read_study
 from moe.cli import Parser, integer, path, real, word
 from moe.errors import ConfigError
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     taken = f"Another process works on the study in {out}. Wait for it, or choose another --out."
     with claim_folder(out, JOB, taken=taken):
         if options.report:
-            progress = _complete_runs(runs)
+            progress = find_progress(runs)
         else:
             print(plan_text(study, runs, options.jobs))
             progress = run_all(runs, jobs=options.jobs, hours=options.hours)
@@ -81,7 +81,7 @@ def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
     seeds = f"{len(study.seeds)} seeds"
     sweep = f" x {len(study.sweep.values)} values of {study.sweep.setting}" if study.sweep else ""
     steps = sum(run.recipe.training.steps for run in runs)
-    complete = len(_complete_runs(runs).complete)
+    complete = len(find_progress(runs).complete)
     return (
         f"{study.title}: {arms}{sweep} x {seeds} = {len(runs)} runs, {steps:,} steps, "
         f"{jobs} at a time; {complete} are complete."
@@ -109,7 +109,7 @@ def study_result(
     # The models of an arm have one size, whatever the seed.
     sizes = {}
     for run in progress.complete:
-        size = arm_size(run)
+        size = None if run.arm in sizes else arm_size(run)
         if size is not None:
             sizes[run.arm] = size
     numbers = arm_numbers(study, outcomes)
@@ -125,15 +125,3 @@ def study_result(
         contrasts=contrast_results(study, numbers),
         crossing=crossing(study, outcomes) if study.has_crossing else None,
     )
-
-
-def _complete_runs(runs: list[StudyRun]) -> Progress:
-    """Returns the runs that are complete."""
-    progress = Progress()
-    for run in runs:
-        state = read_state(run)
-        if state is not None and state.is_complete:
-            progress.complete.append(run)
-        else:
-            progress.left_out.append(run)
-    return progress

@@ -3,20 +3,11 @@
 Comes after `report`, which writes those files.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from eval.reports.formatting import markdown_table
 from eval.studies.analysis import StudyResult
-from eval.studies.report import (
-    STUDY_JSON,
-    arm_table,
-    contrast_table,
-    interval_text,
-    markdown_table,
-    notes,
-    read_result,
-    router_table,
-)
+from eval.studies.report import STUDY_JSON, interval_text, read_result, study_body
 from moe.errors import DataError
 
 _HEADER = (
@@ -85,19 +76,4 @@ def _claim_row(name: str, result: StudyResult) -> list[str]:
 
 def _section(name: str, result: StudyResult) -> list[str]:
     """Returns the section of one study."""
-    study = result.study
-    lines = [f"({name.replace('_', '-')})=", f"## {study.title}", ""]
-    lines += [f"**Claim.** {study.claim}", "", f"**The paper.** {study.paper}", ""]
-    lines += [f"**Expected**, before the first run. {study.expected}", ""]
-    lines += contrast_table(result)
-    lines += ["", *arm_table(result)]
-    routers = router_table(result)
-    if routers:
-        lines += ["", "Routers at the end of training, means over seeds:", "", *routers]
-    lines += ["", *_bullets(notes(result))]
-    lines += ["", "```bash", result.command, "```"]
-    return lines
-
-
-def _bullets(sentences: Sequence[str]) -> list[str]:
-    return [f"- {sentence}" for sentence in sentences]
+    return [f"({name.replace('_', '-')})=", f"## {result.study.title}", "", *study_body(result)]

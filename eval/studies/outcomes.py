@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from eval.studies.scheduler import read_state
 from eval.studies.study import Evaluation, Measure, SettingValue, Study
 from moe.checkpoint.best_model import best_and_last
-from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
+from moe.commands.plan import read_workload
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
 from moe.parsing import read_json, read_json_lines
 from moe.training.metrics import METRICS_FILE
 from moe.training.recipe import PretrainRecipe
-
-_NUM_SENTINELS = 100  # T5's, of every tokenizer of this library
 
 
 class Point(NamedTuple):
@@ -157,13 +156,12 @@ def arm_size(run: StudyRun) -> ArmSize | None:
 
 def _tokens_per_step(run: StudyRun) -> int:
     """Returns the tokens of an update of pre-training; 0 for fine-tuning, whose rows are padded."""
-    # A chunk of text becomes inputs and targets, whose sentinels and end tokens count too.
-    recipe = run.recipe
-    if not isinstance(recipe, PretrainRecipe):
+    if not isinstance(run.recipe, PretrainRecipe):
         return 0
-    noise = Noise(recipe.data.noise_density, recipe.data.mean_noise_span_length)
-    length = tokens_length(recipe.data.inputs_length, noise, _NUM_SENTINELS)
-    return recipe.training.batch_size * sum(corrupted_lengths(length, noise))
+
+    # As the planner counts an update: sentinels and end tokens are tokens too.
+    workload = read_workload(run.recipe)
+    return workload.batch_size * sum(workload.lengths)
 
 
 def _curve(lines: Sequence[dict[str, Any]], metric: str) -> list[Point]:
@@ -202,7 +200,7 @@ def _score(run: StudyRun, evaluate: Evaluation, metric: str) -> float:
     Raises:
         DataError: When the report does not hold it.
     """
-    path = run.folder / EVALUATION_FOLDER / "report.json"
+    path = run.folder / EVALUATION_FOLDER / REPORT
     report = read_json(path, advice=f"Remove {run.folder / EVALUATION_FOLDER} and run again.")
 
     # The only model in the only task; baselines answer in a mode of their own.

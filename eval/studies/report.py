@@ -5,13 +5,18 @@ Comes after `analysis`; `measured` puts the results of several studies on one pa
 
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from eval.records import to_json
-from eval.studies.analysis import ArmNumber, ContrastResult, Crossing, StudyResult
+from eval.reports.formatting import markdown_list, markdown_table
+from eval.studies.analysis import (
+    ArmNumber,
+    ContrastResult,
+    Crossing,
+    StudyResult,
+    by_arm_and_value,
+)
 from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, sweep_chart
-from eval.studies.outcomes import RunOutcome
 from moe.files import write_text
 from moe.inspection.html_page import render_page
 from moe.parsing import read_record
@@ -65,31 +70,23 @@ def write_report(result: StudyResult, out: Path) -> str:
 
 def study_markdown(result: StudyResult) -> str:
     """Returns the claim, the comparisons and the numbers of all runs as Markdown."""
+    return "\n".join([f"# {result.study.title}", "", *study_body(result), ""])
+
+
+def study_body(result: StudyResult) -> list[str]:
+    """Returns the lines of a study below its title."""
     study = result.study
-    lines = [f"# {study.title}", "", f"Claim: {study.claim}", ""]
-    lines += [f"The paper: {study.paper}", "", f"Expected here: {study.expected}", ""]
-    lines += notes(result)
-    lines += ["", *contrast_table(result), "", *arm_table(result), ""]
-    routers = router_table(result)
+    lines = [f"**Claim.** {study.claim}", "", f"**The paper.** {study.paper}", ""]
+    lines += [f"**Expected**, before the first run. {study.expected}", ""]
+    lines += [*markdown_table(_CONTRAST_HEADER, contrast_rows(result)), ""]
+    lines += [*markdown_table(_ARM_HEADER, arm_rows(result)), ""]
+
+    # Dense models have no routers.
+    routers = router_rows(result)
     if routers:
-        lines += ["Routers at the end of training, means over seeds:", "", *routers, ""]
-    return "\n".join(lines)
-
-
-def contrast_table(result: StudyResult) -> list[str]:
-    """Returns the comparisons as lines of a Markdown table."""
-    return markdown_table(_CONTRAST_HEADER, contrast_rows(result))
-
-
-def arm_table(result: StudyResult) -> list[str]:
-    """Returns the numbers of all arms as lines of a Markdown table."""
-    return markdown_table(_ARM_HEADER, arm_rows(result))
-
-
-def router_table(result: StudyResult) -> list[str]:
-    """Returns what the routers did as lines of a Markdown table; none for dense models."""
-    rows = router_rows(result)
-    return markdown_table(_ROUTER_HEADER, rows) if rows else []
+        lines += ["Routers at the end of training, means over seeds:", ""]
+        lines += [*markdown_table(_ROUTER_HEADER, routers), ""]
+    return [*lines, *markdown_list(notes(result)), "", "```bash", result.command, "```"]
 
 
 def study_html(result: StudyResult) -> str:
@@ -140,13 +137,8 @@ def contrast_rows(result: StudyResult) -> list[list[str]]:
 
 def arm_rows(result: StudyResult) -> list[list[str]]:
     """Returns a row for each arm and value of the sweep."""
-    groups: dict[tuple[str, str], list[ArmNumber]] = {}
-    for number in result.numbers:
-        value = "" if number.value is None else str(number.value)
-        groups.setdefault((number.arm, value), []).append(number)
-
     rows = []
-    for (arm, value), numbers in groups.items():
+    for (arm, value), numbers in by_arm_and_value(result.numbers).items():
         mean = sum(number.number for number in numbers) / len(numbers)
         size = result.sizes.get(arm)
         rows.append(
@@ -166,13 +158,8 @@ def arm_rows(result: StudyResult) -> list[list[str]]:
 
 def router_rows(result: StudyResult) -> list[list[str]]:
     """Returns what the routers of each arm did in their last logged update, means over seeds."""
-    groups: dict[tuple[str, str], list[RunOutcome]] = {}
-    for run in result.outcomes:
-        value = "" if run.value is None else str(run.value)
-        groups.setdefault((run.arm, value), []).append(run)
-
     rows = []
-    for (arm, value), runs in groups.items():
+    for (arm, value), runs in by_arm_and_value(result.outcomes).items():
         for stack in ("encoder", "decoder"):
             cells = []
             for metric in _ROUTER_METRICS:
@@ -261,11 +248,3 @@ def crossing_sentence(crossing: Crossing) -> str:
     if crossing.low is not None and crossing.high is not None:
         text += f" (95 % interval {crossing.low / 1e6:.1f}M to {crossing.high / 1e6:.1f}M)"
     return text + "."
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(row)} |")
-    return lines

@@ -14,6 +14,7 @@ from eval.studies.study import SettingValue, Study
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError
+from moe.training.command import RecipeCommand
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 
 _COMMANDS = {
@@ -66,12 +67,15 @@ def study_runs(
     Raises:
         ConfigError: When a setting is unknown or wrong; names the arm.
     """
+    # One reader of command lines for all runs: making it takes longer than using it.
+    _, build_command = _COMMANDS[study.command]
+    command = build_command()
     runs = []
     values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
     for seed in study.seeds:
         for value in values:
             for arm in study.arms:
-                runs.append(_study_run(study, arm, value, seed, out, overrides or {}))
+                runs.append(_study_run(study, command, arm, value, seed, out, overrides or {}))
     return runs
 
 
@@ -88,6 +92,7 @@ def label_budget(run: StudyRun) -> list[str]:
 
 def _study_run(
     study: Study,
+    command: RecipeCommand[Any],
     arm: str,
     value: SettingValue,
     seed: int,
@@ -107,9 +112,9 @@ def _study_run(
     places = {"seed": seed, "out": out, "studies": out.parent}
     argv = list(_options(settings, places))
     argv += ["--seed", str(seed), "--out", str(folder)]
-    module, build_command = _COMMANDS[study.command]
+    module, _ = _COMMANDS[study.command]
     try:
-        recipe, _ = build_command().parse(argv)
+        recipe, _ = command.parse(argv)
     except ConfigError as error:
         raise ConfigError(f"Arm {arm!r}: {error}") from error
 

@@ -6,6 +6,7 @@ Comes after `runs`, before `outcomes`, which reads what the runs have written.
 import json
 import multiprocessing
 import os
+import re
 import resource
 import runpy
 import signal
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from moe.errors import DataError, DivergenceError, MoEError
 from moe.files import locked_folder, write_text
-from moe.parsing import read_json_lines, read_record
+from moe.parsing import read_record
 from moe.training.metrics import METRICS_FILE
 
 STATE_FILE = "study_run.json"
@@ -35,6 +36,8 @@ LOG_FILE = "study_run.log"
 _USAGE_FILE = "study_usage.json"
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 60
+_LONGEST_LINE = 2**14  # bytes
+_STEP = re.compile(rb'^\{"step": (\d+),', re.MULTILINE)
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = ["moe.training.loop", "eval.dev_scores", "eval.run"]
@@ -80,7 +83,7 @@ class Progress:
 
     Attributes:
         complete: Runs that are complete, diverged ones too.
-        left_out: Runs for which the budget was too small.
+        left_out: Runs that are not, as those for which the budget was too small.
     """
 
     complete: list[StudyRun] = field(default_factory=list)
@@ -100,14 +103,9 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
         KeyboardInterrupt: After the runs were told to stop; they go on with the next call.
     """
     # What is complete is not run again.
-    progress = Progress()
-    waiting = []
-    for run in runs:
-        state = read_state(run)
-        if state is not None and state.is_complete:
-            progress.complete.append(run)
-        else:
-            waiting.append(run)
+    earlier = find_progress(runs)
+    progress = Progress(complete=earlier.complete)
+    waiting = earlier.left_out
 
     # Starting Python and torch anew for every run would take ten seconds each.
     _CONTEXT.set_forkserver_preload(_PRELOADED)
@@ -135,6 +133,18 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
                     running.remove(process)
                     progress.complete.append(process.run)
             _show(bar, progress, running)
+    return progress
+
+
+def find_progress(runs: Sequence[StudyRun]) -> Progress:
+    """Returns which runs are complete; all others count as left out."""
+    progress = Progress()
+    for run in runs:
+        state = read_state(run)
+        if state is not None and state.is_complete:
+            progress.complete.append(run)
+        else:
+            progress.left_out.append(run)
     return progress
 
 
@@ -296,7 +306,7 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
 
     # Until a run is complete, those that go on tell how fast steps are.
     for process in running:
-        steps = _steps_done(process.run)
+        steps = steps_done(process.run)
         if steps:
             taken = time.monotonic() - process.started
             seconds.append((process.run.arm, taken / steps))
@@ -320,18 +330,23 @@ def _show(bar: "tqdm[NoReturn]", progress: Progress, running: Sequence[_Process]
     # Complete runs count in full, the others as far as their metrics go.
     steps = sum(run.recipe.training.steps for run in progress.complete)
     for process in running:
-        steps += _steps_done(process.run)
+        steps += steps_done(process.run)
     names = "; ".join(process.run.name for process in running)
     bar.n = steps
     bar.set_postfix_str(f"{len(progress.complete)} runs complete; {names}", refresh=True)
 
 
-def _steps_done(run: StudyRun) -> int:
-    """Returns the step of the last line of a run's metrics; 0 for none."""
+def steps_done(run: StudyRun) -> int:
+    """Returns how far a run's metrics go."""
+    if (run.folder / EVALUATION_FOLDER).exists():
+        return run.recipe.training.steps
     path = run.folder / METRICS_FILE
-    if not path.exists() or (run.folder / EVALUATION_FOLDER).exists():
-        return 0 if not path.exists() else run.recipe.training.steps
-    last = 0
-    for _, line in read_json_lines(path, torn_end=True, nan=True):
-        last = int(line.get("step", last))
-    return last
+    if not path.exists():
+        return 0
+
+    # The end of the file alone, since this is asked twice a second; its last line may be torn.
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LONGEST_LINE))
+        steps = _STEP.findall(file.read())
+    return int(steps[-1]) if steps else 0

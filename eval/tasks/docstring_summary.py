@@ -11,7 +11,7 @@ from eval.task import Decoding, Features, Row, Task, register_task
 from eval.text.postprocess import unchanged
 from eval.text.preprocess import summarize
 from moe.data.docstrings import docstrings, package_folder, python_files
-from moe.data.prose import prose_paragraphs
+from moe.data.prose import letters, prose_paragraphs
 
 PACKAGED_APART = frozenset(
     {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle.py", "turtledemo"}
@@ -44,7 +44,7 @@ def _all_rows() -> dict[str, list[Row]]:
     for path in paths:
         relative = path.relative_to(folder)
         for row in _rows_of_file(path, f"stdlib/{relative.as_posix()}"):
-            texts = {_letters(row["body"]), _letters(row["summary"])}
+            texts = {letters(row["body"]), letters(row["summary"])}
             if seen.isdisjoint(texts):
                 seen |= texts
                 splits[_split_of_file(relative)].append(row)
@@ -77,11 +77,6 @@ def _split_of_file(relative: Path) -> str:
 
 def _is_packaged_apart(relative: Path) -> bool:
     return relative.parts[0] in PACKAGED_APART
-
-
-def _letters(text: str) -> str:
-    """Returns what is left of a text without case, spaces and punctuation."""
-    return "".join(filter(str.isalnum, text.casefold()))
 
 
 # ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from eval.source import BuiltIn
 from eval.task import SPLITS, Decoding, Features, Row, Task, register_task
 from eval.text.postprocess import label_index
 from moe.data.docstrings import docstrings, package_folder, python_files
-from moe.data.prose import prose_paragraphs
+from moe.data.prose import letters, prose_paragraphs
 
 MAX_WORDS = 60
 """Words of a docstring that are kept: what a model sees within `inputs_length`, and baselines too."""
@@ -209,7 +209,7 @@ def _all_rows() -> dict[str, list[Row]]:
         splits[split] = []
         for path, topic in files[split]:
             for row in _rows_of_file(path, path.relative_to(folder), topic):
-                key = "".join(filter(str.isalnum, row["text"].casefold()))
+                key = letters(row["text"])
                 if key not in seen:
                     seen.add(key)
                     splits[split].append(row)

@@ -10,6 +10,7 @@ from eval.scores.metrics import ACCURACY
 from eval.source import SystemData, hash_fraction, split_by_hash
 from eval.task import SPLITS, Decoding, Features, Row, Task, register_task
 from eval.text.postprocess import label_index
+from moe.data.prose import letters
 from moe.data.wordnet import (
     LEXICOGRAPHER_FILES,
     WORDNET_LICENCE,
@@ -60,12 +61,12 @@ def _all_rows() -> dict[str, list[Row]]:
     """Returns the rows of every split; definitions that several synsets share are in none."""
     # A shared definition would be in two splits, or in one and in the text of another.
     synsets = read_synsets(find_wordnet())
-    num_synsets = Counter(_letters(synset) for synset in synsets)
+    num_synsets = Counter(letters(synset.definition) for synset in synsets)
 
     synsets_by_file: dict[str, list[Synset]] = defaultdict(list)
     for synset in synsets:
         is_long_enough = len(synset.definition.split()) >= MIN_WORDS
-        if is_long_enough and num_synsets[_letters(synset)] == 1:
+        if is_long_enough and num_synsets[letters(synset.definition)] == 1:
             synsets_by_file[synset.lexicographer].append(synset)
 
     splits: dict[str, list[Row]] = {split: [] for split in SPLITS}
@@ -75,18 +76,13 @@ def _all_rows() -> dict[str, list[Row]]:
         for synset in sorted(chosen, key=lambda synset: synset.id):
             # The split hangs on the definition, so that another version of WordNet moves none.
             row = {"id": synset.id, "definition": synset.definition, "lexicographer": file}
-            key = f"{_SPLIT_SALT}/{_letters(synset)}"
+            key = f"{_SPLIT_SALT}/{letters(synset.definition)}"
             splits[split_by_hash(key, test=0.09, validation=0.022)].append(row)
     return splits
 
 
-def _letters(synset: Synset) -> str:
-    """Returns what is left of a definition without case, spaces and punctuation."""
-    return "".join(filter(str.isalnum, synset.definition.casefold()))
-
-
 def _order(synset: Synset) -> float:
-    return hash_fraction(f"{_SPLIT_SALT}/order/{_letters(synset)}")
+    return hash_fraction(f"{_SPLIT_SALT}/order/{letters(synset.definition)}")
 
 
 # ---------------------------------------------------------------------------

@@ -51,6 +51,11 @@ def prose_paragraphs(text: str) -> list[str]:
     return paragraphs
 
 
+def letters(text: str) -> str:
+    """Returns what is left of a text without case, spaces and punctuation, to find repetitions."""
+    return "".join(filter(str.isalnum, text.casefold()))
+
+
 def is_prose(paragraph: str) -> bool:
     """Returns whether a one-line paragraph reads as English: enough words, few symbols."""
     if len(_WORD.findall(paragraph)) < MIN_WORDS:

@@ -18,6 +18,8 @@ _ORANGE = "#D55E00"
 _GREEN = "#009E73"
 _PINK = "#CC79A7"
 _GREY = "#666666"
+COLOURS = (_BLUE, _ORANGE, _GREEN, _PINK, "#56B4E9", "#E69F00", _GREY)
+"""Of figures with many lines, in this order."""
 
 _WIDTH = 7.8  # inches
 _LOSS_HEIGHT = 3.4
@@ -79,7 +81,7 @@ def plot_accuracy(stages: Sequence[Stage]) -> str:
     # Runs differ in colour, then in dash.
     styles = []
     for dash in ("-", "--", ":"):
-        for colour in (_BLUE, _ORANGE, _GREEN, _PINK):
+        for colour in COLOURS[:4]:
             styles.append((colour, dash))
 
     with rc_context(STYLE):

@@ -100,6 +100,15 @@ def test_noise_resolves_nothing_and_neither_does_one_seed() -> None:
     assert (result.difference, result.low, result.verdict) == (1.0, None, "not resolved")
 
 
+def test_seeds_without_a_spread_say_nothing_of_it() -> None:
+    study = build()
+    outcomes = runs_of({"a": [2.0, 2.0, 2.0], "b": [2.5, 2.5, 2.5]})
+    (result,) = contrast_results(study, arm_numbers(study, outcomes))
+    assert (result.difference, result.num_seeds) == (0.5, 3)
+    assert (result.low, result.high, result.p_value) == (None, None, None)
+    assert result.verdict == "not resolved"
+
+
 def test_secondary_comparisons_are_corrected_together_and_the_primary_is_not() -> None:
     contrasts = [Contrast("a", "c"), Contrast("b", "c")]
     study = build(contrasts=contrasts)

@@ -9,7 +9,9 @@ import yaml
 
 from eval.studies.command import main
 from eval.studies.report import read_result
-from eval.studies.scheduler import StudyError
+from eval.studies.runs import study_runs
+from eval.studies.scheduler import StudyError, steps_done
+from eval.studies.study import read_study
 from tests.processes import Command
 from tests.training.tiny_run import write_inputs
 
@@ -78,6 +80,18 @@ def test_a_study_that_was_killed_goes_on_and_comes_to_the_same_curves(
     run_study(studies, killed)
     assert "4 are complete" in capsys.readouterr().out
     assert curves(killed / "study.json") == curves(whole / "study.json")
+
+
+def test_progress_is_read_from_the_end_of_the_metrics(studies: Path, tmp_path: Path) -> None:
+    study = read_study(studies / "study.yaml")
+    run = study_runs(study, tmp_path / "out")[0]
+    assert steps_done(run) == 0
+
+    # The last line is torn, and the file is longer than what is read of it.
+    run.folder.mkdir(parents=True)
+    lines = [json.dumps({"step": step, "train/loss": 1.5}) + "\n" for step in range(800)]
+    (run.folder / "metrics.jsonl").write_text("".join(lines) + '{"ste')
+    assert steps_done(run) == 799
 
 
 def test_runs_of_other_settings_are_refused(studies: Path) -> None:
