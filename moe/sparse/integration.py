@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.module_tracker import ModuleTracker
 
 from moe.checks import check, check_choice, check_number
 from moe.errors import ConfigError, DataError
-from moe.kernels.torch_private import is_in_checkpoint
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.sparse.recomputation import Recomputation, in_backward
 from moe.sparse.stats import RouterStats, add_stats
 
 
@@ -223,8 +222,7 @@ class _Collector:
         self.token_mask = token_mask
         self.routers: list[RouterOutput] = []
         self.wants_gradient = torch.is_grad_enabled()
-        self.must_recompute = False
-        self.recomputed = False
+        self.recomputation = Recomputation()
 
     def give_mask(
         self,
@@ -238,8 +236,7 @@ class _Collector:
             return None
 
         # A recomputation needs the mask, too: see `check_backward`.
-        self.recomputed |= _in_backward()
-        self.must_recompute |= is_in_checkpoint()
+        self.recomputation.watch()
         return args[:1], {**kwargs, "token_mask": self.token_mask}
 
     def record(
@@ -249,7 +246,7 @@ class _Collector:
         output: tuple[Tensor, RouterOutput],
     ) -> None:
         """Appends what the router did, unless activation checkpointing only calls the layer again."""
-        if _in_backward():
+        if in_backward():
             return
 
         # Reentrant checkpointing runs the forward pass without gradient, and records it later.
@@ -263,14 +260,9 @@ class _Collector:
 
     def check_backward(self) -> None:
         """Raises a ConfigError when a later backward pass would recompute layers without their mask."""
-        if self.must_recompute and not self.recomputed:
+        if self.recomputation.is_due:
             raise ConfigError(
                 "collect_routers ended before the backward pass, but activation checkpointing will call the sparse "
                 "layers again there, and then without their token_mask. Call loss.backward() inside the context, or "
                 "open torch.no_grad() around it if no gradient is wanted."
             )
-
-
-def _in_backward() -> bool:
-    """Returns whether a backward pass calls this, so that a forward pass in it is a recomputation."""
-    return ModuleTracker().is_bw

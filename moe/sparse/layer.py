@@ -1,5 +1,6 @@
 """The sparse feed-forward layer: the whole journey of a token in one forward."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
 from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import RouterInputs
 from moe.sparse.stats import RouterStats, router_stats
+
+PlanEdit = Callable[[RouterScores, DispatchPlan], DispatchPlan]
+"""What may stand between the router's plan and its dispatch; see `moe.sparse.editing`."""
 
 
 class RouterOutput(NamedTuple):
@@ -72,6 +76,7 @@ class SparseFeedForward(nn.Module):
         self.experts = Experts(config)
         self.ep: ExpertAxis | None = None
         self.tp: ProcessGroup | None = None
+        self.plan_edits: tuple[PlanEdit, ...] = ()
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
         """Sets the ranks that share the experts; `moe.distributed.sharding` shards the parameters.
@@ -126,6 +131,8 @@ class SparseFeedForward(nn.Module):
         # Scores of every expert for every token, and the plan that is made of them.
         scores = self.router(inputs)  # logits [G, S, E]
         plan = self.router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
+        for edit in self.plan_edits:
+            plan = edit(scores, plan)
 
         # To the experts; from other ranks rows arrive while the losses are computed.
         dispatcher = self.start_dispatcher(plan)

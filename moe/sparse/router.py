@@ -190,6 +190,26 @@ class Router(nn.Module):
             drop_tokens: False gives every expert room for all tokens, whatever the capacity factor.
         """
 
+    def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
+        """Returns the weight of each choice, should it be accepted; by default its probability.
+
+        Args:
+            scores: <float32>[G, S, E] of each kind.
+            expert_index: <int64>[G, S, K] expert of each choice.
+
+        Returns:
+            <float32>[G, S, K].
+        """
+        return scores.probs.gather(-1, expert_index)
+
+    def combine_weight(self, scores: RouterScores, plan: DispatchPlan) -> Tensor:
+        """Returns the weights <float32>[G, S, K] of a plan's choices, 0 where not accepted.
+
+        Of a plan that `assign` made they are those that it has; of another, what this router thinks
+        of its choices.
+        """
+        return self.gates(scores, plan.expert_index) * plan.accepted
+
     def losses(self, scores: RouterScores, plan: DispatchPlan) -> RouterLosses:
         """Returns the auxiliary losses of a plan."""
         return router_losses(scores, plan, self.config)

@@ -83,15 +83,18 @@ class BiasBalancedRouter(Router):
         expert_index = select_experts(biased_probs, num_selected)  # [G, S, K]
 
         # ... and s_i alone with which weight.
-        gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
-        if self.options.normalize_gates:
-            gates = normalize_gates(gates)
+        gates = self.gates(scores, expert_index)  # [G, S, K]
 
         # Every choice of a real token asks for a slot.
         requested = token_mask[..., None].expand_as(expert_index)
         return self.plan_choices(
             expert_index, gates, requested, token_mask, drop_tokens=drop_tokens
         )
+
+    def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
+        """Returns the probabilities <float32>[G, S, K], normalised where the options say so."""
+        gates = super().gates(scores, expert_index)
+        return normalize_gates(gates) if self.options.normalize_gates else gates
 
     @torch.no_grad()
     def update(self, stats: RouterStats) -> None:

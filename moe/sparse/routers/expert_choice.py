@@ -66,16 +66,9 @@ class ExpertChoiceRouter(Router):
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_groups, group_size, num_experts = scores.logits.shape
         is_real = token_mask[..., None]  # [G, S, 1]
-        is_over_tokens = self.options.softmax_over == "tokens"
-
-        # What each expert thinks of each token.  [G, S, E]
-        weights = scores.probs
-        if is_over_tokens:
-            # Finite, so that a group of padding has no NaN.
-            never = torch.finfo(scores.logits.dtype).min
-            weights = scores.logits.masked_fill(~is_real, never).softmax(dim=1)
 
         # A token's slot is its rank in the expert's order; padding comes last, of equals the earlier.
+        weights = self._weights(scores, token_mask)  # [G, S, E]
         preference = weights.detach().masked_fill(~is_real, -1)
         order = preference.argsort(dim=1, descending=True, stable=True)  # [G, S, E]
         rank = torch.arange(group_size, device=order.device)  # [S]
@@ -87,9 +80,6 @@ class ExpertChoiceRouter(Router):
         accepted = is_real.expand_as(slot)  # [G, S, E]
         if capacity is not None:
             accepted = accepted & (slot < capacity)
-        if is_over_tokens:
-            num_experts_of_token = accepted.sum(dim=-1, keepdim=True)  # [G, S, 1]
-            weights = weights / num_experts_of_token.clamp(min=1)
 
         # Choice e of every token is expert e.
         expert = torch.arange(num_experts, device=slot.device)
@@ -97,11 +87,32 @@ class ExpertChoiceRouter(Router):
             expert_index=expert.expand(num_groups, group_size, num_experts),
             slot=slot,
             accepted=accepted,
-            combine_weight=weights.masked_fill(~accepted, 0),
+            combine_weight=self._accepted_weights(weights, accepted),
             requested=accepted,
             token_mask=token_mask,
             capacity=capacity,
         )
+
+    def combine_weight(self, scores: RouterScores, plan: DispatchPlan) -> Tensor:
+        """Returns the weights <float32>[G, S, K] of a plan's choices, 0 where not accepted."""
+        weights = self._weights(scores, plan.token_mask).gather(-1, plan.expert_index)
+        return self._accepted_weights(weights, plan.accepted)
+
+    def _weights(self, scores: RouterScores, token_mask: Tensor) -> Tensor:
+        """Returns what each expert thinks of each token <float32>[G, S, E]."""
+        if self.options.softmax_over == "experts":
+            return scores.probs
+
+        # Finite, so that a group of padding has no NaN.
+        never = torch.finfo(scores.logits.dtype).min
+        return scores.logits.masked_fill(~token_mask[..., None], never).softmax(dim=1)
+
+    def _accepted_weights(self, weights: Tensor, accepted: Tensor) -> Tensor:
+        """Returns weights <float32>[G, S, K] with 0 where not accepted <bool>[G, S, K]."""
+        if self.options.softmax_over == "tokens":
+            num_experts_of_token = accepted.sum(dim=-1, keepdim=True)  # [G, S, 1]
+            weights = weights / num_experts_of_token.clamp(min=1)
+        return weights.masked_fill(~accepted, 0)
 
     def losses(self, scores: RouterScores, plan: DispatchPlan) -> RouterLosses:
         """Returns the auxiliary losses of a plan: only the z-loss."""

@@ -88,9 +88,13 @@ class HashRouter(Router):
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The one expert that is possible, with a weight of 1.
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
-        gate = torch.ones_like(scores.logits[..., :1])
+        gate = self.gates(scores, expert_index)
         requested = token_mask[..., None]
         return self.plan_choices(expert_index, gate, requested, token_mask, drop_tokens=drop_tokens)
+
+    def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
+        """Returns ones <float32>[G, S, K]."""
+        return torch.ones_like(expert_index, dtype=scores.logits.dtype)
 
 
 def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:

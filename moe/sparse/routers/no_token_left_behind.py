@@ -91,7 +91,7 @@ class NoTokenLeftBehindRouter(Router):
 
         # Each round is a choice of the plan.
         accepted = torch.stack(acceptances, dim=-1)  # [G, S, K]
-        gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
+        gates = self.gates(scores, expert_index)  # [G, S, K]
         return DispatchPlan(
             expert_index=expert_index,
             slot=torch.stack(slots, dim=-1),

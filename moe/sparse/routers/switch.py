@@ -91,7 +91,7 @@ class SwitchRouter(Router):
             expert_index = select_experts(scores.probs, 1)
 
         # The raw probability is the weight, so that the router learns from the task.
-        gate = scores.probs.gather(-1, expert_index)  # [G, S, 1]
+        gate = self.gates(scores, expert_index)  # [G, S, 1]
 
         # Every real token asks for its expert; the first C of an expert's tokens get it.
         requested = token_mask[..., None]

@@ -69,9 +69,7 @@ class TokenChoiceRouter(Router):
         # The K best experts of each token, and the gate of each.
         num_selected = self.config.num_selected_experts
         expert_index = select_experts(scores.probs, num_selected)  # [G, S, K]
-        gates = scores.probs.gather(-1, expert_index)  # [G, S, K]
-        if self.options.normalize_gates:
-            gates = normalize_gates(gates)
+        gates = self.gates(scores, expert_index)  # [G, S, K]
 
         # Appendix G: whether the second expert is worth its slot. Padding requests nothing.
         policy, threshold = self._second_expert_policy()
@@ -86,6 +84,11 @@ class TokenChoiceRouter(Router):
             drop_tokens=drop_tokens,
             priority=self.priority(scores, token_mask),
         )
+
+    def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
+        """Returns the probabilities <float32>[G, S, K], normalised where the options say so."""
+        gates = super().gates(scores, expert_index)
+        return normalize_gates(gates) if self.options.normalize_gates else gates
 
     def _second_expert_policy(self) -> tuple[Policy, float]:
         """Returns policy and threshold of training or of evaluation."""

@@ -1,0 +1,122 @@
+"""Edits of a plan: experts taken away, chosen anew, exchanged.
+
+Comes after editing.py, which puts them between the router's plan and its dispatch.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.checks import check, check_integer
+from moe.errors import ConfigError
+from moe.sparse.editing import LayerEdit, PlanEdit
+from moe.sparse.layer import SparseFeedForward
+from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
+
+
+@dataclass(frozen=True)
+class _ExpertsEdit(LayerEdit):
+    """An edit of some experts.
+
+    Attributes:
+        experts: Numbers of the experts, from 0.
+    """
+
+    experts: tuple[int, ...]
+
+    def __init__(self, *experts: int) -> None:
+        check(bool(experts), "experts of an edit", experts, "at least one number of an expert")
+        object.__setattr__(self, "experts", experts)
+
+    def for_layer(self, layer: SparseFeedForward) -> PlanEdit:
+        """Returns the edit for one layer, which must have these experts."""
+        most = layer.config.num_experts - 1
+        for expert in self.experts:
+            check_integer(
+                "expert", expert, least=0, most=most, reason="the last expert of the layer"
+            )
+        return self._for_checked(layer)
+
+    @abstractmethod
+    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
+        """Returns the edit for a layer that has the experts."""
+
+    def _is_one(self, plan: DispatchPlan) -> Tensor:
+        """Returns <bool>[G, S, K]: the choices that are of one of the experts."""
+        experts = torch.tensor(self.experts, device=plan.expert_index.device)
+        return torch.isin(plan.expert_index, experts)
+
+
+class DropExperts(_ExpertsEdit):
+    """The experts give nothing; all other weights stay: what a full expert does to a token.
+
+    Example:
+        with edit_routing(model, {("decoder", 0): DropExperts(2, 5)}):
+            loss = model(**batch).loss
+    """
+
+    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
+        return self.drop
+
+    def drop(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        """Returns the plan in which no choice of the experts is accepted."""
+        is_left = ~self._is_one(plan)
+        return plan._replace(
+            accepted=plan.accepted & is_left,
+            combine_weight=plan.combine_weight.masked_fill(~is_left, 0),
+        )
+
+
+class RerouteExperts(_ExpertsEdit):
+    """The experts cannot be chosen: their tokens choose again among the others, as after pruning.
+
+    The weights are those that the router gives to what is left.
+    """
+
+    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
+        config = layer.config
+        num_left = config.num_experts - len(set(self.experts))
+        least = 1 if layer.router.experts_choose else config.num_selected_experts
+        if num_left < least:
+            raise ConfigError(
+                f"{len(set(self.experts))} of {config.num_experts} experts are to be rerouted, which leaves {num_left} "
+                f"where a token chooses {least}. Leave at least {least}."
+            )
+        drop = DropExperts(*self.experts).drop
+
+        def reroute(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+            # A logit as low as can be, which is finite, so that no difference is NaN.
+            lowest = torch.finfo(scores.logits.dtype).min
+            experts = torch.tensor(self.experts, device=scores.logits.device)
+            masked = router_scores(scores.logits.index_fill(-1, experts, lowest))  # [G, S, E]
+
+            # Below the probability of all others, with any bias on top.
+            probs = masked.probs.index_fill(-1, experts, float("-inf"))
+            masked = masked._replace(probs=probs)
+
+            # Choose anew. Experts that choose their tokens themselves still do: they are dropped.
+            has_capacity = plan.capacity is not None
+            assigned = layer.router.assign(masked, plan.token_mask, drop_tokens=has_capacity)
+            return drop(masked, assigned)
+
+        return reroute
+
+
+class SwapExperts(_ExpertsEdit):
+    """Tokens of each of two experts go to the other one, with the weights that they had."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first, second)
+
+    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
+        return self.swap
+
+    def swap(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        """Returns the plan with the two experts exchanged; slots stay, since queues do."""
+        first, second = self.experts
+        swapped = plan.expert_index.clone()
+        swapped[plan.expert_index == first] = second
+        swapped[plan.expert_index == second] = first
+        return plan._replace(expert_index=swapped)

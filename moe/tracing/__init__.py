@@ -1,0 +1,1 @@
+"""Routing written down token by token, and carried out again."""

@@ -1,0 +1,257 @@
+"""Records what the routers do with batches, token by token.
+
+Comes after `trace`; `trace_file` writes the same while it is made.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.checks import check_integer
+from moe.data.pipeline import Batch
+from moe.errors import DataError
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.editing import Stack, sparse_layers
+from moe.sparse.groups import from_groups
+from moe.sparse.layer import RouterOutput
+from moe.sparse.stats import RouterStats, add_stats
+from moe.tracing.trace import (
+    ACCEPTED,
+    STACKS,
+    LayerFacts,
+    Trace,
+    TraceFacts,
+    expert_dtype,
+    trace_from,
+)
+
+FORMAT_VERSION = 1
+
+
+class TracedBatch(NamedTuple):
+    """A batch, and where its examples come from.
+
+    Attributes:
+        batch: With labels and without segments, on the model's device.
+        documents: Number of the document of each example.
+        domains: Name of the kind of text of each example.
+    """
+
+    batch: Batch
+    documents: Sequence[int]
+    domains: Sequence[str]
+
+
+def traced_batches(batches: Iterable[Batch], domain: str = "") -> Iterator[TracedBatch]:
+    """Yields batches in which each example is a document of its own, all of one domain."""
+    num_documents = 0
+    for batch in batches:
+        num_rows = batch["labels"].shape[0]
+        documents = range(num_documents, num_documents + num_rows)
+        yield TracedBatch(batch, documents, [domain] * num_rows)
+        num_documents += num_rows
+
+
+def record_routing(
+    model: STMoEForConditionalGeneration,
+    batches: Iterable[TracedBatch],
+    *,
+    num_best: int = 0,
+    text: str = "",
+) -> Trace:
+    """Returns where every token of the batches goes, in evaluation mode.
+
+    Args:
+        model: The model; its training mode is restored.
+        batches: Examples; see `traced_batches`.
+        num_best: M: the experts of highest probability that are kept with their probabilities.
+        text: What the examples are, in words.
+
+    Raises:
+        ConfigError: When `num_best` is not between 0 and the number of experts.
+        DataError: When a batch has no labels, or has segments.
+    """
+    recording = Recording(model, num_best=num_best)
+    parts: dict[str, list[Tensor]] = {}
+    for batch in batches:
+        for name, rows in recording.record(batch).items():
+            parts.setdefault(name, []).append(rows)
+
+    tensors = {name: torch.cat(rows) for name, rows in parts.items()}
+    return trace_from(recording.facts(text=text), tensors | recording.totals())
+
+
+class Recording:
+    """Records batch by batch; what it returns for each is for the caller to keep.
+
+    Rows of one name are to be put one after the other, in the order of the batches.
+    """
+
+    def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
+        self._model = model
+        self._num_best = num_best
+        self._layers: list[LayerFacts] = []
+        for (stack, number), layer in sparse_layers(model).items():
+            config = layer.config
+            facts = LayerFacts(
+                stack=stack,
+                layer=number,
+                num_experts=config.num_experts,
+                num_choices=type(layer.router).num_choices(config),
+                router=config.router,
+            )
+            self._layers.append(facts)
+            reason = f"{stack} layer {number} has so many experts"
+            check_integer("num_best", num_best, least=0, most=config.num_experts, reason=reason)
+
+        # What adds up over batches.
+        self._stats: dict[tuple[Stack, int], RouterStats] = {}
+        self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
+        self._domains: dict[str, int] = {}
+        self._digest = hashlib.sha256()
+
+    @torch.inference_mode()
+    def record(self, traced: TracedBatch) -> dict[str, Tensor]:
+        """Returns the rows of one batch by name, e.g. `encoder.0.expert`, on the CPU.
+
+        Raises:
+            DataError: When the batch has no labels, or has segments.
+        """
+        batch = traced.batch
+        if "labels" not in batch or "segment_ids" in batch:
+            raise DataError(
+                "A batch to trace needs labels and no segment_ids: the decoder's tokens come from the labels, and "
+                "each row is one example. Give batches that are not packed."
+            )
+
+        # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
+        training = self._model.training
+        self._model.eval()
+        output = self._model(**batch, output_router_logits=True, use_cache=False)
+        self._model.train(training)
+
+        # The decoder's token at a position is its input there.
+        labels = batch["labels"]
+        ids = {
+            "encoder": batch["input_ids"],
+            "decoder": self._model.prepare_decoder_input_ids_from_labels(labels),
+        }
+        input_mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        is_real = {"encoder": input_mask.bool(), "decoder": labels != -100}
+        routers = {
+            "encoder": output.encoder_router_outputs,
+            "decoder": output.decoder_router_outputs,
+        }
+
+        numbers = [self._domains.setdefault(name, len(self._domains)) for name in traced.domains]
+        rows = {
+            "document": torch.tensor(list(traced.documents), dtype=torch.int32),
+            "domain": torch.tensor(numbers, dtype=torch.int32),
+            "decoder.targets": labels[is_real["decoder"]].int().cpu(),
+        }
+        for stack in STACKS:
+            rows |= self._record_stack(stack, ids[stack], is_real[stack], routers[stack])
+        return rows
+
+    def _record_stack(
+        self,
+        stack: Stack,
+        ids: Tensor,
+        is_real: Tensor,
+        routers: Sequence[RouterOutput] | None,
+    ) -> dict[str, Tensor]:
+        """Returns the rows of a stack; ids <int64>[B, L] and <bool>[B, L] which are real."""
+        real_ids = ids[is_real].int().cpu()
+        lengths = is_real.sum(dim=1).cpu()
+        self._lengths[stack].append(lengths)
+        self._digest.update(lengths.numpy().tobytes())
+        self._digest.update(real_ids.numpy().tobytes())
+
+        rows = {f"{stack}.ids": real_ids}
+        for layer, router in enumerate(routers or ()):
+            for name, values in _layer_rows(router, is_real, self._num_best).items():
+                rows[f"{stack}.{layer}.{name}"] = values.cpu()
+
+            stats = RouterStats(*(value.cpu() for value in router.stats))
+            earlier = self._stats.get((stack, layer))
+            self._stats[stack, layer] = stats if earlier is None else add_stats(earlier, stats)
+        return rows
+
+    def totals(self) -> dict[str, Tensor]:
+        """Returns the tensors that are not rows: where examples start, and the statistics."""
+        tensors = {}
+        for stack, lengths in self._lengths.items():
+            ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
+            tensors[f"{stack}.starts"] = ends
+        for (stack, layer), stats in self._stats.items():
+            for name, value in stats._asdict().items():
+                tensors[f"{stack}.{layer}.stats.{name}"] = value
+        return tensors
+
+    def facts(
+        self,
+        *,
+        text: str = "",
+        model: str = "",
+        model_fingerprint: str = "",
+        tokenizer_fingerprint: str = "",
+        command: str = "",
+    ) -> TraceFacts:
+        """Returns what was recorded until now.
+
+        Raises:
+            DataError: When that is nothing.
+        """
+        num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
+        if not num_examples:
+            raise DataError("There is nothing to trace: not one example was given.")
+        return TraceFacts(
+            version=FORMAT_VERSION,
+            library=version("stmoe"),
+            model=model,
+            model_fingerprint=model_fingerprint,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            inputs_fingerprint=self._digest.hexdigest(),
+            text=text,
+            command=command,
+            num_examples=num_examples,
+            domains=list(self._domains),
+            layers=self._layers,
+        )
+
+
+def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[str, Tensor]:
+    """Returns the rows of one layer; <bool>[B, L] says which tokens are real, N of them."""
+    plan = router.plan
+    num_experts = router.router_logits.shape[-1]
+    dtype = expert_dtype(num_experts)
+    sequences = plan.token_mask.shape[1] // is_real.shape[1]
+
+    def rows(x: Tensor) -> Tensor:
+        return from_groups(x, sequences)[is_real]  # [G, S, ...] -> [N, ...]
+
+    # Not requested, refused, accepted.
+    expert = rows(plan.expert_index)  # [N, K]
+    requested = rows(plan.requested)
+    state = requested.to(torch.uint8)
+    state[rows(plan.accepted)] = ACCEPTED
+
+    # First choice: of the experts that a token asked for, the one of the highest logit.
+    logits = rows(router.router_logits).float()  # [N, E]
+    wanted = logits.gather(-1, expert).masked_fill(~requested, float("-inf"))
+    first = expert.gather(1, wanted.argmax(dim=-1, keepdim=True)).squeeze(1)  # [N]
+    first = first.masked_fill(~requested.any(dim=-1), -1)
+
+    best = logits.softmax(dim=-1).topk(num_best)
+    return {
+        "expert": expert.to(dtype),
+        "state": state,
+        "gate": rows(plan.combine_weight).float(),
+        "first": first.to(dtype),
+        "best_expert": best.indices.to(dtype),
+        "best_prob": best.values.half(),
+    }

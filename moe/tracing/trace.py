@@ -1,0 +1,232 @@
+"""A trace: where every token of some examples went, layer by layer.
+
+`recorder` makes it, `trace_file` keeps it, `replay` carries it out again; `moe.inspection` explains
+it.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.sparse.editing import LayerKey, Stack
+from moe.sparse.stats import RouterStats
+
+STACKS: tuple[Stack, Stack] = ("encoder", "decoder")
+
+NOT_REQUESTED = 0
+REFUSED = 1
+ACCEPTED = 2
+
+
+class LayerFacts(NamedTuple):
+    """What a sparse layer is.
+
+    Attributes:
+        stack: `encoder` or `decoder`.
+        layer: Number of the sparse layer within its stack, from 0.
+        num_experts: E.
+        num_choices: K, the choices of a token in a plan.
+        router: Name of the router.
+    """
+
+    stack: Stack
+    layer: int
+    num_experts: int
+    num_choices: int
+    router: str
+
+
+class TraceFacts(NamedTuple):
+    """What was traced; the content of trace.json.
+
+    Attributes:
+        version: Of the format.
+        library: Version of this library.
+        model: Where the model came from, as the user named it.
+        model_fingerprint: Tells the model's files from others; empty for a model in memory.
+        tokenizer_fingerprint: The same of the tokenizer.
+        inputs_fingerprint: SHA-256 of the token ids of all examples.
+        text: What the examples are, in words.
+        command: The command that recorded it; empty where none did.
+        num_examples: Number of examples.
+        domains: Names of the kinds of text.
+        layers: The sparse layers, the encoder's first.
+    """
+
+    version: int
+    library: str
+    model: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    inputs_fingerprint: str
+    text: str
+    command: str
+    num_examples: int
+    domains: list[str]
+    layers: list[LayerFacts]
+
+
+class LayerTrace(NamedTuple):
+    """What one sparse layer did with the N tokens of its stack.
+
+    Attributes:
+        facts: What the layer is.
+        expert: <int8 or int16>[N, K] expert of each choice, requested or not.
+        state: <uint8>[N, K] NOT_REQUESTED, REFUSED or ACCEPTED.
+        gate: <float32>[N, K] combine weight; 0 where not accepted.
+        first: <int8 or int16>[N] first choice: of the experts that a token asked for, or that chose
+            it, the one of highest probability; -1 where there is none.
+        best_expert: <int8 or int16>[N, M] experts of the M highest probabilities, the highest first;
+            M = 0 where they were not asked for.
+        best_prob: <float16>[N, M] those probabilities.
+        stats: Summed statistics.
+    """
+
+    facts: LayerFacts
+    expert: Tensor
+    state: Tensor
+    gate: Tensor
+    first: Tensor
+    best_expert: Tensor
+    best_prob: Tensor
+    stats: RouterStats
+
+    @property
+    def key(self) -> LayerKey:
+        """Returns the name of the layer: its stack and number."""
+        return self.facts.stack, self.facts.layer
+
+    @property
+    def choices(self) -> Tensor:
+        """Returns <int8 or int16>[N, K]: the experts that were asked for, -1 for no request."""
+        return self.expert.masked_fill(self.state == NOT_REQUESTED, -1)
+
+    @property
+    def accepted(self) -> Tensor:
+        """Returns <bool>[N, K]."""
+        return self.state == ACCEPTED
+
+
+class StackTrace(NamedTuple):
+    """What the routers of one stack did.
+
+    Attributes:
+        ids: <int32>[N] token ids, without padding, one example after the other. The decoder's are
+            its inputs: the label before, or the start token.
+        targets: <int32>[N] the label at each position, in the decoder; empty in the encoder.
+        starts: <int64>[num_examples + 1] where each example starts, and N.
+        layers: Its sparse layers.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    starts: Tensor
+    layers: tuple[LayerTrace, ...]
+
+    @property
+    def example(self) -> Tensor:
+        """Returns <int64>[N]: the number of each token's example."""
+        lengths = self.starts.diff()
+        return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+
+    @property
+    def position(self) -> Tensor:
+        """Returns <int64>[N]: the position of each token in its example, from 0."""
+        return torch.arange(self.ids.numel()) - self.starts[self.example]
+
+
+class Trace(NamedTuple):
+    """Where every token of some examples went.
+
+    Attributes:
+        facts: What was traced.
+        encoder: The encoder's tokens and sparse layers.
+        decoder: The decoder's.
+        document: <int32>[num_examples] number of the document that each example is from: what is
+            independent of each other, for intervals.
+        domain: <int32>[num_examples] kind of text of each example, an index into `facts.domains`.
+    """
+
+    facts: TraceFacts
+    encoder: StackTrace
+    decoder: StackTrace
+    document: Tensor
+    domain: Tensor
+
+    def stack(self, name: Stack) -> StackTrace:
+        """Returns the part of one stack."""
+        return self.encoder if name == "encoder" else self.decoder
+
+    @property
+    def layers(self) -> tuple[LayerTrace, ...]:
+        """Returns all sparse layers, the encoder's first."""
+        return self.encoder.layers + self.decoder.layers
+
+
+def layer_name(key: LayerKey) -> str:
+    """Returns e.g. `encoder 1`: the stack and the number of the sparse layer, for people from 1."""
+    stack, layer = key
+    return f"{stack} {layer + 1}"
+
+
+def expert_dtype(num_experts: int) -> torch.dtype:
+    """Returns the smallest dtype that holds the numbers of experts and -1."""
+    return torch.int8 if num_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
+
+
+# ---------------------------------------------------------------------------
+# As named tensors, which files hold
+
+_DECODER_ONLY = "decoder.targets"
+
+
+def trace_tensors(trace: Trace) -> dict[str, Tensor]:
+    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`."""
+    tensors = {"document": trace.document, "domain": trace.domain}
+    for stack in STACKS:
+        part = trace.stack(stack)
+        tensors |= {f"{stack}.ids": part.ids, f"{stack}.starts": part.starts}
+    tensors[_DECODER_ONLY] = trace.decoder.targets
+
+    for layer in trace.layers:
+        prefix = f"{layer.facts.stack}.{layer.facts.layer}"
+        for name in ("expert", "state", "gate", "first", "best_expert", "best_prob"):
+            tensors[f"{prefix}.{name}"] = getattr(layer, name)
+        for name, value in layer.stats._asdict().items():
+            tensors[f"{prefix}.stats.{name}"] = value
+    return tensors
+
+
+def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
+    """Returns the trace of tensors by name.
+
+    Raises:
+        KeyError: When one is missing.
+    """
+    parts = {}
+    for stack in STACKS:
+        layers = [_layer_from(layer, tensors) for layer in facts.layers if layer.stack == stack]
+        parts[stack] = StackTrace(
+            ids=tensors[f"{stack}.ids"],
+            targets=tensors.get(f"{stack}.targets", torch.empty(0, dtype=torch.int32)),
+            starts=tensors[f"{stack}.starts"],
+            layers=tuple(layers),
+        )
+    return Trace(facts, **parts, document=tensors["document"], domain=tensors["domain"])
+
+
+def _layer_from(facts: LayerFacts, tensors: Mapping[str, Tensor]) -> LayerTrace:
+    prefix = f"{facts.stack}.{facts.layer}"
+    stats = RouterStats(*(tensors[f"{prefix}.stats.{name}"] for name in RouterStats._fields))
+    return LayerTrace(
+        facts=facts,
+        expert=tensors[f"{prefix}.expert"],
+        state=tensors[f"{prefix}.state"],
+        gate=tensors[f"{prefix}.gate"],
+        first=tensors[f"{prefix}.first"],
+        best_expert=tensors[f"{prefix}.best_expert"],
+        best_prob=tensors[f"{prefix}.best_prob"],
+        stats=stats,
+    )
