@@ -5,24 +5,18 @@ sums mean.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
+from moe.inspection.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
 from moe.inspection.choices import as_many_at_random
-from moe.inspection.expert_measures import (
-    ExpertMeasures,
-    measure_experts,
-    observe_layers,
-    target_losses,
-)
+from moe.inspection.expert_measures import ExpertMeasures, measure_experts
 from moe.inspection.interventions import INTERVENTIONS, AblatedLayer, Intervention
 from moe.inspection.target_sets import (
     Targets,
@@ -31,11 +25,8 @@ from moe.inspection.target_sets import (
     sequence_sets,
     token_sets,
 )
-from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.outputs import STMoEEncoderOutput
 from moe.sparse.editing import LayerKey, check_layer, sparse_layers
-from moe.sparse.plan import DispatchPlan
 from moe.tracing.recorder import TracedBatch
 
 
@@ -253,28 +244,6 @@ def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor
     return sums.index_add(-1, document, values.double())
 
 
-# ---------------------------------------------------------------------------
-# Forward passes
-
-
-class _Unchanged(NamedTuple):
-    """A batch, and what the model does with it when nothing is ablated.
-
-    Attributes:
-        batch: The batch.
-        document: <int64>[n] document of each target token.
-        encoder_outputs: Output of the encoder.
-        losses: <float64>[n] of the target tokens.
-        plans: The plan of each sparse layer.
-    """
-
-    batch: Batch
-    document: Tensor
-    encoder_outputs: STMoEEncoderOutput
-    losses: Tensor
-    plans: dict[LayerKey, DispatchPlan]
-
-
 def _fill_tables(
     model: STMoEForConditionalGeneration,
     batches: Sequence[TracedBatch],
@@ -291,7 +260,8 @@ def _fill_tables(
         # The targets of this batch among those of all.
         part = slice(start, start + size)
         start += size
-        unchanged = _run_unchanged(model, traced.batch, targets.document[part])
+        document = targets.document[part]
+        unchanged = run_unchanged(model, traced.batch)
         total_loss += float(unchanged.losses.sum())
 
         # Each batch and layer has random choices of its own.
@@ -299,26 +269,15 @@ def _fill_tables(
             numbers = np.random.SeedSequence((seed, number, table_number))
             lot = int(numbers.generate_state(1)[0])
             of_batch = table._replace(masks=table.masks[:, part])
-            _ablate_layer(model, unchanged, of_batch, kind, lot, bar)
+            _ablate_layer(model, unchanged, document, of_batch, kind, lot, bar)
     return total_loss / start
-
-
-@torch.inference_mode()
-def _run_unchanged(
-    model: STMoEForConditionalGeneration, batch: Batch, document: Tensor
-) -> _Unchanged:
-    with observe_layers(model) as observations:
-        encoder = model.get_encoder()
-        encoder_outputs = encoder(batch["input_ids"], batch.get("attention_mask"))
-        losses = target_losses(model, batch, encoder_outputs)
-    plans = {key: observation.plan for key, observation in observations.items()}
-    return _Unchanged(batch, document, encoder_outputs, losses, plans)
 
 
 @torch.inference_mode()
 def _ablate_layer(
     model: STMoEForConditionalGeneration,
-    unchanged: _Unchanged,
+    unchanged: Unchanged,
+    document: Tensor,
     table: _Table,
     kind: Intervention,
     lot: int,
@@ -329,6 +288,7 @@ def _ablate_layer(
     Args:
         model: The model.
         unchanged: The batch, and what the model does with it.
+        document: <int64>[n] document of each target.
         table: The layer; masks <bool>[C, n] of the batch.
         kind: What is done.
         lot: Seed of the random choices.
@@ -336,48 +296,22 @@ def _ablate_layer(
     """
     layer, masks, sums = table
     num_experts, num_documents = sums.chosen_tokens.shape
-    works_on = _works_on(layer.key, unchanged, num_experts)  # [E, n]
-
-    # The encoder's output is another only where an expert of the encoder is ablated.
-    encoder_outputs = unchanged.encoder_outputs if layer.key[0] == "decoder" else None
-
-    def change_inside(ablation: AbstractContextManager[None]) -> Tensor:
-        with ablation:
-            losses = target_losses(model, unchanged.batch, encoder_outputs)
-        return (losses - unchanged.losses).cpu()  # [n]
+    is_chosen = works_on(layer.key, unchanged, num_experts)  # [E, n]
 
     def add(total: Tensor, values: Tensor) -> None:
-        total += _by_document(values, unchanged.document, num_documents)
+        total += _by_document(values, document, num_documents)
 
-    add(sums.chosen_tokens, works_on)
+    add(sums.chosen_tokens, is_chosen)
     num_sequences = unchanged.batch["labels"].shape[0]
     for expert in range(num_experts):
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
-        change = change_inside(kind.to_expert(layer, expert))
-        random_change = change_inside(kind.to_choices(layer, at_random))
+        to_expert = kind.to_expert(layer, expert)
+        change = loss_change(model, layer.key, unchanged, to_expert)  # [n]
+        to_random = kind.to_choices(layer, at_random)
+        random_change = loss_change(model, layer.key, unchanged, to_random)
 
         # By class and document.
         add(sums.change[expert], change * masks)
         add(sums.random_change[expert], random_change * masks)
-        add(sums.chosen_change[expert], change * works_on[expert])
+        add(sums.chosen_change[expert], change * is_chosen[expert])
         bar.update()
-
-
-def _works_on(key: LayerKey, unchanged: _Unchanged, num_experts: int) -> Tensor:
-    """Returns <bool>[E, n]: the targets that each expert of a layer works on.
-
-    In the encoder an expert works on all targets of a sequence with an input token that it accepts.
-    """
-    plan = unchanged.plans[key]
-    one_hot = F.one_hot(plan.expert_index, num_experts)  # [G, S, K, E]
-    accepts = (one_hot.bool() & plan.accepted[..., None]).any(dim=2)  # [G, S, E]
-
-    # The decoder's tokens stand at the places of the targets.
-    labels = unchanged.batch["labels"]
-    is_target = labels != IGNORED_LABEL  # [B, T]
-    accepts = accepts.flatten(0, 1).unflatten(0, (labels.shape[0], -1))  # [B, L, E]
-    if key[0] == "decoder":
-        return accepts[is_target].T.cpu()
-
-    row, _ = is_target.nonzero(as_tuple=True)  # [n]
-    return accepts.any(dim=1)[row].T.cpu()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe.data.pipeline import Batch
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.outputs import STMoEEncoderOutput
+from moe.models.outputs import STMoEOutput
 from moe.sparse.dispatch import RowDispatcher, sort_rows
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -57,13 +57,14 @@ def measure_experts(
     num_targets = 0
     for batch in batches:
         with observe_layers(model) as observations:
-            losses = target_losses(model, batch)
-        outputs = {key: observation.nudge for key, observation in observations.items()}
-        gradients = torch.autograd.grad(losses.sum(), list(outputs.values()))
+            output = model(**batch, use_cache=False)
+        losses = target_losses(output, batch)
+        nudges = {key: observation.nudge for key, observation in observations.items()}
+        gradients = torch.autograd.grad(losses.sum(), list(nudges.values()))
 
         # Sums over the rows of each expert add up over batches.
         layers = sparse_layers(model)
-        for key, gradient in zip(outputs, gradients, strict=True):
+        for key, gradient in zip(nudges, gradients, strict=True):
             of_batch = _sum_rows(layers[key], observations[key], gradient)
             sums[key] = of_batch if key not in sums else _add(sums[key], of_batch)
         num_targets += losses.numel()
@@ -79,26 +80,11 @@ def measure_experts(
     return measures
 
 
-def target_losses(
-    model: STMoEForConditionalGeneration,
-    batch: Batch,
-    encoder_outputs: STMoEEncoderOutput | None = None,
-) -> Tensor:
-    """Returns the cross-entropy <float64>[n] of each target token in nats, row after row.
-
-    Args:
-        model: In evaluation mode.
-        batch: A batch with labels; those of -100 are left out.
-        encoder_outputs: Of the batch; the encoder then does not run.
-    """
+def target_losses(output: STMoEOutput, batch: Batch) -> Tensor:
+    """Returns the cross-entropy <float64>[n] of each target token of a batch in nats, row by row."""
     labels = batch["labels"]
     is_target = labels != IGNORED_LABEL  # [B, T]
-    output = model(
-        **batch,
-        encoder_outputs=encoder_outputs,
-        output_router_logits=False,
-        use_cache=False,
-    )
+    assert output.logits is not None, "the model returns logits"
     logits = output.logits[is_target].double()  # [n, V]
     return F.cross_entropy(logits, labels[is_target], reduction="none")
 
