@@ -1,9 +1,12 @@
 """Means of tokens with intervals over documents: the jackknife with Student's t.
 
-Tokens of a document depend on each other, so a document is the unit. `ablation_table` is built on
-it. Why t and no bootstrap: a claim about one of hundreds of cells needs an interval far beyond 95 %,
-whose end a bootstrap sees only after many thousands of draws, and with few documents its intervals
-are too narrow. The jackknife's are rather too wide.
+Comes before `ablation_table`. Tokens of a document depend on each other, so a document is the unit.
+
+Why t and no bootstrap: a claim about one of hundreds of cells needs an interval far beyond 95 %,
+whose ends a bootstrap sees only after many thousands of draws; and with few documents its intervals
+are too narrow. What t asks for is that means of documents are nearly normal. Changes of loss are
+skewed to the right: with few documents the upper end is then too low, and the lower one safe. A
+claimed effect is none too often; an effect that is ruled out may be.
 """
 
 import math
