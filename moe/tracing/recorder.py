@@ -26,6 +26,7 @@ from moe.tracing.trace import (
     Trace,
     TraceFacts,
     expert_dtype,
+    id_dtype,
     trace_from,
 )
 
@@ -94,6 +95,7 @@ class Recording:
     def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
         self._model = model
         self._num_best = num_best
+        self._id_dtype = id_dtype(model.config.vocab_size)
         self._layers: list[LayerFacts] = []
         for (stack, number), layer in sparse_layers(model).items():
             config = layer.config
@@ -151,7 +153,7 @@ class Recording:
         rows = {
             "document": torch.tensor(list(traced.documents), dtype=torch.int32),
             "domain": torch.tensor(numbers, dtype=torch.int32),
-            "decoder.targets": labels[is_real["decoder"]].int().cpu(),
+            "decoder.targets": labels[is_real["decoder"]].to(self._id_dtype).cpu(),
         }
         for stack in STACKS:
             rows |= self._record_stack(stack, ids[stack], is_real[stack], routers[stack])
@@ -165,11 +167,11 @@ class Recording:
         routers: Sequence[RouterOutput] | None,
     ) -> dict[str, Tensor]:
         """Returns the rows of a stack; ids <int64>[B, L] and <bool>[B, L] which are real."""
-        real_ids = ids[is_real].int().cpu()
+        real_ids = ids[is_real].to(self._id_dtype).cpu()
         lengths = is_real.sum(dim=1).cpu()
         self._lengths[stack].append(lengths)
         self._digest.update(lengths.numpy().tobytes())
-        self._digest.update(real_ids.numpy().tobytes())
+        self._digest.update(real_ids.int().numpy().tobytes())
 
         rows = {f"{stack}.ids": real_ids}
         for layer, router in enumerate(routers or ()):
