@@ -35,8 +35,9 @@ from moe.inspection.report_data import (
     read_stages,
 )
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
-from moe.inspection.trace import trace_tokens
+from moe.inspection.token_counts import count_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.tracing.recorder import record_routing, traced_batches
 
 _BATCH_SIZE = 64
 _SEED = 0
@@ -92,20 +93,22 @@ def main(argv: list[str]) -> None:
         batch_size=_BATCH_SIZE,
         seed=_SEED,
     )
-    trace = trace_tokens(model, map(source.batch, range(options.batches)))
+    batches = map(source.batch, range(options.batches))
+    trace = record_routing(model, traced_batches(batches))
+    counts = count_tokens(trace, model.config.vocab_size)
 
     write_report(
         out,
         config=model.config,
         tokenizer=tokenizer,
-        trace=trace,
+        counts=counts,
         model=describe_model(options.model, model),
         text=describe_text(options.corpus, corpus, source, tokens.size, options.batches),
         command=shlex.join(["python", "-m", "scripts.inspect_router", *argv]),
         stages=stages,
         evaluation=evaluation,
     )
-    print(format_table(HEALTH_HEADER, health_rows(trace)))
+    print(format_table(HEALTH_HEADER, health_rows(counts)))
     print(f"The report is {printable(out.resolve())}.")
 
 
