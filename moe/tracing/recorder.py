@@ -33,6 +33,24 @@ from moe.tracing.trace import (
 FORMAT_VERSION = 1
 
 
+class Provenance(NamedTuple):
+    """Where a trace comes from; what is not known is empty.
+
+    Attributes:
+        text: What the examples are, in words.
+        model: Where the model came from, as the user named it.
+        model_fingerprint: Tells the model's files from others.
+        tokenizer_fingerprint: The same of the tokenizer.
+        command: The command that recorded it.
+    """
+
+    text: str = ""
+    model: str = ""
+    model_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    command: str = ""
+
+
 class TracedBatch(NamedTuple):
     """A batch, and where its examples come from.
 
@@ -62,7 +80,7 @@ def record_routing(
     batches: Iterable[TracedBatch],
     *,
     num_best: int = 0,
-    text: str = "",
+    provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> Trace:
     """Returns where every token of the batches goes, in evaluation mode.
 
@@ -70,7 +88,7 @@ def record_routing(
         model: The model; its training mode is restored.
         batches: Examples; see `traced_batches`.
         num_best: M: the experts of highest probability that are kept with their probabilities.
-        text: What the examples are, in words.
+        provenance: Where the trace comes from.
 
     Raises:
         ConfigError: When `num_best` is not between 0 and the number of experts.
@@ -83,7 +101,7 @@ def record_routing(
             parts.setdefault(name, []).append(rows)
 
     tensors = {name: torch.cat(rows) for name, rows in parts.items()}
-    return trace_from(recording.facts(text=text), tensors | recording.totals())
+    return trace_from(recording.facts(provenance), tensors | recording.totals())
 
 
 class Recording:
@@ -194,15 +212,7 @@ class Recording:
                 tensors[f"{stack}.{layer}.stats.{name}"] = value
         return tensors
 
-    def facts(
-        self,
-        *,
-        text: str = "",
-        model: str = "",
-        model_fingerprint: str = "",
-        tokenizer_fingerprint: str = "",
-        command: str = "",
-    ) -> TraceFacts:
+    def facts(self, provenance: Provenance) -> TraceFacts:
         """Returns what was recorded until now.
 
         Raises:
@@ -214,15 +224,11 @@ class Recording:
         return TraceFacts(
             version=FORMAT_VERSION,
             library=version("stmoe"),
-            model=model,
-            model_fingerprint=model_fingerprint,
-            tokenizer_fingerprint=tokenizer_fingerprint,
             inputs_fingerprint=self._digest.hexdigest(),
-            text=text,
-            command=command,
             num_examples=num_examples,
             domains=list(self._domains),
             layers=self._layers,
+            **provenance._asdict(),
         )
 
 

@@ -20,7 +20,7 @@ from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.parsing import read_record
-from moe.tracing.recorder import FORMAT_VERSION, Recording, TracedBatch
+from moe.tracing.recorder import FORMAT_VERSION, Provenance, Recording, TracedBatch
 from moe.tracing.trace import (
     ACCEPTED,
     STACKS,
@@ -53,7 +53,7 @@ def record_to_folder(
     folder: Path,
     *,
     num_best: int = 0,
-    **facts: str,
+    provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> TraceFacts:
     """Writes where every token of the batches goes, whole or not at all, and returns what it is.
 
@@ -64,7 +64,7 @@ def record_to_folder(
         batches: Examples; see `traced_batches`.
         folder: Where to.
         num_best: M: the experts of highest probability that are kept with their probabilities.
-        facts: What else is known, as `Recording.facts` takes it: text, model, command ...
+        provenance: Where the trace comes from.
 
     Raises:
         ConfigError: When `num_best` is not between 0 and the number of experts.
@@ -76,7 +76,7 @@ def record_to_folder(
         with _RowStream(partial / ".rows") as stream:
             for batch in batches:
                 stream.append(recording.record(batch))
-            recorded = recording.facts(**facts)
+            recorded = recording.facts(provenance)
             stream.finish(partial / TENSORS_FILE, recording.totals())
         _write_facts(recorded, partial)
         write_sums(partial)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from moe import ConfigError, DataError
 from moe.checksums import SUMS_FILE
 from moe.sparse.all_routers import load_routers
-from moe.tracing.recorder import TracedBatch, record_routing, traced_batches
+from moe.tracing.recorder import Provenance, TracedBatch, record_routing, traced_batches
 from moe.tracing.trace import expert_dtype, layer_name, trace_tensors
 from moe.tracing.trace_file import (
     FACTS_FILE,
@@ -124,9 +124,17 @@ def test_no_example_is_no_trace():
 
 def test_what_is_written_while_it_comes_is_what_is_written_at_once(tmp_path):
     model = build_model()
-    trace = record_routing(model, traced_batches(BATCHES), num_best=2, text="random")
+    trace = record_routing(
+        model, traced_batches(BATCHES), num_best=2, provenance=Provenance("random")
+    )
     save_trace(trace, tmp_path / "whole")
-    record_to_folder(model, traced_batches(BATCHES), tmp_path / "stream", num_best=2, text="random")
+    record_to_folder(
+        model,
+        traced_batches(BATCHES),
+        tmp_path / "stream",
+        num_best=2,
+        provenance=Provenance("random"),
+    )
     for folder in (tmp_path / "whole", tmp_path / "stream"):
         read = read_trace(folder)
         assert same(read, trace)
