@@ -20,8 +20,10 @@ from moe.data.tokenizer import SpecialIds
 from moe.errors import DataError
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.tracing.recorder import TracedBatch
+from moe.tracing.trace import Trace
 
 _NOT_A_TARGET = -100
+_PADDING = 0  # of inputs, where no tokenizer says it; masked, so that any id would do
 _SHORTEST = 4  # tokens of a text that are worth a mask
 
 
@@ -178,6 +180,37 @@ def _collate(rows: Sequence[_Row], padding: int) -> TracedBatch:
 
 def _pad(rows: Sequence[Tensor], value: int) -> Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
+    """Yields the examples of a trace again, for another look or another model.
+
+    Args:
+        trace: What was recorded.
+        batch_size: Examples in a batch; where experts have a capacity, routing depends on it.
+
+    Raises:
+        ConfigError: When `batch_size` is not positive.
+    """
+    sources = _sources(trace)
+    inputs = trace.encoder.ids.numpy()
+    targets = trace.decoder.targets.numpy()
+    starts = trace.encoder.starts.tolist()
+    target_starts = trace.decoder.starts.tolist()
+    rows = []
+    for number, source in enumerate(sources):
+        of_inputs = inputs[starts[number] : starts[number + 1]]
+        of_targets = targets[target_starts[number] : target_starts[number + 1]]
+        rows.append(_Row(of_inputs, of_targets, source))
+    return _batches(rows, batch_size, _PADDING)
+
+
+def _sources(trace: Trace) -> list[SourceText]:
+    """Returns where each example of a trace is from."""
+    sources = []
+    for document, domain in zip(trace.document.tolist(), trace.domain.tolist(), strict=True):
+        sources.append(SourceText("", "", document, trace.facts.domains[domain]))
+    return sources
 
 
 def generated_batches(

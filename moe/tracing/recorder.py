@@ -32,6 +32,8 @@ from moe.tracing.trace import (
 
 FORMAT_VERSION = 1
 
+_HASHED = ("encoder.lengths", "encoder.ids", "decoder.lengths", "decoder.ids")
+
 
 class Provenance(NamedTuple):
     """Where a trace comes from; what is not known is empty.
@@ -132,7 +134,7 @@ class Recording:
         self._stats: dict[tuple[Stack, int], RouterStats] = {}
         self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
         self._domains: dict[str, int] = {}
-        self._digest = hashlib.sha256()
+        self._digests = {name: hashlib.sha256() for name in _HASHED}
 
     @torch.inference_mode()
     def record(self, traced: TracedBatch) -> dict[str, Tensor]:
@@ -188,8 +190,8 @@ class Recording:
         real_ids = ids[is_real].to(self._id_dtype).cpu()
         lengths = is_real.sum(dim=1).cpu()
         self._lengths[stack].append(lengths)
-        self._digest.update(lengths.numpy().tobytes())
-        self._digest.update(real_ids.int().numpy().tobytes())
+        self._digests[f"{stack}.lengths"].update(lengths.numpy().tobytes())
+        self._digests[f"{stack}.ids"].update(real_ids.int().numpy().tobytes())
 
         rows = {f"{stack}.ids": real_ids}
         for layer, router in enumerate(routers or ()):
@@ -221,10 +223,15 @@ class Recording:
         num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
         if not num_examples:
             raise DataError("There is nothing to trace: not one example was given.")
+
+        # The same however the examples were divided into batches.
+        inputs_digest = hashlib.sha256()
+        for digest in self._digests.values():
+            inputs_digest.update(digest.digest())
         return TraceFacts(
             version=FORMAT_VERSION,
             library=version("stmoe"),
-            inputs_fingerprint=self._digest.hexdigest(),
+            inputs_fingerprint=inputs_digest.hexdigest(),
             num_examples=num_examples,
             domains=list(self._domains),
             layers=self._layers,
