@@ -139,6 +139,22 @@ def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Sta
     }
 
 
+def layer_facts(model: nn.Module) -> list[LayerFacts]:
+    """Returns what the sparse layers of a model are, the encoder's first."""
+    layers = []
+    for (stack, number), layer in sparse_layers(model).items():
+        config = layer.config
+        facts = LayerFacts(
+            stack=stack,
+            layer=number,
+            num_experts=config.num_experts,
+            num_choices=type(layer.router).num_choices(config),
+            router=config.router,
+        )
+        layers.append(facts)
+    return layers
+
+
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode inside the block; each part gets its own mode back."""
@@ -164,19 +180,10 @@ class Recording:
     def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
         self._model = model
         self._num_best = num_best
-        self._layers: list[LayerFacts] = []
-        for (stack, number), layer in sparse_layers(model).items():
-            config = layer.config
-            facts = LayerFacts(
-                stack=stack,
-                layer=number,
-                num_experts=config.num_experts,
-                num_choices=type(layer.router).num_choices(config),
-                router=config.router,
-            )
-            self._layers.append(facts)
-            reason = f"{stack} layer {number} has so many experts"
-            check_integer("num_best", num_best, least=0, most=config.num_experts, reason=reason)
+        self._layers = layer_facts(model)
+        for layer in self._layers:
+            reason = f"{layer.stack} layer {layer.layer} has so many experts"
+            check_integer("num_best", num_best, least=0, most=layer.num_experts, reason=reason)
 
         # What adds up over batches.
         self._stats: dict[tuple[Stack, int], RouterStats] = {}
