@@ -112,7 +112,7 @@ def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -
         parts[f"{stack}.starts"].append(torch.zeros(1, dtype=torch.int64))
 
     for given in batches:
-        batch = unpacked(given)
+        batch = {name: values.cpu() for name, values in unpacked(given).items()}
         for stack, inputs in stack_inputs(model, batch).items():
             parts[f"{stack}.ids"].append(inputs.ids[inputs.is_real].int())
             parts[f"{stack}.starts"].append(inputs.is_real.sum(dim=1))
@@ -120,7 +120,7 @@ def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -
         parts["decoder.targets"].append(labels[labels != IGNORED_LABEL].int())
 
     # Each example starts where those before it end.
-    tensors = {name: torch.cat(values).cpu() for name, values in parts.items()}
+    tensors = {name: torch.cat(values) for name, values in parts.items()}
     for stack in STACKS:
         tensors[f"{stack}.starts"] = tensors[f"{stack}.starts"].cumsum(0)
     return _text_from(tensors)
