@@ -256,6 +256,7 @@ def test_fine_tuning_probes_the_dev_split_one_example_a_row_though_it_packs(
     assert [probe.step for probe in read_probes(tmp_path / "run" / "probe")] == [0, 5, 9]
 
 
+@pytest.mark.slow
 def test_there_must_be_something_to_probe(inputs, probed, tmp_path):
     with pytest.raises(
         ConfigError, match=r"training\.probe_every is 5, but there is no held-out text to probe"
@@ -293,6 +294,7 @@ def trainer(out, callback, **settings):
     return make_trainer(out, model, callbacks=[callback], **settings)
 
 
+@pytest.mark.slow
 def test_a_trainer_with_probes_equals_one_without_bit_for_bit(tmp_path):
     torch.manual_seed(0)
     plain = trainer(tmp_path / "plain", RouterStatsCallback(), max_steps=5)
