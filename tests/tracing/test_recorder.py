@@ -35,7 +35,7 @@ def test_a_trace_holds_the_plans_of_the_model(router):
     model = build_model(router)
     trace = record_routing(model, traced_batches(BATCHES))
     assert not model.training
-    with torch.inference_mode():
+    with torch.no_grad():
         outputs = [model(**batch, output_router_logits=True) for batch in BATCHES]
 
     # The encoder's: groups are of all sequences of these small batches.
@@ -104,13 +104,22 @@ def test_recording_moves_neither_the_mode_nor_the_random_numbers():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"labels": None}, {"segment_ids": torch.ones(6, 13, dtype=torch.int64)}]
+    "changes", [{"labels": None}, {"segment_ids": torch.full((6, 13), 2), "attention_mask": None}]
 )
-def test_batches_without_labels_or_with_segments_are_refused(changes):
+def test_batches_without_labels_or_with_several_examples_in_a_row_are_refused(changes):
     batch = {**build_batch(), **changes}
     batch = {name: value for name, value in batch.items() if value is not None}
-    with pytest.raises(DataError, match="needs labels and no segment_ids"):
+    with pytest.raises(DataError, match="needs labels, and one example in each row"):
         record_routing(build_model(), [TracedBatch(batch, range(6), [""] * 6)])
+
+
+def test_a_single_segment_is_a_mask():
+    batch = build_batch()
+    segments = {"segment_ids": batch["attention_mask"], "decoder_segment_ids": batch["labels"] >= 0}
+    segments["decoder_segment_ids"] = segments["decoder_segment_ids"].long()
+    with_segments = {"input_ids": batch["input_ids"], "labels": batch["labels"], **segments}
+    expected = record_routing(build_model(), traced_batches([batch]))
+    assert same(record_routing(build_model(), traced_batches([with_segments])), expected)
 
 
 def test_no_example_is_no_trace():
