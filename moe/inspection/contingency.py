@@ -1,4 +1,4 @@
-"""Measures of tables of counts: intervals of shares, and what rows tell about columns.
+"""Measures of tables of counts: what rows tell about columns.
 
 Comes before specialization.py, coactivation.py and matching.py.
 """
@@ -7,24 +7,6 @@ import math
 
 import torch
 from torch import Tensor
-
-
-def wilson_interval(counts: Tensor, tokens: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
-    """Returns the ends, <float64>[...] each, of Wilson's score interval of a share.
-
-    Args:
-        counts: <any>[...] how often.
-        tokens: <any>[...] of how many; NaN is returned where that is 0.
-        confidence: Share of intervals that hold the truth.
-    """
-    quantile = torch.tensor((1 + confidence) / 2, dtype=torch.float64)
-    z = float(torch.special.ndtri(quantile))
-    n = tokens.double()
-    share = counts.double() / n
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    spread = (share * (1 - share) / n + (z / (2 * n)) ** 2).sqrt()
-    half = z / (1 + z**2 / n) * spread
-    return (centre - half).clamp(min=0), (centre + half).clamp(max=1)
 
 
 def normalized_information(counts: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from moe.checks import check_choice, check_number
-from moe.inspection.contingency import normalized_information, wilson_interval
+from moe.inspection.contingency import normalized_information
+from moe.inspection.intervals import wilson_interval
 from moe.inspection.permutations import (
+    DocumentShuffle,
     Shuffle,
     TokenPlaces,
-    TokenShuffle,
     check_permutations,
     check_tokens,
     share_at_least,
@@ -159,7 +160,7 @@ def specialization_test(
     classes: TokenClasses,
     places: TokenPlaces,
     *,
-    null: type[Shuffle] = TokenShuffle,
+    null: type[Shuffle] = DocumentShuffle,
     num_permutations: int = 1000,
     seed: int = 0,
 ) -> list[SpecializationTest]:
@@ -173,8 +174,8 @@ def specialization_test(
         layers: Layers of one stack.
         classes: Classes of its tokens.
         places: Where the tokens stand, see `token_places`.
-        null: What is exchanged. `TokenShuffle` takes tokens of a document for independent, given
-            their position; `DocumentShuffle` does not, and needs many documents.
+        null: What is exchanged: whole documents; or with `TokenShuffle` tokens, which takes those of
+            a document for independent of each other.
         num_permutations: Shuffles; the smallest p-value is 1 / (this + 1).
         seed: Of the shuffles.
 

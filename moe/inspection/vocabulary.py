@@ -11,9 +11,9 @@ from torch import Tensor
 from moe.checks import check_integer
 from moe.errors import DataError
 from moe.inspection.permutations import (
+    DocumentShuffle,
     Shuffle,
     TokenPlaces,
-    TokenShuffle,
     check_permutations,
     check_tokens,
     share_at_least,
@@ -66,7 +66,7 @@ def vocabulary_table(
     *,
     tokens: str = "input",
     min_occurrences: int = MIN_OCCURRENCES,
-    null: type[Shuffle] = TokenShuffle,
+    null: type[Shuffle] = DocumentShuffle,
     num_permutations: int = 99,
     seed: int = 0,
 ) -> VocabularyTable:
