@@ -194,7 +194,7 @@ def domain_silhouette(gates: Tensor, domain: Tensor, document: Tensor) -> float:
     group = torch.zeros(len(distinct), dtype=torch.int64)
     group[row] = domain
     sizes = torch.bincount(group)
-    if int((sizes >= _LEAST_DOCUMENTS).sum()) < 2:  # noqa: PLR2004
+    if int((sizes >= _LEAST_DOCUMENTS).sum()) < 2:
         return math.nan
 
     # Cosine distance of all documents, and its sum to each domain.

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.checks import check_integer
 from moe.errors import DataError
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import Trace, layer_name
@@ -72,7 +71,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
 
     # By chance: evenly, and by the load of both.
     fewest = torch.minimum(num_a, num_b)[is_counted]
-    chance = float((fewest / most).mean()) / num_experts * float(most.mean()) if len(most) else 0.0
+    chance = float(fewest.mean()) / num_experts
     load_a = chosen_a[is_counted].mean(dim=0)  # [E]
     load_b = chosen_b[is_counted].mean(dim=0)
     load_chance = float(load_a @ load_b / most.mean())
@@ -229,7 +228,10 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
             f"There are {len(snapshots)} snapshots; expected at least 2: saturation compares each with the last."
         )
     for earlier, now in pairwise(snapshots):
-        check_integer("step", now.step, least=earlier.step + 1)
+        if now.step <= earlier.step:
+            raise DataError(
+                f"Step {now.step} comes after step {earlier.step}; expected rising steps. Sort the snapshots by step."
+            )
 
     last = snapshots[-1]
     for other in snapshots[:-1]:

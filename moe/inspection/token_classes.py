@@ -168,13 +168,13 @@ def is_special(text: TokenText) -> Tensor:
 @TOKEN_CLASSES.register("word start")
 def starts_word(text: TokenText) -> Tensor:
     """Returns <bool>[N]: the first piece of a word; no punctuation."""
-    return text.is_start & ~is_punctuation(text) & ~text.is_special
+    return text.is_start & (text.word > 0) & ~is_punctuation(text)
 
 
 @TOKEN_CLASSES.register("word inside")
 def is_inside_word(text: TokenText) -> Tensor:
     """Returns <bool>[N]: a later piece of a word; no punctuation."""
-    return ~text.is_start & ~is_punctuation(text) & ~text.is_special
+    return ~text.is_start & (text.word > 0) & ~is_punctuation(text)
 
 
 # ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Comes before token_classes.py.
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -98,20 +99,18 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
 
     # A run ends where a space, a special token or another example begins.
     is_first = vocabulary.has_space[ids] | is_special
+    is_first[:1] = True
     is_first[1:] |= is_special[:-1] | (example[1:] != example[:-1])
-    first_tokens = is_first.nonzero().flatten().tolist()
-    if ids.numel() and first_tokens[:1] != [0]:
-        first_tokens.insert(0, 0)
-    ends = [*first_tokens[1:], ids.numel()]
+    bounds = [*is_first.nonzero().flatten().tolist(), ids.numel()]
 
     # Each distinct run is cut into words once.
     reader = _RunReader(vocabulary)
     all_ids = ids.tolist()
     readings = []
-    for start, end in zip(first_tokens, ends, strict=True):
-        reading = reader.read(tuple(all_ids[start:end]))
-        readings.append(reading)
+    for start, end in pairwise(bounds):
+        readings.append(reader.read(tuple(all_ids[start:end])))
 
+    # Back to tokens.
     word: list[int] = []
     is_start: list[bool] = []
     run: list[int] = []
@@ -207,23 +206,29 @@ class _RunReader:
 
     def _read(self, pieces: list[str]) -> _Reading:
         """Returns the reading of pieces: those within the word belong to it, others are their own."""
+        # The mark of a space alone, which is the first of a run, goes with the piece after it.
+        has_mark = len(pieces) > 1 and not pieces[0]
+        if has_mark:
+            pieces = pieces[1:]
         text = "".join(pieces)
         first, last = _word_within(text)
+
         word: list[int] = []
         is_start: list[bool] = []
         start = 0
         in_word = False
         for piece in pieces:
             end = start + len(piece)
-
-            # A piece without a letter, the mark of a space alone, goes with what follows it.
-            reach = end if piece else start + 1
-            overlaps = reach > first and start < last
+            overlaps = end > first and start < last
             own_text = text[first:last] if overlaps else piece
             word.append(self.words.setdefault(own_text, len(self.words)))
             is_start.append(not (overlaps and in_word))
             in_word = overlaps
             start = end
+
+        if has_mark:
+            word.insert(0, word[0])
+            is_start.insert(1, False)
         return _Reading(word, is_start, self.runs.setdefault(text, len(self.runs)))
 
 
