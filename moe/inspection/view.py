@@ -21,7 +21,7 @@ from moe.inspection.plots import COLOURS
 from moe.inspection.view_content import ModelContent, PageContent, script_json
 from moe.inspection.view_data import (
     AblationBar,
-    ClassTable,
+    LayerClasses,
     SaturationPoint,
     check_statistics,
 )
@@ -85,7 +85,7 @@ def routing_view(
     *,
     other: Trace | None = None,
     matching: Mapping[LayerKey, Sequence[int]] | None = None,
-    classes: Sequence[ClassTable] = (),
+    classes: Sequence[LayerClasses] = (),
     saturation: Sequence[SaturationPoint] = (),
     ablation: Sequence[AblationBar] = (),
     title: str = "",

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from moe.inspection.html_page import printable
-from moe.inspection.view_data import AblationBar, ClassTable, SaturationPoint
+from moe.inspection.view_data import AblationBar, LayerClasses, SaturationPoint
 
 # Inside a script element these could end it, or begin a comment or an entity.
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -190,7 +190,7 @@ class PageContent:
     num_examples: int
     models: list[ModelContent]
     agreement: list[Agreement]
-    classes: Sequence[ClassTable]
+    classes: Sequence[LayerClasses]
     saturation: Sequence[SaturationPoint]
     ablation: Sequence[AblationBar]
     examples: list[int] = field(default_factory=list)

@@ -41,7 +41,7 @@ class ClassRow(NamedTuple):
     entropy: Estimate | None = None
 
 
-class ClassTable(NamedTuple):
+class LayerClasses(NamedTuple):
     """Class by expert, in one layer."""
 
     key: LayerKey
@@ -86,7 +86,7 @@ class AblationBar(NamedTuple):
 
 def check_statistics(
     layers: Mapping[LayerKey, LayerFacts],
-    classes: Sequence[ClassTable],
+    classes: Sequence[LayerClasses],
     saturation: Sequence[SaturationPoint],
     ablation: Sequence[AblationBar],
 ) -> None:

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moe.inspection.token_text import START, visible_tokens
+from moe.inspection.visible_text import START, visible_tokens
 from moe.inspection.view_content import (
     Agreement,
     Flow,
