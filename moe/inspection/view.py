@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from moe.checks import check, check_integer
@@ -36,7 +37,7 @@ from moe.inspection.view_trace import (
     shown_text,
 )
 from moe.sparse.editing import LayerKey
-from moe.tracing.trace import Trace, layer_name
+from moe.tracing.trace import STACKS, Trace, layer_name
 
 MOST_BYTES = 5_000_000
 
@@ -44,7 +45,14 @@ GENERATOR = "stmoe routing_view"
 
 # The eighth colour of Okabe and Ito; number 8 of 8 experts is then unlike number 1.
 _HUES = (*COLOURS, "#F0E442")
-_SCRIPTS = ("view_data.js", "view_text.js", "view_experts.js", "view_charts.js", "view_tables.js", "view_page.js")
+_SCRIPTS = (
+    "view_data.js",
+    "view_text.js",
+    "view_experts.js",
+    "view_charts.js",
+    "view_tables.js",
+    "view_page.js",
+)
 _FRAME_HEIGHT = 860  # pixels, in a notebook
 
 
@@ -112,6 +120,7 @@ def routing_view(
         DataError: When there is no sparse layer, the other model read another text, or not even the
             start of one example fits.
     """
+    # What can be refused before anything is built.
     check_integer("most_bytes", most_bytes, least=1)
     if not trace.layers:
         raise DataError(
@@ -124,12 +133,14 @@ def routing_view(
         _check_same_text(trace, other)
     _check_matching(trace, other, matching)
 
+    # What is counted over all tokens.
     models = [_model(trace, {})]
     agreement = []
     if other is not None:
         models.append(_model(other, matching))
         agreement = agreements(trace, other, matching)
 
+    # The text, as far as there is room for it.
     page = _Page(
         title=title or _title(trace, other),
         traces=[trace] if other is None else [trace, other],
@@ -168,12 +179,15 @@ class _Page:
                 tokens.append(layer_tokens(layer, rows))
             models.append(replace(model, tokens=tokens))
 
-        domains = trace.facts.domains
+        # Which examples these are.
+        numbers = list(shown.examples)
+        names = trace.facts.domains
+        domains = [names[number] for number in trace.domain[numbers].tolist()]
         content = replace(
             self.totals,
-            examples=list(shown.examples),
-            documents=trace.document[list(shown.examples)].tolist(),
-            domains=[domains[number] for number in trace.domain[list(shown.examples)].tolist()],
+            examples=numbers,
+            documents=trace.document[numbers].tolist(),
+            domains=domains,
             texts=text.texts,
             ids=text.ids,
             stacks=text.stacks,
@@ -205,12 +219,12 @@ class _Page:
 
 
 def _model(trace: Trace, matching: Mapping[LayerKey, Sequence[int]]) -> ModelContent:
-    return ModelContent(
-        name=_name(trace),
-        layers=[layer_totals(layer) for layer in trace.layers],
-        flows=flows(trace),
-        matches=[list(matching.get(layer.key, ())) for layer in trace.layers],
-    )
+    layers = []
+    matches = []
+    for layer in trace.layers:
+        layers.append(layer_totals(layer))
+        matches.append(list(matching.get(layer.key, ())))
+    return ModelContent(name=_name(trace), layers=layers, flows=flows(trace), matches=matches)
 
 
 def _name(trace: Trace) -> str:
@@ -226,7 +240,10 @@ def _title(trace: Trace, other: Trace | None) -> str:
 def _facts(trace: Trace) -> list[tuple[str, str]]:
     """Returns names and texts of what is known of a trace, as far as it is known."""
     facts = trace.facts
-    num_tokens = f"{trace.encoder.ids.numel():,} in the encoder, {trace.decoder.ids.numel():,} in the decoder"
+    in_encoder = f"{trace.encoder.ids.numel():,} in the encoder"
+    in_decoder = f"{trace.decoder.ids.numel():,} in the decoder"
+
+    # Layers differ in experts and routers.
     layers = []
     for layer in trace.layers:
         experts = f"{layer.facts.num_experts} experts, {layer.facts.router}"
@@ -238,11 +255,12 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
         ("sparse layers", ", ".join(layers)),
         ("text", facts.text),
         ("examples", f"{facts.num_examples:,}"),
-        ("tokens", num_tokens),
+        ("tokens", f"{in_encoder}, {in_decoder}"),
         ("hash of the input", facts.inputs_fingerprint),
         ("recorded by", facts.command),
         ("with", f"stmoe {facts.library}"),
     ]
+    # An unknown fact has no row.
     return [(name, printable(text)) for name, text in rows if text]
 
 
@@ -252,8 +270,16 @@ def _read(name: str) -> str:
 
 def _check_same_text(trace: Trace, other: Trace) -> None:
     """Raises a DataError unless both models read the same tokens."""
-    if trace.facts.inputs_fingerprint == other.facts.inputs_fingerprint:
+    same = True
+    for stack in STACKS:
+        part = trace.stack(stack)
+        other_part = other.stack(stack)
+        same = same and torch.equal(part.ids, other_part.ids)
+        same = same and torch.equal(part.starts, other_part.starts)
+    if same:
         return
+
+    # The hashes tell which trace is which.
     raise DataError(
         f"The two models read different texts: {trace.facts.num_examples:,} and {other.facts.num_examples:,} examples "
         f"with the hashes {trace.facts.inputs_fingerprint[:12]} and {other.facts.inputs_fingerprint[:12]}. Trace both "

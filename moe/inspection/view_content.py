@@ -18,7 +18,13 @@ from moe.inspection.html_page import printable
 from moe.inspection.view_data import AblationBar, LayerClasses, SaturationPoint
 
 # Inside a script element these could end it, or begin a comment or an entity.
-_ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_ESCAPED = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,8 @@ def pack(values: Tensor, largest: int) -> Packed:
         values: <integer>[...] from 0.
         largest: The largest that is possible.
     """
-    size = next(size for size in (1, 2, 4) if largest < 256**size)
+    # One byte for most; two where there are many experts or tokens.
+    size = 1 if largest < 2**8 else 2 if largest < 2**16 else 4
     array = values.flatten().numpy().astype(np.dtype(f"<u{size}"))
     return Packed(size, base64.b64encode(array.tobytes()).decode())
 
@@ -218,6 +225,8 @@ def script_json(content: PageContent) -> str:
     text = json.dumps(
         _plain(asdict(content)), ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
+
+    # Nothing in it may end the script element.
     for character, escape in _ESCAPED.items():
         text = text.replace(character, escape)
     return printable(text)
@@ -225,12 +234,18 @@ def script_json(content: PageContent) -> str:
 
 def _plain(value: Any) -> Any:
     """Returns a value of JSON: named tuples as objects, numbers in a few digits, None for NaN."""
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
+    # A named tuple is a tuple too.
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        names = getattr(value, "_fields")  # noqa: B009
+        return _plain(dict(zip(names, value, strict=True)))
+
+    # What holds other values.
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return list(map(_plain, value))
+
+    # More digits would only be read by nobody.
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value

@@ -26,7 +26,7 @@ class ClassRow(NamedTuple):
 
     Attributes:
         name: Name of the class, e.g. `punctuation`.
-        count: Tokens of the class.
+        num_tokens: Tokens of the class.
         shares: E shares of the class's tokens; their sum is 1.
         lifts: E ratios of these shares to the experts' shares of all tokens; 1 is no preference.
         p_values: E p-values of the lifts, corrected for the number of cells.
@@ -34,7 +34,7 @@ class ClassRow(NamedTuple):
     """
 
     name: str
-    count: int
+    num_tokens: int
     shares: Sequence[float]
     lifts: Sequence[float]
     p_values: Sequence[float]
@@ -101,7 +101,9 @@ def check_statistics(
     Raises:
         ConfigError: When one is not, or has another number of experts than its layer.
     """
-    for name, values in (("classes", classes), ("saturation", saturation), ("ablation", ablation)):
+    # Every layer is one of the trace.
+    given = {"classes": classes, "saturation": saturation, "ablation": ablation}
+    for name, values in given.items():
         for value in values:
             _check_layer(name, value.key, layers)
 
@@ -110,15 +112,17 @@ def check_statistics(
         num_experts = layers[table.key].num_experts
         for row in table.rows:
             for field in ("shares", "lifts", "p_values"):
-                given = len(getattr(row, field))
-                if given != num_experts:
+                num_values = len(getattr(row, field))
+                if num_values != num_experts:
                     raise ConfigError(
-                        f"{field} of the class {row.name!r} has {given} values; expected {num_experts}, one for each "
+                        f"{field} of the class {row.name!r} has {num_values} values; expected {num_experts}, one for each "
                         f"expert of {layer_name(table.key)}."
                     )
 
+    # The page has one table for each layer.
     keys = [table.key for table in classes]
     check(len(set(keys)) == len(keys), "classes", keys, "at most one table for each layer")
+    # Every bar is of an expert of its layer.
     for bar in ablation:
         num_experts = layers[bar.key].num_experts
         reason = f"an expert of {layer_name(bar.key)}, from 0 to {num_experts - 1}"

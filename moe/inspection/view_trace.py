@@ -4,6 +4,7 @@ Totals are of all tokens; only tokens that are shown one by one may be fewer.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moe.inspection.visible_text import START, visible_tokens
 from moe.inspection.view_content import (
     Agreement,
     Flow,
@@ -20,6 +20,7 @@ from moe.inspection.view_content import (
     StackText,
     pack,
 )
+from moe.inspection.visible_text import START, visible_tokens
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
 
@@ -154,6 +155,8 @@ def layer_totals(layer: LayerTrace) -> LayerTotals:
     """Returns what a layer did with all tokens."""
     facts = layer.facts
     stats = layer.stats
+
+    # A trace without a decoder's token has no mean.
     num_tokens = int(stats.num_tokens)
     return LayerTotals(
         stack=facts.stack,
@@ -175,12 +178,13 @@ def flows(trace: Trace) -> list[Flow]:
     flows = []
     for name in STACKS:
         layers = trace.stack(name).layers
-        for layer, next_layer in zip(layers, layers[1:], strict=False):
+        for layer, next_layer in pairwise(layers):
             flows.append(_flow(name, layer, next_layer))
     return flows
 
 
 def _flow(stack: Stack, layer: LayerTrace, next_layer: LayerTrace) -> Flow:
+    # From every expert to every expert.
     counts = _count_pairs(layer, next_layer)  # [E + 1, F + 1]
     nodes = _nodes(layer)
     next_nodes = _nodes(next_layer)
@@ -229,11 +233,15 @@ def _nodes(layer: LayerTrace) -> list[int]:
     """Returns the nodes of a layer: the busiest experts by number, the rest, and no expert."""
     first = _count_first(layer)  # [E + 1]
     num_experts = layer.facts.num_experts
+
+    # More nodes could not be told apart.
     if num_experts <= _MOST_NODES:
         nodes = list(range(num_experts))
     else:
         busiest = first[:-1].argsort(descending=True, stable=True)[: _MOST_NODES - 1]
         nodes = [*sorted(busiest.tolist()), _REST]
+
+    # Where an expert chooses tokens, some are chosen by none.
     if first[-1]:
         nodes.append(_NO_EXPERT)
     return nodes
@@ -241,6 +249,7 @@ def _nodes(layer: LayerTrace) -> list[int]:
 
 def _node_of(nodes: list[int], num_experts: int) -> Tensor:
     """Returns <int64>[E + 1]: the place of each expert among the nodes, last of no expert."""
+    # Experts without a node of their own are in the rest.
     rest = nodes.index(_REST) if _REST in nodes else 0
     node_of = torch.full((num_experts + 1,), rest)
     for place, node in enumerate(nodes):
@@ -266,6 +275,7 @@ def agreements(
         matching: For layers of the second, the number that each expert has in the first, -1 for
             none; layers that it lacks have the same numbers.
     """
+    # Only layers that both have can agree.
     layers = {layer.key: layer for layer in trace.layers}
     agreements = []
     for layer in other.layers:
@@ -276,6 +286,7 @@ def agreements(
 
 
 def _agreement(layer: LayerTrace, other: LayerTrace, match: Sequence[int] | None) -> Agreement:
+    # A pair of choices, over all tokens.
     counts = _count_pairs(layer, other)[:, :-1]  # [E + 1, F]
     num_tokens = layer.first.numel()
     shares = counts.sum(dim=1).double() / max(1, num_tokens)  # [E + 1]

@@ -1,7 +1,7 @@
 // ---------------------------------------------------------------------------
 // Beside the text: a token with its probabilities, an expert with its texts
 
-const CONTEXT_TOKENS = 7;
+const CONTEXT_TOKENS = 12;
 const TEXTS_AT_ONCE = 15;
 const LISTED_TOKENS = 12;
 const FEWEST_OCCURRENCES = 3;
@@ -10,6 +10,7 @@ const SMOOTHING = 20; // as in the tables of the report
 /** Describes the token that the reader points at, in every model. */
 function renderToken() {
   const place = document.getElementById("token");
+  place.classList.toggle("filled", Boolean(state.token));
   if (!state.token) {
     place.replaceChildren(make("h3", {}, "Token"), make("p", { class: "soft" }, "Point at a token, or go to it by Tab and arrow keys."));
     return;
@@ -44,11 +45,11 @@ function describeChoices(model, layer, token) {
   const experts = [...new Set([...probs.keys(), ...choices.keys()])];
   const rows = experts.map((expert) => {
     const prob = probs.has(expert) ? formatPercent(probs.get(expert)) : "–";
-    return [expertChip(layer, expert), probabilityBar(layer, expert, probs.get(expert) ?? 0), prob, choiceText(choices.get(expert))];
+    return [expertChip(layer, expert), probabilityBar(layer, expert, probs.get(expert) ?? 0), prob, choiceText(choices.get(expert)), weightText(choices.get(expert))];
   });
   const parts = [make("h4", {}, title)];
   if (rows.length) {
-    parts.push(makeTable(["expert", "", "probability", "choice"], rows, [2]));
+    parts.push(makeTable(["expert", "", "prob.", "choice", "weight"], rows, [2, 4]));
   } else {
     parts.push(make("p", {}, "No expert chose it."));
   }
@@ -75,14 +76,15 @@ function probabilityBar(layer, expert, prob) {
 
 function choiceText(choice) {
   if (!choice) {
-    return make("span", { class: "soft" }, "not asked for");
+    return make("span", { class: "soft" }, "not asked");
   }
   const names = ["1st", "2nd", "3rd"];
   const name = names[choice.place] ?? `${choice.place + 1}th`;
-  if (choice.weight === null) {
-    return make("strong", {}, `${name}, refused`);
-  }
-  return `${name}, accepted, weight ${formatNumber(choice.weight)}`;
+  return choice.weight === null ? make("strong", {}, `${name}, refused`) : `${name}, accepted`;
+}
+
+function weightText(choice) {
+  return !choice || choice.weight === null ? "" : formatNumber(choice.weight);
 }
 
 // ---------------------------------------------------------------------------
@@ -217,7 +219,7 @@ function textItem(pane, token) {
     before,
     make("mark", {}, text.trim()),
     after,
-    make("small", {}, ` ${example + 1}`),
+    make("small", {}, ` · example ${example + 1}`),
   );
   return make("li", {}, button);
 }

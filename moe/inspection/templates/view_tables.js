@@ -58,7 +58,7 @@ function classTable(table, showAll) {
 
   const body = make("tbody", {});
   for (const row of table.rows) {
-    const line = make("tr", {}, make("th", { scope: "row" }, row.name), make("td", { class: "number" }, formatCount(row.count)));
+    const line = make("tr", {}, make("th", { scope: "row" }, row.name), make("td", { class: "number" }, formatCount(row.num_tokens)));
     if (hasEntropy) {
       line.append(make("td", { class: "number" }, row.entropy ? formatEstimate(row.entropy) : "–"));
     }

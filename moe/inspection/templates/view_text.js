@@ -346,7 +346,7 @@ function nameLayer(stackName) {
   const slider = document.getElementById(`layer-${stackName}`);
   slider.value = number + 1;
   slider.setAttribute("aria-valuetext", `${number + 1} of ${total}`);
-  slider.disabled = total === 1;
+  slider.hidden = total === 1;
   document.getElementById(`layer-${stackName}-name`).textContent =
     `${number + 1} of ${total} · ${plural(layer.num_experts, "expert")} · ${layer.router}`;
 }
