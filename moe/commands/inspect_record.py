@@ -8,7 +8,7 @@ import shlex
 
 from tqdm import tqdm
 
-from moe.checksums import model_fingerprint, sha256_of
+from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import (
     TaskReader,
@@ -17,7 +17,7 @@ from moe.commands.routing_inputs import (
     load_inspected,
     read_batches,
 )
-from moe.data.tokenizer import TOKENIZER_FILE
+from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.files import check_kind, output_path
 from moe.inspection.html_page import printable
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
@@ -51,7 +51,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         text=describe_inputs(options),
         model=str(options.model),
         model_fingerprint=model_fingerprint(options.model),
-        tokenizer_fingerprint=sha256_of(options.model / TOKENIZER_FILE)[:16],
+        tokenizer_fingerprint=tokenizer_fingerprint(options.model),
         command=shlex.join(["python", "-m", "scripts.inspect_router", "record", *argv]),
     )
     facts = record_to_folder(

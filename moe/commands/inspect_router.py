@@ -11,6 +11,10 @@ from moe.errors import ConfigError, did_you_mean
 
 VERBS = {
     "record": "write down which expert every token of a text goes to",
+    "view": "show a trace: an interactive page, and tables with their significance",
+    "ablate": "say what the loss becomes without each expert, and what experts are for",
+    "compare": "compare the routing of two models on the text of a trace",
+    "replay": "run a model with the routing of a trace",
     "report": "explain the routers on held-out text, with the training that made them",
 }
 

@@ -4,7 +4,6 @@ The second model also runs with the routing of the first: what is left then is n
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from moe.inspection.expert_measures import target_losses
 from moe.inspection.target_sets import Targets, list_targets
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey
-from moe.tracing.recorder import TracedBatch
+from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace import Trace
 
@@ -73,10 +72,10 @@ def split_loss(
             there is no target.
     """
     targets = list_targets(batches)
-    first_losses = _losses(first, batches, nullcontext())
-    second_losses = _losses(second, batches, nullcontext())
-    replay = replay_routing(second, trace, expert_map=expert_map)
-    replayed_losses = _losses(second, batches, replay)
+    first_losses = token_losses(first, batches)
+    second_losses = token_losses(second, batches)
+    with replay_routing(second, trace, expert_map=expert_map):
+        replayed_losses = token_losses(second, batches)
     return LossSplit(
         first=float(first_losses.mean()),
         second=float(second_losses.mean()),
@@ -86,23 +85,19 @@ def split_loss(
     )
 
 
-@torch.inference_mode()
-def _losses(
-    model: STMoEForConditionalGeneration,
-    batches: Sequence[TracedBatch],
-    context: AbstractContextManager[None],
-) -> Tensor:
-    """Returns the loss of every target token <float64>[N] in evaluation mode, on the CPU."""
-    training = model.training
-    model.eval()
-    try:
-        with context:
-            losses = []
-            for traced in batches:
-                output = model(**traced.batch, use_cache=False)
-                losses.append(target_losses(output, traced.batch).cpu())
-    finally:
-        model.train(training)
+@torch.no_grad()
+def token_losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch]) -> Tensor:
+    """Returns the loss <float64>[N] of every target token in nats, on the CPU.
+
+    Args:
+        model: Evaluated; its training mode is restored.
+        batches: With labels, on the model's device.
+    """
+    losses = []
+    with evaluation_mode(model):
+        for traced in batches:
+            output = model(**traced.batch, use_cache=False)
+            losses.append(target_losses(output, traced.batch).cpu())
     return torch.cat(losses)
 
 

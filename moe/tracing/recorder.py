@@ -177,7 +177,7 @@ def layer_facts(model: nn.Module) -> list[LayerFacts]:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode inside the block; each part gets its own mode back."""
     parts_in_training = [part for part in model.modules() if part.training]
     model.eval()
@@ -224,7 +224,7 @@ class Recording:
         inputs = stack_inputs(self._model, batch)
 
         # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
-        with _evaluation_mode(self._model):
+        with evaluation_mode(self._model):
             output = self._model(**batch, output_router_logits=True, use_cache=False)
         routers = {
             "encoder": output.encoder_router_outputs,
