@@ -33,6 +33,7 @@ from moe.training.finetuning import (
 )
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
+from moe.training.probe import check_probe
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
 from moe.training.seeds import seed_runs, write_summary
 from moe.training.stages import JOB, claim_job
@@ -93,6 +94,12 @@ def build_run(
         unseen = PairSource(data.dev_pairs, tokenizer, **settings)
         held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
 
+    # A probe follows each example by itself.
+    probe_source = None
+    if data.dev_pairs and training.probe_every:
+        probe_source = PairSource(data.dev_pairs, tokenizer, **{**settings, "pack": False})
+    check_probe(recipe, config, probe_source)
+
     # The model, and what of it trains.
     built = load_for_finetuning(pretrained, recipe, config, world.device_type)
     num_pairs = sum(len(pairs) for pairs in train_pairs.values())
@@ -115,6 +122,7 @@ def build_run(
         held_out=held_out,
         earlier_checkpoints=earlier_checkpoints,
         dev=dev,
+        probe_source=probe_source,
     )
 
 

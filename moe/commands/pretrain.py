@@ -25,6 +25,7 @@ from moe.training.build import build_new_model, check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
+from moe.training.probe import check_probe
 from moe.training.recipe import PretrainRecipe
 
 
@@ -47,6 +48,7 @@ def build_run(
     unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
     held_out = HeldOut(unseen, recipe.training.held_out_batches, ids)
     check_run_fits(recipe, config, world.size, source.lengths)
+    check_probe(recipe, config, unseen)
     world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
     return Run(
         folder=out,
@@ -55,6 +57,7 @@ def build_run(
         tokenizer=tokenizer,
         source=source,
         held_out=held_out,
+        probe_source=unseen,
     )
 
 

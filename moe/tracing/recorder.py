@@ -5,11 +5,12 @@ Comes after `trace`; `trace_file` writes the same while it is made.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.checks import check_integer
 from moe.data.pipeline import Batch
@@ -26,17 +27,38 @@ from moe.tracing.trace import (
     Trace,
     TraceFacts,
     expert_dtype,
+    id_dtype,
     trace_from,
 )
 
 FORMAT_VERSION = 1
+
+_HASHED = ("encoder.lengths", "encoder.ids", "decoder.lengths", "decoder.ids")
+
+
+class Provenance(NamedTuple):
+    """Where a trace comes from; what is not known is empty.
+
+    Attributes:
+        text: What the examples are, in words.
+        model: Where the model came from, as the user named it.
+        model_fingerprint: Tells the model's files from others.
+        tokenizer_fingerprint: The same of the tokenizer.
+        command: The command that recorded it.
+    """
+
+    text: str = ""
+    model: str = ""
+    model_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    command: str = ""
 
 
 class TracedBatch(NamedTuple):
     """A batch, and where its examples come from.
 
     Attributes:
-        batch: With labels and without segments, on the model's device.
+        batch: With labels and one example in each row, on the model's device.
         documents: Number of the document of each example.
         domains: Name of the kind of text of each example.
     """
@@ -61,19 +83,19 @@ def record_routing(
     batches: Iterable[TracedBatch],
     *,
     num_best: int = 0,
-    text: str = "",
+    provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> Trace:
     """Returns where every token of the batches goes, in evaluation mode.
 
     Args:
-        model: The model; its training mode is restored.
+        model: The model; the mode of each of its parts is restored.
         batches: Examples; see `traced_batches`.
         num_best: M: the experts of highest probability that are kept with their probabilities.
-        text: What the examples are, in words.
+        provenance: Where the trace comes from.
 
     Raises:
         ConfigError: When `num_best` is not between 0 and the number of experts.
-        DataError: When a batch has no labels, or has segments.
+        DataError: When a batch has no labels, or is packed.
     """
     recording = Recording(model, num_best=num_best)
     parts: dict[str, list[Tensor]] = {}
@@ -82,7 +104,92 @@ def record_routing(
             parts.setdefault(name, []).append(rows)
 
     tensors = {name: torch.cat(rows) for name, rows in parts.items()}
-    return trace_from(recording.facts(text=text), tensors | recording.totals())
+    return trace_from(recording.facts(provenance), tensors | recording.totals())
+
+
+# ---------------------------------------------------------------------------
+# What goes into the model
+
+
+class StackInputs(NamedTuple):
+    """The tokens that go into a stack.
+
+    Attributes:
+        ids: <int64>[B, L] token ids.
+        is_real: <bool>[B, L] which of them are no padding.
+    """
+
+    ids: Tensor
+    is_real: Tensor
+
+
+def unpacked(batch: Batch) -> Batch:
+    """Returns a batch with a mask in the place of its segments.
+
+    Raises:
+        DataError: When it has no labels, or a row holds several examples.
+    """
+    names = ("segment_ids", "decoder_segment_ids")
+    segments = [batch[name] for name in names if name in batch]
+    is_packed = any(int(numbers.max()) > 1 for numbers in segments)
+    if "labels" not in batch or is_packed:
+        raise DataError(
+            "A batch to trace needs labels, and one example in each row: the decoder's tokens come from the labels. "
+            "Give batches that are not packed."
+        )
+
+    # Segment 1 is the example, 0 is padding; a mask says the same.
+    plain = {name: values for name, values in batch.items() if name not in names}
+    if "segment_ids" in batch:
+        plain["attention_mask"] = (batch["segment_ids"] != 0).long()
+    return plain
+
+
+def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Stack, StackInputs]:
+    """Returns the tokens that a batch, see `unpacked`, puts into each stack.
+
+    The decoder's token at a position is its input there.
+    """
+    input_ids = batch["input_ids"]
+    input_mask = batch.get("attention_mask", torch.ones_like(input_ids))
+    labels = batch["labels"]
+    decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
+    return {
+        "encoder": StackInputs(input_ids, input_mask.bool()),
+        "decoder": StackInputs(decoder_ids, labels != -100),
+    }
+
+
+def layer_facts(model: nn.Module) -> list[LayerFacts]:
+    """Returns what the sparse layers of a model are, the encoder's first."""
+    layers = []
+    for (stack, number), layer in sparse_layers(model).items():
+        config = layer.config
+        facts = LayerFacts(
+            stack=stack,
+            layer=number,
+            num_experts=config.num_experts,
+            num_choices=type(layer.router).num_choices(config),
+            router=config.router,
+        )
+        layers.append(facts)
+    return layers
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode inside the block; each part gets its own mode back."""
+    parts_in_training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in parts_in_training:
+            part.training = True
+
+
+# ---------------------------------------------------------------------------
+# Recording
 
 
 class Recording:
@@ -94,54 +201,31 @@ class Recording:
     def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
         self._model = model
         self._num_best = num_best
-        self._layers: list[LayerFacts] = []
-        for (stack, number), layer in sparse_layers(model).items():
-            config = layer.config
-            facts = LayerFacts(
-                stack=stack,
-                layer=number,
-                num_experts=config.num_experts,
-                num_choices=type(layer.router).num_choices(config),
-                router=config.router,
-            )
-            self._layers.append(facts)
-            reason = f"{stack} layer {number} has so many experts"
-            check_integer("num_best", num_best, least=0, most=config.num_experts, reason=reason)
+        self._id_dtype = id_dtype(model.config.vocab_size)
+        self._layers = layer_facts(model)
+        for layer in self._layers:
+            reason = f"{layer.stack} layer {layer.layer} has so many experts"
+            check_integer("num_best", num_best, least=0, most=layer.num_experts, reason=reason)
 
         # What adds up over batches.
         self._stats: dict[tuple[Stack, int], RouterStats] = {}
         self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
         self._domains: dict[str, int] = {}
-        self._digest = hashlib.sha256()
+        self._digests = {name: hashlib.sha256() for name in _HASHED}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def record(self, traced: TracedBatch) -> dict[str, Tensor]:
         """Returns the rows of one batch by name, e.g. `encoder.0.expert`, on the CPU.
 
         Raises:
-            DataError: When the batch has no labels, or has segments.
+            DataError: When the batch has no labels, or is packed.
         """
-        batch = traced.batch
-        if "labels" not in batch or "segment_ids" in batch:
-            raise DataError(
-                "A batch to trace needs labels and no segment_ids: the decoder's tokens come from the labels, and "
-                "each row is one example. Give batches that are not packed."
-            )
+        batch = unpacked(traced.batch)
+        inputs = stack_inputs(self._model, batch)
 
         # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
-        training = self._model.training
-        self._model.eval()
-        output = self._model(**batch, output_router_logits=True, use_cache=False)
-        self._model.train(training)
-
-        # The decoder's token at a position is its input there.
-        labels = batch["labels"]
-        ids = {
-            "encoder": batch["input_ids"],
-            "decoder": self._model.prepare_decoder_input_ids_from_labels(labels),
-        }
-        input_mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        is_real = {"encoder": input_mask.bool(), "decoder": labels != -100}
+        with evaluation_mode(self._model):
+            output = self._model(**batch, output_router_logits=True, use_cache=False)
         routers = {
             "encoder": output.encoder_router_outputs,
             "decoder": output.decoder_router_outputs,
@@ -151,25 +235,25 @@ class Recording:
         rows = {
             "document": torch.tensor(list(traced.documents), dtype=torch.int32),
             "domain": torch.tensor(numbers, dtype=torch.int32),
-            "decoder.targets": labels[is_real["decoder"]].int().cpu(),
+            "decoder.targets": batch["labels"][inputs["decoder"].is_real].to(self._id_dtype).cpu(),
         }
         for stack in STACKS:
-            rows |= self._record_stack(stack, ids[stack], is_real[stack], routers[stack])
+            rows |= self._record_stack(stack, inputs[stack], routers[stack])
         return rows
 
     def _record_stack(
         self,
         stack: Stack,
-        ids: Tensor,
-        is_real: Tensor,
+        inputs: StackInputs,
         routers: Sequence[RouterOutput] | None,
     ) -> dict[str, Tensor]:
-        """Returns the rows of a stack; ids <int64>[B, L] and <bool>[B, L] which are real."""
-        real_ids = ids[is_real].int().cpu()
+        """Returns the rows of a stack."""
+        is_real = inputs.is_real
+        real_ids = inputs.ids[is_real].to(self._id_dtype).cpu()
         lengths = is_real.sum(dim=1).cpu()
         self._lengths[stack].append(lengths)
-        self._digest.update(lengths.numpy().tobytes())
-        self._digest.update(real_ids.numpy().tobytes())
+        self._digests[f"{stack}.lengths"].update(lengths.numpy().tobytes())
+        self._digests[f"{stack}.ids"].update(real_ids.int().numpy().tobytes())
 
         rows = {f"{stack}.ids": real_ids}
         for layer, router in enumerate(routers or ()):
@@ -192,15 +276,7 @@ class Recording:
                 tensors[f"{stack}.{layer}.stats.{name}"] = value
         return tensors
 
-    def facts(
-        self,
-        *,
-        text: str = "",
-        model: str = "",
-        model_fingerprint: str = "",
-        tokenizer_fingerprint: str = "",
-        command: str = "",
-    ) -> TraceFacts:
+    def facts(self, provenance: Provenance) -> TraceFacts:
         """Returns what was recorded until now.
 
         Raises:
@@ -209,18 +285,19 @@ class Recording:
         num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
         if not num_examples:
             raise DataError("There is nothing to trace: not one example was given.")
+
+        # The same however the examples were divided into batches.
+        inputs_digest = hashlib.sha256()
+        for digest in self._digests.values():
+            inputs_digest.update(digest.digest())
         return TraceFacts(
             version=FORMAT_VERSION,
             library=version("stmoe"),
-            model=model,
-            model_fingerprint=model_fingerprint,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            inputs_fingerprint=self._digest.hexdigest(),
-            text=text,
-            command=command,
+            inputs_fingerprint=inputs_digest.hexdigest(),
             num_examples=num_examples,
             domains=list(self._domains),
             layers=self._layers,
+            **provenance._asdict(),
         )
 
 

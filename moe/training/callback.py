@@ -4,8 +4,10 @@ Routers that balance themselves learn from their load through it, as `train_step
 """
 
 import warnings
+from collections.abc import Sequence
 from functools import reduce
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +15,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from moe.distributed.collectives import sum_each_over_ranks
-from moe.errors import ConfigError
+from moe.checks import check, check_integer
+from moe.data.pipeline import ALL_ROWS, Batch
+from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero, sum_each_over_ranks
+from moe.errors import ConfigError, DataError
 from moe.models.outputs import STMoEOutput
+from moe.sparse.editing import sparse_layers
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
+from moe.tracing.probe_file import has_probes
+from moe.training.probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
+from moe.training.router_health import RouterHealth
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
 
 
@@ -32,11 +40,35 @@ class RouterStatsCallback(TrainerCallback):
     and not when frozen. With a `compute_loss_func` of the Trainer, the model sees no labels, and
     the log has the routers' part alone.
 
+    A layer whose experts die or whose drops rise is warned of once, through Python's logging. With
+    `probe_every` the routing of a fixed text is kept in `output_dir/probe`, see
+    moe/tracing/probe_file.py, and its numbers stand in the log as `probe/...`; a router that
+    saturates is warned of then.
+
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
+
+    Args:
+        probe_every: Updates from one probe to the next; 0 for none.
+        probe_batches: The text: whole batches with labels, the same in every process. Not packed.
+
+    Raises:
+        ConfigError: When one of the two is given without the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, probe_every: int = 0, probe_batches: Sequence[Batch] = ()) -> None:
+        check_integer("probe_every", probe_every, least=0)
+        if bool(probe_every) != bool(len(probe_batches)):
+            raise ConfigError(
+                f"probe_every is {probe_every}, and there are {len(probe_batches)} probe_batches; expected both, or "
+                "neither."
+            )
+
+        self._probe_every = probe_every
+        self._probe_batches = probe_batches
+        self._probe: RoutingProbe | None = None
+        self._probe_values: dict[str, float] = {}
+        self._health = RouterHealth([])
         self._hooks: list[RemovableHandle] = []
         # Sums of ce_loss and z_loss since the last log, <float64>[2]; None before the first.
         self._losses: Tensor | None = None
@@ -55,7 +87,8 @@ class RouterStatsCallback(TrainerCallback):
         """Begins to watch the model.
 
         Raises:
-            ConfigError: When the model is not one of this library.
+            ConfigError: When the model is not one of this library, or has nothing to probe.
+            DataError: When the probes of another training would be lost.
         """
         if not hasattr(model, "sparse_layers"):
             raise ConfigError(
@@ -77,6 +110,27 @@ class RouterStatsCallback(TrainerCallback):
             model.register_forward_hook(self._add_output),
         ]
 
+        self._health = RouterHealth(list(sparse_layers(model)))
+        if self._probe_every:
+            self._begin_probe(Path(args.output_dir or ".") / PROBE_FOLDER, model, state.global_step)
+
+    def _begin_probe(self, folder: Path, model: Any, step: int) -> None:
+        """Prepares probes of a training that has `step` updates behind it, and takes a first one."""
+        has_layers = bool(model.sparse_layers())
+        check(has_layers, "probe_every", self._probe_every, "0 for a model without sparse layers")
+        if not step and broadcast_from_rank_zero(lambda: has_probes(folder)):
+            raise DataError(
+                f"{folder} holds the probes of another training. Resume it, choose another output_dir, or move the "
+                "folder away."
+            )
+
+        text = f"{len(self._probe_batches)} batches given to RouterStatsCallback"
+        source = GivenBatches(self._probe_batches)
+        self._probe = RoutingProbe(folder, model, source, len(self._probe_batches), text=text)
+        self._probe.begin(step)
+        if not step:
+            self._probe.record(0)
+
     def on_step_end(
         self,
         args: TrainingArguments,
@@ -94,6 +148,14 @@ class RouterStatsCallback(TrainerCallback):
         self._since_update = []
         self._num_updates += 1
 
+        # The first log that follows says after which update the probe was taken.
+        step = state.global_step
+        if self._probe and (step % self._probe_every == 0 or step == state.max_steps):
+            scores = self._probe.record(step).scores
+            self._probe_values = {"probe/step": step, **probe_values(scores)}
+            if is_rank_zero():
+                self._health.observe_logits(step, max_logits(scores))
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -107,7 +169,12 @@ class RouterStatsCallback(TrainerCallback):
 
         Every process must log, since they add their numbers up.
         """
-        if logs is None or "loss" not in logs or not self._num_updates:
+        if logs is None:
+            return
+        logs.update(self._probe_values)
+        state.log_history[-1].update(self._probe_values)
+        self._probe_values = {}
+        if "loss" not in logs or not self._num_updates:
             return
 
         # All processes together, in one exchange.
@@ -129,6 +196,8 @@ class RouterStatsCallback(TrainerCallback):
         for stack, stack_layers in (("encoder", encoder), ("decoder", decoder)):
             if stack_layers:
                 values.update(router_values(stack, reduce(add_stats, stack_layers)))
+        if is_rank_zero():
+            self._health.observe(state.global_step, layers)
 
         logs.update(values)
         state.log_history[-1].update(values)
@@ -157,6 +226,7 @@ class RouterStatsCallback(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._probe = None
         self._since_update = []
         self._reset_sums()
 
@@ -164,6 +234,20 @@ class RouterStatsCallback(TrainerCallback):
         self._losses = None
         self._num_updates = 0
         self._since_log = []
+
+
+class GivenBatches:
+    """Batches that are there already, as a source of them."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+        self.batch_size = batches[0]["labels"].shape[0]
+        self.lengths = None
+        self.fingerprint = ""
+
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns a batch; see `BatchSource`."""
+        return {name: values[rows] for name, values in self._batches[step].items()}
 
 
 def _request_router_outputs(

@@ -33,12 +33,22 @@ from moe.errors import CheckpointError, DataError, DivergenceError, NonFiniteErr
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
+from moe.sparse.editing import sparse_layers
 from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
+from moe.training.probe import (
+    PROBE_FOLDER,
+    RoutingProbe,
+    check_probe,
+    max_logits,
+    probe_histograms,
+    probe_values,
+)
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import rename_settings
+from moe.training.router_health import RouterHealth
 from moe.training.step import StepMetrics, train_step
 
 FOLDER_KIND = "training run"
@@ -53,6 +63,8 @@ _CHANGEABLE_SETTINGS = frozenset(
         "training.log_every",
         "training.evaluate_every",
         "training.held_out_batches",
+        "training.probe_every",
+        "training.probe_batches",
         "training.checkpoint_every",
         "training.keep_checkpoints",
         "training.micro_batch_size",
@@ -65,8 +77,8 @@ class Run(NamedTuple):
     """Everything that a run is made of.
 
     Attributes:
-        folder: Receives metrics.jsonl, tensorboard/, checkpoints/, recipe.yaml and in the end
-            model/; on several machines it lies on a file system that all of them see.
+        folder: Receives metrics.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml and in the
+            end model/; on several machines it lies on a file system that all of them see.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
         tokenizer: Saved beside the model.
@@ -76,6 +88,7 @@ class Run(NamedTuple):
             first step starts with; None for fresh state.
         dev: Scores models at every evaluation; the best stays in best/, see best_model.py. None
             for no scores.
+        probe_source: Held-out batches, not packed, of which the first are probed; None for none.
     """
 
     folder: Path
@@ -86,6 +99,7 @@ class Run(NamedTuple):
     held_out: HeldOut | None
     earlier_checkpoints: Path | None = None
     dev: DevEvaluation | None = None
+    probe_source: BatchSource | None = None
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -110,6 +124,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
     """
     model_folder = run.folder / MODEL_FOLDER
     model, layouts, mesh = run.built
+    check_probe(run.recipe, model.config, run.probe_source)
     with enter_on_rank_zero(lambda: _hold_run_folder(run.folder, resume)):
         start = _find_start(run) if resume else _Start()
         if start is None:
@@ -119,6 +134,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         # Model and optimizer as they were after the last step that is saved, or as they begin.
         optimizer = _build_optimizer(run)
         first_step = _restore_state(run, optimizer, start)
+        probe = _begin_probe(run, first_step)
         broadcast_from_rank_zero(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
 
         keep = run.recipe.training.keep_checkpoints
@@ -129,7 +145,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
-            reporter = _Reporter(run, writer, description)
+            reporter = _Reporter(run, writer, probe, description)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, raise_if_interrupted)
 
         # The model's folder is what tells a complete run from one that was stopped.
@@ -154,10 +170,11 @@ def _run_steps(
     training = run.recipe.training
     rows = mesh.rows(run.source.batch_size) if mesh else ALL_ROWS
 
-    # A held-out loss before any update is what the others are compared with.
+    # A held-out loss before any update is what the others are compared with; so is a probe.
     model.train()
     if first_step == 0:
         reporter.report_held_out(0)
+        reporter.report_probe(0)
 
     with reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
@@ -175,6 +192,7 @@ def _run_steps(
                     reporter.report_held_out(done)
                     reporter.report_dev_scores(done)
                     reporter.restart_clock()
+                reporter.report_probe(done)
 
             if _is_due(done, training.checkpoint_every, training.steps):
                 checkpoints.save(model, optimizer, layouts, _run_state(run, done))
@@ -229,20 +247,25 @@ def _divergence(what: str, folder: Path) -> DivergenceError:
 
 
 class _Reporter:
-    """Reports steps, held-out losses and dev scores: to metrics.jsonl and on the progress bar.
+    """Reports steps, held-out losses, dev scores and probes: to metrics.jsonl and on the progress bar.
 
-    Every rank measures; rank zero writes.
+    Every rank measures; rank zero writes and warns.
 
     Args:
         run: What is trained.
         writer: Writes metrics; None on other ranks than zero.
+        probe: Records the routing of a text; None for none.
         description: Label of the progress bar.
     """
 
-    def __init__(self, run: Run, writer: MetricsWriter | None, description: str) -> None:
+    def __init__(
+        self, run: Run, writer: MetricsWriter | None, probe: RoutingProbe | None, description: str
+    ) -> None:
         self._run = run
         self._writer = writer
+        self._probe = probe
         self._description = description
+        self._health = RouterHealth(list(sparse_layers(run.built.model)))
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
@@ -268,6 +291,7 @@ class _Reporter:
         if self._writer is not None and _is_due(step, training.log_every, training.steps):
             tokens_per_second = self._tokens / (time.perf_counter() - self._started)
             self._writer.write(step, step_values(metrics, tokens_per_second))
+            self._health.observe(step, metrics.layer_stats)
             ce_loss = f"{float(metrics.ce_loss):.3f}"
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
             self.restart_clock()
@@ -295,6 +319,19 @@ class _Reporter:
         scores = score_model(run.folder, step, export, run.dev)
         if self._writer is not None:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
+
+    def report_probe(self, step: int) -> None:
+        """Records the routing after `step` updates and writes its numbers, when that is due."""
+        training = self._run.recipe.training
+        if self._probe is None or not _is_due(step, training.probe_every, training.steps):
+            return
+
+        scores = self._probe.record(step).scores
+        if self._writer is not None:
+            self._writer.write(step, probe_values(scores))
+            self._writer.write_histograms(step, probe_histograms(scores))
+            self._health.observe_logits(step, max_logits(scores))
+        self.restart_clock()
 
 
 def _open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
@@ -379,6 +416,30 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
         name = run.recipe.optim.optimizer
         load_optimizer_state(run.earlier_checkpoints, model, optimizer, layouts, name)
     return 0
+
+
+def _begin_probe(run: Run, first_step: int) -> RoutingProbe | None:
+    """Returns what probes the run from `first_step` on; None when nothing does.
+
+    Raises:
+        DataError: When earlier probes of the run could not be compared with those to come.
+    """
+    training = run.recipe.training
+    if not training.probe_every:
+        return None
+
+    assert run.probe_source is not None, "check_probe wants a text"
+    probe = RoutingProbe(
+        run.folder / PROBE_FOLDER,
+        run.built.model,
+        run.probe_source,
+        training.probe_batches,
+        text=f"the first {training.probe_batches} held-out batches of {training.batch_size}",
+        mesh=run.built.mesh,
+        bfloat16=training.precision == "bfloat16",
+    )
+    probe.begin(first_step)
+    return probe
 
 
 def _check_checkpoint(path: Path | None, run: Run) -> None:

@@ -4,12 +4,14 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moe.checks import is_kind, shown
@@ -20,6 +22,18 @@ from moe.sparse.stats import router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
+
+
+class Histogram(NamedTuple):
+    """How many of something lie in each bucket.
+
+    Attributes:
+        edges: Where the buckets begin, ascending, and where the last one ends.
+        counts: One for each bucket.
+    """
+
+    edges: Sequence[float]
+    counts: Sequence[float]
 
 
 def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, float]:
@@ -72,6 +86,10 @@ class MetricsWriter:
         line = json.dumps({"step": step, **values}) + "\n"
         self._lines.write(line.encode())
         self._board.write(step, values)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Writes histograms to TensorBoard alone."""
+        self._board.write_histograms(step, histograms)
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +147,13 @@ class _Board:
         entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(Event(step=step, summary=Summary(value=entries)))
 
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Appends the histograms of a step."""
+        entries = []
+        for name, histogram in histograms.items():
+            entries.append(Summary.Value(tag=name, histo=_histogram_proto(histogram)))
+        self._add(Event(step=step, summary=Summary(value=entries)))
+
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
@@ -136,6 +161,25 @@ class _Board:
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
+
+
+def _histogram_proto(histogram: Histogram) -> HistogramProto:
+    """Returns a histogram as TensorBoard has it; its sums are those of the buckets' middles."""
+    total = 0.0
+    total_squares = 0.0
+    for (left, right), count in zip(pairwise(histogram.edges), histogram.counts, strict=True):
+        middle = (left + right) / 2
+        total += count * middle
+        total_squares += count * middle**2
+    return HistogramProto(
+        min=histogram.edges[0],
+        max=histogram.edges[-1],
+        num=sum(histogram.counts),
+        sum=total,
+        sum_squares=total_squares,
+        bucket_limit=histogram.edges[1:],
+        bucket=histogram.counts,
+    )
 
 
 class _GrowingFile:

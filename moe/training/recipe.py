@@ -39,6 +39,7 @@ _WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of it
 _LARGEST_DECAY = 100
 _WHY_LARGEST_DECAY = "weights shrink by lr times this share in a step"
 _MOST_HELD_OUT = 1_000_000
+_MOST_PROBED = 10_000
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,9 @@ class TrainingRecipe:
         log_every: Steps from one line of metrics to the next.
         evaluate_every: Steps from one held-out evaluation to the next.
         held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
+        probe_every: Steps from one record of the routing of held-out text to the next, see
+            moe/training/probe.py; 0 for none.
+        probe_batches: Batches of that text.
         checkpoint_every: Steps from one checkpoint to the next: what a crash may cost.
         keep_checkpoints: Newest checkpoints that stay on disk.
     """
@@ -126,6 +130,8 @@ class TrainingRecipe:
     log_every: int = 10
     evaluate_every: int = 1_000
     held_out_batches: int = 8
+    probe_every: int = 0
+    probe_batches: int = 1
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 2
 
@@ -153,6 +159,19 @@ class TrainingRecipe:
             least=0,
             most=_MOST_HELD_OUT,
             reason="every evaluation goes through all of them",
+        )
+
+        # The routing of a fixed text.
+        every = self.probe_every
+        check_integer(
+            "training.probe_every", every, least=0, most=_MOST_STEPS, reason=_WHY_MOST_STEPS
+        )
+        check_integer(
+            "training.probe_batches",
+            self.probe_batches,
+            least=1,
+            most=_MOST_PROBED,
+            reason="every probe keeps the routing of each token of them",
         )
 
         # Micro-batches share the rows of an update evenly.

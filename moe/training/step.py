@@ -39,6 +39,7 @@ class StepMetrics(NamedTuple):
         tokens: <int64>[] real tokens of encoder inputs and targets.
         encoder_stats: The encoder's routers, added up over layers; None without sparse layers.
         decoder_stats: The same for the decoder.
+        layer_stats: The same of each sparse layer, the encoder's first.
     """
 
     loss: Tensor
@@ -48,6 +49,7 @@ class StepMetrics(NamedTuple):
     tokens: Tensor
     encoder_stats: RouterStats | None
     decoder_stats: RouterStats | None
+    layer_stats: Sequence[RouterStats]
 
 
 class _BatchResult(NamedTuple):
@@ -133,6 +135,7 @@ def train_step(
         tokens=counts.encoder.tokens + counts.target_tokens,
         encoder_stats=_sum_layers(result.layer_stats[:num_encoder_layers]),
         decoder_stats=_sum_layers(result.layer_stats[num_encoder_layers:]),
+        layer_stats=result.layer_stats,
     )
 
 

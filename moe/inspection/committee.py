@@ -1,0 +1,217 @@
+"""The standing committee: experts that work in every kind of text.
+
+Comes after token_classes.py. Whether kinds of text are routed differently at all stands in
+`Committee.silhouette`: near 0, a table of experts by domain is noise.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.checks import check_integer, check_number
+from moe.errors import DataError
+from moe.sparse.editing import LayerKey, Stack
+from moe.tracing.trace import LayerTrace, Trace
+
+_LEAST_DOCUMENTS = 2
+
+
+class Committee(NamedTuple):
+    """The standing committee of one layer.
+
+    Attributes:
+        layer: Its stack and number.
+        domains: The D kinds of text.
+        contribution: <float64>[D, E] mean over tokens of each expert's combine weight.
+        rank: <int64>[D, E] rank of an expert in a domain, from 1; `num_ranked` + 1 where it is not
+            among the first.
+        members: Experts of the committee, those of the largest contribution first.
+        coverage: Their share of the contribution, mean over domains.
+        ratio: Mean contribution of a member over that of another expert; NaN where all or none are
+            members, infinite where the others contribute nothing.
+        silhouette: From -1 to 1: how much more alike the routing of documents is within a domain
+            than between domains; NaN with fewer than two documents in each of two domains.
+    """
+
+    layer: LayerKey
+    domains: tuple[str, ...]
+    contribution: Tensor
+    rank: Tensor
+    members: tuple[int, ...]
+    coverage: float
+    ratio: float
+    silhouette: float
+
+
+def standing_committees(
+    trace: Trace,
+    stack: Stack,
+    *,
+    num_ranked: int | None = None,
+    min_presence: float = 0.8,
+) -> list[Committee]:
+    """Returns the standing committee of each sparse layer of a stack.
+
+    In each domain the experts are ranked by their contribution. Of those that are among the first
+    `num_ranked` in most domains, the committee are those that no other one beats in both the mean
+    and the variance of the rank.
+
+    Args:
+        trace: Where the tokens went; of several domains.
+        stack: `encoder` or `decoder`.
+        num_ranked: Experts of a domain's ranking; None for half of those of the layer. More make a
+            larger committee.
+        min_presence: Share of the domains in which an expert must be ranked.
+
+    Raises:
+        ConfigError: When an option is out of range.
+        DataError: When the trace has tokens of fewer than two domains.
+
+    Source:
+        The Illusion of Specialization (arXiv:2601.03425): contribution index, ranks, Pareto front.
+        Differs: the combine weight of a refused choice is 0.
+    """
+    check_number("min_presence", min_presence, above=0, most=1)
+    part = trace.stack(stack)
+    domain = trace.domain.long()[part.example]  # [N]
+    present = domain.unique()
+    if len(present) < 2:
+        raise DataError(
+            f"The trace has tokens of {len(present)} kinds of text; a standing committee is of at least 2. Trace texts "
+            "of several domains."
+        )
+
+    committees = []
+    for layer in part.layers:
+        num_experts = layer.facts.num_experts
+        ranked = max(1, num_experts // 2) if num_ranked is None else num_ranked
+        reason = f"the layer has {num_experts} experts"
+        check_integer("num_ranked", ranked, least=1, most=num_experts, reason=reason)
+
+        # Contribution of experts, in all domains that have tokens.
+        gates = expert_gates(layer)  # [N, E]
+        contribution = _mean_by_group(gates, domain)[present]  # [D, E]
+        rank = _ranks(contribution, ranked)
+        members = _committee(contribution, rank, ranked, min_presence)
+
+        names = [trace.facts.domains[number] or "text" for number in present.tolist()]
+        document = trace.document.long()[part.example]
+        committees.append(
+            Committee(
+                layer=layer.key,
+                domains=tuple(names),
+                contribution=contribution,
+                rank=rank,
+                members=members,
+                coverage=_coverage(contribution, members),
+                ratio=_ratio(contribution, members),
+                silhouette=domain_silhouette(gates, domain, document),
+            )
+        )
+    return committees
+
+
+def expert_gates(layer: LayerTrace) -> Tensor:
+    """Returns <float64>[N, E]: the combine weight of each expert for each token."""
+    gates = torch.zeros(len(layer.expert), layer.facts.num_experts, dtype=torch.float64)
+    return gates.scatter_add(1, layer.expert.long(), layer.gate.double())
+
+
+def _mean_by_group(values: Tensor, group: Tensor) -> Tensor:
+    """Returns <float64>[G, E]: the mean of rows <float64>[N, E] in each group <int64>[N]."""
+    num_groups = int(group.max()) + 1
+    sums = torch.zeros(num_groups, values.shape[1], dtype=torch.float64)
+    sums.index_add_(0, group, values)
+    return sums / torch.bincount(group, minlength=num_groups)[:, None]
+
+
+def _ranks(contribution: Tensor, num_ranked: int) -> Tensor:
+    """Returns <int64>[D, E]: ranks by falling contribution <float64>[D, E]; see `Committee`.
+
+    Equal contributions have the same rank, and none is no rank.
+    """
+    ascending = (-contribution).sort(dim=1).values
+    rank = torch.searchsorted(ascending, -contribution) + 1
+    return rank.masked_fill(contribution <= 0, num_ranked + 1).clamp(max=num_ranked + 1)
+
+
+def _committee(
+    contribution: Tensor, rank: Tensor, num_ranked: int, min_presence: float
+) -> tuple[int, ...]:
+    """Returns the experts of the Pareto front of mean and variance of the rank."""
+    presence = (rank <= num_ranked).double().mean(dim=0)  # [E]
+    mean = rank.double().mean(dim=0)
+    variance = rank.double().var(dim=0, correction=0)
+    candidates = (presence >= min_presence).nonzero().flatten()
+
+    members = []
+    for expert in candidates.tolist():
+        is_as_good = (mean[candidates] <= mean[expert]) & (variance[candidates] <= variance[expert])
+        is_better = (mean[candidates] < mean[expert]) | (variance[candidates] < variance[expert])
+        if not (is_as_good & is_better).any():
+            members.append(expert)
+
+    total = contribution.sum(dim=0)
+    members.sort(key=lambda expert: (-float(total[expert]), expert))
+    return tuple(members)
+
+
+def _coverage(contribution: Tensor, members: tuple[int, ...]) -> float:
+    """Returns the members' share of the contribution <float64>[D, E], mean over domains."""
+    share = contribution / contribution.sum(dim=1, keepdim=True)
+    return float(share[:, list(members)].sum(dim=1).mean())
+
+
+def _ratio(contribution: Tensor, members: tuple[int, ...]) -> float:
+    """Returns a member's mean contribution over that of another expert."""
+    is_member = torch.zeros(contribution.shape[1], dtype=torch.bool)
+    is_member[list(members)] = True
+    if is_member.all() or not is_member.any():
+        return math.nan
+    mean = contribution.mean(dim=0)
+    return float(mean[is_member].mean() / mean[~is_member].mean())
+
+
+def domain_silhouette(gates: Tensor, domain: Tensor, document: Tensor) -> float:
+    """Returns how much more alike documents of a domain are routed than those of others.
+
+    The mean silhouette of documents, each as the mean of its tokens' gates, by cosine distance.
+
+    Args:
+        gates: <float64>[N, E] combine weights.
+        domain: <int64>[N] kind of text of each token; a document is of one.
+        document: <int64>[N] document of each token.
+
+    Returns:
+        From -1 to 1, 0 for no difference; NaN unless two domains have two documents each.
+
+    Source:
+        Rousseeuw, Silhouettes (1987).
+    """
+    distinct, row = document.unique(return_inverse=True)
+    group = torch.zeros(len(distinct), dtype=torch.int64)
+    group[row] = domain
+    sizes = torch.bincount(group)
+    if int((sizes >= _LEAST_DOCUMENTS).sum()) < 2:
+        return math.nan
+
+    # Cosine distance of all documents, and its sum to each domain.
+    direction = torch.nn.functional.normalize(_mean_by_group(gates, row), dim=1)
+    distance = (1 - direction @ direction.T).clamp(min=0)
+    distance.fill_diagonal_(0)
+    domains = torch.nn.functional.one_hot(group, len(sizes)).double()
+    to_domain = distance @ domains  # [documents, domains]
+
+    # A: mean distance to the own domain; B: to the nearest other.
+    own = to_domain.gather(1, group[:, None]).squeeze(1)
+    a = own / (sizes[group] - 1).clamp(min=1)
+    others = to_domain / sizes
+    others = others.masked_fill((domains > 0) | (sizes == 0), math.inf)
+    b = others.amin(dim=1)
+
+    # A document alone in its domain counts 0.
+    widest = torch.maximum(a, b)
+    silhouette = torch.where(widest > 0, (b - a) / widest, torch.zeros_like(a))
+    return float(silhouette.masked_fill(sizes[group] < _LEAST_DOCUMENTS, 0).mean())

@@ -1,0 +1,363 @@
+"""Probes on disk: where the tokens of a fixed text went, at several steps of one training run.
+
+    probe.json                    what is probed
+    text.safetensors              its tokens, and where its examples start
+    step_00000100.safetensors     the choices of each token after 100 updates
+
+Comes after `recorder`. moe/training/probe.py makes probes; `read_probes` is for those who compare
+them.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe.data.pipeline import Batch
+from moe.errors import DataError
+from moe.files import whole_file, write_text
+from moe.models.inputs import IGNORED_LABEL
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import read_record
+from moe.sparse.editing import LayerKey, Stack
+from moe.tracing.recorder import layer_facts, stack_inputs, unpacked
+from moe.tracing.trace import STACKS, LayerFacts, StackTrace, expert_dtype
+
+FACTS_FILE = "probe.json"
+TEXT_FILE = "text.safetensors"
+FORMAT_VERSION = 1
+
+_TEXT_TENSORS = {
+    "encoder.ids",
+    "encoder.starts",
+    "decoder.ids",
+    "decoder.starts",
+    "decoder.targets",
+}
+_FINGERPRINT = "text_fingerprint"
+_ADVICE = "Restore the file from a copy, or move the folder away."
+
+
+class ProbeFacts(NamedTuple):
+    """What is probed; the content of probe.json.
+
+    Attributes:
+        version: Of the format.
+        library: Version of this library.
+        text: What the text is, in words.
+        text_fingerprint: SHA-256 of the text's tokens.
+        num_tokens: Tokens of the text in each stack, N.
+        layers: The sparse layers, the encoder's first.
+    """
+
+    version: int
+    library: str
+    text: str
+    text_fingerprint: str
+    num_tokens: dict[Stack, int]
+    layers: list[LayerFacts]
+
+
+class ProbeText(NamedTuple):
+    """The text that is probed, as the model reads it.
+
+    Attributes:
+        encoder: The encoder's tokens, without layers.
+        decoder: The decoder's.
+    """
+
+    encoder: StackTrace
+    decoder: StackTrace
+
+    def stack(self, name: Stack) -> StackTrace:
+        """Returns the tokens of one stack."""
+        return self.encoder if name == "encoder" else self.decoder
+
+
+class Probe(NamedTuple):
+    """The routing of the text after some updates.
+
+    Attributes:
+        step: Updates so far.
+        choices: <int8 or int16>[N, K] of each sparse layer: the experts that each token asked for,
+            or that chose it, its first choice in front and -1 for none at the end. Tokens stand in
+            the order of `ProbeText`.
+    """
+
+    step: int
+    choices: dict[LayerKey, Tensor]
+
+
+# ---------------------------------------------------------------------------
+# What is probed
+
+
+def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> ProbeText:
+    """Returns the tokens of whole batches; the model says what its decoder reads.
+
+    Raises:
+        DataError: When a batch has no labels, or is packed.
+    """
+    parts: dict[str, list[Tensor]] = {name: [] for name in _TEXT_TENSORS}
+    for stack in STACKS:
+        parts[f"{stack}.starts"].append(torch.zeros(1, dtype=torch.int64))
+
+    for given in batches:
+        batch = {name: values.cpu() for name, values in unpacked(given).items()}
+        for stack, inputs in stack_inputs(model, batch).items():
+            parts[f"{stack}.ids"].append(inputs.ids[inputs.is_real].int())
+            parts[f"{stack}.starts"].append(inputs.is_real.sum(dim=1))
+        labels = batch["labels"]
+        parts["decoder.targets"].append(labels[labels != IGNORED_LABEL].int())
+
+    # Each example starts where those before it end.
+    tensors = {name: torch.cat(values) for name, values in parts.items()}
+    for stack in STACKS:
+        tensors[f"{stack}.starts"] = tensors[f"{stack}.starts"].cumsum(0)
+    return _text_from(tensors)
+
+
+def probe_facts(
+    model: STMoEForConditionalGeneration, text: ProbeText, description: str
+) -> ProbeFacts:
+    """Returns what the probes of a model on a text say of themselves.
+
+    Args:
+        model: Gives the sparse layers.
+        text: See `probe_text`.
+        description: What the text is, in words.
+    """
+    return ProbeFacts(
+        version=FORMAT_VERSION,
+        library=version("stmoe"),
+        text=description,
+        text_fingerprint=_fingerprint(text),
+        num_tokens={stack: text.stack(stack).ids.numel() for stack in STACKS},
+        layers=layer_facts(model),
+    )
+
+
+def _text_tensors(text: ProbeText) -> dict[str, Tensor]:
+    """Returns the tensors of a text by name."""
+    return {
+        "encoder.ids": text.encoder.ids,
+        "encoder.starts": text.encoder.starts,
+        "decoder.ids": text.decoder.ids,
+        "decoder.starts": text.decoder.starts,
+        "decoder.targets": text.decoder.targets,
+    }
+
+
+def _text_from(tensors: Mapping[str, Tensor]) -> ProbeText:
+    """Returns the text of tensors by name."""
+    stacks = []
+    for stack in STACKS:
+        text = StackTrace(
+            ids=tensors[f"{stack}.ids"],
+            targets=tensors.get(f"{stack}.targets", torch.empty(0, dtype=torch.int32)),
+            starts=tensors[f"{stack}.starts"],
+            layers=(),
+        )
+        stacks.append(text)
+    return ProbeText(*stacks)
+
+
+def _fingerprint(text: ProbeText) -> str:
+    digest = hashlib.sha256()
+    for tensor in _text_tensors(text).values():
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------
+# Writing
+
+
+def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) -> None:
+    """Prepares a folder for the probes of a run that has `step` updates behind it.
+
+    Probes of later steps, which the run takes again, are removed; at step 0 those are all.
+
+    Raises:
+        DataError: When earlier probes are of another text or other layers, or probe.json is
+            damaged.
+    """
+    # Probes that stay must be comparable with those to come.
+    if step and (folder / FACTS_FILE).exists():
+        earlier = read_probe_facts(folder)
+        comparable = facts._replace(library=earlier.library, text=earlier.text)
+        if comparable != earlier:
+            raise DataError(
+                f"{folder} holds probes of another text or of other layers, with which those to come could not be "
+                "compared. Probe the same batches as before, or move the folder away."
+            )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _step_files(folder):
+        if not step or _step_of(path) > step:
+            path.unlink()
+
+    with whole_file(folder / TEXT_FILE) as partial:
+        partial.write_bytes(save(_text_tensors(text)))
+    content = facts._asdict() | {"layers": [layer._asdict() for layer in facts.layers]}
+    write_text(folder / FACTS_FILE, json.dumps(content, indent=1) + "\n")
+
+
+def write_probe(folder: Path, probe: Probe, facts: ProbeFacts) -> None:
+    """Writes a probe to a folder that `begin_probes` has prepared, whole or not at all."""
+    tensors = {}
+    for layer in facts.layers:
+        choices = probe.choices[layer.stack, layer.layer]
+
+        # Columns that are empty for all tokens are left out; where experts choose, most are.
+        num_columns = int((choices >= 0).any(dim=0).sum())
+        narrow = choices[:, :num_columns].to(expert_dtype(layer.num_experts))
+        tensors[_tensor_name(layer)] = narrow.contiguous()
+
+    metadata = {_FINGERPRINT: facts.text_fingerprint}
+    with whole_file(folder / f"step_{probe.step:08d}.safetensors") as partial:
+        partial.write_bytes(save(tensors, metadata))
+
+
+def has_probes(folder: Path) -> bool:
+    """Returns whether there is a probe in a folder."""
+    return bool(_step_files(folder))
+
+
+# ---------------------------------------------------------------------------
+# Reading
+
+
+def read_probes(folder: Path) -> list[Probe]:
+    """Returns the probes of a run, by ascending steps.
+
+    Args:
+        folder: The folder `probe` of a run.
+
+    Raises:
+        DataError: When there are none, or a file is damaged or of another text; names the file.
+    """
+    facts = read_probe_facts(folder)
+    probes = [_read_probe(path, facts) for path in _step_files(folder)]
+    if not probes:
+        raise DataError(f"{folder} holds no probe yet. Train on until the first one is due.")
+    return probes
+
+
+def read_probe_text(folder: Path) -> ProbeText:
+    """Returns the text whose routing was probed.
+
+    Raises:
+        DataError: When a file is missing or damaged; names the file.
+    """
+    facts = read_probe_facts(folder)
+    path = folder / TEXT_FILE
+    tensors, _ = _read_tensors(path)
+    missing = _TEXT_TENSORS - tensors.keys()
+    text = None if missing else _text_from(tensors)
+    if text is None or _fingerprint(text) != facts.text_fingerprint:
+        raise DataError(f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}")
+    return text
+
+
+def read_probe_facts(folder: Path) -> ProbeFacts:
+    """Returns what the probes of a run are of.
+
+    Args:
+        folder: The folder `probe` of a run.
+
+    Raises:
+        DataError: When there are none, or the file is damaged.
+    """
+    path = folder / FACTS_FILE
+    if not path.is_file():
+        raise DataError(
+            f"{folder} holds no probes: it has no {FACTS_FILE}. Give the folder `probe` of a run that was trained "
+            "with training.probe_every."
+        )
+    facts = read_record(path, ProbeFacts, advice=_ADVICE)
+    if facts.version != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: the format is {facts.version}; this version of the library reads {FORMAT_VERSION}. {_ADVICE}"
+        )
+    return facts
+
+
+def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
+    tensors, metadata = _read_tensors(path)
+    if metadata.get(_FINGERPRINT) != facts.text_fingerprint:
+        raise DataError(f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}")
+
+    choices = {}
+    for layer in facts.layers:
+        name = _tensor_name(layer)
+        if name not in tensors:
+            raise DataError(f"{path} has no tensor {name}. {_ADVICE}")
+
+        # Experts of the layer, or none, for each token.
+        narrow = tensors[name]
+        num_tokens = facts.num_tokens[layer.stack]
+        is_table = narrow.dim() == 2 and narrow.dtype == expert_dtype(layer.num_experts)
+        if not is_table or not _fits(narrow, num_tokens, layer):
+            raise DataError(
+                f"{path}: {name} is {tuple(narrow.shape)} of {narrow.dtype}; expected at most {layer.num_choices} "
+                f"of {layer.num_experts} experts for each of {num_tokens:,} tokens. {_ADVICE}"
+            )
+        num_absent = layer.num_choices - narrow.shape[1]
+        choices[layer.stack, layer.layer] = pad(narrow, (0, num_absent), value=-1)  # [N, K]
+    return Probe(_step_of(path), choices)
+
+
+def _fits(choices: Tensor, num_tokens: int, layer: LayerFacts) -> bool:
+    """Returns whether <int8 or int16>[N, up to K] are choices of a layer."""
+    if choices.shape[0] != num_tokens or choices.shape[1] > layer.num_choices:
+        return False
+    return not choices.numel() or -1 <= int(choices.min()) <= int(choices.max()) < layer.num_experts
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors and the metadata of a file.
+
+    Raises:
+        DataError: When it is missing or damaged.
+    """
+    tensors = {}
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118  a file has no iterator
+                tensors[name] = file.get_tensor(name)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}. {_ADVICE}") from error
+    return tensors, metadata
+
+
+# ---------------------------------------------------------------------------
+# Names
+
+
+def _tensor_name(layer: LayerFacts) -> str:
+    return f"{layer.stack}.{layer.layer}.choices"
+
+
+def _step_files(folder: Path) -> list[Path]:
+    """Returns the files of probes by ascending steps, and none of the user's."""
+    paths = []
+    for path in folder.glob("step_*.safetensors"):
+        if re.fullmatch(r"step_\d{8}", path.stem):
+            paths.append(path)
+    return sorted(paths)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))

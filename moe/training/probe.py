@@ -1,0 +1,339 @@
+"""The probe of a run: where the tokens of a fixed text go, recorded every so many updates.
+
+The training loop and RouterStatsCallback record it; moe/tracing/probe_file.py keeps and reads it.
+A probe changes nothing of the run: no weight, no mode, no generator of random numbers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
+from moe.distributed.collectives import broadcast_from_rank_zero, gather_or_raise
+from moe.distributed.mesh import Mesh
+from moe.errors import ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.outputs import STMoEOutput
+from moe.sparse.editing import LayerKey, sparse_layers
+from moe.sparse.layer import RouterOutput
+from moe.sparse.stats import RouterStats, add_stats, router_values
+from moe.tracing.probe_file import Probe, begin_probes, probe_facts, probe_text, write_probe
+from moe.tracing.recorder import Recording, traced_batches
+from moe.tracing.trace import NOT_REQUESTED
+from moe.training.heldout_loss import to_device
+from moe.training.metrics import Histogram
+from moe.training.recipe import Recipe
+from moe.training.step import router_outputs
+
+PROBE_FOLDER = "probe"
+
+_SEED = 0
+_ENTROPY_BUCKETS = 32
+
+# Buckets of |logit|: from 1/16 to 4096 by factors of the square root of 2.
+_LOGIT_EDGES = tuple(2 ** (exponent / 2) for exponent in range(-8, 25))
+
+
+class LayerScores(NamedTuple):
+    """The scores of one router over the text.
+
+    Attributes:
+        stats: Sums and counts, as of any evaluation.
+        max_logit: <float64>[] largest |logit| of a real token.
+        logit_counts: <int64>[34] tokens by their largest |logit|.
+        entropy_counts: <int64>[32] tokens by the entropy of their probabilities, in equal steps
+            from 0 to log E.
+    """
+
+    stats: RouterStats
+    max_logit: Tensor
+    logit_counts: Tensor
+    entropy_counts: Tensor
+
+
+class ProbeResult(NamedTuple):
+    """What a probe found, over all ranks.
+
+    Attributes:
+        choices: See `Probe`.
+        scores: Scores of each sparse layer.
+    """
+
+    choices: dict[LayerKey, Tensor]
+    scores: dict[LayerKey, LayerScores]
+
+
+def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
+    """Refuses to probe where there is nothing to probe.
+
+    Args:
+        recipe: Says how often the run is to be probed.
+        config: Of the model.
+        source: The text; None for none.
+
+    Raises:
+        ConfigError: When the model has no router, or there is no text.
+    """
+    every = recipe.training.probe_every
+    if not every:
+        return
+    if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
+        raise ConfigError(
+            f"training.probe_every is {every}, but the model has no sparse layer whose routing could be recorded. "
+            "Set it to 0."
+        )
+    if source is None:
+        raise ConfigError(
+            f"training.probe_every is {every}, but there is no held-out text to probe. Train on tasks with a dev "
+            "split, or set it to 0."
+        )
+
+
+class RoutingProbe:
+    """Records the routing of a fixed text again and again, and keeps it in a folder.
+
+    Every rank calls it; rank zero writes.
+
+    Args:
+        folder: The folder `probe` of a run.
+        model: Whole, or sharded over `mesh`.
+        source: Its first batches are the text.
+        num_batches: How many of them.
+        text: What the text is, in words.
+        mesh: The ranks that share each batch; None where each process reads all of it.
+        bfloat16: Whether to compute in autocast, as the model is trained.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: STMoEForConditionalGeneration,
+        source: BatchSource,
+        num_batches: int,
+        *,
+        text: str,
+        mesh: Mesh | None = None,
+        bfloat16: bool = False,
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._source = source
+        self._num_batches = num_batches
+        self._mesh = mesh
+        self._bfloat16 = bfloat16
+
+        # Every rank knows the whole text, and records its own rows of it.
+        self._text = probe_text(model, self._batches(ALL_ROWS))
+        self._facts = probe_facts(model, self._text, text)
+
+    def begin(self, step: int) -> None:
+        """Prepares the folder for the probes that follow `step` updates.
+
+        Raises:
+            DataError: When earlier probes in it could not be compared with those to come.
+        """
+        begin = partial(begin_probes, self._folder, self._facts, self._text, step)
+        broadcast_from_rank_zero(begin)
+
+    def record(self, step: int) -> ProbeResult:
+        """Records and writes the routing after `step` updates."""
+        device = self._model.device
+        rows = self._mesh.rows(self._source.batch_size) if self._mesh else ALL_ROWS
+        batches = (to_device(batch, device) for batch in self._batches(rows))
+        with (
+            _own_random_numbers(device),
+            torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16),
+        ):
+            part = _record_rows(self._model, batches)
+
+        parts = [part]
+        if self._mesh:
+            parts = gather_or_raise(lambda: part, self._mesh.data)
+        result = _join(parts)
+        probe = Probe(step, result.choices)
+        broadcast_from_rank_zero(lambda: write_probe(self._folder, probe, self._facts))
+        return result
+
+    def _batches(self, rows: slice) -> Iterator[Batch]:
+        for index in range(self._num_batches):
+            yield self._source.batch(index, rows)
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Lets routers that draw in evaluation draw the same at every probe, and nobody else notice."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(_SEED)
+        if devices:
+            torch.cuda.manual_seed(_SEED)
+        yield
+
+
+# ---------------------------------------------------------------------------
+# Recording
+
+
+class _RecordedRows(NamedTuple):
+    """What one rank recorded of its rows.
+
+    Attributes:
+        batches: Choices of each sparse layer, by batch.
+        scores: Scores of each sparse layer, over all batches.
+    """
+
+    batches: list[dict[LayerKey, Tensor]]
+    scores: dict[LayerKey, LayerScores]
+
+
+def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch]) -> _RecordedRows:
+    """Returns the routing of batches, on the CPU."""
+    keys = list(sparse_layers(model))
+    recording = Recording(model)
+    choices = []
+    scores: dict[LayerKey, LayerScores] = {}
+
+    def add_scores(model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
+        for key, router in zip(keys, router_outputs(output), strict=True):
+            of_batch = _layer_scores(router)
+            scores[key] = _add_scores(scores[key], of_batch) if key in scores else of_batch
+
+    # The recorder keeps what is asked of each token; logits are seen on the way.
+    hook = model.register_forward_hook(add_scores)
+    try:
+        for batch in traced_batches(batches):
+            rows = recording.record(batch)
+            choices.append({key: _ordered_choices(key, rows) for key in keys})
+    finally:
+        hook.remove()
+    return _RecordedRows(choices, scores)
+
+
+def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
+    """Returns <int8 or int16>[N, K] of a layer: first choice, further ones, -1 for none."""
+    stack, layer = key
+    state = rows[f"{stack}.{layer}.state"]
+    expert = rows[f"{stack}.{layer}.expert"]
+    choices = expert.masked_fill(state == NOT_REQUESTED, -1)  # [N, K]
+
+    # Where tokens choose, a plan is in this order already.
+    is_first = choices == rows[f"{stack}.{layer}.first"][:, None]
+    place = torch.where(is_first, 0, 1).masked_fill(choices < 0, 2)
+    return choices.gather(1, place.argsort(dim=1, stable=True))
+
+
+@torch.no_grad()
+def _layer_scores(router: RouterOutput) -> LayerScores:
+    """Returns the scores of a layer's real tokens in one batch."""
+    is_real = router.plan.token_mask  # [G, S]
+    logits = router.router_logits[is_real].double()  # [N, E]
+    num_experts = logits.shape[-1]
+
+    # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i.
+    probs = logits.softmax(dim=-1)
+    entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)  # [N]
+    largest = logits.abs().amax(dim=-1)  # [N]
+
+    # A rank may have no real token at all.
+    max_logit = largest.amax() if largest.numel() else largest.new_zeros(())
+    stats = RouterStats(*(value.cpu() for value in router.stats))
+    return LayerScores(
+        stats=stats,
+        max_logit=max_logit.cpu(),
+        logit_counts=_count(largest, _LOGIT_EDGES),
+        entropy_counts=_count(entropy, _entropy_edges(num_experts)[1:-1]),
+    )
+
+
+def _entropy_edges(num_experts: int) -> list[float]:
+    """Returns the edges of the buckets of entropy, both ends included."""
+    highest = math.log(max(2, num_experts))
+    return [highest * step / _ENTROPY_BUCKETS for step in range(_ENTROPY_BUCKETS + 1)]
+
+
+def _count(values: Tensor, edges: Sequence[float]) -> Tensor:
+    """Returns <int64>[edges + 1]: how many values lie below the first edge, between two, above."""
+    inner = torch.tensor(edges, dtype=values.dtype, device=values.device)
+    bucket = torch.bucketize(values, inner, right=True)
+    return torch.bincount(bucket, minlength=len(edges) + 1).cpu()
+
+
+def _add_scores(a: LayerScores, b: LayerScores) -> LayerScores:
+    """Returns the scores of both together."""
+    return LayerScores(
+        stats=add_stats(a.stats, b.stats),
+        max_logit=torch.maximum(a.max_logit, b.max_logit),
+        logit_counts=a.logit_counts + b.logit_counts,
+        entropy_counts=a.entropy_counts + b.entropy_counts,
+    )
+
+
+def _join(parts: Sequence[_RecordedRows]) -> ProbeResult:
+    """Returns what all ranks recorded, in the order in which one process would have."""
+    choices: dict[LayerKey, Tensor] = {}
+    scores: dict[LayerKey, LayerScores] = {}
+    for key in parts[0].scores:
+        # The rows of a batch lie on the ranks one after the other.
+        rows = []
+        for batch_parts in zip(*(part.batches for part in parts), strict=True):
+            rows += [batch[key] for batch in batch_parts]
+        choices[key] = torch.cat(rows)
+        scores[key] = reduce(_add_scores, [part.scores[key] for part in parts])
+    return ProbeResult(choices, scores)
+
+
+# ---------------------------------------------------------------------------
+# Numbers and histograms
+
+
+def probe_values(scores: Mapping[LayerKey, LayerScores]) -> dict[str, float]:
+    """Returns `probe/{stack}/{layer}/...` for each sparse layer, layers counted from 0.
+
+    They are those of `router_values`, of the text in evaluation, and `max_logit`.
+    """
+    values: dict[str, float] = {}
+    for (stack, layer), layer_scores in scores.items():
+        name = f"{stack}/{layer}"
+        for reported, value in router_values(name, layer_scores.stats).items():
+            values[f"probe/{reported.removeprefix('router/')}"] = value
+        values[f"probe/{name}/max_logit"] = float(layer_scores.max_logit)
+    return values
+
+
+def max_logits(scores: Mapping[LayerKey, LayerScores]) -> dict[LayerKey, float]:
+    """Returns the largest |logit| of each sparse layer."""
+    return {key: float(layer_scores.max_logit) for key, layer_scores in scores.items()}
+
+
+def probe_histograms(scores: Mapping[LayerKey, LayerScores]) -> dict[str, Histogram]:
+    """Returns the histograms of each sparse layer.
+
+    Returns:
+        `probe/{stack}/{layer}/load`: choices that asked for each expert, expert e around e.
+        `.../token_max_logit`: tokens by their largest |logit|. `.../token_entropy`: tokens by the
+        entropy of their probabilities, in nats.
+    """
+    histograms = {}
+    for (stack, layer), layer_scores in scores.items():
+        name = f"probe/{stack}/{layer}"
+        load = layer_scores.stats.expert_load
+        num_experts = load.numel()
+        load_edges = [expert - 0.5 for expert in range(num_experts + 1)]
+        logit_edges = [0.0, *_LOGIT_EDGES, 2 * _LOGIT_EDGES[-1]]
+        entropy_edges = _entropy_edges(num_experts)
+
+        histograms[f"{name}/load"] = Histogram(load_edges, load.tolist())
+        histograms[f"{name}/token_max_logit"] = Histogram(
+            logit_edges, layer_scores.logit_counts.tolist()
+        )
+        histograms[f"{name}/token_entropy"] = Histogram(
+            entropy_edges, layer_scores.entropy_counts.tolist()
+        )
+    return histograms

@@ -1,0 +1,378 @@
+"""The probe of a run: what it records is what `record_routing` sees, and the run does not notice."""
+
+import itertools
+import json
+import signal
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moe import ConfigError, DataError, RouterStatsCallback
+from moe.commands import finetune as finetune_command
+from moe.commands.finetune import FinetuningData
+from moe.data.tokenizer import load_tokenizer
+from moe.tracing.probe_file import read_probe_text, read_probes
+from moe.tracing.recorder import record_routing, traced_batches
+from moe.training import router_health
+from moe.training.callback import GivenBatches
+from moe.training.probe import RoutingProbe, probe_histograms, probe_values
+from moe.training.recipe import TrainingRecipe
+from scripts import pretrain
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.processes import Command, run_command
+from tests.training.test_router_health import with_dead_expert
+from tests.training.tiny_run import write_inputs
+from tests.training.tiny_trainer import HEAVY, examples, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+
+BATCHES = [tiny_batch(seed=seed) for seed in (3, 5)]
+RANDOM = {"router_options": {"eval_second_expert_policy": "random"}}
+
+
+def routing_probe(model, folder, batches=BATCHES):
+    probe = RoutingProbe(folder, model, GivenBatches(batches), len(batches), text="two batches")
+    probe.begin(0)
+    return probe
+
+
+# ---- one probe ----
+
+
+def test_a_probe_is_what_record_routing_sees(tmp_path):
+    model = tiny_model()
+    trace = record_routing(model, traced_batches(BATCHES))
+    result = routing_probe(model, tmp_path).record(7)
+    (kept,) = read_probes(tmp_path)
+    assert kept.step == 7
+    for layer in trace.layers:
+        assert torch.equal(result.choices[layer.key], layer.choices)
+        assert torch.equal(kept.choices[layer.key], layer.choices)
+        assert torch.equal(kept.choices[layer.key][:, 0], layer.first)
+
+
+def test_where_experts_choose_the_first_choice_stands_in_front(tmp_path):
+    model = tiny_model(router="expert_choice", router_options=None, num_sparse_decoder_layers=0)
+    trace = record_routing(model, traced_batches(BATCHES))
+    routing_probe(model, tmp_path).record(0)
+    (kept,) = read_probes(tmp_path)
+    for layer in trace.layers:
+        choices = kept.choices[layer.key]
+        assert choices.shape == layer.choices.shape
+        assert torch.equal(choices[:, 0], layer.first)
+        assert torch.equal(choices.sort(dim=1).values, layer.choices.sort(dim=1).values)
+        assert not ((choices[:, :-1] < 0) & (choices[:, 1:] >= 0)).any()
+
+
+def test_a_probe_moves_no_generator_and_no_mode_and_draws_the_same_each_time(tmp_path):
+    model = tiny_model(**RANDOM).train()
+    model.model.encoder.eval()
+    modes = [part.training for part in model.modules()]
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    probe = routing_probe(model, tmp_path)
+    for step in range(3):
+        probe.record(step)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [part.training for part in model.modules()] == modes
+    assert not model._forward_hooks
+
+    first, *others = read_probes(tmp_path)
+    for key, choices in first.choices.items():
+        assert (choices[:, 1] < 0).any() and (choices[:, 1] >= 0).any()
+        assert all(torch.equal(other.choices[key], choices) for other in others)
+
+
+def test_numbers_and_histograms_are_those_of_the_logits(tmp_path):
+    model = tiny_model()
+    seen = []
+    hook = model.register_forward_hook(lambda _, __, output: seen.append(output))
+    scores = routing_probe(model, tmp_path).record(0).scores
+    hook.remove()
+    values = probe_values(scores)
+    histograms = probe_histograms(scores)
+
+    for stack in ("encoder", "decoder"):
+        logits, loads = [], 0
+        for output in seen:
+            (router,) = getattr(output, f"{stack}_router_outputs")
+            logits.append(router.router_logits[router.plan.token_mask])
+            loads = loads + router.stats.expert_load
+        logits = torch.cat(logits)
+        entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+        name = f"probe/{stack}/0"
+        assert values[f"{name}/max_logit"] == pytest.approx(float(logits.abs().max()))
+        assert values[f"{name}/entropy"] == pytest.approx(float(entropy.mean()), rel=1e-6)
+        assert histograms[f"{name}/load"].counts == loads.tolist()
+
+        for part, numbers in (
+            ("token_entropy", entropy),
+            ("token_max_logit", logits.abs().amax(dim=1).double()),
+        ):
+            edges, counts = histograms[f"{name}/{part}"]
+            expected = torch.histogram(numbers, torch.tensor(edges, dtype=torch.float64)).hist
+            assert counts == expected.long().tolist()
+            assert sum(counts) == len(numbers)
+
+
+def test_a_router_that_saturates_is_warned_of_in_a_run(inputs, tmp_path, caplog):
+    probes = ("--training.probe_every", 1, "--model.router_initializer_std", 300)
+    steps = ("--training.steps", 2, "--optim.cooldown_steps", 0)
+    pretrain.main(arguments(inputs, tmp_path / "run", *probes, *steps))
+    ours = [record for record in caplog.records if record.name == router_health.__name__]
+    texts = [record.getMessage() for record in ours]
+    assert [text.split(" saturates")[0] for text in texts] == [
+        "The router of encoder 1",
+        "The router of decoder 1",
+    ]
+    assert all("after step 0, above 128" in text for text in texts)
+
+
+# ---- runs ----
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def arguments(inputs, out, *more):
+    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
+    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
+
+
+PROBED = ("--training.probe_every", 5, "--training.probe_batches", 2)
+
+
+@pytest.fixture(scope="module")
+def probed(inputs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("probed") / "run"
+    pretrain.main(arguments(inputs, out, *PROBED))
+    return out
+
+
+def lines(out):
+    """Returns the lines of metrics without speeds; those of probes apart."""
+    training, probes = [], []
+    for text in (out / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        line.pop("train/tokens_per_second", None)
+        is_probe = any(name.startswith("probe/") for name in line)
+        (probes if is_probe else training).append(line)
+    return training, probes
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_run_with_probes_equals_one_without_bit_for_bit(inputs, probed, tmp_path):
+    out = tmp_path / "run"
+    pretrain.main(arguments(inputs, out))
+    assert not (out / "probe").exists()
+    weights = "model/model.safetensors"
+    assert (out / weights).read_bytes() == (probed / weights).read_bytes()
+    training, probes = lines(probed)
+    assert (training, []) == lines(out)
+    assert [line["step"] for line in probes] == list(range(0, 41, 5))
+
+
+@pytest.mark.slow
+def test_the_board_shows_histograms_of_each_layer(probed):
+    board = EventAccumulator(str(probed / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    names = set(board.Tags()["histograms"])
+    parts = ("load", "token_max_logit", "token_entropy")
+    assert names == {f"probe/{s}/0/{part}" for s in ("encoder", "decoder") for part in parts}
+    events = board.Histograms("probe/encoder/0/load")
+    assert [event.step for event in events] == list(range(0, 41, 5))
+    text = read_probe_text(probed / "probe")
+    loads = events[0].histogram_value
+    assert loads.num == 2 * text.encoder.ids.numel() == sum(loads.bucket)
+    assert loads.bucket_limit == [0.5, 1.5, 2.5, 3.5]
+
+
+@pytest.mark.slow
+def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
+    out = tmp_path / "run"
+    run = Command("scripts.pretrain", arguments(inputs, out, *PROBED))
+    run.wait_for((out / "probe" / "step_00000025.safetensors").exists)
+    run.send_signal(signal.SIGKILL)
+    assert run.finish().returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    assert not (out / "model").exists()
+
+    # A file that the killed run was to write later, by another step of its own.
+    stale = out / "probe" / "step_00000039.safetensors"
+    stale.write_bytes((out / "probe" / "step_00000025.safetensors").read_bytes())
+    done = run_command("scripts.pretrain", *arguments(inputs, out, *PROBED, "--resume"))
+    assert done.returncode == 0, done.stderr
+    assert content(out / "probe") == content(probed / "probe")
+    assert lines(out) == lines(probed)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_begin_to_probe_but_not_change_the_text(inputs, tmp_path):
+    out = tmp_path / "run"
+    run = Command("scripts.pretrain", arguments(inputs, out, *PROBED))
+    run.wait_for((out / "probe" / "step_00000015.safetensors").exists)
+    run.send_signal(signal.SIGINT)
+    run.finish()
+    before = content(out / "probe")
+    with pytest.raises(DataError, match="holds probes of another text"):
+        pretrain.main(arguments(inputs, out, "--resume", "--training.probe_every", 5))
+    assert content(out / "probe") == before
+
+    (out / "probe").rename(tmp_path / "earlier")
+    pretrain.main(arguments(inputs, out, "--resume", "--training.probe_every", 20))
+    assert [probe.step for probe in read_probes(out / "probe")][-1] == 40
+
+
+def pairs(number, words):
+    return [(f"ba {'ko ' * n}{words}", "su ver" if n % 2 else "ti on al") for n in range(number)]
+
+
+def tune(inputs, pretrained, out, *more, dev_pairs):
+    """Fine-tunes on a made-up task."""
+    data = FinetuningData({"made up": pairs(17, "lan")}, dev_pairs)
+    paths = ("--pretrained", pretrained / "model", "--out", out, "--task", "made up")
+    argv = ("--config", inputs["finetune.yaml"], *paths, *PROBED, *more)
+    finetune_command.main([str(part) for part in argv], read_tasks=lambda mixture: data)
+
+
+@pytest.mark.slow
+def test_fine_tuning_probes_the_dev_split_one_example_a_row_though_it_packs(
+    inputs, probed, tmp_path
+):
+    dev_pairs = pairs(13, "ter")
+    tune(inputs, probed, tmp_path / "run", dev_pairs=dev_pairs)
+    text = read_probe_text(tmp_path / "run" / "probe")
+    assert text.encoder.starts.numel() == 8 + 1
+    tokenizer = load_tokenizer(tmp_path / "run" / "model")
+    known = {inputs for inputs, _ in dev_pairs}
+    for start, end in itertools.pairwise(text.encoder.starts.tolist()):
+        read = tokenizer.decode(text.encoder.ids[start:end], skip_special_tokens=True)
+        assert read.strip() in known
+    assert [probe.step for probe in read_probes(tmp_path / "run" / "probe")] == [0, 5, 9]
+
+
+@pytest.mark.slow
+def test_there_must_be_something_to_probe(inputs, probed, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"training\.probe_every is 5, but there is no held-out text to probe"
+    ):
+        tune(inputs, probed, tmp_path / "run", dev_pairs=[])
+    dense = [f"--model.{name}={json.dumps(value)}" for name, value in DENSE.items()]
+    with pytest.raises(
+        ConfigError, match=r"training\.probe_every is 5, but the model has no sparse layer"
+    ):
+        pretrain.main(arguments(inputs, tmp_path / "run", *PROBED, *dense))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("probe_every", -1, "an integer from 0 to 99,999,999"),
+        ("probe_every", 2.5, "an integer from 0"),
+        ("probe_every", True, "an integer from 0"),
+        ("probe_batches", 0, "an integer from 1 to 10,000"),
+        ("probe_batches", None, "an integer from 1"),
+        ("probe_batches", 10_001, "every probe keeps the routing of each token"),
+    ],
+)
+def test_wrong_settings_are_refused(name, value, expected):
+    with pytest.raises(ConfigError, match=rf"training\.{name} is {value}; expected .*{expected}"):
+        TrainingRecipe(**{name: value})
+
+
+# ---- with transformers' Trainer ----
+
+
+def trainer(out, callback, **settings):
+    model = tiny_model(**HEAVY, dropout_rate=0.1, **RANDOM)
+    return make_trainer(out, model, callbacks=[callback], **settings)
+
+
+@pytest.mark.slow
+def test_a_trainer_with_probes_equals_one_without_bit_for_bit(tmp_path):
+    torch.manual_seed(0)
+    plain = trainer(tmp_path / "plain", RouterStatsCallback(), max_steps=5)
+    plain.train()
+    torch.manual_seed(0)
+    callback = RouterStatsCallback(probe_every=2, probe_batches=BATCHES)
+    probed = trainer(tmp_path / "probed", callback, max_steps=5)
+    probed.train()
+    weights = plain.model.state_dict()
+    for name, value in probed.model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert not probed.model._forward_hooks
+
+    # Lines of the log differ by the numbers of probes alone, which are of steps 2, 4 and the last.
+    of_probes = []
+    for line, expected in zip(probed.state.log_history, plain.state.log_history, strict=True):
+        names = [name for name in line if name.startswith("probe/")]
+        of_probes.append({name: line.pop(name) for name in names})
+        if "loss" in line:
+            assert line == expected
+    steps = [line.get("probe/step") for line in of_probes]
+    assert steps == [None, 2, None, 4, 5, None]
+    assert of_probes[1]["probe/decoder/0/max_logit"] > 0
+
+    probes = read_probes(tmp_path / "probed" / "probe")
+    assert [probe.step for probe in probes] == [0, 2, 4, 5]
+    again = routing_probe(probed.model, tmp_path / "again").record(5)
+    for key, choices in probes[-1].choices.items():
+        assert torch.equal(choices, again.choices[key])
+
+
+@pytest.mark.slow
+def test_a_resumed_trainer_goes_on_with_the_same_probes_and_a_new_one_does_not_mix(tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+    def probing():
+        callback = RouterStatsCallback(probe_every=1, probe_batches=BATCHES)
+        return trainer(tmp_path, callback, **settings)
+
+    probing().train()
+    folder = tmp_path / "probe"
+    alone = content(folder)
+    (folder / "step_00000002.safetensors").replace(folder / "step_00000003.safetensors")
+    (folder / "step_00000002.safetensors").write_bytes(alone["step_00000002.safetensors"])
+    probing().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert content(folder) == alone
+
+    with pytest.raises(DataError, match=r"holds the probes of another training\. Resume it"):
+        probing().train()
+    assert content(folder) == alone
+
+
+def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
+    model = tiny_model(**HEAVY)
+    with_dead_expert(model.sparse_layers()[0].router.gate)
+    settings = {"learning_rate": 0.0, "max_steps": 12, "data": examples(96)}
+    make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], **settings).train()
+    texts = [record.getMessage() for record in caplog.records]
+    dead = [text for text in texts if "got no token" in text]
+    assert len(dead) == 1 and "1 of 7 experts of encoder 1" in dead[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"probe_every": 5}, "probe_every is 5, and there are 0 probe_batches; expected both"),
+        ({"probe_batches": BATCHES}, "probe_every is 0, and there are 2 probe_batches"),
+        ({"probe_every": -1, "probe_batches": BATCHES}, "probe_every is -1; expected an integer"),
+    ],
+)
+def test_the_callback_refuses_half_of_a_probe(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        RouterStatsCallback(**arguments)
+
+
+def test_the_callback_refuses_to_probe_a_model_without_routers(tmp_path):
+    callback = RouterStatsCallback(probe_every=5, probe_batches=BATCHES)
+    with pytest.raises(
+        ConfigError, match="probe_every is 5; expected 0 for a model without sparse"
+    ):
+        make_trainer(tmp_path, tiny_model(**DENSE), callbacks=[callback]).train()

@@ -1,0 +1,114 @@
+"""Warnings of routers that are built to die, to saturate and to drop, and none of a healthy one."""
+
+import pytest
+import torch
+
+from moe.sparse.editing import sparse_layers
+from moe.training import router_health
+from moe.training.router_health import INTERVALS, RouterHealth
+from moe.training.step import router_outputs
+from tests.models.tiny import tiny_batch, tiny_model
+
+LAYERS = [("encoder", 0), ("decoder", 0)]
+
+
+@pytest.fixture
+def said(caplog):
+    """The warnings so far."""
+    return lambda: [record.getMessage() for record in caplog.records if is_ours(record)]
+
+
+def is_ours(record):
+    return record.name == router_health.__name__
+
+
+def gates(model):
+    return {key: layer.router.gate for key, layer in sparse_layers(model).items()}
+
+
+def with_dead_expert(gate):
+    """Makes six rows of a gate opposite in pairs and the last one zero: three logits are above 0."""
+    rows = gate.detach()
+    rows[1] = -rows[0]
+    rows[3] = -rows[2]
+    rows[5] = -rows[4]
+    rows[6] = 0
+
+
+def with_one_favourite(gate):
+    """Makes one of two experts the first choice of every token."""
+    rows = gate.detach()
+    rows[2:] = 0
+    rows[1] = -rows[0]
+
+
+def stats_of(model, seed):
+    output = model(**tiny_batch(seed=seed), output_router_logits=True)
+    return [router.stats for router in router_outputs(output)]
+
+
+def watch(model, num_logs, health=None):
+    """Returns what has looked at some logs of one batch each."""
+    health = health or RouterHealth(LAYERS)
+    with torch.no_grad():
+        for step in range(1, num_logs + 1):
+            health.observe(step, stats_of(model.train(), step))
+    return health
+
+
+def test_an_expert_without_tokens_is_named_once_and_a_live_one_never(said):
+    model = tiny_model()
+    with_dead_expert(gates(model)["decoder", 0])
+    health = watch(model, INTERVALS - 1)
+    assert said() == []
+    watch(model, 3, health)
+    (text,) = said()
+    assert "1 of 7 experts of decoder 1 got no token in the last 10 logs until step 1," in text
+    assert ": 6, counted from 0." in text
+    assert "Raise load_balance_loss_weight" in text
+
+
+def test_an_expert_that_few_tokens_could_have_chosen_is_not_dead(said, monkeypatch):
+    monkeypatch.setattr(router_health, "FAIR_SHARE", 10_000)
+    model = tiny_model()
+    with_dead_expert(gates(model)["decoder", 0])
+    watch(model, INTERVALS)
+    assert said() == []
+
+
+def test_drops_that_rise_are_named_once_and_those_that_stay_never(said):
+    model = tiny_model(group_size=1, capacity_factor=0.5, min_expert_capacity=1)
+    health = watch(model, 3 * INTERVALS)
+    assert float(stats_of(model, 1)[0].dropped_tokens) > 0
+    assert said() == []
+
+    with_one_favourite(gates(model)["encoder", 0])
+    watch(model, 2 * INTERVALS, health)
+    (text,) = [line for line in said() if "drops" in line]
+    assert text.startswith("Encoder 1 drops more and more tokens: ")
+    assert "in those before; up to 15% costs little. Raise load_balance_loss_weight" in text
+
+
+def test_logits_above_the_limit_are_named_once_for_each_layer(said):
+    health = RouterHealth(LAYERS)
+    health.observe_logits(100, {LAYERS[0]: 127.9, LAYERS[1]: 128.0})
+    assert said() == []
+    for step in (200, 300):
+        health.observe_logits(step, {LAYERS[0]: 131.25, LAYERS[1]: 3.0})
+    (text,) = said()
+    assert "router of encoder 1 saturates: its largest |logit| is 131.2 after step 200" in text
+    assert "Raise router_z_loss_weight" in text
+
+
+def test_the_limit_is_where_bfloat16_moves_the_largest_probability_by_a_third():
+    logits = torch.tensor([router_health.MAX_LOGIT + 0.5] + 10 * [router_health.MAX_LOGIT])
+    exact = float(logits.softmax(0)[0])
+    rounded = float(logits.bfloat16().float().softmax(0)[0])
+    assert exact == pytest.approx(0.142, abs=1e-3)
+    assert rounded == pytest.approx(0.091, abs=1e-3)
+
+
+def test_a_healthy_router_is_never_warned_of(said):
+    watch(tiny_model(), 4 * INTERVALS)
+    watch(tiny_model(num_sparse_encoder_layers=0), 1, RouterHealth(LAYERS[1:]))
+    assert said() == []
