@@ -50,13 +50,13 @@ def effect_table(ablation: Ablation, *, confidence: float = CONFIDENCE) -> str:
         rows.append(
             [
                 layer_name(effect.key),
-                str(effect.expert),
+                str(effect.expert + 1),
                 str(effect.load),
                 str(effect.effect),
                 str(effect.where_chosen),
                 str(effect.elsewhere),
                 str(effect.over_random),
-                f"{effect.peer}: {effect.over_peer}",
+                f"{effect.peer + 1}: {effect.over_peer}",
                 f"{effect.estimate:+.4f}",
             ]
         )
@@ -77,7 +77,7 @@ def verdict_table(verdicts: Iterable[ClassVerdict]) -> str:
         rows.append(
             [
                 layer_name(verdict.key),
-                str(verdict.expert),
+                str(verdict.expert + 1),
                 verdict.token_class,
                 str(verdict.num_tokens),
                 str(verdict.num_documents),
@@ -96,6 +96,6 @@ def top_effects_text(top: Iterable[TopEffect]) -> str:
     lines = []
     for expert in top:
         effect = expert.effect
-        name = f"{layer_name(effect.key)}, expert {effect.expert}"
+        name = f"{layer_name(effect.key)}, expert {effect.expert + 1}"
         lines.append(f"{name}: {effect.effect} nats a token; for: {expert.purpose}")
     return "\n".join(lines) or NOTHING_SHOWN
