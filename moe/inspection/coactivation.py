@@ -96,7 +96,8 @@ def _expected_pairs(counts: Tensor) -> Tensor:
         fitted = weight * others
         ratio = torch.where(fitted > 0, sums / fitted, torch.zeros_like(sums))
         weight = weight * ratio.sqrt()
-        if torch.allclose(ratio[sums > 0], torch.ones_like(ratio[sums > 0]), atol=_CLOSE):
+        off = (ratio - 1).masked_fill(sums == 0, 0).abs()
+        if bool((off < _CLOSE).all()):
             break
     expected = weight[:, None] * weight
     return expected.masked_fill(~is_pair, float("nan"))
@@ -175,7 +176,7 @@ def layer_flows(
                 layer=layer.key,
                 next_layer=next_layer.key,
                 counts=counts,
-                share=counts / counts.sum(dim=1, keepdim=True),
+                share=counts.double() / counts.sum(dim=1, keepdim=True),
                 mutual_information=float(mutual_information(counts)),
                 information=float(information[0]),
                 chance=float(information[1:].mean()),

@@ -66,10 +66,11 @@ def match_experts(a: LayerTrace, b: LayerTrace) -> ExpertMatching:
     partner = best_assignment(counts)
     matched = partner >= 0
     shared = counts[matched, partner[matched]].sum()
+    num_tokens = len(cell)
     return ExpertMatching(
         counts=counts,
         partner=partner,
-        agreement=float(shared / counts.sum()),
+        agreement=int(shared) / num_tokens if num_tokens else math.nan,
         adjusted_rand=adjusted_rand(counts),
     )
 

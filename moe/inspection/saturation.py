@@ -113,7 +113,9 @@ def expert_load(choices: Tensor, num_experts: int) -> Tensor:
 
 def _chosen(choices: Tensor, num_experts: int) -> Tensor:
     """Returns <float64>[N, E]: 1 where a token chose an expert."""
-    choices = choices.reshape(len(choices), -1).long()  # [N, K]
+    choices = choices.long()
+    if choices.ndim == 1:
+        choices = choices[:, None]  # [N, K]
     if choices.numel() and not -1 <= int(choices.min()) <= int(choices.max()) < num_experts:
         raise DataError(
             f"The choices have experts from {int(choices.min())} to {int(choices.max())}; expected -1 for none, or 0 "

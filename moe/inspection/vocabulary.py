@@ -126,7 +126,7 @@ def vocabulary_table(
         ids=frequent,
         seen=counts.sum(dim=1),
         counts=counts,
-        share=counts / counts.sum(dim=1, keepdim=True),
+        share=counts.double() / counts.sum(dim=1, keepdim=True),
         lift=_smoothed_lift(counts, load),
         score=scores[0],
         chance=float(statistics[1:].mean()),
@@ -137,8 +137,8 @@ def vocabulary_table(
 def _score(counts: Tensor) -> float:
     """Returns the mean of the largest shares in rows of <int64>[X, E]; shuffled rows may be empty."""
     seen = counts.sum(dim=1)
-    share = counts.amax(dim=1) / seen.clamp(min=1)
-    return float(share.double()[seen > 0].mean())
+    share = counts.amax(dim=1).double() / seen.clamp(min=1)
+    return float(share[seen > 0].mean())
 
 
 def _smoothed_lift(counts: Tensor, load: Tensor) -> Tensor:
