@@ -122,7 +122,9 @@ class Browser:
 
     def open(self, path: Path, width: int = 1400, height: int = 1000, scheme: str = "light"):
         """Opens a file in a window of this size."""
-        self.call("Emulation.setEmulatedMedia", features=[_feature("color-scheme", scheme)])
+        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        named = [{"name": name, "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=named)
         self.resize(width, height)
         self.call("Page.navigate", url=path.resolve().as_uri())
         end = time.monotonic() + TIMEOUT
@@ -170,7 +172,3 @@ class Browser:
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **box)
         return box
-
-
-def _feature(name: str, value: str) -> dict[str, str]:
-    return {"name": f"prefers-{name}", "value": value}

@@ -19,9 +19,9 @@ function setColours(colours) {
   state.colours = colours;
   for (const pane of panes) {
     const layer = layerOf(pane);
-    if (layer && colours === "one" && pane.expert === null) {
-      pane.expert = busiest(layer);
-      state.active = state.active ?? pane;
+    if (layer && colours === "one") {
+      pane.expert ??= busiest(layer);
+      state.active ??= pane;
     }
     paint(pane);
     markButtons(pane);

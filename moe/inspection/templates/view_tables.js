@@ -99,7 +99,7 @@ function formatP(p) {
 function paintLift(element, lift) {
   const depth = Math.min(1, Math.abs(Math.log(Math.max(lift, 1e-9))) / Math.log(LARGEST_LIFT));
   element.classList.add(lift >= 1 ? "more" : "less");
-  element.style.setProperty("--depth", `${Math.round(12 + 43 * depth)}%`);
+  element.style.setProperty("--depth", depth.toFixed(2));
 }
 
 function liftScale() {
