@@ -2,10 +2,12 @@
 
 import base64
 import hashlib
+import math
 import re
 from collections import Counter
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from moe.tracing.trace import ACCEPTED, NOT_REQUESTED
 from tests.inspection.tiny_view import (
     content_of,
     long_trace,
+    one_example,
     rows_of,
     stack_of,
     statistics,
@@ -183,6 +186,27 @@ def test_statistics_come_as_they_are_given_and_what_is_not_known_as_null(trace):
     assert content["ablation"][0]["low"] == 0.125
 
 
+def test_numbers_of_other_libraries_are_numbers(trace):
+    shares = torch.full((7,), 0.125)
+    row = ClassRow("x", np.int64(3), shares, np.full(7, 2.0, np.float32), shares)
+    point = SaturationPoint(("encoder", 0), np.int64(5), np.float32(0.5))
+    tables = [LayerClasses(("encoder", 0), [row])]
+    content = content_of(view_of(trace, classes=tables, saturation=[point]))
+    assert content["classes"][0]["rows"][0]["num_tokens"] == 3
+    assert content["classes"][0]["rows"][0]["shares"] == [0.125] * 7
+    assert content["classes"][0]["rows"][0]["lifts"] == [2.0] * 7
+    assert content["saturation"] == [{"key": ["encoder", 0], "step": 5, "value": 0.5}]
+
+
+def test_what_has_nothing_to_show_is_not_there(trace):
+    page = view_of(
+        trace,
+        classes=[LayerClasses(("encoder", 0), [])],
+        saturation=[SaturationPoint(("encoder", 0), 1, math.nan)],
+    )
+    assert not {"classes", "saturation"} & Page(page).ids()
+
+
 def test_a_trace_without_probabilities_has_none_to_show(trace):
     content = content_of(view_of(tiny_trace(1, num_best=0)))
     for tokens in content["models"][0]["tokens"]:
@@ -346,19 +370,10 @@ def test_a_page_is_never_larger_than_it_may_be(trace, most_bytes):
 
 
 def test_of_an_example_that_is_too_long_the_start_is_shown(trace):
-    one = long_trace(trace, 50)
-    starts = {"encoder": one.encoder.ids.numel(), "decoder": one.decoder.ids.numel()}
-    parts = {}
-    for name, length in starts.items():
-        parts[name] = one.stack(name)._replace(starts=torch.tensor([0, length]))
-    one = one._replace(
-        **parts,
-        facts=one.facts._replace(num_examples=1),
-        document=one.document[:1],
-        domain=one.domain[:1],
-    )
+    one = one_example(long_trace(trace, 50))
     content = content_of(view_of(one, most_bytes=110_000))
-    for name, length in starts.items():
+    for name in ("encoder", "decoder"):
+        length = one.stack(name).ids.numel()
         stack = stack_of(content, name)
         assert stack["lengths"] == [length]
         assert 16 <= stack["starts"][1] < length

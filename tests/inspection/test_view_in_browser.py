@@ -6,7 +6,13 @@ import pytest
 
 from moe.inspection.view import routing_view
 from tests.inspection.chromium import Browser, find_chromium
-from tests.inspection.tiny_view import statistics, tiny_tokenizer, tiny_trace
+from tests.inspection.tiny_view import (
+    long_trace,
+    one_example,
+    statistics,
+    tiny_tokenizer,
+    tiny_trace,
+)
 
 # Behind the number of an expert, or in its place.
 REFUSED = "\N{MULTIPLICATION SIGN}"
@@ -293,6 +299,52 @@ def test_two_models_stand_side_by_side(browser, trace, tmp_path):
     assert browser.run("document.querySelectorAll('.current').length") == 2
     browser.click("#differences")
     assert browser.run("document.querySelectorAll('.differs').length") == 0
+
+
+def test_a_chosen_expert_is_marked_with_its_counterpart(browser, trace, tmp_path):
+    order = [3, 0, 6, 1, 5, 2, -1]
+    view = routing_view(
+        trace, tiny_tokenizer(), other=tiny_trace(seed=1), matching={("encoder", 0): order}
+    )
+    browser.open(view.save(tmp_path / "two.html"))
+    pressed = (
+        "[...document.querySelectorAll('#stack-encoder .expert[aria-pressed=true]')]"
+        ".map((button) => button.dataset.expert + ' ' + button.dataset.hue)"
+    )
+    browser.click("#stack-encoder .pane:first-child .expert:nth-of-type(7)")
+    assert browser.run(pressed) == ["6 6", "2 6"]
+    browser.click("#stack-encoder .pane:last-child .expert:nth-of-type(1)")
+    assert browser.run(pressed) == ["3 3", "0 3"]
+    browser.click("#stack-encoder .pane:last-child .expert:nth-of-type(7)")
+    assert browser.run(pressed) == ["6 none"]
+
+
+def test_a_very_long_example_is_shown_piece_by_piece(browser, trace, tmp_path):
+    one = one_example(long_trace(trace, 20))
+    browser.open(routing_view(one, tiny_tokenizer()).save(tmp_path / "long.html"))
+    length = one.encoder.ids.numel()
+    assert 2000 < length < 4000
+    shown = "document.querySelectorAll('#stack-encoder .token').length"
+    assert browser.run(shown) == 2000
+    browser.click("#stack-encoder .more button")
+    assert browser.run(shown) == length
+    assert marks(browser) == expected_marks(one, "encoder", 0, 0)
+
+    # A listed text beyond the first piece brings it along.
+    browser.open(tmp_path / "long.html")
+    browser.click("#stack-encoder .token")
+    browser.click("#texts li:last-child button")
+    assert browser.run("Number(document.activeElement.dataset.token)") > 2000
+
+
+def test_every_control_has_a_name(browser, page):
+    browser.open(page)
+    browser.call("Accessibility.enable")
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    roles = ("button", "slider", "spinbutton", "checkbox", "radio", "combobox", "link", "image")
+    controls = [node for node in nodes if node.get("role", {}).get("value") in roles]
+    assert len(controls) > 40
+    assert all(node["name"]["value"].strip() for node in controls)
 
 
 def test_of_many_experts_one_is_highlighted(browser, tmp_path):

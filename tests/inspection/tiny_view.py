@@ -91,6 +91,20 @@ def long_trace(trace: Trace, times: int) -> Trace:
     )
 
 
+def one_example(trace: Trace) -> Trace:
+    """Returns a trace whose examples are one after the other in a single example."""
+    parts = {}
+    for name in ("encoder", "decoder"):
+        stack = trace.stack(name)
+        parts[name] = stack._replace(starts=torch.tensor([0, stack.ids.numel()]))
+    return trace._replace(
+        **parts,
+        facts=trace.facts._replace(num_examples=1),
+        document=trace.document[:1],
+        domain=trace.domain[:1],
+    )
+
+
 _ROWS = ("expert", "state", "gate", "first", "best_expert", "best_prob")
 
 

@@ -320,15 +320,13 @@ function drawSaturation() {
     if (!curves.has(name)) {
       curves.set(name, []);
     }
-    if (point.value !== null) {
-      curves.get(name).push([point.step, point.value]);
-    }
+    curves.get(name).push([point.step, point.value]);
   }
 
-  const points = content.saturation.filter((point) => point.value !== null);
-  const steps = points.map((point) => point.step);
-  const lowest = Math.min(0, ...points.map((point) => point.value));
-  const highest = Math.max(1, ...points.map((point) => point.value));
+  const steps = content.saturation.map((point) => point.step);
+  const values = content.saturation.map((point) => point.value);
+  const lowest = Math.min(0, ...values);
+  const highest = Math.max(1, ...values);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   const width = Math.min(place.clientWidth, 900);
   const x = (step) => 44 + ((width - 64) * (step - first)) / (last - first || 1);
