@@ -127,10 +127,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=named)
         self.resize(width, height)
         self.call("Page.navigate", url=path.resolve().as_uri())
-        end = time.monotonic() + TIMEOUT
-        while self.run("document.readyState") != "complete":
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        self.wait_for("document.readyState === 'complete'")
 
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -142,6 +139,13 @@ class Browser:
         result = self.call("Runtime.evaluate", expression=expression, **options)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Waits until an expression in the page is true."""
+        end = time.monotonic() + TIMEOUT
+        while not self.run(expression):
+            assert time.monotonic() < end, f"{expression} does not become true"
+            time.sleep(0.02)
 
     def press(self, key: str) -> None:
         """Presses a key, e.g. `ArrowRight`."""

@@ -354,7 +354,7 @@ function chooseExpert(pane, expert) {
     markButtons(each);
   }
   renderExpert();
-  drawCharts();
+  refreshCharts();
 }
 
 /** Returns which expert of another model's layer is the same one; null for none. */
