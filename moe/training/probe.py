@@ -84,15 +84,18 @@ def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None)
     every = recipe.training.probe_every
     if not every:
         return
+
     if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
         raise ConfigError(
-            f"training.probe_every is {every}, but the model has no sparse layer whose routing could be recorded. "
+            f"training.probe_every is {every}, "
+            "but the model has no sparse layer whose routing could be recorded. "
             "Set it to 0."
         )
     if source is None:
         raise ConfigError(
-            f"training.probe_every is {every}, but there is no held-out text to probe. Train on tasks with a dev "
-            "split, or set it to 0."
+            f"training.probe_every is {every}, "
+            "but there is no held-out text to probe. "
+            "Train on tasks with a dev split, or set it to 0."
         )
 
 
@@ -144,26 +147,30 @@ class RoutingProbe:
 
     def record(self, step: int) -> ProbeResult:
         """Records and writes the routing after `step` updates."""
+        # This rank's rows, computed as in training.
+        rows = ALL_ROWS
+        if self._mesh:
+            rows = self._mesh.rows(self._source.batch_size)
         device = self._model.device
-        rows = self._mesh.rows(self._source.batch_size) if self._mesh else ALL_ROWS
-        batches = (to_device(batch, device) for batch in self._batches(rows))
-        with (
-            _own_random_numbers(device),
-            torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16),
-        ):
-            part = _record_rows(self._model, batches)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16)
+        with _own_random_numbers(device), autocast:
+            part = _record_rows(self._model, self._batches(rows))
 
+        # Those of all ranks.
         parts = [part]
         if self._mesh:
             parts = gather_or_raise(lambda: part, self._mesh.data)
         result = _join(parts)
+
         probe = Probe(step, result.choices)
-        broadcast_from_rank_zero(lambda: write_probe(self._folder, probe, self._facts))
+        write = partial(write_probe, self._folder, probe, self._facts)
+        broadcast_from_rank_zero(write)
         return result
 
     def _batches(self, rows: slice) -> Iterator[Batch]:
         for index in range(self._num_batches):
-            yield self._source.batch(index, rows)
+            batch = self._source.batch(index, rows)
+            yield to_device(batch, self._model.device)
 
 
 @contextmanager
@@ -200,12 +207,15 @@ def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch])
     choices = []
     scores: dict[LayerKey, LayerScores] = {}
 
+    # The recorder keeps where tokens go; the logits are seen on their way.
     def add_scores(model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
-        for key, router in zip(keys, router_outputs(output), strict=True):
-            of_batch = _layer_scores(router)
-            scores[key] = _add_scores(scores[key], of_batch) if key in scores else of_batch
+        routers = router_outputs(output)
+        for key, router in zip(keys, routers, strict=True):
+            layer_scores = _layer_scores(router)
+            if key in scores:
+                layer_scores = _add_scores(scores[key], layer_scores)
+            scores[key] = layer_scores
 
-    # The recorder keeps what is asked of each token; logits are seen on the way.
     hook = model.register_forward_hook(add_scores)
     try:
         for batch in traced_batches(batches):
@@ -219,12 +229,13 @@ def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch])
 def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
     """Returns <int8 or int16>[N, K] of a layer: first choice, further ones, -1 for none."""
     stack, layer = key
+    expert = rows[f"{stack}.{layer}.expert"]  # [N, K]
     state = rows[f"{stack}.{layer}.state"]
-    expert = rows[f"{stack}.{layer}.expert"]
-    choices = expert.masked_fill(state == NOT_REQUESTED, -1)  # [N, K]
+    first = rows[f"{stack}.{layer}.first"]  # [N]
+    choices = expert.masked_fill(state == NOT_REQUESTED, -1)
 
-    # Where tokens choose, a plan is in this order already.
-    is_first = choices == rows[f"{stack}.{layer}.first"][:, None]
+    # Where tokens choose, a plan has this order already; where experts do, that of experts.
+    is_first = choices == first[:, None]
     place = torch.where(is_first, 0, 1).masked_fill(choices < 0, 2)
     return choices.gather(1, place.argsort(dim=1, stable=True))
 
@@ -233,29 +244,35 @@ def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
 def _layer_scores(router: RouterOutput) -> LayerScores:
     """Returns the scores of a layer's real tokens in one batch."""
     is_real = router.plan.token_mask  # [G, S]
-    logits = router.router_logits[is_real].double()  # [N, E]
+    logits = router.router_logits[is_real]
+    logits = logits.double()  # [N, E]
     num_experts = logits.shape[-1]
 
     # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i.
     probs = logits.softmax(dim=-1)
-    entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)  # [N]
-    largest = logits.abs().amax(dim=-1)  # [N]
+    mean_logit = (probs * logits).sum(dim=-1)
+    entropy = logits.logsumexp(dim=-1) - mean_logit  # [N]
+    inner_edges = _entropy_edges(num_experts)[1:-1]
 
     # A rank may have no real token at all.
-    max_logit = largest.amax() if largest.numel() else largest.new_zeros(())
-    stats = RouterStats(*(value.cpu() for value in router.stats))
+    largest = logits.abs().amax(dim=-1)  # [N]
+    max_logit = torch.zeros((), dtype=torch.float64)
+    if largest.numel():
+        max_logit = largest.amax().cpu()
+
     return LayerScores(
-        stats=stats,
-        max_logit=max_logit.cpu(),
+        stats=RouterStats(*(value.cpu() for value in router.stats)),
+        max_logit=max_logit,
         logit_counts=_count(largest, _LOGIT_EDGES),
-        entropy_counts=_count(entropy, _entropy_edges(num_experts)[1:-1]),
+        entropy_counts=_count(entropy, inner_edges),
     )
 
 
 def _entropy_edges(num_experts: int) -> list[float]:
     """Returns the edges of the buckets of entropy, both ends included."""
     highest = math.log(max(2, num_experts))
-    return [highest * step / _ENTROPY_BUCKETS for step in range(_ENTROPY_BUCKETS + 1)]
+    width = highest / _ENTROPY_BUCKETS
+    return [width * number for number in range(_ENTROPY_BUCKETS + 1)]
 
 
 def _count(values: Tensor, edges: Sequence[float]) -> Tensor:
@@ -282,8 +299,8 @@ def _join(parts: Sequence[_RecordedRows]) -> ProbeResult:
     for key in parts[0].scores:
         # The rows of a batch lie on the ranks one after the other.
         rows = []
-        for batch_parts in zip(*(part.batches for part in parts), strict=True):
-            rows += [batch[key] for batch in batch_parts]
+        for index in range(len(parts[0].batches)):
+            rows += [part.batches[index][key] for part in parts]
         choices[key] = torch.cat(rows)
         scores[key] = reduce(_add_scores, [part.scores[key] for part in parts])
     return ProbeResult(choices, scores)
@@ -301,8 +318,9 @@ def probe_values(scores: Mapping[LayerKey, LayerScores]) -> dict[str, float]:
     values: dict[str, float] = {}
     for (stack, layer), layer_scores in scores.items():
         name = f"{stack}/{layer}"
-        for reported, value in router_values(name, layer_scores.stats).items():
-            values[f"probe/{reported.removeprefix('router/')}"] = value
+        stats = router_values(name, layer_scores.stats)
+        for reported, value in stats.items():
+            values["probe/" + reported.removeprefix("router/")] = value
         values[f"probe/{name}/max_logit"] = float(layer_scores.max_logit)
     return values
 
@@ -323,17 +341,19 @@ def probe_histograms(scores: Mapping[LayerKey, LayerScores]) -> dict[str, Histog
     histograms = {}
     for (stack, layer), layer_scores in scores.items():
         name = f"probe/{stack}/{layer}"
+
+        # One bucket for each expert.
         load = layer_scores.stats.expert_load
         num_experts = load.numel()
-        load_edges = [expert - 0.5 for expert in range(num_experts + 1)]
-        logit_edges = [0.0, *_LOGIT_EDGES, 2 * _LOGIT_EDGES[-1]]
-        entropy_edges = _entropy_edges(num_experts)
+        edges = [expert - 0.5 for expert in range(num_experts + 1)]
+        histograms[f"{name}/load"] = Histogram(edges, load.tolist())
 
-        histograms[f"{name}/load"] = Histogram(load_edges, load.tolist())
-        histograms[f"{name}/token_max_logit"] = Histogram(
-            logit_edges, layer_scores.logit_counts.tolist()
-        )
-        histograms[f"{name}/token_entropy"] = Histogram(
-            entropy_edges, layer_scores.entropy_counts.tolist()
-        )
+        # What lies beyond the edges counts in the first bucket and in the last.
+        edges = [0.0, *_LOGIT_EDGES, 2 * _LOGIT_EDGES[-1]]
+        counts = layer_scores.logit_counts.tolist()
+        histograms[f"{name}/token_max_logit"] = Histogram(edges, counts)
+
+        edges = _entropy_edges(num_experts)
+        counts = layer_scores.entropy_counts.tolist()
+        histograms[f"{name}/token_entropy"] = Histogram(edges, counts)
     return histograms

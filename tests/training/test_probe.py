@@ -353,7 +353,7 @@ def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
     settings = {"learning_rate": 0.0, "max_steps": 12, "data": examples(96)}
     make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], **settings).train()
     texts = [record.getMessage() for record in caplog.records]
-    dead = [text for text in texts if "got no token" in text]
+    dead = [text for text in texts if "are dead" in text]
     assert len(dead) == 1 and "1 of 7 experts of encoder 1" in dead[0]
 
 
