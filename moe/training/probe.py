@@ -7,7 +7,7 @@ A probe changes nothing of the run: no weight, no mode, no generator of random n
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,13 @@ from moe.models.outputs import STMoEOutput
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.layer import RouterOutput
 from moe.sparse.stats import RouterStats, add_stats, router_values
-from moe.tracing.probe_file import Probe, begin_probes, probe_facts, probe_text, write_probe
+from moe.tracing.probe_file import (
+    Probe,
+    begin_probes,
+    probe_facts,
+    probe_text,
+    write_probe,
+)
 from moe.tracing.recorder import Recording, traced_batches
 from moe.tracing.trace import NOT_REQUESTED
 from moe.training.heldout_loss import to_device
@@ -58,6 +64,10 @@ class LayerScores(NamedTuple):
     entropy_counts: Tensor
 
 
+Scores = Mapping[LayerKey, LayerScores]
+"""Scores of each sparse layer."""
+
+
 class ProbeResult(NamedTuple):
     """What a probe found, over all ranks.
 
@@ -70,7 +80,11 @@ class ProbeResult(NamedTuple):
     scores: dict[LayerKey, LayerScores]
 
 
-def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
+def check_probe(
+    recipe: Recipe,
+    config: STMoEConfig,
+    source: BatchSource | None,
+) -> None:
     """Refuses to probe where there is nothing to probe.
 
     Args:
@@ -85,7 +99,9 @@ def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None)
     if not every:
         return
 
-    if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
+    num_encoder_layers = config.num_sparse_encoder_layers
+    num_decoder_layers = config.num_sparse_decoder_layers
+    if not num_encoder_layers + num_decoder_layers:
         raise ConfigError(
             f"training.probe_every is {every}, "
             "but the model has no sparse layer whose routing could be recorded. "
@@ -142,8 +158,14 @@ class RoutingProbe:
         Raises:
             DataError: When earlier probes in it could not be compared with those to come.
         """
-        begin = partial(begin_probes, self._folder, self._facts, self._text, step)
-        broadcast_from_rank_zero(begin)
+        broadcast_from_rank_zero(
+            lambda: begin_probes(
+                self._folder,
+                self._facts,
+                self._text,
+                step,
+            )
+        )
 
     def record(self, step: int) -> ProbeResult:
         """Records and writes the routing after `step` updates."""
@@ -152,7 +174,8 @@ class RoutingProbe:
         if self._mesh:
             rows = self._mesh.rows(self._source.batch_size)
         device = self._model.device
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16)
+        bfloat16 = self._bfloat16
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         with _own_random_numbers(device), autocast:
             part = _record_rows(self._model, self._batches(rows))
 
@@ -163,8 +186,9 @@ class RoutingProbe:
         result = _join(parts)
 
         probe = Probe(step, result.choices)
-        write = partial(write_probe, self._folder, probe, self._facts)
-        broadcast_from_rank_zero(write)
+        broadcast_from_rank_zero(
+            lambda: write_probe(self._folder, probe, self._facts),
+        )
         return result
 
     def _batches(self, rows: slice) -> Iterator[Batch]:
@@ -200,7 +224,10 @@ class _RecordedRows(NamedTuple):
     scores: dict[LayerKey, LayerScores]
 
 
-def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch]) -> _RecordedRows:
+def _record_rows(
+    model: STMoEForConditionalGeneration,
+    batches: Iterator[Batch],
+) -> _RecordedRows:
     """Returns the routing of batches, on the CPU."""
     keys = list(sparse_layers(model))
     recording = Recording(model)
@@ -208,7 +235,11 @@ def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch])
     scores: dict[LayerKey, LayerScores] = {}
 
     # The recorder keeps where tokens go; the logits are seen on their way.
-    def add_scores(model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
+    def add_scores(
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        output: STMoEOutput,
+    ) -> None:
         routers = router_outputs(output)
         for key, router in zip(keys, routers, strict=True):
             layer_scores = _layer_scores(router)
@@ -310,7 +341,7 @@ def _join(parts: Sequence[_RecordedRows]) -> ProbeResult:
 # Numbers and histograms
 
 
-def probe_values(scores: Mapping[LayerKey, LayerScores]) -> dict[str, float]:
+def probe_values(scores: Scores) -> dict[str, float]:
     """Returns `probe/{stack}/{layer}/...` for each sparse layer, layers counted from 0.
 
     They are those of `router_values`, of the text in evaluation, and `max_logit`.
@@ -325,12 +356,15 @@ def probe_values(scores: Mapping[LayerKey, LayerScores]) -> dict[str, float]:
     return values
 
 
-def max_logits(scores: Mapping[LayerKey, LayerScores]) -> dict[LayerKey, float]:
+def max_logits(scores: Scores) -> dict[LayerKey, float]:
     """Returns the largest |logit| of each sparse layer."""
-    return {key: float(layer_scores.max_logit) for key, layer_scores in scores.items()}
+    logits = {}
+    for key, layer_scores in scores.items():
+        logits[key] = float(layer_scores.max_logit)
+    return logits
 
 
-def probe_histograms(scores: Mapping[LayerKey, LayerScores]) -> dict[str, Histogram]:
+def probe_histograms(scores: Scores) -> dict[str, Histogram]:
     """Returns the histograms of each sparse layer.
 
     Returns:
