@@ -4,7 +4,7 @@ Routers that balance themselves learn from their load through it, as `train_step
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import chain, islice
 from pathlib import Path
@@ -30,6 +30,8 @@ from moe.tracing.probe_file import has_probes
 from moe.training.probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
 from moe.training.router_health import RouterHealth
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
+
+_NEEDED = {"input_ids", "labels"}
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -60,17 +62,27 @@ class RouterStatsCallback(TrainerCallback):
         ConfigError: When one of the two is given without the other.
     """
 
-    def __init__(self, *, probe_every: int = 0, probe_batches: Sequence[Batch] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        probe_every: int = 0,
+        probe_batches: Iterable[Batch] = (),
+    ) -> None:
+        batches = tuple(probe_batches)
         check_integer("probe_every", probe_every, least=0)
-        if bool(probe_every) != bool(len(probe_batches)):
+        if bool(probe_every) != bool(batches):
             raise ConfigError(
                 f"probe_every is {probe_every}, "
-                f"and there are {len(probe_batches)} probe_batches; "
+                f"and there are {len(batches)} probe_batches; "
                 "expected both, or neither."
             )
+        for batch in batches:
+            is_batch = isinstance(batch, Mapping) and _NEEDED <= batch.keys()
+            expected = "whole batches with input_ids and labels, as a collator makes them"
+            check(is_batch, "one of probe_batches", batch, expected)
 
         self._probe_every = probe_every
-        self._probe_batches = probe_batches
+        self._probe_batches = batches
         self._probe: RoutingProbe | None = None
         self._probe_values: dict[str, float] = {}
         self._health = RouterHealth([])
