@@ -77,7 +77,7 @@ class RouterStatsCallback(TrainerCallback):
                 "expected both, or neither."
             )
         for batch in batches:
-            is_batch = isinstance(batch, Mapping) and _NEEDED <= batch.keys()
+            is_batch = isinstance(batch, Mapping) and batch.keys() >= _NEEDED
             expected = "whole batches with input_ids and labels, as a collator makes them"
             check(is_batch, "one of probe_batches", batch, expected)
 
