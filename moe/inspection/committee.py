@@ -28,7 +28,7 @@ class Committee(NamedTuple):
         rank: <int64>[D, E] rank of an expert in a domain, from 1; `num_ranked` + 1 where it is not
             among the first.
         members: Experts of the committee, those of the largest contribution first.
-        coverage: Their share of the contribution, mean over domains.
+        coverage: Their share of the contribution, mean over domains; 0 without members.
         ratio: Mean contribution of a member over that of another expert; NaN where all or none are
             members, infinite where the others contribute nothing.
         silhouette: From -1 to 1: how much more alike the routing of documents is within a domain
@@ -73,9 +73,11 @@ def standing_committees(
         The Illusion of Specialization (arXiv:2601.03425): contribution index, ranks, Pareto front.
         Differs: the combine weight of a refused choice is 0.
     """
+    # What text there is.
     check_number("min_presence", min_presence, above=0, most=1)
     part = trace.stack(stack)
-    domain = trace.domain.long()[part.example]  # [N]
+    document = trace.document.long()[part.example]  # [N]
+    domain = trace.domain.long()[part.example]
     present = domain.unique()
     if len(present) < 2:
         raise DataError(
@@ -97,7 +99,6 @@ def standing_committees(
         members = _committee(contribution, rank, ranked, min_presence)
 
         names = [trace.facts.domains[number] or "text" for number in present.tolist()]
-        document = trace.document.long()[part.example]
         committees.append(
             Committee(
                 layer=layer.key,
@@ -134,7 +135,11 @@ def _ranks(contribution: Tensor, num_ranked: int) -> Tensor:
     """
     ascending = (-contribution).sort(dim=1).values
     rank = torch.searchsorted(ascending, -contribution) + 1
-    return rank.masked_fill(contribution <= 0, num_ranked + 1).clamp(max=num_ranked + 1)
+
+    # Those that are not ranked come after all that are.
+    unranked = num_ranked + 1
+    rank = rank.masked_fill(contribution <= 0, unranked)
+    return rank.clamp(max=unranked)
 
 
 def _committee(
@@ -142,20 +147,24 @@ def _committee(
 ) -> tuple[int, ...]:
     """Returns the experts of the Pareto front of mean and variance of the rank."""
     presence = (rank <= num_ranked).double().mean(dim=0)  # [E]
+    is_candidate = presence >= min_presence
     mean = rank.double().mean(dim=0)
     variance = rank.double().var(dim=0, correction=0)
-    candidates = (presence >= min_presence).nonzero().flatten()
 
-    members = []
-    for expert in candidates.tolist():
-        is_as_good = (mean[candidates] <= mean[expert]) & (variance[candidates] <= variance[expert])
-        is_better = (mean[candidates] < mean[expert]) | (variance[candidates] < variance[expert])
-        if not (is_as_good & is_better).any():
-            members.append(expert)
+    # No other candidate is as good in both and better in one.
+    is_member = is_candidate.clone()
+    for expert in is_candidate.nonzero().flatten().tolist():
+        by_mean = mean - mean[expert]  # [E]
+        by_variance = variance - variance[expert]
+        is_as_good = (by_mean <= 0) & (by_variance <= 0)
+        is_better = (by_mean < 0) | (by_variance < 0)
+        is_beaten = is_candidate & is_as_good & is_better
+        is_member[expert] = not is_beaten.any()
 
+    # Those of the largest contribution first.
     total = contribution.sum(dim=0)
-    members.sort(key=lambda expert: (-float(total[expert]), expert))
-    return tuple(members)
+    order = total.argsort(descending=True, stable=True)
+    return tuple(order[is_member[order]].tolist())
 
 
 def _coverage(contribution: Tensor, members: tuple[int, ...]) -> float:
@@ -170,6 +179,8 @@ def _ratio(contribution: Tensor, members: tuple[int, ...]) -> float:
     is_member[list(members)] = True
     if is_member.all() or not is_member.any():
         return math.nan
+
+    # Over domains and experts.
     mean = contribution.mean(dim=0)
     return float(mean[is_member].mean() / mean[~is_member].mean())
 
@@ -190,6 +201,7 @@ def domain_silhouette(gates: Tensor, domain: Tensor, document: Tensor) -> float:
     Source:
         Rousseeuw, Silhouettes (1987).
     """
+    # Documents, and the domain of each.
     distinct, row = document.unique(return_inverse=True)
     group = torch.zeros(len(distinct), dtype=torch.int64)
     group[row] = domain

@@ -5,6 +5,7 @@ It needs no other file and no network, and shows itself in a notebook.
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -132,6 +133,10 @@ def routing_view(
     if other is not None:
         _check_same_text(trace, other)
     _check_matching(trace, other, matching)
+
+    # A table without rows, and a point without a value, show nothing.
+    classes = [table for table in classes if table.rows]
+    saturation = [point for point in saturation if math.isfinite(point.value)]
 
     # What is counted over all tokens.
     models = [_model(trace, {})]

@@ -239,7 +239,9 @@ def _plain(value: Any) -> Any:
         names = getattr(value, "_fields")  # noqa: B009
         return _plain(dict(zip(names, value, strict=True)))
 
-    # What holds other values.
+    # What holds other values; arrays, tensors and their numbers become Python's.
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -134,18 +134,24 @@ def unpacked(batch: Batch) -> Batch:
     is_packed = any(int(numbers.max()) > 1 for numbers in segments)
     if "labels" not in batch or is_packed:
         raise DataError(
-            "A batch to trace needs labels, and one example in each row: the decoder's tokens come from the labels. "
+            "A batch to trace needs labels, and one example in each row: "
+            "the decoder's tokens come from the labels. "
             "Give batches that are not packed."
         )
 
     # Segment 1 is the example, 0 is padding; a mask says the same.
-    plain = {name: values for name, values in batch.items() if name not in names}
+    plain = dict(batch)
+    for name in names:
+        plain.pop(name, None)
     if "segment_ids" in batch:
         plain["attention_mask"] = (batch["segment_ids"] != 0).long()
     return plain
 
 
-def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Stack, StackInputs]:
+def stack_inputs(
+    model: STMoEForConditionalGeneration,
+    batch: Batch,
+) -> dict[Stack, StackInputs]:
     """Returns the tokens that a batch, see `unpacked`, puts into each stack.
 
     The decoder's token at a position is its input there.

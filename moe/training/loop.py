@@ -259,13 +259,18 @@ class _Reporter:
     """
 
     def __init__(
-        self, run: Run, writer: MetricsWriter | None, probe: RoutingProbe | None, description: str
+        self,
+        run: Run,
+        writer: MetricsWriter | None,
+        probe: RoutingProbe | None,
+        description: str,
     ) -> None:
         self._run = run
         self._writer = writer
         self._probe = probe
         self._description = description
-        self._health = RouterHealth(list(sparse_layers(run.built.model)))
+        layers = list(sparse_layers(run.built.model))
+        self._health = RouterHealth(layers)
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
@@ -323,9 +328,11 @@ class _Reporter:
     def report_probe(self, step: int) -> None:
         """Records the routing after `step` updates and writes its numbers, when that is due."""
         training = self._run.recipe.training
-        if self._probe is None or not _is_due(step, training.probe_every, training.steps):
+        every = training.probe_every
+        if self._probe is None or not _is_due(step, every, training.steps):
             return
 
+        # Every rank takes part in the record.
         scores = self._probe.record(step).scores
         if self._writer is not None:
             self._writer.write(step, probe_values(scores))

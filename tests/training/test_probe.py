@@ -353,7 +353,7 @@ def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
     settings = {"learning_rate": 0.0, "max_steps": 12, "data": examples(96)}
     make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], **settings).train()
     texts = [record.getMessage() for record in caplog.records]
-    dead = [text for text in texts if "got no token" in text]
+    dead = [text for text in texts if "are dead" in text]
     assert len(dead) == 1 and "1 of 7 experts of encoder 1" in dead[0]
 
 
@@ -363,6 +363,10 @@ def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
         ({"probe_every": 5}, "probe_every is 5, and there are 0 probe_batches; expected both"),
         ({"probe_batches": BATCHES}, "probe_every is 0, and there are 2 probe_batches"),
         ({"probe_every": -1, "probe_batches": BATCHES}, "probe_every is -1; expected an integer"),
+        (
+            {"probe_every": 5, "probe_batches": ["a sentence"]},
+            "one of probe_batches is 'a sentence'; expected whole batches with input_ids and labels",
+        ),
     ],
 )
 def test_the_callback_refuses_half_of_a_probe(arguments, message):

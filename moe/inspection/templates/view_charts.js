@@ -5,7 +5,7 @@ const LOAD_HEIGHT = 96;
 const LABEL_SPACE = 22;
 const FLOW_HEIGHT = 380;
 const FLOW_NODE = 12;
-const FLOW_COLUMN = 120;
+const FLOW_COLUMN = 100;
 const CURVE_HEIGHT = 300;
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 
@@ -21,16 +21,51 @@ function chooseInLayer(model, layer, expert) {
   chooseExpert(pane, expert);
 }
 
-function isChosen(model, layer, expert) {
-  const pane = state.active;
-  return Boolean(pane) && pane.model === model && layerOf(pane) === layer && pane.expert === expert;
+/** Returns the expert of a layer that is marked in the text; null for none. */
+function chosenExpert(model, layer) {
+  const pane = panes.find((each) => each.model === model && each.stack === state.active?.stack);
+  return pane && layerOf(pane) === layer ? pane.expert : null;
 }
 
-/** Draws what depends on the width of the page, or on the chosen expert. */
-function drawCharts() {
-  drawLoads();
-  drawFlows();
-  drawSaturation();
+/** Figures by the element that they are drawn into; not each page has all. */
+const charts = new Map(
+  Object.entries({ "load-charts": drawLoads, "flow-charts": drawFlows, "saturation-chart": drawSaturation })
+    .map(([id, draw]) => [document.getElementById(id), draw])
+    .filter(([place]) => place),
+);
+const outdated = new Set();
+const inView = new Set();
+
+/** Draws all figures, and from then on again when they come into view and are outdated. */
+function buildCharts() {
+  charts.forEach((drawChart, place) => drawChart(place));
+  const observer = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) {
+        inView.add(target);
+        drawOutdated(target);
+      } else {
+        inView.delete(target);
+      }
+    }
+  }, { rootMargin: "100px" });
+  charts.forEach((_, place) => observer.observe(place));
+}
+
+/** Lets all figures follow the chosen expert and the width of the page: at once those in view. */
+function refreshCharts() {
+  for (const place of charts.keys()) {
+    outdated.add(place);
+    if (inView.has(place)) {
+      drawOutdated(place);
+    }
+  }
+}
+
+function drawOutdated(place) {
+  if (outdated.delete(place)) {
+    charts.get(place)(place);
+  }
 }
 
 function tooltip(text) {
@@ -44,8 +79,7 @@ function label(text, attributes) {
 // ---------------------------------------------------------------------------
 // Load and drops
 
-function drawLoads() {
-  const place = document.getElementById("load-charts");
+function drawLoads(place) {
   const figures = [];
   for (const model of models) {
     const group = make("div", { class: "figures" });
@@ -94,7 +128,7 @@ function loadFigure(model, layer, width) {
     const accepted = layer.accepted[expert];
     const x = expert * step + gap / 2;
     const text = `expert ${expert + 1}: ${formatCount(count)} requests, ${formatCount(count - accepted)} refused`;
-    const chosen = isChosen(model, layer, expert);
+    const chosen = chosenExpert(model, layer) === expert;
     const group = draw("g", { class: chosen ? "bar-group chosen" : "bar-group", on: { click: () => chooseInLayer(model, layer, expert) } });
     group.append(
       tooltip(text),
@@ -136,11 +170,7 @@ function loadNumbers() {
 // ---------------------------------------------------------------------------
 // Flow
 
-function drawFlows() {
-  const place = document.getElementById("flow-charts");
-  if (!place) {
-    return;
-  }
+function drawFlows(place) {
   const figures = [];
   for (const model of models) {
     for (const stackName of Object.keys(STACK_TITLES)) {
@@ -202,7 +232,7 @@ function flowFigure(model, stackName, stackFlows, place) {
     const layer = layers[i];
     image.append(label(layer.name, { x: x(i), y: 12, "text-anchor": "middle" }));
     for (const node of column) {
-      const chosen = isChosen(model, layer, node.node);
+      const chosen = chosenExpert(model, layer) === node.node;
       const group = draw("g", {
         class: node.node >= 0 ? "node" : "node rest",
         data: { hue: hueOf(layer, node.node) },
@@ -231,8 +261,7 @@ function flowBands(model, layers, flow, i, columns, x) {
   const bands = [];
   const from = columns[i].map((node) => node.y);
   const to = columns[i + 1].map((node) => node.y);
-  const isFollowed = (layer, node) => node >= 0 && isChosen(model, layer, node);
-  const anyFollowed = state.active?.model === model && layers.includes(layerOf(state.active)) && state.active.expert !== null;
+  const anyFollowed = layers.some((layer) => chosenExpert(model, layer) !== null);
 
   flow.counts.forEach((row, a) => {
     row.forEach((count, b) => {
@@ -252,7 +281,8 @@ function flowBands(model, layers, flow, i, columns, x) {
       from[a] += height;
       to[b] += targetHeight;
 
-      const followed = isFollowed(layers[i], source.node) || isFollowed(layers[i + 1], target.node);
+      const isFrom = chosenExpert(model, layers[i]) === source.node;
+      const followed = isFrom || chosenExpert(model, layers[i + 1]) === target.node;
       const text = `${layers[i].name}, expert ${nodeName(source.node)} → ${layers[i + 1].name}, expert ${nodeName(target.node)}: ${plural(count, "token")}, ${formatPercent(count / source.count)} of the first's`;
       const names = ["band", followed ? "followed" : "", anyFollowed && !followed ? "behind" : ""];
       bands.push({
@@ -269,8 +299,8 @@ function followingSentences(model, layers, stackFlows) {
   const sentences = [];
   stackFlows.forEach((flow, i) => {
     const layer = layers[i];
-    const { expert } = state.active ?? {};
-    if (!state.active || !isChosen(model, layer, expert) || !layer.first[expert]) {
+    const expert = chosenExpert(model, layer);
+    if (expert === null || !layer.first[expert]) {
       return;
     }
     const next = layers[i + 1];
@@ -309,26 +339,20 @@ function flowNumbers(layers, stackFlows) {
 // ---------------------------------------------------------------------------
 // Saturation
 
-function drawSaturation() {
-  const place = document.getElementById("saturation-chart");
-  if (!place) {
-    return;
-  }
+function drawSaturation(place) {
   const curves = new Map();
   for (const point of content.saturation) {
     const name = `${point.key[0]} ${point.key[1] + 1}`;
     if (!curves.has(name)) {
       curves.set(name, []);
     }
-    if (point.value !== null) {
-      curves.get(name).push([point.step, point.value]);
-    }
+    curves.get(name).push([point.step, point.value]);
   }
 
-  const points = content.saturation.filter((point) => point.value !== null);
-  const steps = points.map((point) => point.step);
-  const lowest = Math.min(0, ...points.map((point) => point.value));
-  const highest = Math.max(1, ...points.map((point) => point.value));
+  const steps = content.saturation.map((point) => point.step);
+  const values = content.saturation.map((point) => point.value);
+  const lowest = Math.min(0, ...values);
+  const highest = Math.max(1, ...values);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   const width = Math.min(place.clientWidth, 900);
   const x = (step) => 44 + ((width - 64) * (step - first)) / (last - first || 1);

@@ -112,9 +112,14 @@ function bestOf(layer, token) {
   return best;
 }
 
+/** Returns the number of an expert in the first model, where experts were matched; -1 for none. */
+function inFirstModel(layer, expert) {
+  return expert >= 0 && layer.matches.length ? layer.matches[expert] : expert;
+}
+
 /** Returns the colour of an expert, that of its match in the first model; "none" without one. */
 function hueOf(layer, expert) {
-  const number = expert >= 0 && layer.matches.length ? layer.matches[expert] : expert;
+  const number = inFirstModel(layer, expert);
   return number < 0 ? "none" : String(number % NUM_HUES);
 }
 

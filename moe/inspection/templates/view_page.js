@@ -19,15 +19,15 @@ function setColours(colours) {
   state.colours = colours;
   for (const pane of panes) {
     const layer = layerOf(pane);
-    if (layer && colours === "one" && pane.expert === null) {
-      pane.expert = busiest(layer);
-      state.active = state.active ?? pane;
+    if (layer && colours === "one") {
+      pane.expert ??= busiest(layer);
+      state.active ??= pane;
     }
     paint(pane);
     markButtons(pane);
   }
   renderExpert();
-  drawCharts();
+  refreshCharts();
 }
 
 function clearChoice() {
@@ -38,7 +38,7 @@ function clearChoice() {
   });
   state.active = null;
   renderExpert();
-  drawCharts();
+  refreshCharts();
 }
 
 function stepExample(step) {
@@ -91,7 +91,7 @@ function redrawOnResize() {
   addEventListener("resize", () => {
     if (document.documentElement.clientWidth !== width) {
       width = document.documentElement.clientWidth;
-      drawCharts();
+      refreshCharts();
     }
   });
 }
@@ -105,6 +105,7 @@ function start() {
   showExample(0);
   Object.keys(stacks).filter((name) => numLayers(name) && panesOf(name).length).forEach((name) => showLayer(name, 0));
   setColours(state.colours);
+  buildCharts();
   buildClasses();
   buildAblation();
   buildAgreement();

@@ -48,21 +48,21 @@ function classTable(table, showAll) {
   const columns = classColumns(table, showAll);
   const hasEntropy = table.rows.some((row) => row.entropy);
   const head = make("tr", {}, make("th", { scope: "col" }, "class"), make("th", { scope: "col", class: "number" }, "tokens"));
-  if (hasEntropy) {
-    head.append(make("th", { scope: "col", class: "number" }, "entropy (nats)"));
-  }
   for (const expert of columns) {
     const button = make("button", { type: "button", class: "plain", "aria-label": `Expert ${expert + 1}`, on: { click: () => chooseInLayer(models[0], layer, expert) } }, expertChip(layer, expert));
     head.append(make("th", { scope: "col", class: "cell" }, button));
+  }
+  if (hasEntropy) {
+    head.append(make("th", { scope: "col", class: "number" }, "entropy (nats)"));
   }
 
   const body = make("tbody", {});
   for (const row of table.rows) {
     const line = make("tr", {}, make("th", { scope: "row" }, row.name), make("td", { class: "number" }, formatCount(row.num_tokens)));
+    columns.forEach((expert) => line.append(classCell(row, expert)));
     if (hasEntropy) {
       line.append(make("td", { class: "number" }, row.entropy ? formatEstimate(row.entropy) : "–"));
     }
-    columns.forEach((expert) => line.append(classCell(row, expert)));
     body.append(line);
   }
   const grid = make("table", { class: "classes" }, make("thead", {}, head), body);
@@ -99,7 +99,7 @@ function formatP(p) {
 function paintLift(element, lift) {
   const depth = Math.min(1, Math.abs(Math.log(Math.max(lift, 1e-9))) / Math.log(LARGEST_LIFT));
   element.classList.add(lift >= 1 ? "more" : "less");
-  element.style.setProperty("--depth", `${Math.round(12 + 43 * depth)}%`);
+  element.style.setProperty("--depth", depth.toFixed(2));
 }
 
 function liftScale() {

@@ -301,19 +301,13 @@ function paint(pane) {
     } else if (pane.expert !== null && choicesOf(layer, token).some((choice) => choice.expert === pane.expert)) {
       names.push("later");
     }
-    if (twinLayer && hasOther(layer, first, twinLayer, firstChoice(twinLayer, token))) {
+    if (twinLayer && inFirstModel(layer, first) !== inFirstModel(twinLayer, firstChoice(twinLayer, token))) {
       names.push("differs");
     }
     span.className = names.join(" ");
     span.dataset.hue = hueOf(layer, first);
     span.dataset.mark = mark;
   });
-}
-
-/** Returns whether two experts of two models are not the same. */
-function hasOther(layer, expert, otherLayer, otherExpert) {
-  const matched = (each, number) => (number >= 0 && each.matches.length ? each.matches[number] : number);
-  return matched(layer, expert) !== matched(otherLayer, otherExpert);
 }
 
 // ---------------------------------------------------------------------------
@@ -353,12 +347,24 @@ function nameLayer(stackName) {
 
 /** Chooses an expert of the layer that a pane shows; null for none. */
 function chooseExpert(pane, expert) {
-  pane.expert = expert;
   state.active = expert === null ? null : pane;
-  paint(pane);
-  markButtons(pane);
+  for (const each of panesOf(pane.stack.name)) {
+    each.expert = each === pane ? expert : counterpart(layerOf(pane), expert, layerOf(each));
+    paint(each);
+    markButtons(each);
+  }
   renderExpert();
-  drawCharts();
+  refreshCharts();
+}
+
+/** Returns which expert of another model's layer is the same one; null for none. */
+function counterpart(layer, expert, other) {
+  if (expert === null || !other) {
+    return null;
+  }
+  const number = inFirstModel(layer, expert);
+  const match = other.matches.length ? other.matches.indexOf(number) : number;
+  return number < 0 || match < 0 || match >= other.num_experts ? null : match;
 }
 
 function markButtons(pane) {
