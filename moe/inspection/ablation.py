@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
+from moe.errors import ConfigError
 from moe.inspection.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
 from moe.inspection.choices import as_many_at_random
 from moe.inspection.expert_measures import ExpertMeasures, measure_experts
@@ -27,7 +28,7 @@ from moe.inspection.target_sets import (
 )
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, check_layer, sparse_layers
-from moe.tracing.recorder import TracedBatch
+from moe.tracing.recorder import TracedBatch, evaluation_mode
 
 
 class LayerAblation(NamedTuple):
@@ -98,11 +99,11 @@ def ablate_experts(
     random choices are ablated likewise. Those of the decoder reuse the encoder's output.
 
     Example:
-        ablation = ablate_experts(model, list(traced_batches(batches)), {"numbers": is_number})
-        print(verdict_table(ablation))
+        ablation = ablate_experts(model, traced_batches(batches), {"numbers": is_number})
+        print(verdict_table(class_verdicts(ablation)))
 
     Args:
-        model: The model; its training mode is restored.
+        model: A whole model on one rank; its training mode is restored.
         batches: Examples with labels, on the model's device; see `traced_batches`.
         classes: <bool>[N] by name: which of the target tokens are of the class, in the order of
             `Trace.decoder`. Classes may overlap; {} for none.
@@ -117,7 +118,8 @@ def ablate_experts(
         progress: Whether to show a progress bar.
 
     Raises:
-        ConfigError: When there is no such intervention or layer, or an argument is out of range.
+        ConfigError: When there is no such intervention or layer, an argument is out of range, or
+            the model's experts are shared by ranks.
         DataError: When a batch has no labels or has segments, there is none, or a mask does not
             fit.
     """
@@ -133,10 +135,8 @@ def ablate_experts(
         "decoder": token_sets(targets, classes),
     }
 
-    # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
-    training = model.training
-    model.eval()
-    try:
+    # No jitter, no dropout, and the capacity of evaluation.
+    with evaluation_mode(model):
         tables: list[_Table] = []
         for layer, measures in _measure_layers(model, keys, batches, calibration):
             stack, _ = layer.key
@@ -149,8 +149,6 @@ def ablate_experts(
         description = f"Ablate ({intervention})"
         with tqdm(total=num_runs, desc=description, disable=not progress) as bar:
             loss = _fill_tables(model, batches, targets, tables, kind, seed, bar)
-    finally:
-        model.train(training)
 
     return Ablation(
         intervention=intervention,
@@ -183,6 +181,14 @@ def _checked_keys(
     for key in keys:
         num_experts = model_layers[key].config.num_experts
         check(num_experts > 1, f"num_experts of {key}", num_experts, "at least 2, to compare them")
+
+    # Outputs of single experts are those of this rank.
+    for layer in model_layers.values():
+        if layer.ep is not None or layer.tp is not None:
+            raise ConfigError(
+                "The experts of this model are shared by several ranks, and an ablation needs all of them on one. "
+                "Load the whole model in each process: from_pretrained(...), without a mesh."
+            )
     return keys
 
 

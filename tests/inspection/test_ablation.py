@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from moe import ConfigError, DataError
+from moe.distributed.mesh import ExpertAxis
 from moe.inspection.ablation import ablate_experts, nearest_load
 from moe.inspection.ablation_runs import loss_change, run_unchanged
 from moe.inspection.ablation_table import class_verdicts, expert_effects, top_effects
@@ -455,12 +456,14 @@ def test_the_peer_has_the_nearest_load():
 
 def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch):
     model = tiny_model().train()
+    model.model.encoder.eval()
+    modes = [module.training for module in model.modules()]
     ablate_experts(model, traced(), {}, layers=[("decoder", 0)], progress=False)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     monkeypatch.setattr("moe.inspection.ablation.loss_change", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ablate_experts(model, traced(), {}, progress=False)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     for module in model.modules():
         assert "forward" not in vars(module) and not module._forward_hooks
         assert not getattr(module, "plan_edits", ())
@@ -516,6 +519,11 @@ def test_batches_and_models_that_cannot_be_ablated_are_refused():
     dense = tiny_model(**DENSE)
     with pytest.raises(ConfigError, match=r"layers to ablate is \[\]; expected at least one"):
         ablate_experts(dense, traced(), {}, progress=False)
+    shared = tiny_model()
+    for layer in sparse_layers(shared).values():
+        layer.set_parallel_axes(ExpertAxis(size=2, group=None), None)
+    with pytest.raises(ConfigError, match="shared by several ranks, and an ablation needs all"):
+        ablate_experts(shared, traced(), {}, progress=False)
     mean = replace_by_mean(tiny_model(), ("encoder", 0), choices_of(0), torch.zeros(7, 3))
     text = r"shape \(7, 3\), but \('encoder', 0\) has 7 experts"
     with pytest.raises(DataError, match=text), mean:
