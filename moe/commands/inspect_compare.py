@@ -36,6 +36,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """Prints why the losses differ, and writes the view of both; it reads no task."""
+    # What can be refused before a model is loaded.
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.traced_model]
     out = output_path(options.out, suffix=".html", inputs=inputs)
@@ -80,6 +81,7 @@ def agreement_table(first: Trace, second: Trace) -> str:
     matchings = match_traces(first, second)
     for layer, other in zip(first.layers, second.layers, strict=True):
         num_experts = layer.facts.num_experts
+        # Under equal numbers, and under the best renumbering.
         agreement = choice_agreement(layer.first, other.first, num_experts)
         matching = matchings[layer.key]
         partners = " ".join(str(partner + 1) for partner in matching.partner.tolist())

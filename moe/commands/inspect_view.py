@@ -47,6 +47,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     inputs = [options.trace, options.model, options.probe, options.ablation]
     out = output_path(options.out, suffix=".html", inputs=inputs)
 
+    # Classes with their significance take a few seconds.
     trace = read_trace(options.trace)
     inspected = load_traced(trace, options.model)
     classes = view_classes(trace, inspected.tokenizer, num_permutations=options.permutations)
@@ -59,6 +60,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     )
     view.save(out)
 
+    # The same as text.
     print(sentinel_table(sentinel_entropies(trace, inspected.tokenizer)))
     print()
     print(class_summary(trace, classes))
@@ -89,12 +91,15 @@ def _entropy(estimate: EntropyEstimate) -> str:
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
     """Returns for each class the expert that stands out most, where one does beyond chance."""
+    # Of the experts beyond chance, the one of the largest lift.
     cells = []
     for table in classes:
         for row in table.rows:
             shown = [number for number, p in enumerate(row.p_values) if p <= _LEVEL]
             if not shown:
                 continue
+
+            # Shown to be avoided is not shown to be preferred.
             expert = max(shown, key=lambda number: row.lifts[number])
             if row.lifts[expert] <= 1:
                 continue
