@@ -139,10 +139,12 @@ def ablate_experts(
     try:
         tables: list[_Table] = []
         for layer, measures in _measure_layers(model, keys, batches, calibration):
-            layer_sets = sets[layer.key[0]]
+            stack, _ = layer.key
+            layer_sets = sets[stack]
             empty = _empty_sums(layer, measures, layer_sets, targets)
             tables.append(_Table(layer, layer_sets.masks, empty))
 
+        # Every expert on every batch.
         num_runs = len(batches) * sum(table.sums.load.numel() for table in tables)
         description = f"Ablate ({intervention})"
         with tqdm(total=num_runs, desc=description, disable=not progress) as bar:
@@ -171,6 +173,8 @@ def _checked_keys(
     """Returns the names of the layers to ablate, in the order of the model."""
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
+
+    # Layers that there are, with experts to compare.
     for key in wanted:
         check_layer(key, model_layers, model)
     check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
@@ -190,6 +194,8 @@ def _measure_layers(
 ) -> list[tuple[AblatedLayer, ExpertMeasures]]:
     """Returns each layer as interventions need it, and its measures on the batches."""
     measures = measure_experts(model, [traced.batch for traced in batches])
+
+    # Means may be of other text.
     calibrated = measures
     if calibration is not None:
         calibrated = measure_experts(model, calibration)
@@ -240,7 +246,8 @@ def _empty_sums(
 
 def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor:
     """Returns the sums <float64>[..., G] of <any>[..., n] over the documents <int64>[n]."""
-    sums = torch.zeros(*values.shape[:-1], num_documents, dtype=torch.float64)
+    shape = (*values.shape[:-1], num_documents)
+    sums = torch.zeros(shape, dtype=torch.float64)
     return sums.index_add(-1, document, values.double())
 
 
@@ -304,6 +311,7 @@ def _ablate_layer(
     add(sums.chosen_tokens, is_chosen)
     num_sequences = unchanged.batch["labels"].shape[0]
     for expert in range(num_experts):
+        # Without the expert, and without as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
         to_expert = kind.to_expert(layer, expert)
         change = loss_change(model, layer.key, unchanged, to_expert)  # [n]

@@ -189,7 +189,7 @@ def test_the_largest_effects_name_their_classes_or_that_nothing_was_shown():
     planted = simulated(0, planted=3.0)
     top = top_effects(planted, n=1)
     assert [(one.effect.expert, one.classes) for one in top] == [(2, ("numbers",))]
-    assert "decoder 1, expert 2" in top_effects_text(top)
+    assert "decoder 1, expert 3" in top_effects_text(top)
     assert top_effects_text(top).endswith("for: numbers")
     assert top_effects_text(top_effects(simulated(0, size=0.0))) == "nothing was shown"
 
