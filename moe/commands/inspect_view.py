@@ -10,6 +10,7 @@ from moe.commands.routing_trace import add_trace, load_traced
 from moe.files import output_path
 from moe.inspection.ablation_file import read_ablation
 from moe.inspection.html_page import printable
+from moe.inspection.permutations import LEAST_DOCUMENTS
 from moe.inspection.routing_entropy import EntropyEstimate, SentinelEntropy, sentinel_entropies
 from moe.inspection.tables import format_table
 from moe.inspection.view import routing_view
@@ -114,6 +115,12 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
                     f"{row.p_values[expert]:.3f}",
                 ]
             )
+    num_documents = trace.document.unique().numel()
+    if num_documents < LEAST_DOCUMENTS:
+        return (
+            f"The text has {num_documents} documents; p-values of classes need {LEAST_DOCUMENTS} at least, since "
+            "tokens of one document are not independent."
+        )
     if not cells:
         return "No class of tokens was shown to prefer an expert."
     return format_table(CLASS_HEADER, cells)
