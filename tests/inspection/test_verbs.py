@@ -129,7 +129,7 @@ def test_a_traced_model_that_is_gone_is_asked_for(folder, trace, tmp_path, monke
     arguments = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
     run("record", "--model", moved, *arguments, "--out", tmp_path / "trace")
     moved.rename(tmp_path / "away")
-    with pytest.raises(DataError, match="was in .*moved, and is not there. Say where"):
+    with pytest.raises(DataError, match=r"was in .*moved, and is not there. Say where"):
         run("replay", "--trace", tmp_path / "trace")
     run("replay", "--trace", tmp_path / "trace", "--model", tmp_path / "away")
 
