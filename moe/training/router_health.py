@@ -157,8 +157,10 @@ class RouterHealth:
 def layer_keys(config: STMoEConfig) -> list[LayerKey]:
     """Returns the names of the sparse layers of a model, the encoder's first."""
     keys: list[LayerKey] = []
-    keys += [("encoder", layer) for layer in range(config.num_sparse_encoder_layers)]
-    keys += [("decoder", layer) for layer in range(config.num_sparse_decoder_layers)]
+    for layer in range(config.num_sparse_encoder_layers):
+        keys.append(("encoder", layer))
+    for layer in range(config.num_sparse_decoder_layers):
+        keys.append(("decoder", layer))
     return keys
 
 
