@@ -30,6 +30,7 @@ _MARKERS = {
     "job": ("settings.json",),
     "evaluation": ("report.json", "predictions"),
     "comparison": ("compare.json",),
+    "trace": ("trace.json",),
     "harness evaluation": (),
     "training run": ("recipe.yaml", "checkpoints", "metrics.jsonl"),
     "model": ("config.json", "model.safetensors", "model.safetensors.index.json"),

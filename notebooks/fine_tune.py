@@ -18,7 +18,8 @@ from eval.task import TASKS
 from moe import RouterStatsCallback, STMoEForConditionalGeneration, add_stats, load_complete
 from moe.data.tokenizer import load_tokenizer
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
-from moe.inspection.trace import trace_tokens
+from moe.inspection.token_counts import count_tokens
+from moe.tracing.recorder import record_routing, traced_batches
 
 folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
 out = Path(os.environ.get("MOE_OUT", "runs/fine_tune/model"))
@@ -138,8 +139,9 @@ batches = []
 for batch in trainer.get_eval_dataloader():
     batch.pop("decoder_input_ids", None)
     batches.append({name: value.to(model.device) for name, value in batch.items()})
-trace = trace_tokens(model, batches)
-print(format_table(HEALTH_HEADER, health_rows(trace)))
+trace = record_routing(model, traced_batches(batches))
+counts = count_tokens(trace, model.config.vocab_size)
+print(format_table(HEALTH_HEADER, health_rows(counts)))
 
 # %% [markdown]
 # ## Save, load, generate
@@ -149,9 +151,10 @@ print(format_table(HEALTH_HEADER, health_rows(trace)))
 
 # %%
 stats = {}
-for layer in trace:
-    earlier = stats.get(layer.stack)
-    stats[layer.stack] = layer.stats if earlier is None else add_stats(earlier, layer.stats)
+for layer in trace.layers:
+    stack = layer.facts.stack
+    earlier = stats.get(stack)
+    stats[stack] = layer.stats if earlier is None else add_stats(earlier, layer.stats)
 model.save_pretrained(out, card={"stats": stats})
 tokenizer.save_pretrained(out)
 print((out / "README.md").read_text(encoding="utf-8").split("## How")[0])

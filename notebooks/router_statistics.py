@@ -16,12 +16,13 @@ from moe.inspection.tables import (
     HEALTH_HEADER,
     format_table,
     health_rows,
-    layer_name,
     load_shares,
     token_names,
     top_tokens,
 )
-from moe.inspection.trace import trace_tokens
+from moe.inspection.token_counts import count_tokens
+from moe.tracing.recorder import record_routing, traced_batches
+from moe.tracing.trace import layer_name
 
 folder = os.environ.get("MOE_MODEL", "runs/demo/pretrain/model")
 model = load_complete(
@@ -55,8 +56,9 @@ batch = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask,
 # ## Health: load, drops, entropy
 
 # %%
-trace = trace_tokens(model, [batch])
-print(format_table(HEALTH_HEADER, health_rows(trace)))
+trace = record_routing(model, traced_batches([batch]))
+counts = count_tokens(trace, model.config.vocab_size)
+print(format_table(HEALTH_HEADER, health_rows(counts)))
 
 # %% [markdown]
 # ## Tokens by expert
@@ -64,13 +66,13 @@ print(format_table(HEALTH_HEADER, health_rows(trace)))
 # `<start>` is the token that the decoder begins with.
 
 # %%
-for layer in trace:
+for layer in counts:
     rows = []
     for expert, share in enumerate(load_shares(layer)):
         top = top_tokens(layer.first_choice, expert)
         names = token_names(tokenizer, layer, [count.token for count in top])
         rows.append([str(expert + 1), f"{100 * share:.0f} %", " ".join(names)])
-    print(f"\n{layer_name(layer)}: {int(layer.stats.num_tokens)} tokens")
+    print(f"\n{layer_name(layer.key)}: {int(layer.stats.num_tokens)} tokens")
     print(format_table(["expert", "load", "first choice of"], rows))
 
 # %% [markdown]

@@ -192,7 +192,7 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     report = out / "report.html"
     metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
-    run("7 Explain", inspect_router, *inputs, "--metrics", *metrics, "--out", report)
+    run("7 Explain", inspect_router, "report", *inputs, "--metrics", *metrics, "--out", report)
     print(f"\nEverything is in {out}. Open {report.resolve().as_uri()}")
 
 

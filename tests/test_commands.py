@@ -104,7 +104,7 @@ COMMANDS = {
     corpus_command: (["--data", "{inputs}"], "--out"),
     train_tokenizer: (["--corpus", "{corpus}"], "--out"),
     convert_checkpoint: (["--from", "{corpus}"], "--to"),
-    inspect_router: (["--model", "{corpus}", "--corpus", "{corpus}"], "--out"),
+    inspect_router: (["report", "--model", "{corpus}", "--corpus", "{corpus}"], "--out"),
     pretrain: (["--corpus", "{corpus}", "--tokenizer", "{inputs}"], "--out"),
     finetune: (["--pretrained", "{corpus}", "--train", "{inputs}/0.jsonl"], "--out"),
     demo: (["--data", "{inputs}"], "--out"),

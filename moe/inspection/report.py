@@ -35,17 +35,17 @@ from moe.inspection.tables import (
     MIN_OCCURRENCES,
     TokenCount,
     health_rows,
-    layer_name,
     load_shares,
     preferred_tokens,
     routing_entropy,
     token_names,
     top_tokens,
 )
-from moe.inspection.trace import LayerTrace, RoutingTrace
+from moe.inspection.token_counts import LayerCounts, RoutingCounts
 from moe.models.configuration import STMoEConfig
 from moe.parsing import read_text
 from moe.sparse.stats import summarize
+from moe.tracing.trace import layer_name
 
 GENERATOR = "stmoe inspect_router"
 """By which a page of this library is told from other HTML files."""
@@ -61,7 +61,7 @@ def write_report(
     *,
     config: STMoEConfig,
     tokenizer: PreTrainedTokenizerFast,
-    trace: RoutingTrace,
+    counts: RoutingCounts,
     model: TracedModel,
     text: TracedText,
     command: str,
@@ -74,25 +74,25 @@ def write_report(
         path: The .html file.
         config: Config of the traced model, which has a sparse layer.
         tokenizer: Names the tokens.
-        trace: Trace of held-out batches.
+        counts: Counts of the tokens of held-out batches.
         model: Which model was traced.
         text: What it read.
         command: The command that makes this page.
         stages: Metrics of runs; may be empty.
         evaluation: Evaluation of the same or of other models; None for no section about one.
     """
-    layer_names = list(map(layer_name, trace))
-    shares = list(map(load_shares, trace))
+    layer_names = [layer_name(layer.key) for layer in counts]
+    shares = list(map(load_shares, counts))
     view = RouterReportView(
         sizes=report_text.size_sentence(config),
-        cards=_cards(trace, model, stages, evaluation),
+        cards=_cards(counts, model, stages, evaluation),
         source=_source(model, text, command),
         load_map=plots.plot_load(layer_names, shares),
         health_header=HEALTH_HEADER,
-        health_rows=health_rows(trace),
-        load_sentences=_load_sentences(config, trace),
-        sentinel_rows=[_sentinel_row(tokenizer, layer) for layer in trace],
-        layers=_layers(tokenizer, trace),
+        health_rows=health_rows(counts),
+        load_sentences=_load_sentences(config, counts),
+        sentinel_rows=[_sentinel_row(tokenizer, layer) for layer in counts],
+        layers=_layers(tokenizer, counts),
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, model, stage) for stage in stages],
         accuracy_curves=_accuracy_curves(stages),
@@ -121,17 +121,17 @@ def library_versions() -> dict[str, str]:
 
 
 def _cards(
-    trace: RoutingTrace,
+    counts: RoutingCounts,
     model: TracedModel,
     stages: Sequence[Stage],
     evaluation: ReadEvaluation | None,
 ) -> list[Card]:
     """Returns the most important numbers of routers, training and evaluation."""
     # Routers: of all layers together, and of the worst.
-    summaries = [summarize(layer.stats) for layer in trace]
+    summaries = [summarize(layer.stats) for layer in counts]
     num_dead = sum(summary["dead_experts"] for summary in summaries)
     most_dropped = max(summary["fraction_dropped"] for summary in summaries)
-    num_experts = _num_experts(trace)
+    num_experts = _num_experts(counts)
     cards = [
         Card(
             f"{num_dead:.0f} of {num_experts}",
@@ -183,23 +183,23 @@ def _source(model: TracedModel, text: TracedText, command: str) -> SourceView:
     )
 
 
-def _num_experts(trace: RoutingTrace) -> int:
+def _num_experts(counts: RoutingCounts) -> int:
     """Returns the number of experts of all layers."""
-    return sum(layer.first_choice.shape[1] for layer in trace)
+    return sum(layer.first_choice.shape[1] for layer in counts)
 
 
 # ---------------------------------------------------------------------------
 # What the routers did
 
 
-def _load_sentences(config: STMoEConfig, trace: RoutingTrace) -> list[str]:
-    sentences = list(map(report_text.layer_sentence, trace))
+def _load_sentences(config: STMoEConfig, counts: RoutingCounts) -> list[str]:
+    sentences = list(map(report_text.layer_sentence, counts))
     if config.eval_capacity_field is None:
         sentences.append("There is no capacity in evaluation, so no token can be dropped.")
     return sentences
 
 
-def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace) -> list[str]:
+def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerCounts) -> list[str]:
     """Returns over how many experts sentinels spread, beside text."""
     # Sentinels have the highest ids; text is below them, without the special tokens.
     counts = layer.first_choice  # [V, E]
@@ -209,7 +209,7 @@ def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerTrace) -> list
     is_sentinel = (token >= lowest_sentinel) & (token <= ids.first_sentinel)
     is_text = (token < lowest_sentinel) & (token != ids.eos) & (token != ids.pad)
 
-    row = [layer_name(layer)]
+    row = [layer_name(layer.key)]
     for tokens in (is_sentinel, is_text):
         row += _expert_spread(counts, tokens)
     row.append(f"{plots.even_entropy(counts.shape[1]):.2f}")
@@ -231,21 +231,21 @@ def _expert_spread(counts: Tensor, tokens: Tensor) -> list[str]:
     return [f"{num_seen:,}", f"{entropy:.2f}", f"{math.exp(entropy):.1f}"]
 
 
-def _layers(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> list[LayerView]:
+def _layers(tokenizer: PreTrainedTokenizerFast, counts: RoutingCounts) -> list[LayerView]:
     """Returns for each expert of each layer the tokens that it receives and prefers."""
     # Fewer tokens for each of many experts, so that the page can be read.
-    number = _LISTED_TOKENS if _num_experts(trace) <= _MANY_EXPERTS else _FEW_TOKENS
+    number = _LISTED_TOKENS if _num_experts(counts) <= _MANY_EXPERTS else _FEW_TOKENS
 
     layers = []
-    for layer in trace:
-        counts = layer.first_choice  # [V, E]
-        num_tokens = int(counts.sum())
+    for layer in counts:
+        first_choice = layer.first_choice  # [V, E]
+        num_tokens = int(first_choice.sum())
         experts = []
-        for expert in range(counts.shape[1]):
+        for expert in range(first_choice.shape[1]):
             # Its share of all first choices, and the tokens behind it.
-            num_chosen = int(counts[:, expert].sum())
-            received = top_tokens(counts, expert, number=number)
-            preferred = preferred_tokens(counts, expert, number=number)
+            num_chosen = int(first_choice[:, expert].sum())
+            received = top_tokens(first_choice, expert, number=number)
+            preferred = preferred_tokens(first_choice, expert, number=number)
             experts.append(
                 ExpertView(
                     number=expert + 1,
@@ -254,13 +254,13 @@ def _layers(tokenizer: PreTrainedTokenizerFast, trace: RoutingTrace) -> list[Lay
                     preferred=_tokens(tokenizer, layer, preferred, with_lift=True),
                 )
             )
-        layers.append(LayerView(f"{layer_name(layer)}: {num_tokens:,} tokens", experts))
+        layers.append(LayerView(f"{layer_name(layer.key)}: {num_tokens:,} tokens", experts))
     return layers
 
 
 def _tokens(
     tokenizer: PreTrainedTokenizerFast,
-    layer: LayerTrace,
+    layer: LayerCounts,
     counts: Sequence[TokenCount],
     *,
     with_lift: bool,

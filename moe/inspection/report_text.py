@@ -15,10 +15,11 @@ from moe.inspection.report_data import (
     TracedModel,
     TracedText,
 )
-from moe.inspection.tables import layer_name, load_shares
-from moe.inspection.trace import LayerTrace
+from moe.inspection.tables import load_shares
+from moe.inspection.token_counts import LayerCounts
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import summarize
+from moe.tracing.trace import layer_name
 
 _LARGEST_EXPONENT = 700.0  # of e, below the largest float
 
@@ -76,7 +77,7 @@ def masks_sentence(text: TracedText) -> str:
     )
 
 
-def layer_sentence(layer: LayerTrace) -> str:
+def layer_sentence(layer: LayerCounts) -> str:
     """Returns the load and the entropy of a layer in words."""
     shares = load_shares(layer)
     num_experts = len(shares)
@@ -84,7 +85,7 @@ def layer_sentence(layer: LayerTrace) -> str:
     idlest = shares.index(min(shares))
     entropy = summarize(layer.stats)["entropy"]
     return (
-        f"{layer_name(layer)}: expert {busiest + 1} is asked most, {num_experts * shares[busiest]:.2f} x the even "
+        f"{layer_name(layer.key)}: expert {busiest + 1} is asked most, {num_experts * shares[busiest]:.2f} x the even "
         f"load, and expert {idlest + 1} least, {num_experts * shares[idlest]:.2f} x. On average the router is as "
         f"undecided about a token as between {math.exp(entropy):.1f} equally good experts of {num_experts} "
         f"({entropy:.2f} nats)."

@@ -1,4 +1,4 @@
-"""Tables of a routing trace: tokens by expert, load, entropy. Pure functions from counts to rows."""
+"""Tables of counted tokens: tokens by expert, load, entropy. Pure functions from counts to rows."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.trace import LayerTrace, RoutingTrace
+from moe.inspection.token_counts import LayerCounts, RoutingCounts
 from moe.sparse.stats import summarize
+from moe.tracing.trace import layer_name
 
 _SMOOTHING = 20
 """Occurrences, routed as all tokens are, that lift adds to those of a token: a rare token then needs more evidence."""
@@ -116,7 +117,7 @@ def _largest(
 
 
 def token_names(
-    tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, tokens: Sequence[int]
+    tokenizer: PreTrainedTokenizerFast, layer: LayerCounts, tokens: Sequence[int]
 ) -> list[str]:
     """Returns how tokens of a layer are shown.
 
@@ -124,7 +125,7 @@ def token_names(
     """
     names = []
     for token in tokens:
-        is_start = layer.stack == "decoder" and token == tokenizer.pad_token_id
+        is_start = layer.key[0] == "decoder" and token == tokenizer.pad_token_id
         name = tokenizer.convert_ids_to_tokens(token)
         names.append("<start>" if is_start else str(name))
     return names
@@ -150,7 +151,7 @@ def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
     return float(torch.special.entr(share).sum())
 
 
-def load_shares(layer: LayerTrace) -> list[float]:
+def load_shares(layer: LayerCounts) -> list[float]:
     """Returns each expert's share of the slots that were asked for, before capacity; their sum is
     1.
     """
@@ -158,23 +159,18 @@ def load_shares(layer: LayerTrace) -> list[float]:
     return (load / load.sum().clamp(min=1)).tolist()
 
 
-def layer_name(layer: LayerTrace) -> str:
-    """Returns e.g. `encoder 1`: the stack and the number of the sparse layer, from 1."""
-    return f"{layer.stack} {layer.layer + 1}"
-
-
-def health_rows(trace: RoutingTrace) -> list[list[str]]:
+def health_rows(counts: RoutingCounts) -> list[list[str]]:
     """Returns a row for each layer under HEALTH_HEADER.
 
     Entropy stands beside ln E, the largest there is.
     """
     rows = []
-    for layer in trace:
+    for layer in counts:
         summary = summarize(layer.stats)
         num_experts = layer.accepted.shape[1]
         rows.append(
             [
-                layer_name(layer),
+                layer_name(layer.key),
                 f"{summary['dead_experts']:.0f} of {num_experts}",
                 f"{100 * summary['fraction_dropped']:.2f} %",
                 f"{summary['entropy']:.2f} of {math.log(num_experts):.2f}",

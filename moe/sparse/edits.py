@@ -14,6 +14,7 @@ from moe.errors import ConfigError
 from moe.sparse.editing import LayerEdit, PlanEdit
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
+from moe.sparse.router import Router
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,6 @@ class _ExpertsEdit(LayerEdit):
     def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
         """Returns the edit for a layer that has the experts."""
 
-    def _is_one(self, plan: DispatchPlan) -> Tensor:
-        """Returns <bool>[G, S, K]: the choices that are of one of the experts."""
-        experts = torch.tensor(self.experts, device=plan.expert_index.device)
-        return torch.isin(plan.expert_index, experts)
-
 
 class DropExperts(_ExpertsEdit):
     """The experts give nothing; all other weights stay: what a full expert does to a token.
@@ -62,11 +58,8 @@ class DropExperts(_ExpertsEdit):
 
     def drop(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
         """Returns the plan in which no choice of the experts is accepted."""
-        is_left = ~self._is_one(plan)
-        return plan._replace(
-            accepted=plan.accepted & is_left,
-            combine_weight=plan.combine_weight.masked_fill(~is_left, 0),
-        )
+        experts = torch.tensor(self.experts, device=plan.expert_index.device)
+        return drop_choices(plan, torch.isin(plan.expert_index, experts))
 
 
 class RerouteExperts(_ExpertsEdit):
@@ -84,22 +77,11 @@ class RerouteExperts(_ExpertsEdit):
                 f"{len(set(self.experts))} of {config.num_experts} experts are to be rerouted, which leaves {num_left} "
                 f"where a token chooses {least}. Leave at least {least}."
             )
-        drop = DropExperts(*self.experts).drop
 
         def reroute(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            # A logit as low as can be, which is finite, so that no difference is NaN.
-            lowest = torch.finfo(scores.logits.dtype).min
-            experts = torch.tensor(self.experts, device=scores.logits.device)
-            masked = router_scores(scores.logits.index_fill(-1, experts, lowest))  # [G, S, E]
-
-            # Below the probability of all others, with any bias on top.
-            probs = masked.probs.index_fill(-1, experts, float("-inf"))
-            masked = masked._replace(probs=probs)
-
-            # Choose anew. Experts that choose their tokens themselves still do: they are dropped.
-            has_capacity = plan.capacity is not None
-            assigned = layer.router.assign(masked, plan.token_mask, drop_tokens=has_capacity)
-            return drop(masked, assigned)
+            barred = torch.zeros_like(scores.logits, dtype=torch.bool)  # [G, S, E]
+            barred[..., list(self.experts)] = True
+            return choose_again(layer.router, scores, plan, barred)
 
         return reroute
 
@@ -120,3 +102,46 @@ class SwapExperts(_ExpertsEdit):
         swapped[plan.expert_index == first] = second
         swapped[plan.expert_index == second] = first
         return plan._replace(expert_index=swapped)
+
+
+# ---------------------------------------------------------------------------
+# The same for single choices
+
+
+def drop_choices(plan: DispatchPlan, dropped: Tensor) -> DispatchPlan:
+    """Returns the plan in which some choices <bool>[G, S, K] are not accepted; all else stays."""
+    return plan._replace(
+        accepted=plan.accepted & ~dropped,
+        combine_weight=plan.combine_weight.masked_fill(dropped, 0),
+    )
+
+
+def choose_again(
+    router: Router, scores: RouterScores, plan: DispatchPlan, barred: Tensor
+) -> DispatchPlan:
+    """Returns the plan that a router makes when some experts are barred to some tokens.
+
+    Experts that choose their tokens themselves still do, and give nothing to those tokens.
+
+    Args:
+        router: Of the layer.
+        scores: <float32>[G, S, E] of each kind.
+        plan: The plan of those scores; says whether there is a capacity.
+        barred: <bool>[G, S, E] experts that a token cannot have.
+    """
+    # A logit as low as can be, which is finite, so that no difference is NaN.
+    lowest = torch.finfo(scores.logits.dtype).min
+    masked = router_scores(scores.logits.masked_fill(barred, lowest))
+
+    # Choose anew, with barred experts below all others, whatever bias is on top. Where too few are
+    # left they are chosen all the same, and dropped below.
+    below_all = masked.probs.masked_fill(barred, lowest)  # [G, S, E]
+    has_capacity = plan.capacity is not None
+    assigned = router.assign(
+        masked._replace(probs=below_all), plan.token_mask, drop_tokens=has_capacity
+    )
+
+    # The weights of what is left, as if the others had not been there.
+    is_left = ~barred.gather(-1, assigned.expert_index)  # [G, S, K]
+    left = assigned._replace(accepted=assigned.accepted & is_left)
+    return left._replace(combine_weight=router.combine_weight(masked, left))

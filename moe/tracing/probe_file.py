@@ -204,7 +204,7 @@ def begin_probes(
     """
     # Probes that stay must be comparable with those to come.
     if step and (folder / FACTS_FILE).exists():
-        earlier = _read_facts(folder)
+        earlier = read_probe_facts(folder)
         comparable = facts._replace(library=earlier.library, text=earlier.text)
         if comparable != earlier:
             raise DataError(
@@ -261,7 +261,7 @@ def read_probes(folder: Path) -> list[Probe]:
     Raises:
         DataError: When there are none, or a file is damaged or of another text; names the file.
     """
-    facts = _read_facts(folder)
+    facts = read_probe_facts(folder)
     probes = [_read_probe(path, facts) for path in _step_files(folder)]
     if not probes:
         raise DataError(
@@ -276,7 +276,7 @@ def read_probe_text(folder: Path) -> ProbeText:
     Raises:
         DataError: When a file is missing or damaged; names the file.
     """
-    facts = _read_facts(folder)
+    facts = read_probe_facts(folder)
     path = folder / TEXT_FILE
     tensors, _ = _read_tensors(path)
     missing = _TEXT_TENSORS - tensors.keys()
@@ -288,7 +288,15 @@ def read_probe_text(folder: Path) -> ProbeText:
     return text
 
 
-def _read_facts(folder: Path) -> ProbeFacts:
+def read_probe_facts(folder: Path) -> ProbeFacts:
+    """Returns what the probes of a run are of.
+
+    Args:
+        folder: The folder `probe` of a run.
+
+    Raises:
+        DataError: When there are none, or the file is damaged.
+    """
     path = folder / FACTS_FILE
     if not path.is_file():
         raise DataError(

@@ -27,10 +27,31 @@ from moe.tracing.trace import (
     Trace,
     TraceFacts,
     expert_dtype,
+    id_dtype,
     trace_from,
 )
 
 FORMAT_VERSION = 1
+
+_HASHED = ("encoder.lengths", "encoder.ids", "decoder.lengths", "decoder.ids")
+
+
+class Provenance(NamedTuple):
+    """Where a trace comes from; what is not known is empty.
+
+    Attributes:
+        text: What the examples are, in words.
+        model: Where the model came from, as the user named it.
+        model_fingerprint: Tells the model's files from others.
+        tokenizer_fingerprint: The same of the tokenizer.
+        command: The command that recorded it.
+    """
+
+    text: str = ""
+    model: str = ""
+    model_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    command: str = ""
 
 
 class TracedBatch(NamedTuple):
@@ -62,7 +83,7 @@ def record_routing(
     batches: Iterable[TracedBatch],
     *,
     num_best: int = 0,
-    text: str = "",
+    provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> Trace:
     """Returns where every token of the batches goes, in evaluation mode.
 
@@ -70,7 +91,7 @@ def record_routing(
         model: The model; the mode of each of its parts is restored.
         batches: Examples; see `traced_batches`.
         num_best: M: the experts of highest probability that are kept with their probabilities.
-        text: What the examples are, in words.
+        provenance: Where the trace comes from.
 
     Raises:
         ConfigError: When `num_best` is not between 0 and the number of experts.
@@ -85,7 +106,7 @@ def record_routing(
     # Autocast cannot join the half precision of probabilities.
     with torch.autocast("cpu", enabled=False):
         tensors = {name: torch.cat(rows) for name, rows in parts.items()}
-    return trace_from(recording.facts(text=text), tensors | recording.totals())
+    return trace_from(recording.facts(provenance), tensors | recording.totals())
 
 
 # ---------------------------------------------------------------------------
@@ -164,7 +185,7 @@ def layer_facts(model: nn.Module) -> list[LayerFacts]:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode inside the block; each part gets its own mode back."""
     parts_in_training = [part for part in model.modules() if part.training]
     model.eval()
@@ -188,6 +209,7 @@ class Recording:
     def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
         self._model = model
         self._num_best = num_best
+        self._id_dtype = id_dtype(model.config.vocab_size)
         self._layers = layer_facts(model)
         for layer in self._layers:
             reason = f"{layer.stack} layer {layer.layer} has so many experts"
@@ -197,7 +219,7 @@ class Recording:
         self._stats: dict[tuple[Stack, int], RouterStats] = {}
         self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
         self._domains: dict[str, int] = {}
-        self._digest = hashlib.sha256()
+        self._digests = {name: hashlib.sha256() for name in _HASHED}
 
     @torch.no_grad()
     def record(self, traced: TracedBatch) -> dict[str, Tensor]:
@@ -210,18 +232,19 @@ class Recording:
         inputs = stack_inputs(self._model, batch)
 
         # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
-        with _evaluation_mode(self._model):
+        with evaluation_mode(self._model):
             output = self._model(**batch, output_router_logits=True, use_cache=False)
         routers = {
             "encoder": output.encoder_router_outputs,
             "decoder": output.decoder_router_outputs,
         }
 
+        # What is of examples, and what only the decoder has.
         numbers = [self._domains.setdefault(name, len(self._domains)) for name in traced.domains]
         rows = {
             "document": torch.tensor(list(traced.documents), dtype=torch.int32),
             "domain": torch.tensor(numbers, dtype=torch.int32),
-            "decoder.targets": batch["labels"][inputs["decoder"].is_real].int().cpu(),
+            "decoder.targets": batch["labels"][inputs["decoder"].is_real].to(self._id_dtype).cpu(),
         }
         for stack in STACKS:
             rows |= self._record_stack(stack, inputs[stack], routers[stack])
@@ -230,17 +253,19 @@ class Recording:
     def _record_stack(
         self,
         stack: Stack,
-        inputs: "StackInputs",
+        inputs: StackInputs,
         routers: Sequence[RouterOutput] | None,
     ) -> dict[str, Tensor]:
         """Returns the rows of a stack."""
         is_real = inputs.is_real
-        real_ids = inputs.ids[is_real].int().cpu()
+        # Tokens without padding, one example after the other.
+        real_ids = inputs.ids[is_real].to(self._id_dtype).cpu()
         lengths = is_real.sum(dim=1).cpu()
         self._lengths[stack].append(lengths)
-        self._digest.update(lengths.numpy().tobytes())
-        self._digest.update(real_ids.numpy().tobytes())
+        self._digests[f"{stack}.lengths"].update(lengths.numpy().tobytes())
+        self._digests[f"{stack}.ids"].update(real_ids.int().numpy().tobytes())
 
+        # Layer by layer: rows to keep, and sums to add up.
         rows = {f"{stack}.ids": real_ids}
         for layer, router in enumerate(routers or ()):
             for name, values in _layer_rows(router, is_real, self._num_best).items():
@@ -253,6 +278,7 @@ class Recording:
 
     def totals(self) -> dict[str, Tensor]:
         """Returns the tensors that are not rows: where examples start, and the statistics."""
+        # An example ends where the next one starts.
         tensors = {}
         for stack, lengths in self._lengths.items():
             ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
@@ -262,15 +288,7 @@ class Recording:
                 tensors[f"{stack}.{layer}.stats.{name}"] = value
         return tensors
 
-    def facts(
-        self,
-        *,
-        text: str = "",
-        model: str = "",
-        model_fingerprint: str = "",
-        tokenizer_fingerprint: str = "",
-        command: str = "",
-    ) -> TraceFacts:
+    def facts(self, provenance: Provenance) -> TraceFacts:
         """Returns what was recorded until now.
 
         Raises:
@@ -279,18 +297,19 @@ class Recording:
         num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
         if not num_examples:
             raise DataError("There is nothing to trace: not one example was given.")
+
+        # The same however the examples were divided into batches.
+        inputs_digest = hashlib.sha256()
+        for digest in self._digests.values():
+            inputs_digest.update(digest.digest())
         return TraceFacts(
             version=FORMAT_VERSION,
             library=version("stmoe"),
-            model=model,
-            model_fingerprint=model_fingerprint,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            inputs_fingerprint=self._digest.hexdigest(),
-            text=text,
-            command=command,
+            inputs_fingerprint=inputs_digest.hexdigest(),
             num_examples=num_examples,
             domains=list(self._domains),
             layers=self._layers,
+            **provenance._asdict(),
         )
 
 
@@ -316,6 +335,7 @@ def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[st
     first = expert.gather(1, wanted.argmax(dim=-1, keepdim=True)).squeeze(1)  # [N]
     first = first.masked_fill(~requested.any(dim=-1), -1)
 
+    # The best by probability, whatever was chosen.
     best = logits.softmax(dim=-1).topk(num_best)
     return {
         "expert": expert.to(dtype),

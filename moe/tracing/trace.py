@@ -128,6 +128,7 @@ class StackTrace(NamedTuple):
     @property
     def example(self) -> Tensor:
         """Returns <int64>[N]: the number of each token's example."""
+        # Each number as often as its example has tokens.
         lengths = self.starts.diff()
         return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
 
@@ -176,20 +177,25 @@ def expert_dtype(num_experts: int) -> torch.dtype:
     return torch.int8 if num_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
 
+def id_dtype(vocab_size: int) -> torch.dtype:
+    """Returns the smallest dtype that holds the ids of a vocabulary in a file."""
+    return torch.int16 if vocab_size <= torch.iinfo(torch.int16).max + 1 else torch.int32
+
+
 # ---------------------------------------------------------------------------
 # As named tensors, which files hold
 
-_DECODER_ONLY = "decoder.targets"
-
 
 def trace_tensors(trace: Trace) -> dict[str, Tensor]:
-    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`."""
+    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids are as narrow as can be."""
+    # Of examples, then of tokens.
     tensors = {"document": trace.document, "domain": trace.domain}
     for stack in STACKS:
         part = trace.stack(stack)
-        tensors |= {f"{stack}.ids": part.ids, f"{stack}.starts": part.starts}
-    tensors[_DECODER_ONLY] = trace.decoder.targets
+        tensors |= {f"{stack}.ids": _narrow(part.ids), f"{stack}.starts": part.starts}
+    tensors["decoder.targets"] = _narrow(trace.decoder.targets)
 
+    # Of layers: choices of every token, and sums over them.
     for layer in trace.layers:
         prefix = f"{layer.facts.stack}.{layer.facts.layer}"
         for name in ("expert", "state", "gate", "first", "best_expert", "best_prob"):
@@ -197,6 +203,11 @@ def trace_tensors(trace: Trace) -> dict[str, Tensor]:
         for name, value in layer.stats._asdict().items():
             tensors[f"{prefix}.stats.{name}"] = value
     return tensors
+
+
+def _narrow(ids: Tensor) -> Tensor:
+    most = int(ids.max()) if ids.numel() else 0
+    return ids.to(id_dtype(most + 1))
 
 
 def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
@@ -209,8 +220,8 @@ def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
     for stack in STACKS:
         layers = [_layer_from(layer, tensors) for layer in facts.layers if layer.stack == stack]
         parts[stack] = StackTrace(
-            ids=tensors[f"{stack}.ids"],
-            targets=tensors.get(f"{stack}.targets", torch.empty(0, dtype=torch.int32)),
+            ids=tensors[f"{stack}.ids"].int(),
+            targets=tensors.get(f"{stack}.targets", torch.empty(0)).int(),
             starts=tensors[f"{stack}.starts"],
             layers=tuple(layers),
         )

@@ -49,7 +49,7 @@ ROUNDS = {
     ),
     "report.html": (
         "scripts.inspect_router",
-        "--model {run/model} --corpus {corpus} --out {out} --batches",
+        "report --model {run/model} --corpus {corpus} --out {out} --batches",
         ("1", "2"),
     ),
 }

@@ -130,7 +130,8 @@ def inputs(tmp_path_factory):
 def arguments_of(inputs, out, *more, run="run"):
     arguments = {"--model": inputs / run / "model", "--corpus": inputs / "corpus", "--out": out}
     arguments |= {"--batches": NUM_BATCHES, "--inputs-length": INPUTS_LENGTH}
-    return [str(part) for pair in arguments.items() for part in pair] + [str(part) for part in more]
+    options = [str(part) for pair in arguments.items() for part in pair]
+    return ["report", *options, *map(str, more)]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_the_page_names_what_it_was_made_from(inputs, everything):
     assert "15 % of the tokens in spans of 3 on average; seed 0" in text
     for name in ("stmoe", "torch", "transformers"):
         assert f"{name} {version(name)}" in text
-    assert f"python -m scripts.inspect_router --model {inputs}/run/model" in text
+    assert f"python -m scripts.inspect_router report --model {inputs}/run/model" in text
     assert "first: the run of the traced model" in text
     assert "mine is runs/mine, the traced model." in text
     assert "other is runs/other, not the traced model: fingerprint 0f0f0f0f0f0f0f0f." in text

@@ -20,7 +20,9 @@ from tests.models.tiny import tiny_model
 
 
 def inspect(folder: Path) -> None:
-    inspect_router.main(["--model", str(folder), "--corpus", "nowhere", "--out", "report.html"])
+    inspect_router.main(
+        ["report", "--model", str(folder), "--corpus", "nowhere", "--out", "report.html"]
+    )
 
 
 def finetune(folder: Path, recipe: FinetuneRecipe) -> BuiltModel:

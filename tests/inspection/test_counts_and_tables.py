@@ -1,4 +1,4 @@
-"""Traces against a loop over tokens; tables by blackboard examples."""
+"""Counts against a loop over tokens; tables by blackboard examples."""
 
 import math
 
@@ -16,14 +16,19 @@ from moe.inspection.tables import (
     token_names,
     top_tokens,
 )
-from moe.inspection.trace import trace_tokens
+from moe.inspection.token_counts import count_tokens
 from moe.parsing import read_json_lines
+from moe.tracing.recorder import record_routing, traced_batches
 from tests.models.tiny import tiny_batch, tiny_model
+
+
+def count(model, batches):
+    return count_tokens(record_routing(model, traced_batches(batches)), model.config.vocab_size)
 
 
 def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
     model, batches = tiny_model().train(), [tiny_batch(seed=seed) for seed in (0, 1)]
-    trace = trace_tokens(model, batches)
+    counts = count(model, batches)
     assert model.training
     model.eval()
     expected = [[[0] * 7 for _ in range(131)] for _ in range(2)]
@@ -49,8 +54,8 @@ def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
                             accepted[side][token][int(index[row, position, place])] += int(
                                 got[row, position, place]
                             )
-    assert [(layer.stack, layer.layer) for layer in trace] == [("encoder", 0), ("decoder", 0)]
-    for side, layer in enumerate(trace):
+    assert [layer.key for layer in counts] == [("encoder", 0), ("decoder", 0)]
+    for side, layer in enumerate(counts):
         assert layer.first_choice.tolist() == expected[side]
         assert layer.accepted.tolist() == accepted[side]
         assert layer.accepted.sum(dim=0).tolist() == layer.stats.accepted_load.tolist()
@@ -91,7 +96,7 @@ def test_the_token_that_a_decoder_starts_with_is_no_padding(tmp_path):
     tokenizer = train_tokenizer(
         ["some words to learn, and some more words"] * 9, 118, tmp_path / "tokenizer"
     )
-    encoder, decoder = trace_tokens(tiny_model(), [tiny_batch()])
+    encoder, decoder = count(tiny_model(), [tiny_batch()])
     assert token_names(tokenizer, decoder, [0, 1]) == ["<start>", "</s>"]
     assert int(decoder.first_choice[0].sum()) == 4  # once in each row
     assert int(encoder.first_choice[0].sum()) == 0
@@ -105,10 +110,10 @@ def test_entropy_of_even_routing_is_ln_e_and_of_one_expert_zero():
 
 
 def test_shares_add_up_and_a_table_has_a_row_for_each_layer():
-    trace = trace_tokens(tiny_model(), [tiny_batch()])
-    for layer in trace:
+    counts = count(tiny_model(), [tiny_batch()])
+    for layer in counts:
         assert sum(load_shares(layer)) == pytest.approx(1)
-    rows = health_rows(trace)
+    rows = health_rows(counts)
     assert [row[0] for row in rows] == ["encoder 1", "decoder 1"]
     assert format_table(["a", "long"], [["wide cell", "x"]]) == "a          long\nwide cell  x"
 

@@ -1,0 +1,68 @@
+r"""stmoe inspect ablate: what the loss becomes without each expert, and what experts are for.
+
+stmoe inspect ablate --trace runs/trace --out runs/ablation.json
+stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
+"""
+
+import shlex
+
+from moe.cli import Parser, integer, path
+from moe.commands.routing_inputs import TaskReader
+from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
+from moe.files import output_path
+from moe.inspection.ablation import ablate_experts
+from moe.inspection.ablation_file import keep_ablation, write_ablation
+from moe.inspection.ablation_table import class_verdicts, top_effects
+from moe.inspection.ablation_text import effect_table, top_effects_text, verdict_table
+from moe.inspection.html_page import printable
+from moe.inspection.interventions import INTERVENTIONS
+from moe.inspection.token_classes import classify
+from moe.tracing.trace_file import read_trace
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe inspect ablate", description="Takes experts away, one by one.")
+    add_trace(parser)
+    explanation = "folder of the model (that of the trace)"
+    parser.add_argument("--model", type=path, help=explanation)
+    parser.add_argument("--out", required=True, help="the .json file to write")
+    kinds = INTERVENTIONS.names()
+    explanation = "what is done to an expert (drop)"
+    parser.add_argument("--kind", choices=kinds, default="drop", help=explanation)
+    explanation = "of the random choices that are taken away beside (0)"
+    parser.add_argument("--seed", type=integer(least=0), default=0, help=explanation)
+    add_batches(parser)
+    return parser
+
+
+def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+    """Ablates every expert, prints the tables and writes the file; it reads no task."""
+    options = build_parser().parse_args(argv)
+    out = output_path(options.out, suffix=".json", inputs=[options.trace, options.model])
+    trace = read_trace(options.trace)
+    inspected = load_traced(trace, options.model, dropless=options.dropless)
+
+    # Classes of the tokens to be predicted, whose loss changes, and of those that encoders read.
+    tokenizer = inspected.tokenizer
+    targets = classify(trace.decoder, tokenizer, tokens="target")
+    read = classify(trace.encoder, tokenizer)
+    ablation = ablate_experts(
+        inspected.model,
+        read_again(trace, options),
+        dict(zip(targets.names, targets.members, strict=True)),
+        intervention=options.kind,
+        input_classes=dict(zip(read.names, read.members, strict=True)),
+        seed=options.seed,
+    )
+
+    # All of it is kept; what was shown is printed.
+    command = shlex.join(["python", "-m", "scripts.inspect_router", "ablate", *argv])
+    write_ablation(keep_ablation(ablation, trace, command), out)
+    print(effect_table(ablation))
+    print()
+    shown = [verdict for verdict in class_verdicts(ablation) if verdict.answer == "yes"]
+    print(verdict_table(shown) if shown else "No expert was shown to be for a class of tokens.")
+    print()
+    print(top_effects_text(top_effects(ablation)))
+    print(f"The ablation is in {printable(out)}.")

@@ -1,0 +1,97 @@
+r"""stmoe inspect compare: the routing of two models on the same text, and what it costs.
+
+stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/compare.html
+"""
+
+from moe.cli import Parser, path
+from moe.commands.routing_inputs import TaskReader
+from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
+from moe.files import output_path
+from moe.inspection.html_page import printable
+from moe.inspection.loss_split import LossSplit, Part, split_loss
+from moe.inspection.matching import match_traces
+from moe.inspection.saturation import choice_agreement
+from moe.inspection.tables import format_table
+from moe.inspection.view import routing_view
+from moe.tracing.recorder import Provenance, record_routing
+from moe.tracing.trace import Trace, layer_name
+from moe.tracing.trace_file import read_trace
+
+LAYER_HEADER = ["sparse layer", "same first choice", "beyond chance", "adjusted Rand", "partners"]
+LOSS_HEADER = ["", "nats", "95 % interval"]
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe inspect compare", description="Compares the routing of two models.")
+    add_trace(parser)
+    explanation = "folder of the model to compare with the traced one"
+    parser.add_argument("--model", type=path, required=True, help=explanation)
+    explanation = "folder of the traced model (where it was)"
+    parser.add_argument("--traced-model", type=path, help=explanation)
+    parser.add_argument("--out", required=True, help="the .html file to write")
+    add_batches(parser)
+    return parser
+
+
+def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+    """Prints why the losses differ, and writes the view of both; it reads no task."""
+    # What can be refused before a model is loaded.
+    options = build_parser().parse_args(argv)
+    inputs = [options.trace, options.model, options.traced_model]
+    out = output_path(options.out, suffix=".html", inputs=inputs)
+    trace = read_trace(options.trace)
+    first = load_traced(trace, options.traced_model, dropless=options.dropless)
+    second = load_traced(trace, options.model, dropless=options.dropless)
+
+    # Both read the same batches, and the second one also with the routing of the first.
+    batches = read_again(trace, options)
+    recorded = record_routing(first.model, batches, provenance=Provenance(model=str(first.folder)))
+    other = record_routing(second.model, batches, provenance=Provenance(model=str(second.folder)))
+    split = split_loss(first.model, second.model, recorded, batches)
+    print(split_table(split, str(first.folder), str(second.folder)))
+    print()
+    print(agreement_table(recorded, other))
+
+    # Experts keep their numbers where one model was made of the other, as in fine-tuning.
+    view = routing_view(recorded, first.tokenizer, other=other)
+    view.save(out)
+    print(f"The page is {printable(out.resolve())}.")
+
+
+def split_table(split: LossSplit, first: str, second: str) -> str:
+    """Returns why the loss of one model differs from that of another, as text."""
+    rows = [
+        [f"loss of {first}", f"{split.first:.4f}", ""],
+        [f"loss of {second}", f"{split.second:.4f}", ""],
+        ["the same with the routing of the first", f"{split.replayed:.4f}", ""],
+        ["difference by routing", *_cells(split.routing)],
+        ["difference by other weights", *_cells(split.weights)],
+    ]
+    return format_table(LOSS_HEADER, rows)
+
+
+def _cells(part: Part) -> list[str]:
+    return [f"{part.value:+.4f}", f"{part.low:+.4f} to {part.high:+.4f}"]
+
+
+def agreement_table(first: Trace, second: Trace) -> str:
+    """Returns how far the routing of two models is the same, layer by layer, as text."""
+    rows = []
+    matchings = match_traces(first, second)
+    for layer, other in zip(first.layers, second.layers, strict=True):
+        num_experts = layer.facts.num_experts
+        # Under equal numbers, and under the best renumbering.
+        agreement = choice_agreement(layer.first, other.first, num_experts)
+        matching = matchings[layer.key]
+        partners = " ".join(str(partner + 1) for partner in matching.partner.tolist())
+        rows.append(
+            [
+                layer_name(layer.key),
+                f"{100 * agreement.share:.1f} %",
+                f"{agreement.load_corrected:.2f}",
+                f"{matching.adjusted_rand:.2f}",
+                partners,
+            ]
+        )
+    return format_table(LAYER_HEADER, rows)

@@ -1,0 +1,76 @@
+r"""stmoe inspect record: writes down which expert every token goes to.
+
+stmoe inspect record --model runs/demo/model --corpus runs/demo/corpus --out runs/trace
+stmoe inspect record --model runs/demo/model --text news=a.txt code=b.md --best 4 --out runs/trace
+"""
+
+import shlex
+
+from tqdm import tqdm
+
+from moe.checksums import model_fingerprint
+from moe.cli import Parser, integer, path
+from moe.commands.routing_inputs import (
+    TaskReader,
+    add_inputs,
+    describe_inputs,
+    load_inspected,
+    read_batches,
+)
+from moe.commands.routing_trace import tokenizer_fingerprint
+from moe.files import check_kind, output_path
+from moe.inspection.html_page import printable
+from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
+from moe.inspection.token_counts import count_tokens
+from moe.tracing.recorder import Provenance
+from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe inspect record", description="Records the routing of a text.")
+    explanation = "folder of a model with its tokenizer"
+    parser.add_argument("--model", type=path, required=True, help=explanation)
+    parser.add_argument("--out", required=True, help="folder of the trace to write")
+    explanation = "also keep the probabilities of so many best experts (0)"
+    parser.add_argument("--best", type=integer(least=0), default=0, help=explanation)
+    add_inputs(parser)
+    return parser
+
+
+def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+    """Records, and prints what the routers did."""
+    options = build_parser().parse_args(argv)
+    # What can be refused before a model is loaded.
+    inputs = [options.model, options.corpus, options.pairs]
+    out = output_path(options.out, inputs=inputs)
+    check_kind(out, "trace")
+
+    # Where the trace will come from.
+    inspected = load_inspected(options.model, dropless=options.dropless)
+    batches = read_batches(options, inspected, read_task)
+    provenance = Provenance(
+        text=describe_inputs(options),
+        model=str(options.model),
+        model_fingerprint=model_fingerprint(options.model),
+        tokenizer_fingerprint=tokenizer_fingerprint(options.model),
+        command=shlex.join(["python", "-m", "scripts.inspect_router", "record", *argv]),
+    )
+    facts = record_to_folder(
+        inspected.model,
+        tqdm(batches, desc="record", unit=" batches"),
+        out,
+        num_best=options.best,
+        provenance=provenance,
+    )
+
+    # What the routers did, and how much of it there is.
+    trace = read_trace(out)
+    counts = count_tokens(trace, inspected.model.config.vocab_size)
+    num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
+    megabytes = (out / TENSORS_FILE).stat().st_size / 1e6
+    print(format_table(HEALTH_HEADER, health_rows(counts)))
+    print(
+        f"{facts.num_examples:,} examples, {num_tokens:,} tokens, {megabytes:.1f} MB. "
+        f"The trace is in {printable(out)}."
+    )

@@ -1,0 +1,52 @@
+r"""stmoe inspect replay: the loss of a model with the routing that a trace holds.
+
+stmoe inspect replay --trace runs/trace --model runs/quantised/model
+"""
+
+import torch
+
+from moe.cli import Parser, path
+from moe.commands.routing_inputs import TaskReader
+from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
+from moe.inspection.loss_split import token_losses
+from moe.inspection.tables import format_table
+from moe.tracing.replay import replay_routing
+from moe.tracing.trace_file import read_trace
+
+HEADER = ["routing", "mean loss (nats)", "target tokens"]
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe inspect replay", description="Replays the routing of a trace.")
+    add_trace(parser)
+    explanation = "folder of the model that replays it (that of the trace)"
+    parser.add_argument("--model", type=path, help=explanation)
+    explanation = (
+        "whether the router weighs the choices anew (recompute), or the recorded gates hold"
+    )
+    parser.add_argument(
+        "--weights", choices=("recompute", "replay"), default="recompute", help=explanation
+    )
+    add_batches(parser)
+    return parser
+
+
+def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+    """Prints the loss with the model's own routing and with that of the trace; it reads no task."""
+    options = build_parser().parse_args(argv)
+    trace = read_trace(options.trace)
+    model = load_traced(trace, options.model, dropless=options.dropless).model
+    batches = read_again(trace, options)
+
+    # The same batches twice: as the router says, and as the trace says.
+    own = token_losses(model, batches)
+    with replay_routing(model, trace, weights=options.weights):
+        replayed = token_losses(model, batches)
+    rows = []
+    for name, losses in (("its own", own), (f"that of {options.trace}", replayed)):
+        rows.append([name, f"{losses.mean():.6f}", f"{losses.numel():,}"])
+    print(format_table(HEADER, rows))
+
+    is_same = torch.equal(own, replayed)
+    print("Every token's loss is the same." if is_same else "The losses differ.")

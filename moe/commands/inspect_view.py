@@ -1,0 +1,119 @@
+r"""stmoe inspect view: an interactive page on a trace, and its tables.
+
+stmoe inspect view --trace runs/trace --out runs/view.html
+stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation runs/ablation.json --out runs/view.html
+"""
+
+from moe.cli import Parser, integer, path
+from moe.commands.routing_inputs import TaskReader
+from moe.commands.routing_trace import add_trace, load_traced
+from moe.files import output_path
+from moe.inspection.ablation_file import read_ablation
+from moe.inspection.html_page import printable
+from moe.inspection.routing_entropy import EntropyEstimate, SentinelEntropy, sentinel_entropies
+from moe.inspection.tables import format_table
+from moe.inspection.view import routing_view
+from moe.inspection.view_data import LayerClasses
+from moe.inspection.view_statistics import view_classes, view_saturation
+from moe.tracing.trace import Trace, layer_name
+from moe.tracing.trace_file import read_trace
+
+SENTINEL_HEADER = ["sparse layer", "sentinels", "all tokens", "even (ln E)", "sentinel tokens"]
+CLASS_HEADER = ["sparse layer", "class", "tokens", "expert", "of the class", "lift", "p"]
+_LEVEL = 0.05
+
+
+def build_parser() -> Parser:
+    """Returns what reads the command line."""
+    parser = Parser(prog="stmoe inspect view", description="Shows a trace as a page.")
+    add_trace(parser)
+    explanation = "folder of the traced model (where it was)"
+    parser.add_argument("--model", type=path, help=explanation)
+    parser.add_argument("--out", required=True, help="the .html file to write")
+
+    # Further contents of the page.
+    explanation = "folder `probe` of the run that made the model"
+    parser.add_argument("--probe", type=path, help=explanation)
+    explanation = "file made by stmoe inspect ablate"
+    parser.add_argument("--ablation", type=path, help=explanation)
+    explanation = "shuffles that p-values are made of (1000)"
+    parser.add_argument("--permutations", type=integer(least=19), default=1000, help=explanation)
+    return parser
+
+
+def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+    """Writes the page, and prints the tables; it reads no task."""
+    options = build_parser().parse_args(argv)
+    inputs = [options.trace, options.model, options.probe, options.ablation]
+    out = output_path(options.out, suffix=".html", inputs=inputs)
+
+    # Classes with their significance take a few seconds.
+    trace = read_trace(options.trace)
+    inspected = load_traced(trace, options.model)
+    classes = view_classes(trace, inspected.tokenizer, num_permutations=options.permutations)
+    view = routing_view(
+        trace,
+        inspected.tokenizer,
+        classes=classes,
+        saturation=view_saturation(options.probe) if options.probe else (),
+        ablation=read_ablation(options.ablation, trace).bars if options.ablation else (),
+    )
+    view.save(out)
+
+    # The same as text.
+    print(sentinel_table(sentinel_entropies(trace, inspected.tokenizer)))
+    print()
+    print(class_summary(trace, classes))
+    print(f"The page is {printable(out.resolve())}.")
+
+
+def sentinel_table(rows: list[SentinelEntropy]) -> str:
+    """Returns the paper's Table 14 of a trace: entropies in nats with 95 % intervals."""
+    cells = []
+    for row in rows:
+        cells.append(
+            [
+                layer_name(row.layer),
+                _entropy(row.sentinels),
+                _entropy(row.all_tokens),
+                f"{row.even:.2f}",
+                f"{row.sentinels.tokens:,}",
+            ]
+        )
+    return format_table(SENTINEL_HEADER, cells)
+
+
+def _entropy(estimate: EntropyEstimate) -> str:
+    if not estimate.tokens:
+        return "-"
+    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
+
+
+def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
+    """Returns for each class the expert that stands out most, where one does beyond chance."""
+    # Of the experts beyond chance, the one of the largest lift.
+    cells = []
+    for table in classes:
+        for row in table.rows:
+            shown = [number for number, p in enumerate(row.p_values) if p <= _LEVEL]
+            if not shown:
+                continue
+
+            # Shown to be avoided is not shown to be preferred.
+            expert = max(shown, key=lambda number: row.lifts[number])
+            if row.lifts[expert] <= 1:
+                continue
+            cells.append(
+                [
+                    layer_name(table.key),
+                    row.name,
+                    f"{row.num_tokens:,}",
+                    str(expert + 1),
+                    f"{100 * row.shares[expert]:.0f} %",
+                    f"{row.lifts[expert]:.1f}",
+                    f"{row.p_values[expert]:.3f}",
+                ]
+            )
+    if not cells:
+        return "No class of tokens was shown to prefer an expert."
+    return format_table(CLASS_HEADER, cells)

@@ -1,0 +1,186 @@
+"""What the verbs of `stmoe inspect` read: texts or pairs to trace, and the model that reads them."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerFast
+
+from moe.checkpoint.loading import load_complete
+from moe.cli import Parser, integer, path
+from moe.data.corpus import load_corpus
+from moe.data.documents import Document, read_files, read_pairs
+from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.errors import ConfigError, DataError
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.editing import sparse_layers
+from moe.tracing.examples import (
+    SourceText,
+    corrupted_batches,
+    generated_batches,
+    paired_batches,
+)
+from moe.tracing.recorder import TracedBatch
+
+TaskReader = Callable[[str, str], list[SourceText]]
+"""Returns the pairs of a split of a task, by its name."""
+
+_LONGEST_TARGET = 256
+_LONGEST_ANSWER = 64
+
+
+class InspectedModel(NamedTuple):
+    """A model with routers, and its tokenizer."""
+
+    folder: Path
+    model: STMoEForConditionalGeneration
+    tokenizer: PreTrainedTokenizerFast
+
+
+def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
+    """Returns the model of a folder and its tokenizer.
+
+    Args:
+        folder: Of a model with its tokenizer.
+        dropless: Whether experts have room for every token, whatever the config says.
+
+    Raises:
+        CheckpointError: When the model is missing or damaged.
+        DataError: When it has no router, or the tokenizer is missing or of another model.
+    """
+    # Both names of a capacity, ours and that of transformers' Switch.
+    changes = {"eval_capacity_factor": None, "expert_capacity": None} if dropless else {}
+    model = load_complete(STMoEForConditionalGeneration, folder, **changes)
+    if not sparse_layers(model):
+        raise DataError(
+            f"The model in {folder} has no sparse layer, so there is no router to explain. "
+            "Give another."
+        )
+
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > model.config.vocab_size:
+        raise DataError(
+            f"The tokenizer in {folder} has {len(tokenizer):,} tokens, its model "
+            f"{model.config.vocab_size:,}: it is that of another model. Put the right tokenizer.json "
+            "beside the model."
+        )
+    return InspectedModel(folder, model, tokenizer)
+
+
+def add_inputs(parser: Parser) -> None:
+    """Adds the options that say what is traced."""
+    sources = parser.add_mutually_exclusive_group(required=True)
+    explanation = "held-out text of a folder made by stmoe corpus, its spans masked"
+    sources.add_argument("--corpus", type=path, help=explanation)
+    explanation = "your files, .txt .md .rst .jsonl, or NAME=FILE for each kind of text; their spans are masked"
+    sources.add_argument("--text", nargs="+", help=explanation)
+    explanation = "a .jsonl file of pairs with inputs and targets"
+    sources.add_argument("--pairs", type=path, help=explanation)
+    explanation = "a task of eval/, in the repository; see --split"
+    sources.add_argument("--task", help=explanation)
+
+    # How much of it, and how.
+    parser.add_argument("--split", default="validation", help="split of the task (validation)")
+    explanation = "let the decoder read the model's own greedy answers instead of the targets"
+    parser.add_argument("--generate", action="store_true", help=explanation)
+    explanation = "most examples, taken evenly (1024)"
+    parser.add_argument("--examples", type=integer(least=1), default=1024, help=explanation)
+    explanation = "examples of a batch, which share the experts' slots (32)"
+    parser.add_argument("--batch-size", type=integer(least=1), default=32, help=explanation)
+    explanation = "most encoder tokens of an example (64)"
+    parser.add_argument("--inputs-length", type=integer(least=4), default=64, help=explanation)
+    explanation = "give every expert room for all tokens"
+    parser.add_argument("--dropless", action="store_true", help=explanation)
+
+
+def describe_inputs(options: Namespace) -> str:
+    """Returns what is traced, in words."""
+    if options.corpus:
+        text = f"held-out text of {options.corpus}, spans masked"
+    elif options.text:
+        text = f"{' '.join(options.text)}, spans masked"
+    elif options.pairs:
+        text = f"pairs of {options.pairs}"
+    else:
+        text = f"{options.split} split of {options.task}"
+    return text + (", the model's own answers" if options.generate else "")
+
+
+def read_batches(
+    options: Namespace, inspected: InspectedModel, read_task: TaskReader | None
+) -> Iterator[TracedBatch]:
+    """Yields the batches that the options of `add_inputs` ask for.
+
+    Args:
+        options: What was parsed.
+        inspected: The model that reads them.
+        read_task: Reads a task of eval/; None where there is none, as in the installed command.
+
+    Raises:
+        ConfigError: When a task is asked for where there is none, or a number is out of range.
+        DataError: When a file is missing or no text.
+    """
+    model = inspected.model
+    tokenizer = inspected.tokenizer
+    lengths = {
+        "inputs_length": options.inputs_length,
+        "batch_size": options.batch_size,
+        "most_examples": options.examples,
+    }
+
+    # Texts have their spans masked; pairs are as in fine-tuning, with the sentinel that it left.
+    if options.corpus or options.text:
+        texts = _read_texts(options)
+        batches = corrupted_batches(texts, tokenizer, **lengths)
+    else:
+        pairs = _read_pairs(options, read_task)
+        forced = model.generation_config.forced_bos_token_id if model.generation_config else None
+        has_sentinel = forced == SpecialIds.of(tokenizer).first_sentinel
+        batches = paired_batches(
+            pairs,
+            tokenizer,
+            targets_length=_LONGEST_TARGET,
+            sentinels="one" if has_sentinel else "none",
+            **lengths,
+        )
+
+    # The decoder reads what the model says itself.
+    if options.generate:
+        batches = generated_batches(model, batches, max_tokens=_LONGEST_ANSWER)
+    return batches
+
+
+def _read_texts(options: Namespace) -> list[SourceText]:
+    """Returns the documents of a corpus' held-out part, or of the user's files."""
+    if options.corpus:
+        held_out = load_corpus(options.corpus).held_out
+        rows = zip(held_out["text"], held_out["package"], strict=True)
+        texts = enumerate(rows)
+        return [SourceText(text, "", number, domain) for number, (text, domain) in texts]
+
+    # NAME=FILE, or a file by itself.
+    documents: list[tuple[Document, str]] = []
+    for item in options.text:
+        name, separator, file = item.partition("=")
+        domain = name if separator else Path(item).stem
+        for document in read_files([file if separator else item]):
+            documents.append((document, domain))
+    texts = []
+    for number, (document, domain) in enumerate(documents):
+        texts.append(SourceText(document.text, "", number, domain))
+    return texts
+
+
+def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:
+    """Returns the pairs of a file or of a task."""
+    if options.pairs:
+        pairs = enumerate(read_pairs(options.pairs))
+        name = options.pairs.stem
+        return [SourceText(inputs, targets, number, name) for number, (inputs, targets) in pairs]
+    if read_task is None:
+        raise ConfigError(
+            f"--task {options.task} needs the tasks of eval/, which are in the repository. Run "
+            "`python -m scripts.inspect_router` there, or give --pairs."
+        )
+    return read_task(options.task, options.split)

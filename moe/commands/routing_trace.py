@@ -1,0 +1,59 @@
+"""What the verbs of `stmoe inspect` make of a trace: its model, its tokenizer, its batches."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from moe.checksums import sha256_of
+from moe.cli import Parser, integer, path
+from moe.commands.routing_inputs import InspectedModel, load_inspected
+from moe.data.tokenizer import TOKENIZER_FILE
+from moe.errors import DataError
+from moe.tracing.examples import batches_of
+from moe.tracing.recorder import TracedBatch
+from moe.tracing.trace import Trace
+
+
+def add_trace(parser: Parser) -> None:
+    """Adds the options that say what is looked at."""
+    explanation = "folder made by stmoe inspect record"
+    parser.add_argument("--trace", type=path, required=True, help=explanation)
+
+
+def add_batches(parser: Parser) -> None:
+    """Adds the options that say how a model reads the examples of a trace again."""
+    explanation = "examples of a batch, which share the experts' slots (32)"
+    parser.add_argument("--batch-size", type=integer(least=1), default=32, help=explanation)
+    explanation = "give every expert room for all tokens"
+    parser.add_argument("--dropless", action="store_true", help=explanation)
+
+
+def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) -> InspectedModel:
+    """Returns the model of a trace.
+
+    Args:
+        trace: What was recorded.
+        folder: Where the model is now; None for where it was.
+        dropless: Whether experts have room for every token, whatever the config says.
+
+    Raises:
+        DataError: When the folder has another tokenizer than the trace was made with.
+    """
+    inspected = load_inspected(folder or Path(trace.facts.model), dropless=dropless)
+    fingerprint = tokenizer_fingerprint(inspected.folder)
+    if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
+        raise DataError(
+            f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
+            f"{trace.facts.tokenizer_fingerprint}: the token ids would mean other words. Give the model that was "
+            "traced, or one with its tokenizer."
+        )
+    return inspected
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Returns 16 hexadecimal digits that tell the tokenizer of a folder from others."""
+    return sha256_of(folder / TOKENIZER_FILE)[:16]
+
+
+def read_again(trace: Trace, options: Namespace) -> list[TracedBatch]:
+    """Returns the examples of a trace in batches, as the options of `add_batches` say."""
+    return list(batches_of(trace, options.batch_size))

@@ -1,0 +1,325 @@
+"""Ablation: what every expert of every sparse layer is worth to every class of tokens.
+
+Comes after `interventions`, `expert_measures` and `target_sets`; `ablation_table` says what the
+sums mean.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from moe.checks import check, check_integer
+from moe.data.pipeline import Batch
+from moe.inspection.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
+from moe.inspection.choices import as_many_at_random
+from moe.inspection.expert_measures import ExpertMeasures, measure_experts
+from moe.inspection.interventions import INTERVENTIONS, AblatedLayer, Intervention
+from moe.inspection.target_sets import (
+    Targets,
+    TargetSets,
+    list_targets,
+    sequence_sets,
+    token_sets,
+)
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.editing import LayerKey, check_layer, sparse_layers
+from moe.tracing.recorder import TracedBatch
+
+
+class LayerAblation(NamedTuple):
+    """Sums of what ablating each of the E experts of a layer did to G documents.
+
+    The C sets are classes of target tokens; the first one is that of all.
+
+    Attributes:
+        key: Name of the layer.
+        sets: Names of the sets.
+        num_tokens: <float64>[C, G] target tokens of each set.
+        change: <float64>[E, C, G] change of their loss, in nats.
+        random_change: <float64>[E, C, G] the same when as many choices, drawn at random in each
+            sequence, are ablated in place of the expert's.
+        chosen_tokens: <float64>[E, G] target tokens that the expert works on; in the encoder those
+            of sequences in which it works on an input token.
+        chosen_change: <float64>[E, G] change of their loss.
+        load: <int64>[E] accepted choices of each expert.
+        peer: <int64>[E] the other expert of nearest load.
+        estimate: <float64>[E] first-order estimate of dropping the expert; see `measure_experts`.
+    """
+
+    key: LayerKey
+    sets: tuple[str, ...]
+    num_tokens: Tensor
+    change: Tensor
+    random_change: Tensor
+    chosen_tokens: Tensor
+    chosen_change: Tensor
+    load: Tensor
+    peer: Tensor
+    estimate: Tensor
+
+
+class Ablation(NamedTuple):
+    """The ablation of every expert of some layers.
+
+    Attributes:
+        intervention: Name of what was done.
+        loss: Mean loss of the target tokens before, in nats.
+        num_targets: Number of target tokens, N.
+        num_documents: Number of documents, G.
+        layers: One for each layer, the encoder's first.
+    """
+
+    intervention: str
+    loss: float
+    num_targets: int
+    num_documents: int
+    layers: tuple[LayerAblation, ...]
+
+
+def ablate_experts(
+    model: STMoEForConditionalGeneration,
+    batches: Iterable[TracedBatch],
+    classes: Mapping[str, Tensor],
+    *,
+    intervention: str = "drop",
+    input_classes: Mapping[str, Tensor] | None = None,
+    calibration: Iterable[Batch] | None = None,
+    layers: Iterable[LayerKey] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Ablation:
+    """Returns what ablating each expert does to the loss of every class, in evaluation mode.
+
+    Every expert costs two forward passes of each batch: one without it, and one in which as many
+    random choices are ablated likewise. Those of the decoder reuse the encoder's output.
+
+    Example:
+        ablation = ablate_experts(model, list(traced_batches(batches)), {"numbers": is_number})
+        print(verdict_table(ablation))
+
+    Args:
+        model: The model; its training mode is restored.
+        batches: Examples with labels, on the model's device; see `traced_batches`.
+        classes: <bool>[N] by name: which of the target tokens are of the class, in the order of
+            `Trace.decoder`. Classes may overlap; {} for none.
+        intervention: What is done to an expert, a name in INTERVENTIONS.
+        input_classes: <bool>[M] by name: the same of the encoder's tokens, in the order of
+            `Trace.encoder`. Experts of the encoder get a set `sequences with NAME` for each: all
+            targets of sequences that hold such a token. None for the sequences whose targets hold
+            one of `classes`.
+        calibration: Batches that mean outputs are of; None for `batches`.
+        layers: Names of the layers; None for all.
+        seed: Of the random choices.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ConfigError: When there is no such intervention or layer, or an argument is out of range.
+        DataError: When a batch has no labels or has segments, there is none, or a mask does not
+            fit.
+    """
+    kind = INTERVENTIONS.get(intervention)
+    check_integer("seed", seed, least=0)
+    keys = _checked_keys(model, layers)
+
+    # What the loss is split by.
+    batches = list(batches)
+    targets = list_targets(batches)
+    sets = {
+        "encoder": sequence_sets(targets, classes, input_classes),
+        "decoder": token_sets(targets, classes),
+    }
+
+    # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
+    training = model.training
+    model.eval()
+    try:
+        tables: list[_Table] = []
+        for layer, measures in _measure_layers(model, keys, batches, calibration):
+            stack, _ = layer.key
+            layer_sets = sets[stack]
+            empty = _empty_sums(layer, measures, layer_sets, targets)
+            tables.append(_Table(layer, layer_sets.masks, empty))
+
+        # Every expert on every batch.
+        num_runs = len(batches) * sum(table.sums.load.numel() for table in tables)
+        description = f"Ablate ({intervention})"
+        with tqdm(total=num_runs, desc=description, disable=not progress) as bar:
+            loss = _fill_tables(model, batches, targets, tables, kind, seed, bar)
+    finally:
+        model.train(training)
+
+    return Ablation(
+        intervention=intervention,
+        loss=loss,
+        num_targets=targets.document.numel(),
+        num_documents=targets.num_documents,
+        layers=tuple(table.sums for table in tables),
+    )
+
+
+def nearest_load(load: Tensor) -> Tensor:
+    """Returns <int64>[E]: the other expert of nearest load <int64>[E]; of equals the lower number."""
+    distance = (load[:, None] - load[None, :]).abs().double()  # [E, E]
+    return distance.fill_diagonal_(float("inf")).argmin(dim=1)
+
+
+def _checked_keys(
+    model: STMoEForConditionalGeneration, layers: Iterable[LayerKey] | None
+) -> list[LayerKey]:
+    """Returns the names of the layers to ablate, in the order of the model."""
+    model_layers = sparse_layers(model)
+    wanted = list(model_layers if layers is None else layers)
+
+    # Layers that there are, with experts to compare.
+    for key in wanted:
+        check_layer(key, model_layers, model)
+    check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
+
+    keys = [key for key in model_layers if key in wanted]
+    for key in keys:
+        num_experts = model_layers[key].config.num_experts
+        check(num_experts > 1, f"num_experts of {key}", num_experts, "at least 2, to compare them")
+    return keys
+
+
+def _measure_layers(
+    model: STMoEForConditionalGeneration,
+    keys: Sequence[LayerKey],
+    batches: Sequence[TracedBatch],
+    calibration: Iterable[Batch] | None,
+) -> list[tuple[AblatedLayer, ExpertMeasures]]:
+    """Returns each layer as interventions need it, and its measures on the batches."""
+    measures = measure_experts(model, [traced.batch for traced in batches])
+
+    # Means may be of other text.
+    calibrated = measures
+    if calibration is not None:
+        calibrated = measure_experts(model, calibration)
+        check(bool(calibrated), "calibration", [], "at least one batch")
+
+    layers = []
+    for key in keys:
+        mean_output = calibrated[key].mean_output
+        peer = nearest_load(measures[key].load)
+        layers.append((AblatedLayer(model, key, mean_output, peer), measures[key]))
+    return layers
+
+
+# ---------------------------------------------------------------------------
+# Sums over documents
+
+
+class _Table(NamedTuple):
+    """A layer, the sets <bool>[C, N] that its sums are of, and the sums, which are added to."""
+
+    layer: AblatedLayer
+    masks: Tensor
+    sums: LayerAblation
+
+
+def _empty_sums(
+    layer: AblatedLayer, measures: ExpertMeasures, sets: TargetSets, targets: Targets
+) -> LayerAblation:
+    """Returns the sums of a layer before any batch."""
+    num_experts = measures.load.numel()
+    num_sets = len(sets.names)
+    num_documents = targets.num_documents
+    by_set = torch.zeros(num_experts, num_sets, num_documents, dtype=torch.float64)
+    by_expert = torch.zeros(num_experts, num_documents, dtype=torch.float64)
+    return LayerAblation(
+        key=layer.key,
+        sets=sets.names,
+        num_tokens=_by_document(sets.masks, targets.document, num_documents),
+        change=by_set,
+        random_change=by_set.clone(),
+        chosen_tokens=by_expert,
+        chosen_change=by_expert.clone(),
+        load=measures.load.cpu(),
+        peer=layer.peer.cpu(),
+        estimate=measures.estimate.cpu(),
+    )
+
+
+def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor:
+    """Returns the sums <float64>[..., G] of <any>[..., n] over the documents <int64>[n]."""
+    shape = (*values.shape[:-1], num_documents)
+    sums = torch.zeros(shape, dtype=torch.float64)
+    return sums.index_add(-1, document, values.double())
+
+
+def _fill_tables(
+    model: STMoEForConditionalGeneration,
+    batches: Sequence[TracedBatch],
+    targets: Targets,
+    tables: Sequence[_Table],
+    kind: Intervention,
+    seed: int,
+    bar: "tqdm[NoReturn]",
+) -> float:
+    """Adds what every ablation does to the tables; returns the mean loss without any."""
+    total_loss = 0.0
+    start = 0
+    for number, (traced, size) in enumerate(zip(batches, targets.sizes, strict=True)):
+        # The targets of this batch among those of all.
+        part = slice(start, start + size)
+        start += size
+        document = targets.document[part]
+        unchanged = run_unchanged(model, traced.batch)
+        total_loss += float(unchanged.losses.sum())
+
+        # Each batch and layer has random choices of its own.
+        for table_number, table in enumerate(tables):
+            numbers = np.random.SeedSequence((seed, number, table_number))
+            lot = int(numbers.generate_state(1)[0])
+            of_batch = table._replace(masks=table.masks[:, part])
+            _ablate_layer(model, unchanged, document, of_batch, kind, lot, bar)
+    return total_loss / start
+
+
+@torch.inference_mode()
+def _ablate_layer(
+    model: STMoEForConditionalGeneration,
+    unchanged: Unchanged,
+    document: Tensor,
+    table: _Table,
+    kind: Intervention,
+    lot: int,
+    bar: "tqdm[NoReturn]",
+) -> None:
+    """Adds what ablating each expert of a layer does to the targets of one batch.
+
+    Args:
+        model: The model.
+        unchanged: The batch, and what the model does with it.
+        document: <int64>[n] document of each target.
+        table: The layer; masks <bool>[C, n] of the batch.
+        kind: What is done.
+        lot: Seed of the random choices.
+        bar: Counts the experts.
+    """
+    layer, masks, sums = table
+    num_experts, num_documents = sums.chosen_tokens.shape
+    is_chosen = works_on(layer.key, unchanged, num_experts)  # [E, n]
+
+    def add(total: Tensor, values: Tensor) -> None:
+        total += _by_document(values, document, num_documents)
+
+    add(sums.chosen_tokens, is_chosen)
+    num_sequences = unchanged.batch["labels"].shape[0]
+    for expert in range(num_experts):
+        # Without the expert, and without as many random choices.
+        at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
+        to_expert = kind.to_expert(layer, expert)
+        change = loss_change(model, layer.key, unchanged, to_expert)  # [n]
+        to_random = kind.to_choices(layer, at_random)
+        random_change = loss_change(model, layer.key, unchanged, to_random)
+
+        # By class and document.
+        add(sums.change[expert], change * masks)
+        add(sums.random_change[expert], random_change * masks)
+        add(sums.chosen_change[expert], change * is_chosen[expert])
+        bar.update()

@@ -1,0 +1,210 @@
+"""Which experts go together: in one layer, and from one layer to the next.
+
+Comes after permutations.py and contingency.py.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.inspection.contingency import mutual_information, normalized_information
+from moe.inspection.permutations import (
+    DocumentShuffle,
+    Shuffle,
+    TokenPlaces,
+    check_permutations,
+    check_tokens,
+    share_at_least,
+    shuffled_tables,
+)
+from moe.inspection.specialization import chosen_experts
+from moe.sparse.editing import LayerKey
+from moe.tracing.trace import LayerTrace, StackTrace
+
+_ROUNDS = 200
+_CLOSE = 1e-9
+
+
+class Coactivation(NamedTuple):
+    """Which experts of one layer tokens choose together.
+
+    Attributes:
+        layer: Its stack and number.
+        counts: <int64>[E, E] tokens that asked for both experts; on the diagonal, for the one.
+        share: <float64>[E, E] of the tokens that asked for the row's expert, those that asked for the
+            column's too; NaN in the row of an expert that none asked for.
+        lift: <float64>[E, E] N_ij N / (N_i N_j). Without any preference it is below 1, since the
+            choices of a token are different experts: at even load (K - 1) E / (K (E - 1)).
+        preference: <float64>[E, E] counts over what experts that combine at random, each as often as
+            it does, would have; 1 is no preference, NaN on the diagonal and for experts in no pair.
+        even_share: (K - 1) / (E - 1): the share at even load without preference.
+    """
+
+    layer: LayerKey
+    counts: Tensor
+    share: Tensor
+    lift: Tensor
+    preference: Tensor
+    even_share: float
+
+
+def coactivation(layer: LayerTrace) -> Coactivation:
+    """Returns which experts of a layer tokens ask for together, before capacity.
+
+    With one choice a token, nothing is off the diagonal.
+
+    Args:
+        layer: The layer's part of a trace.
+
+    Source:
+        OLMoE (arXiv:2409.02060) eq. 6.
+    """
+    # N_ij, and on the diagonal N_i.
+    chosen = chosen_experts(layer, "all")  # [N, E]
+    counts = chosen.T @ chosen  # [E, E]
+    tokens = counts.diagonal()  # [E]
+    num_tokens = chosen.any(dim=1).sum()
+
+    # Shares of the row's expert.
+    share = counts / tokens[:, None]
+    num_experts = layer.facts.num_experts
+    num_others = layer.facts.num_choices - 1
+    return Coactivation(
+        layer=layer.key,
+        counts=counts.long(),
+        share=share,
+        lift=share * num_tokens / tokens,
+        preference=counts / _expected_pairs(counts),
+        even_share=num_others / (num_experts - 1) if num_experts > 1 else 0.0,
+    )
+
+
+def _expected_pairs(counts: Tensor) -> Tensor:
+    """Returns <float64>[E, E]: pairs without preference, with each expert in as many pairs.
+
+    They are a_i a_j off the diagonal, so that their sums are those of the counts (quasi-independence,
+    by proportional fitting); NaN on the diagonal.
+    """
+    # How many pairs each expert is in.
+    is_pair = ~torch.eye(len(counts), dtype=torch.bool)
+    pairs = counts.double() * is_pair
+    sums = pairs.sum(dim=1)  # [E]
+
+    # Weights that give as many; an expert without pairs has a weight of 0.
+    weight = sums.sqrt()
+    for _ in range(_ROUNDS):
+        others = weight.sum() - weight
+        fitted = weight * others
+        ratio = torch.where(fitted > 0, sums / fitted, torch.zeros_like(sums))
+        weight = weight * ratio.sqrt()
+        off = (ratio - 1).masked_fill(sums == 0, 0).abs()
+        if bool((off < _CLOSE).all()):
+            break
+    expected = weight[:, None] * weight
+    return expected.masked_fill(~is_pair, math.nan)
+
+
+# ---------------------------------------------------------------------------
+# From layer to layer
+
+
+class Flow(NamedTuple):
+    """Where tokens go in the next sparse layer, by where they went in one.
+
+    Attributes:
+        layer: The first layer's stack and number.
+        next_layer: The other's.
+        counts: <int64>[E, E'] tokens by their first choices in both.
+        share: <float64>[E, E'] P(j in the next layer | i in this one); NaN in the row of an expert
+            that none chose.
+        mutual_information: In nats.
+        information: Share of the entropy of the next layer's routing that this one's tells: I / H.
+            NaN where the next layer has one expert.
+        chance: Its mean over shuffles.
+        p_value: Share of shuffles with as much.
+    """
+
+    layer: LayerKey
+    next_layer: LayerKey
+    counts: Tensor
+    share: Tensor
+    mutual_information: float
+    information: float
+    chance: float
+    p_value: float
+
+
+def layer_flows(
+    stack: StackTrace,
+    places: TokenPlaces,
+    *,
+    null: type[Shuffle] = DocumentShuffle,
+    num_permutations: int = 99,
+    seed: int = 0,
+) -> list[Flow]:
+    """Returns the flow from each sparse layer of a stack to the next one; none for a single layer.
+
+    Args:
+        stack: The stack's part of a trace.
+        places: Where its tokens stand, see `token_places`.
+        null: What is exchanged; see `moe.inspection.permutations`.
+        num_permutations: Shuffles.
+        seed: Of the shuffles.
+
+    Raises:
+        ConfigError: When `num_permutations` or `seed` is out of range.
+        DataError: When the places are of other tokens, or the documents too few for `null`.
+
+    Source:
+        OLMoE (arXiv:2409.02060) appendix G, as shares; the information is ours.
+    """
+    check_permutations(num_permutations, seed)
+    check_tokens("The places", len(places.position), len(stack.ids))
+    if len(stack.layers) < 2:
+        return []
+
+    shuffle = null(places)
+    flows = []
+    for layer, next_layer in pairwise(stack.layers):
+        draws = _flow_tables(layer, next_layer, shuffle, num_permutations, seed)
+
+        # What the row, this layer's expert, tells of the column.
+        tables = torch.stack(list(draws))  # [R, E, E']
+        information = normalized_information(tables.mT).round(decimals=12)
+        p_value = share_at_least(information, information[:1])
+
+        counts = tables[0]
+        flows.append(
+            Flow(
+                layer=layer.key,
+                next_layer=next_layer.key,
+                counts=counts,
+                share=counts.double() / counts.sum(dim=1, keepdim=True),
+                mutual_information=float(mutual_information(counts)),
+                information=float(information[0]),
+                chance=float(information[1:].mean()),
+                p_value=float(p_value),
+            )
+        )
+    return flows
+
+
+def _flow_tables(
+    layer: LayerTrace,
+    next_layer: LayerTrace,
+    shuffle: Shuffle,
+    num_permutations: int,
+    seed: int,
+) -> Iterator[Tensor]:
+    """Yields <int64>[E, E']: first choices in both layers, as they are and then shuffled."""
+    # A last row is for tokens that chose no expert.
+    num_experts = layer.facts.num_experts
+    first = layer.first.long()
+    rows = first.masked_fill(first < 0, num_experts).numpy()
+    draws = shuffled_tables(rows, num_experts + 1, [next_layer], shuffle, num_permutations, seed)
+    for (table,) in draws:
+        yield table[:-1]

@@ -1,0 +1,48 @@
+"""Measures of tables of counts: what rows tell about columns.
+
+Comes before specialization.py, coactivation.py and matching.py.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_NO_ENTROPY = 1e-12  # of rows that differ by rounding alone
+
+
+def normalized_information(counts: Tensor) -> Tensor:
+    """Returns <float64>[...]: the share of the entropy of rows that the columns tell, I / H(row).
+
+    NaN where one row holds all counts, or there are none.
+
+    Args:
+        counts: <any>[..., C, E] how often each row met each column.
+    """
+    # How much there is to tell.
+    joint = _shares(counts)
+    rows = joint.sum(dim=-1)
+    entropy = _entropy(rows, dim=-1)
+
+    # And how much of it is told.
+    information = mutual_information(counts)
+    return torch.where(entropy > _NO_ENTROPY, information / entropy, math.nan)
+
+
+def mutual_information(counts: Tensor) -> Tensor:
+    """Returns <float64>[...]: the mutual information in nats of rows and columns <any>[..., C, E]."""
+    # I = H(row) + H(column) - H(row, column).
+    joint = _shares(counts)
+    of_rows = _entropy(joint.sum(dim=-1), dim=-1)
+    of_columns = _entropy(joint.sum(dim=-2), dim=-1)
+    of_both = _entropy(joint, dim=(-2, -1))
+    return (of_rows + of_columns - of_both).clamp(min=0)
+
+
+def _shares(counts: Tensor) -> Tensor:
+    counts = counts.double()
+    return counts / counts.sum(dim=(-2, -1), keepdim=True)
+
+
+def _entropy(shares: Tensor, dim: int | tuple[int, int]) -> Tensor:
+    return torch.special.entr(shares).sum(dim=dim)

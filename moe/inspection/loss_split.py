@@ -1,0 +1,113 @@
+"""The loss between two models, split into what their routing and what their other weights cost.
+
+The second model also runs with the routing of the first: what is left then is not of the routing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.inspection.document_intervals import TokenSums, mean_over_tokens
+from moe.inspection.expert_measures import target_losses
+from moe.inspection.target_sets import Targets, list_targets
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.editing import LayerKey
+from moe.tracing.recorder import TracedBatch, evaluation_mode
+from moe.tracing.replay import replay_routing
+from moe.tracing.trace import Trace
+
+
+class Part(NamedTuple):
+    """A change of the mean loss of the target tokens, in nats, with its interval over documents."""
+
+    value: float
+    low: float
+    high: float
+
+
+class LossSplit(NamedTuple):
+    """Why the loss of one model differs from that of another on the same examples.
+
+    Attributes:
+        first: Mean loss of the first model's target tokens, in nats.
+        second: The same of the second model.
+        replayed: The same of the second model with the routing of the first.
+        routing: second - replayed: what the second model loses by its own routing.
+        weights: replayed - first: what it loses by its other weights.
+    """
+
+    first: float
+    second: float
+    replayed: float
+    routing: Part
+    weights: Part
+
+
+def split_loss(
+    first: STMoEForConditionalGeneration,
+    second: STMoEForConditionalGeneration,
+    trace: Trace,
+    batches: Sequence[TracedBatch],
+    *,
+    expert_map: Mapping[LayerKey, Sequence[int]] | None = None,
+    confidence: float = 0.95,
+) -> LossSplit:
+    """Returns the loss of two models on the same batches, and why they differ.
+
+    The weights of replayed choices are those of the second router: only who works is taken from the
+    first. Both models evaluate; their training modes are restored.
+
+    Args:
+        first: The model that was traced.
+        second: Another one with the same sparse layers.
+        trace: What the first model did with the batches.
+        batches: The examples of the trace, on the device of both models.
+        expert_map: See `replay_routing`.
+        confidence: Share of intervals that hold the truth.
+
+    Raises:
+        DataError: When the models have other layers than the trace, the batches are none of it, or
+            there is no target.
+    """
+    # The same targets three times; differences are of single tokens.
+    targets = list_targets(batches)
+    first_losses = token_losses(first, batches)
+    second_losses = token_losses(second, batches)
+    with replay_routing(second, trace, expert_map=expert_map):
+        replayed_losses = token_losses(second, batches)
+    return LossSplit(
+        first=float(first_losses.mean()),
+        second=float(second_losses.mean()),
+        replayed=float(replayed_losses.mean()),
+        routing=_part(second_losses - replayed_losses, targets, confidence),
+        weights=_part(replayed_losses - first_losses, targets, confidence),
+    )
+
+
+@torch.no_grad()
+def token_losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch]) -> Tensor:
+    """Returns the loss <float64>[N] of every target token in nats, on the CPU.
+
+    Args:
+        model: Evaluated; its training mode is restored.
+        batches: With labels, on the model's device.
+    """
+    losses = []
+    with evaluation_mode(model):
+        for traced in batches:
+            output = model(**traced.batch, use_cache=False)
+            losses.append(target_losses(output, traced.batch).cpu())
+    return torch.cat(losses)
+
+
+def _part(change: Tensor, targets: Targets, confidence: float) -> Part:
+    """Returns the mean of a change <float64>[N] of the loss of each target token."""
+    # Tokens of a document are not independent: documents are the units.
+    sums = torch.zeros(targets.num_documents, dtype=torch.float64)
+    counts = sums.index_add(0, targets.document, torch.ones_like(change))
+    sums = sums.index_add(0, targets.document, change)
+    estimates = mean_over_tokens(TokenSums(sums, counts))
+    low, high = estimates.interval(confidence)
+    return Part(float(estimates.value), float(low), float(high))

@@ -1,0 +1,254 @@
+"""How close choices are: the gap to the next expert, and what noise changes."""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.checks import check, check_integer, check_number
+from moe.data.pipeline import Batch
+from moe.errors import DataError
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.editing import LayerKey, sparse_layers
+from moe.sparse.layer import real_tokens
+from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.sparse.router import Router, RouterInputs
+from moe.tracing.trace import LayerTrace, layer_name
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+VARIANCES = (0.25, 0.5, 1.0, 2.0)
+"""Of the noise, over the variance of the token; REAP's."""
+
+
+class Margins(NamedTuple):
+    """The gap in probability between the last expert that a token may have and the next one.
+
+    Attributes:
+        layer: Stack and number.
+        place: K: the gap is between places K and K + 1.
+        gap: <float32>[N] of each token, from 0; exact to 0.0005, as probabilities are kept.
+        mean: Of all tokens; NaN without tokens.
+        quantiles: At 5, 25, 50, 75 and 95 %.
+    """
+
+    layer: LayerKey
+    place: int
+    gap: Tensor
+    mean: float
+    quantiles: tuple[float, ...]
+
+
+def choice_margins(layer: LayerTrace) -> Margins:
+    """Returns how far the next expert is from being chosen instead, token by token.
+
+    Args:
+        layer: The layer's part of a trace that was recorded with `num_best` above K.
+
+    Raises:
+        DataError: When it has too few probabilities, or a token may have every expert.
+    """
+    # There must be a next expert, and its probability.
+    place = layer.facts.num_choices
+    name = layer_name(layer.key)
+    if place >= layer.facts.num_experts:
+        raise DataError(
+            f"A token of {name} may have {place} of {layer.facts.num_experts} experts (router {layer.facts.router}), "
+            "so that there is no next one. Look at a layer in which tokens choose among more experts."
+        )
+    num_best = layer.best_prob.shape[1]
+    if num_best <= place:
+        raise DataError(
+            f"The trace has the {num_best} highest probabilities of {name}; the gap after place {place} needs "
+            f"{place + 1}. Record it with num_best={place + 1}."
+        )
+
+    # Of all tokens, and in short.
+    probs = layer.best_prob.float()  # [N, M]
+    gap = probs[:, place - 1] - probs[:, place]
+    quantiles = [math.nan] * len(QUANTILES)
+    if len(gap):
+        quantiles = gap.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    return Margins(layer.key, place, gap, float(gap.mean()), tuple(quantiles))
+
+
+# ---------------------------------------------------------------------------
+# Noise
+
+
+class NoiseStability(NamedTuple):
+    """What noise at the input of one layer's router changes.
+
+    Attributes:
+        layer: Stack and number.
+        variance: Of the noise, over the variance of the token's own numbers.
+        tokens: Real tokens that were routed.
+        kept: Share of the requests that stay; NaN without requests.
+        first_kept: Share of those tokens whose first choice stays.
+        gains: <int64>[E] tokens that ask for an expert only with the noise.
+        losses: <int64>[E] tokens that ask for it only without.
+    """
+
+    layer: LayerKey
+    variance: float
+    tokens: int
+    kept: float
+    first_kept: float
+    gains: Tensor
+    losses: Tensor
+
+
+class _Counts(NamedTuple):
+    """Sums over batches: <int64>[] and <int64>[E] each."""
+
+    tokens: Tensor
+    requests: Tensor
+    kept: Tensor
+    first_kept: Tensor
+    gains: Tensor
+    losses: Tensor
+
+
+@torch.inference_mode()
+def noise_stability(
+    model: STMoEForConditionalGeneration,
+    batches: Iterable[Batch],
+    *,
+    variances: Sequence[float] = VARIANCES,
+    seed: int = 0,
+) -> list[NoiseStability]:
+    """Returns how stable the choices of each sparse layer are under noise, in evaluation mode.
+
+    The layer itself goes on without noise, so that each layer is asked about its own input.
+
+    Args:
+        model: The model; its training mode is restored.
+        batches: Batches with labels, on the model's device.
+        variances: Of the Gaussian noise added to a token's hidden state, over the variance of that.
+        seed: Of the noise.
+
+    Returns:
+        For each layer and each variance.
+
+    Raises:
+        ConfigError: When a variance is not above 0, or the seed is no integer.
+
+    Source:
+        REAP (arXiv:2510.13999), router stability.
+    """
+    check(len(variances) > 0, "variances", variances, "at least one number")
+    for variance in variances:
+        check_number("variance", variance, above=0)
+    check_integer("seed", seed, least=0)
+
+    # Each router is asked again, with noise, whenever it has been asked.
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    counts: dict[tuple[LayerKey, float], _Counts] = {}
+    handles = []
+    for key, layer in sparse_layers(model).items():
+        hook = partial(_count_changes, key, variances, generator, counts)
+        handles.append(layer.router.register_forward_hook(hook))
+
+    # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
+    training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            model(**batch, use_cache=False)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return [_stability(key, variance, total) for (key, variance), total in counts.items()]
+
+
+def _count_changes(
+    key: LayerKey,
+    variances: Sequence[float],
+    generator: torch.Generator,
+    counts: dict[tuple[LayerKey, float], _Counts],
+    router: Router,
+    args: tuple[Any, ...],
+    scores: RouterScores,
+) -> None:
+    """Adds to the counts what each noise changes: a hook after a router's forward."""
+    # What the router did, and how far its input's numbers spread.
+    inputs: RouterInputs = args[0]
+    tokens = inputs.tokens
+    plan = _assigned(router, scores, inputs)
+    deviation = tokens.float().std(dim=-1, keepdim=True, correction=0)
+
+    for variance in variances:
+        # The same with noise; `forward` itself calls no hook.
+        noise = torch.randn(tokens.shape, generator=generator, device=tokens.device)
+        noise = noise * deviation * math.sqrt(variance)
+        noisy_tokens = tokens + noise.to(tokens.dtype)
+        noisy_inputs = inputs._replace(tokens=noisy_tokens)
+        noisy_scores = router.forward(noisy_inputs)
+        noisy_plan = _assigned(router, noisy_scores, noisy_inputs)
+
+        # Added to what there was.
+        changes = _changes(scores, plan, noisy_scores, noisy_plan)
+        earlier = counts.get((key, variance))
+        if earlier is not None:
+            changes = _Counts(*(a + b for a, b in zip(earlier, changes, strict=True)))
+        counts[key, variance] = changes
+
+
+def _assigned(router: Router, scores: RouterScores, inputs: RouterInputs) -> DispatchPlan:
+    """Returns the router's plan; where it draws a choice, it draws the same each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return router.assign(scores, real_tokens(inputs))
+
+
+def _changes(
+    scores: RouterScores,
+    plan: DispatchPlan,
+    noisy_scores: RouterScores,
+    noisy_plan: DispatchPlan,
+) -> _Counts:
+    """Returns what differs between two plans <...>[G, S, K] for the same tokens."""
+    before = _requested_experts(plan, scores)  # [G, S, E]
+    after = _requested_experts(noisy_plan, noisy_scores)
+    is_routed = before.any(dim=-1)  # [G, S]
+
+    # First choice: of the experts that a token asks for, the one of the highest logit.
+    logits = scores.logits.masked_fill(~before, -math.inf)
+    noisy_logits = noisy_scores.logits.masked_fill(~after, -math.inf)
+    first_before = logits.argmax(dim=-1)
+    first_after = noisy_logits.argmax(dim=-1)
+    is_same = (first_before == first_after) & after.any(dim=-1)
+    return _Counts(
+        tokens=is_routed.sum(),
+        requests=before.sum(),
+        kept=(before & after).sum(),
+        first_kept=(is_routed & is_same).sum(),
+        gains=(after & ~before).sum(dim=(0, 1)),
+        losses=(before & ~after).sum(dim=(0, 1)),
+    )
+
+
+def _requested_experts(plan: DispatchPlan, scores: RouterScores) -> Tensor:
+    """Returns <bool>[G, S, E]: the experts that each token asks for."""
+    requested = torch.zeros_like(scores.logits)
+    requested.scatter_add_(-1, plan.expert_index, plan.requested.to(requested.dtype))
+    return requested > 0
+
+
+def _stability(key: LayerKey, variance: float, total: _Counts) -> NoiseStability:
+    """Returns the shares of counts."""
+    tokens = int(total.tokens)
+    requests = int(total.requests)
+    return NoiseStability(
+        layer=key,
+        variance=variance,
+        tokens=tokens,
+        kept=int(total.kept) / requests if requests else math.nan,
+        first_kept=int(total.first_kept) / tokens if tokens else math.nan,
+        gains=total.gains.cpu(),
+        losses=total.losses.cpu(),
+    )

@@ -1,0 +1,211 @@
+"""Experts of one model that do the work of another's: matched by the tokens that they share.
+
+Between seeds and models, experts have no common names. Comes after saturation.py, which compares
+models whose experts have.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe.errors import DataError
+from moe.sparse.editing import LayerKey
+from moe.tracing.trace import LayerTrace, Trace, layer_name
+
+
+class ExpertMatching(NamedTuple):
+    """The experts of one layer of a model beside those of another.
+
+    Attributes:
+        counts: <int64>[E, E'] tokens by their first choices in both.
+        partner: <int64>[E] the other model's expert of each; -1 for none, where it has fewer.
+        agreement: Share of tokens whose experts are partners; NaN without tokens. Matching makes it
+            as large as can be, so that it is above 1 / E by chance, too.
+        adjusted_rand: Agreement of the two groupings of tokens beyond chance, whatever the experts
+            are called: 0 by chance, 1 for the same groups.
+    """
+
+    counts: Tensor
+    partner: Tensor
+    agreement: float
+    adjusted_rand: float
+
+
+def match_experts(a: LayerTrace, b: LayerTrace) -> ExpertMatching:
+    """Returns the experts of two layers matched, by first choices on the same tokens.
+
+    Tokens without an expert in one of them are left out.
+
+    Args:
+        a: A layer's part of a trace.
+        b: A layer's part of another trace of the same inputs; see `match_traces`.
+
+    Raises:
+        DataError: When they are of different numbers of tokens.
+
+    Source:
+        Kuhn, The Hungarian method for the assignment problem (1955); Hubert and Arabie, Comparing
+        partitions (1985).
+    """
+    if len(a.first) != len(b.first):
+        raise DataError(
+            f"The layers have {len(a.first):,} and {len(b.first):,} tokens; expected the same tokens. Trace the same "
+            "text with both models, and compare a layer with one of the same stack."
+        )
+
+    # Tokens by their experts in both.
+    num_a = a.facts.num_experts
+    num_b = b.facts.num_experts
+    has_both = (a.first >= 0) & (b.first >= 0)
+    cell = a.first[has_both].long() * num_b + b.first[has_both].long()
+    counts = torch.bincount(cell, minlength=num_a * num_b).reshape(num_a, num_b)  # [E, E']
+
+    # Partners, and the tokens that they share.
+    partner = best_assignment(counts)
+    matched = partner >= 0
+    shared = counts[matched, partner[matched]].sum()
+    num_tokens = len(cell)
+    return ExpertMatching(
+        counts=counts,
+        partner=partner,
+        agreement=int(shared) / num_tokens if num_tokens else math.nan,
+        adjusted_rand=adjusted_rand(counts),
+    )
+
+
+def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
+    """Returns the experts of two models matched, layer by layer; see `match_experts`.
+
+    Args:
+        a: A trace, with experts <int8 or int16>[N, K] in each layer.
+        b: Another model's trace of the same inputs.
+
+    Raises:
+        DataError: When the inputs differ, or the models have other sparse layers.
+    """
+    if a.facts.inputs_fingerprint != b.facts.inputs_fingerprint:
+        raise DataError(
+            f"The traces are of inputs {a.facts.inputs_fingerprint[:12]!r} and {b.facts.inputs_fingerprint[:12]!r}; "
+            "expected the same inputs. Trace the same text with both models, with one tokenizer."
+        )
+    layers_a = {layer.key: layer for layer in a.layers}
+    layers_b = {layer.key: layer for layer in b.layers}
+    if layers_a.keys() != layers_b.keys():
+        names = [", ".join(map(layer_name, layers)) for layers in (layers_a, layers_b)]
+        raise DataError(
+            f"The traces have the sparse layers {names[0] or 'none'} and {names[1] or 'none'}; expected the same. "
+            "Compare single layers with match_experts."
+        )
+    return {key: match_experts(layers_a[key], layers_b[key]) for key in layers_a}
+
+
+def best_assignment(gain: Tensor) -> Tensor:
+    """Returns which column each row gets, so that the sum of gains is the largest there is.
+
+    Args:
+        gain: <any>[R, C] of each row with each column.
+
+    Returns:
+        <int64>[R] column of each row; -1 where there are fewer columns than rows and it gets none.
+
+    Source:
+        The Hungarian method, by shortest augmenting paths (Jonker and Volgenant, 1987).
+    """
+    # With more rows than columns, columns get rows.
+    num_rows, num_columns = gain.shape
+    if num_rows > num_columns:
+        row_of = best_assignment(gain.T)  # [C]
+        partner = torch.full((num_rows,), -1)
+        partner[row_of] = torch.arange(num_columns)
+        return partner
+
+    # Column 0 is a place to start from; rows and columns count from 1.
+    cost = -gain.double().numpy()
+    row_price = np.zeros(num_rows + 1)
+    column_price = np.zeros(num_columns + 1)
+    row_of_column = np.zeros(num_columns + 1, dtype=np.int64)
+    for row in range(1, num_rows + 1):
+        _assign_row(row, cost, row_price, column_price, row_of_column)
+
+    # Back to counting from 0.
+    partner = torch.full((num_rows,), -1)
+    for column in range(1, num_columns + 1):
+        if row_of_column[column]:
+            partner[row_of_column[column] - 1] = column - 1
+    return partner
+
+
+def _assign_row(
+    row: int,
+    cost: np.ndarray,
+    row_price: np.ndarray,
+    column_price: np.ndarray,
+    row_of_column: np.ndarray,
+) -> None:
+    """Gives a row a column, and moves others on where that is cheaper; changes the last three."""
+    row_of_column[0] = row
+    column = 0
+    distance = np.full(len(column_price), np.inf)
+    came_from = np.zeros(len(column_price), dtype=np.int64)
+    is_done = np.zeros(len(column_price), dtype=bool)
+
+    # The cheapest path to a free column.
+    while row_of_column[column]:
+        is_done[column] = True
+        current = row_of_column[column]
+
+        # Columns are nearer by this row, or stay as they are.
+        reduced = cost[current - 1] - row_price[current] - column_price[1:]
+        is_nearer = ~is_done[1:] & (reduced < distance[1:])
+        distance[1:][is_nearer] = reduced[is_nearer]
+        came_from[1:][is_nearer] = column
+
+        # On to the nearest, with prices that keep paths of cost 0.
+        following = int(np.where(is_done, np.inf, distance).argmin())
+        step = distance[following]
+        row_price[row_of_column[is_done]] += step
+        column_price[is_done] -= step
+        distance[~is_done] -= step
+        column = following
+
+    # Along it, each column goes to the row before.
+    while column:
+        before = came_from[column]
+        row_of_column[column] = row_of_column[before]
+        column = before
+
+
+def adjusted_rand(counts: Tensor) -> float:
+    """Returns how far two groupings of tokens agree beyond chance: 0 by chance, 1 for the same.
+
+    Args:
+        counts: <int64>[E, E'] tokens by their groups in both.
+
+    Returns:
+        1 where both put all tokens into one group, or each into its own; NaN without tokens.
+
+    Source:
+        Hubert and Arabie, Comparing partitions (1985).
+    """
+    num_tokens = int(counts.sum())
+    if not num_tokens:
+        return math.nan
+
+    # Pairs of tokens that are together in both, and in each.
+    together = _pairs(counts).sum()
+    in_a = _pairs(counts.sum(dim=1)).sum()
+    in_b = _pairs(counts.sum(dim=0)).sum()
+    pairs = num_tokens * (num_tokens - 1) / 2
+    expected = float(in_a * in_b) / pairs if pairs else 0.0
+    most = float(in_a + in_b) / 2
+    if most == expected:
+        return 1.0
+    return (float(together) - expected) / (most - expected)
+
+
+def _pairs(counts: Tensor) -> Tensor:
+    counts = counts.double()
+    return counts * (counts - 1) / 2

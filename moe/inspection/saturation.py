@@ -1,0 +1,271 @@
+"""Router saturation: when a router's choices become those that it ends with.
+
+Measures of two sets of choices, and the curve over a sequence of traces of the same tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.errors import DataError
+from moe.sparse.editing import LayerKey
+from moe.tracing.trace import Trace, layer_name
+
+
+class Agreement(NamedTuple):
+    """How much of the choices of tokens is the same in two sets of choices.
+
+    Attributes:
+        share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
+        chance: What the share would be if experts were drawn evenly: K / E.
+        corrected: (share - chance) / (1 - chance): 0 by even chance, 1 for the same choices.
+        load_chance: What it would be if tokens exchanged their choices: above `chance` where a few
+            experts have most of the load, even if no token's choice means anything.
+        load_corrected: The same correction with that; for one choice, Cohen's kappa. NaN where
+            chance alone gives 1.
+    """
+
+    share: float
+    chance: float
+    corrected: float
+    load_chance: float
+    load_corrected: float
+
+
+def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
+    """Returns how much of two sets of choices of the same tokens is the same.
+
+    A token that has more choices in one of them counts by the greater number; one that has none in
+    both does not count.
+
+    Args:
+        a: <any integer>[N] or [N, K] expert of each choice, -1 for none.
+        b: <any integer>[N] or [N, K] the same of the other.
+        num_experts: E.
+
+    Raises:
+        DataError: When the shapes differ, or there is no such expert.
+
+    Source:
+        OLMoE (arXiv:2409.02060) eq. 5.
+    """
+    # Who chose whom.
+    chosen_a = _chosen(a, num_experts)  # [N, E]
+    chosen_b = _chosen(b, num_experts)
+    if len(chosen_a) != len(chosen_b):
+        raise DataError(
+            f"The choices are of {len(chosen_a):,} and of {len(chosen_b):,} tokens; expected the same tokens. Trace "
+            "the same text with both."
+        )
+
+    # Experts that a token has in each, in both, and at most.
+    num_a = chosen_a.sum(dim=1)  # [N]
+    num_b = chosen_b.sum(dim=1)
+    most = torch.maximum(num_a, num_b)
+    is_counted = most > 0
+    most = most[is_counted]
+    common = (chosen_a * chosen_b).sum(dim=1)[is_counted]
+    share = float((common / most).mean())
+
+    # By chance: evenly, and by the load of both.
+    fewest = torch.minimum(num_a, num_b)[is_counted]
+    chance = float(fewest.mean()) / num_experts
+    load_a = chosen_a[is_counted].mean(dim=0)  # [E]
+    load_b = chosen_b[is_counted].mean(dim=0)
+    load_chance = float(load_a @ load_b / most.mean())
+    return Agreement(
+        share=share,
+        chance=chance,
+        corrected=_corrected(share, chance),
+        load_chance=load_chance,
+        load_corrected=_corrected(share, load_chance),
+    )
+
+
+def churn(a: Tensor, b: Tensor, num_experts: int) -> float:
+    """Returns the share of choices that changed: 1 - |A & B| / K; arguments as above, <any>[N, K]."""
+    return 1 - choice_agreement(a, b, num_experts).share
+
+
+def load_divergence(a: Tensor, b: Tensor) -> float:
+    """Returns the Jensen-Shannon divergence of two loads in nats, from 0 to ln 2.
+
+    Args:
+        a: <any>[E] choices of each expert.
+        b: <any>[E] the same of the other.
+
+    Returns:
+        NaN where one of them has no choices.
+    """
+    # The entropy of the mean, less the mean of the entropies.
+    share_a = a.double() / a.sum()
+    share_b = b.double() / b.sum()
+    middle = torch.special.entr((share_a + share_b) / 2).sum()
+    ends = torch.special.entr(share_a).sum() + torch.special.entr(share_b).sum()
+    return float((middle - ends / 2).clamp(min=0))
+
+
+def expert_load(choices: Tensor, num_experts: int) -> Tensor:
+    """Returns <int64>[E]: how often each expert is chosen in <any integer>[N, K], -1 for none."""
+    return _chosen(choices, num_experts).sum(dim=0).long()
+
+
+def _chosen(choices: Tensor, num_experts: int) -> Tensor:
+    """Returns <float64>[N, E]: 1 where a token chose an expert."""
+    # One choice is K = 1.
+    choices = choices.long()
+    if choices.ndim == 1:
+        choices = choices[:, None]  # [N, K]
+    if choices.numel() and not -1 <= int(choices.min()) <= int(choices.max()) < num_experts:
+        raise DataError(
+            f"The choices have experts from {int(choices.min())} to {int(choices.max())}; expected -1 for none, or 0 "
+            f"to {num_experts - 1}."
+        )
+
+    # A last column is for no choice.
+    column = choices.masked_fill(choices < 0, num_experts)
+    chosen = torch.zeros(len(choices), num_experts + 1, dtype=torch.float64)
+    return chosen.scatter(1, column, 1)[:, :num_experts]
+
+
+def _corrected(share: float, chance: float) -> float:
+    """Returns (share - chance) / (1 - chance); NaN where chance gives all."""
+    return (share - chance) / (1 - chance) if chance < 1 else math.nan
+
+
+# ---------------------------------------------------------------------------
+# Over training
+
+
+class Snapshot(NamedTuple):
+    """The choices of a model at one step, on a fixed text.
+
+    Attributes:
+        step: Of training.
+        inputs_fingerprint: Tells the text from others; see `TraceFacts`.
+        num_experts: E of each layer.
+        first: <any integer>[N] first choices in each layer, -1 for none.
+        choices: <any integer>[N, K] all choices; the first ones alone where no more were kept.
+    """
+
+    step: int
+    inputs_fingerprint: str
+    num_experts: Mapping[LayerKey, int]
+    first: Mapping[LayerKey, Tensor]
+    choices: Mapping[LayerKey, Tensor]
+
+
+def snapshot(step: int, trace: Trace) -> Snapshot:
+    """Returns the choices <int8 or int16>[N, K] of a trace as those of a step."""
+    return Snapshot(
+        step=step,
+        inputs_fingerprint=trace.facts.inputs_fingerprint,
+        num_experts={layer.key: layer.facts.num_experts for layer in trace.layers},
+        first={layer.key: layer.first for layer in trace.layers},
+        choices={layer.key: layer.choices for layer in trace.layers},
+    )
+
+
+class SaturationPoint(NamedTuple):
+    """One layer at one step, against the last step and the step before.
+
+    Attributes:
+        step: Of training.
+        layer: Stack and number.
+        first: Agreement of the first choices with those of the last step.
+        all_choices: Agreement of all choices with those of the last step.
+        churn: Share of all choices that changed since the step before; NaN at the first.
+        divergence: Of the load since the step before, in nats (Jensen-Shannon); NaN at the first.
+    """
+
+    step: int
+    layer: LayerKey
+    first: Agreement
+    all_choices: Agreement
+    churn: float
+    divergence: float
+
+
+def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
+    """Returns how each layer's choices come to be those of the last snapshot, step by step.
+
+    Args:
+        snapshots: At least two, by rising step, of the same text.
+
+    Raises:
+        DataError: When they are fewer, out of order, of other texts, or of other layers.
+
+    Source:
+        OLMoE (arXiv:2409.02060) eq. 5; the corrections and the rest are ours.
+    """
+    # Each with the one before it; the first has none.
+    _check_snapshots(snapshots)
+    last = snapshots[-1]
+    pairs = [(snapshots[0], snapshots[0]), *pairwise(snapshots)]
+
+    points = []
+    for earlier, now in pairs:
+        for key, num_experts in now.num_experts.items():
+            choices = now.choices[key]
+
+            # Since the step before.
+            changed = divergence = math.nan
+            if now is not earlier:
+                before = earlier.choices[key]
+                changed = churn(before, choices, num_experts)
+                load = expert_load(choices, num_experts)
+                load_before = expert_load(before, num_experts)
+                divergence = load_divergence(load_before, load)
+
+            # And until the last step.
+            first = choice_agreement(now.first[key], last.first[key], num_experts)
+            all_choices = choice_agreement(choices, last.choices[key], num_experts)
+            points.append(
+                SaturationPoint(
+                    step=now.step,
+                    layer=key,
+                    first=first,
+                    all_choices=all_choices,
+                    churn=changed,
+                    divergence=divergence,
+                )
+            )
+    return points
+
+
+def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
+    """Raises a DataError unless snapshots can be compared with the last one."""
+    if len(snapshots) < 2:
+        raise DataError(
+            f"There are {len(snapshots)} snapshots; expected at least 2: saturation compares each with the last."
+        )
+    for earlier, now in pairwise(snapshots):
+        if now.step <= earlier.step:
+            raise DataError(
+                f"Step {now.step} comes after step {earlier.step}; expected rising steps. Sort the snapshots by step."
+            )
+
+    last = snapshots[-1]
+    for other in snapshots[:-1]:
+        if other.inputs_fingerprint != last.inputs_fingerprint:
+            raise DataError(
+                f"Step {other.step} has choices on inputs {other.inputs_fingerprint[:12]!r}, step {last.step} on "
+                f"{last.inputs_fingerprint[:12]!r}; expected the same inputs. Trace one fixed text at every step."
+            )
+        if dict(other.num_experts) != dict(last.num_experts):
+            raise DataError(
+                f"Step {other.step} has {_layers(other)}, step {last.step} has {_layers(last)}; expected the same "
+                "sparse layers. For models of other shapes see `match_experts`."
+            )
+
+
+def _layers(of_step: Snapshot) -> str:
+    """Returns e.g. `encoder 1 with 8 experts, decoder 1 with 8 experts`."""
+    names = []
+    for key, num_experts in of_step.num_experts.items():
+        names.append(f"{layer_name(key)} with {num_experts} experts")
+    return ", ".join(names) or "no sparse layers"

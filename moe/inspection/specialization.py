@@ -1,0 +1,269 @@
+"""What an expert is for: classes of tokens by expert, and whether that is more than chance.
+
+Comes after token_classes.py and permutations.py. First choices are counted, before capacity.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor
+
+from moe.checks import check_choice, check_number
+from moe.inspection.contingency import normalized_information
+from moe.inspection.intervals import wilson_interval
+from moe.inspection.permutations import (
+    DocumentShuffle,
+    Shuffle,
+    TokenPlaces,
+    check_permutations,
+    check_tokens,
+    share_at_least,
+    shuffled_tables,
+)
+from moe.inspection.token_classes import TokenClasses
+from moe.sparse.editing import LayerKey
+from moe.tracing.trace import LayerTrace
+
+
+class ClassTable(NamedTuple):
+    """Classes by experts of one layer; a token may be of several classes, or of none.
+
+    Attributes:
+        layer: Its stack and number.
+        names: The C classes.
+        counts: <int64>[C, E] tokens of a class that chose an expert.
+        tokens: <int64>[C] tokens of a class that chose any.
+        load: <float64>[E] share of all such tokens that chose an expert.
+        share: <float64>[C, E] counts over tokens; NaN in a class without tokens.
+        low: <float64>[C, E] lower end of Wilson's interval of the share, as if tokens were
+            independent of each other.
+        high: <float64>[C, E] its upper end.
+        lift: <float64>[C, E] share over load: 1 is no preference; NaN where there is none of one.
+    """
+
+    layer: LayerKey
+    names: tuple[str, ...]
+    counts: Tensor
+    tokens: Tensor
+    load: Tensor
+    share: Tensor
+    low: Tensor
+    high: Tensor
+    lift: Tensor
+
+
+def class_table(
+    layer: LayerTrace,
+    classes: TokenClasses,
+    *,
+    choices: str = "first",
+    confidence: float = 0.95,
+) -> ClassTable:
+    """Returns classes by experts of a layer.
+
+    With `domain_classes` that is domain specialisation: a row is a kind of text, even is 1 / E, or
+    with all choices K / E.
+
+    Args:
+        layer: The layer's part of a trace.
+        classes: Classes of the same stack's tokens.
+        choices: `first`, or `all`: each of the K choices of a token counts, so that the shares of a
+            class add up to the choices that its tokens have.
+        confidence: Of the intervals, e.g. 0.95.
+
+    Raises:
+        ConfigError: When `choices` is another word, or `confidence` is not between 0 and 1.
+        DataError: When the classes are of other tokens.
+
+    Source:
+        OLMoE (arXiv:2409.02060) eq. 7. Differs: choices are counted before capacity.
+    """
+    check_number("confidence", confidence, above=0, below=1)
+    chosen = chosen_experts(layer, choices)  # [N, E]
+    check_tokens("The classes", classes.members.shape[1], len(chosen))
+
+    # One product counts all cells.
+    members = classes.members.double()
+    counts = einsum(members, chosen, "c n, n e -> c e")
+    has_choice = chosen.any(dim=1).double()
+    tokens = einsum(members, has_choice, "c n, n -> c")
+    load = chosen.sum(dim=0) / has_choice.sum()
+
+    # A share, how sure it is, and how it compares with all tokens.
+    share = counts / tokens[:, None]
+    low, high = wilson_interval(counts, tokens[:, None], confidence)
+    lift = share / load
+    return ClassTable(
+        layer=layer.key,
+        names=classes.names,
+        counts=counts.long(),
+        tokens=tokens.long(),
+        load=load,
+        share=share,
+        low=low,
+        high=high,
+        lift=lift.masked_fill(load == 0, math.nan),
+    )
+
+
+def chosen_experts(layer: LayerTrace, choices: str) -> Tensor:
+    """Returns <float64>[N, E]: 1 where a token chose an expert.
+
+    Args:
+        layer: The layer's part of a trace.
+        choices: `first` or `all`.
+
+    Raises:
+        ConfigError: When `choices` is another word.
+    """
+    check_choice("choices", choices, ("first", "all"))
+    experts = layer.first[:, None] if choices == "first" else layer.choices  # [N, K]
+    no_expert = layer.facts.num_experts
+    column = experts.long().masked_fill(experts < 0, no_expert)
+    chosen = torch.zeros(len(column), no_expert + 1, dtype=torch.float64)
+    return chosen.scatter(1, column, 1)[:, :no_expert]
+
+
+# ---------------------------------------------------------------------------
+# More than chance?
+
+
+class SpecializationTest(NamedTuple):
+    """Whether classes and experts of one layer are related more than by chance.
+
+    Attributes:
+        layer: Its stack and number.
+        names: The C classes.
+        p_value: <float64>[C, E] of each cell, two-sided; of all cells of all tested layers together
+            one is at or below p by chance with probability p. 1 in a class without tokens.
+        information: Share of the entropy of the class that the expert tells, from 0 to 1: I(class;
+            expert) / H(class), where a token is of its first class, or of none. NaN where all
+            tokens are of the same.
+        chance: Its mean over shuffles, which is above 0.
+        information_p: Share of shuffles with as much.
+    """
+
+    layer: LayerKey
+    names: tuple[str, ...]
+    p_value: Tensor
+    information: float
+    chance: float
+    information_p: float
+
+
+def specialization_test(
+    layers: Sequence[LayerTrace],
+    classes: TokenClasses,
+    places: TokenPlaces,
+    *,
+    null: type[Shuffle] = DocumentShuffle,
+    num_permutations: int = 1000,
+    seed: int = 0,
+) -> list[SpecializationTest]:
+    """Returns for each layer which classes and experts are related more than by chance.
+
+    Experts are shuffled between tokens, in all layers alike. A cell's p-value is the share of
+    shuffles in which any cell, of any layer given, stands out as much as it does: so a table of a
+    hundred cells may be read cell by cell.
+
+    Args:
+        layers: Layers of one stack.
+        classes: Classes of its tokens.
+        places: Where the tokens stand, see `token_places`.
+        null: What is exchanged: whole documents; or with `TokenShuffle` tokens, which takes those of
+            a document for independent of each other.
+        num_permutations: Shuffles; the smallest p-value is 1 / (this + 1).
+        seed: Of the shuffles.
+
+    Raises:
+        ConfigError: When `num_permutations` or `seed` is out of range.
+        DataError: When the classes, the places and the layers are not of the same tokens, or the
+            documents are too few for `null`.
+
+    Source:
+        Westfall and Young, Resampling-Based Multiple Testing (1993): the maximum over cells.
+    """
+    # All of the same tokens.
+    check_permutations(num_permutations, seed)
+    for layer in layers:
+        num_tokens = len(layer.first)
+        check_tokens("The classes", classes.members.shape[1], num_tokens)
+        check_tokens("The places", len(places.position), num_tokens)
+    if not layers:
+        return []
+
+    # Tokens of the same classes are alike: patterns are counted, not tokens.
+    pattern, kinds = _patterns(classes)
+    num_kinds = kinds.members.shape[1]
+    shuffle = null(places)
+    draws = shuffled_tables(pattern, num_kinds, layers, shuffle, num_permutations, seed)
+    tables = [torch.stack(of_layer).double() for of_layer in zip(*draws, strict=True)]
+
+    # How far cells stand out, in the first table, which is as it is, and in those of chance.
+    of_kind = kinds.members.double()
+    surprises = []
+    for table in tables:
+        counts = einsum(of_kind, table, "c p, r p e -> r c e")
+        surprises.append(_surprise(counts))  # [R, C, E]
+    most = torch.stack([surprise.amax(dim=(1, 2)) for surprise in surprises])
+    most_of_all = most.amax(dim=0)  # [R]
+
+    # Cells against the most surprising cell of each shuffle, the layer against its shuffles.
+    tests = []
+    for layer, table, surprise in zip(layers, tables, surprises, strict=True):
+        p_value = share_at_least(most_of_all, surprise[0])
+        information = _information_of_kinds(table, kinds)  # [R]
+        at_least = share_at_least(information, information[:1])
+        tests.append(
+            SpecializationTest(
+                layer=layer.key,
+                names=classes.names,
+                p_value=p_value,
+                information=float(information[0]),
+                chance=float(information[1:].mean()),
+                information_p=float(at_least),
+            )
+        )
+    return tests
+
+
+def _patterns(classes: TokenClasses) -> tuple[np.ndarray, TokenClasses]:
+    """Returns <int64>[N]: the pattern of classes of each token, and the patterns as P tokens."""
+    # The bytes of a token's row are one value.
+    rows = rearrange(classes.members, "c n -> n c").numpy()
+    row_type = np.dtype((np.void, rows.shape[1]))
+    rows = np.ascontiguousarray(rows).view(row_type)
+    distinct, pattern = np.unique(rows, return_inverse=True)
+
+    # And back.
+    kinds = distinct.view(np.bool_).reshape(-1, len(classes.names))
+    members = rearrange(torch.from_numpy(kinds.copy()), "p c -> c p")
+    return pattern.reshape(-1), TokenClasses(classes.names, members)
+
+
+def _surprise(counts: Tensor) -> Tensor:
+    """Returns <float64>[R, C, E]: how far each count is from the mean of all R, in deviations.
+
+    Counts are taken to the power 2/3, which makes those of rare classes symmetric (Anscombe, 1953);
+    or else the largest of all would always be a cell in which hardly anything is expected.
+    """
+    roots = counts ** (2 / 3)
+    distance = (roots - roots.mean(dim=0)).abs()
+    deviation = roots.std(dim=0, correction=0)
+    standard = distance / deviation.clamp(min=1e-9)
+
+    # Shuffles that are as far but for rounding are as far.
+    return standard.masked_fill(deviation < 1e-9, 0).round(decimals=6)
+
+
+def _information_of_kinds(table: Tensor, kinds: TokenClasses) -> Tensor:
+    """Returns <float64>[R] I / H of <float64>[R, P, E]; a pattern is of its first class."""
+    num_kinds = len(kinds.names) + 1  # the last of no class
+    one_hot = F.one_hot(kinds.first, num_kinds).double()
+    counts = einsum(one_hot, table, "p c, r p e -> r c e")
+    return normalized_information(counts).round(decimals=12)

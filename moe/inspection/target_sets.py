@@ -1,0 +1,181 @@
+"""Sets of target tokens by class, and the document of each: what an ablation is split by.
+
+Comes before `ablation`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.checks import shown
+from moe.errors import DataError
+from moe.models.inputs import IGNORED_LABEL
+from moe.tracing.recorder import TracedBatch
+
+ALL_TOKENS = "all tokens"
+"""Name of the set of all target tokens."""
+
+
+class Targets(NamedTuple):
+    """The N target tokens of some batches, in the order of `Trace.decoder`.
+
+    Attributes:
+        example: <int64>[N] number of the example of each.
+        document: <int64>[N] number of the document of each, from 0.
+        sizes: How many of them each batch has.
+        input_example: <int64>[M] number of the example of each token of the encoder.
+        num_examples: Number of examples.
+        num_documents: Number of documents, G.
+    """
+
+    example: Tensor
+    document: Tensor
+    sizes: list[int]
+    input_example: Tensor
+    num_examples: int
+    num_documents: int
+
+
+class TargetSets(NamedTuple):
+    """Sets of target tokens, ALL_TOKENS first.
+
+    Attributes:
+        names: Name of each set.
+        masks: <bool>[C, N] which tokens are in it.
+    """
+
+    names: tuple[str, ...]
+    masks: Tensor
+
+
+def list_targets(batches: Sequence[TracedBatch]) -> Targets:
+    """Returns where the target tokens of batches come from.
+
+    Raises:
+        DataError: When a batch has no labels or has segments, or there is no target at all.
+    """
+    examples: list[Tensor] = []
+    documents: list[Tensor] = []
+    input_examples: list[Tensor] = []
+    number_of_document: dict[int, int] = {}
+    num_examples = 0
+    for batch, row_documents, _ in batches:
+        if "labels" not in batch or "segment_ids" in batch:
+            raise DataError(
+                "A batch to ablate experts on needs labels and no segment_ids: each row is one example, and the loss "
+                "is that of its labels. Give batches that are not packed."
+            )
+
+        # Numbers of the examples and documents of the rows.
+        labels = batch["labels"].cpu()
+        example = torch.arange(labels.shape[0]) + num_examples  # [B]
+        num_examples += labels.shape[0]
+        numbers: list[int] = []
+        for name in row_documents:
+            new_number = len(number_of_document)
+            numbers.append(number_of_document.setdefault(name, new_number))
+        document = torch.tensor(numbers)  # [B]
+
+        # Of each token of the rows.
+        is_target = labels != IGNORED_LABEL  # [B, T]
+        row, _ = is_target.nonzero(as_tuple=True)
+        examples.append(example[row])
+        documents.append(document[row])
+
+        # The same of the encoder's tokens, all of which are real without a mask.
+        no_padding = torch.ones_like(batch["input_ids"])
+        input_mask = batch.get("attention_mask", no_padding)
+        input_row, _ = input_mask.cpu().nonzero(as_tuple=True)
+        input_examples.append(example[input_row])
+
+    sizes = [example.numel() for example in examples]
+    if not sum(sizes):
+        raise DataError(
+            f"There is nothing to measure a loss on: {len(sizes)} batches have no target token. Give batches whose "
+            "labels are not all -100."
+        )
+    return Targets(
+        example=torch.cat(examples),
+        document=torch.cat(documents),
+        sizes=sizes,
+        input_example=torch.cat(input_examples),
+        num_examples=num_examples,
+        num_documents=len(number_of_document),
+    )
+
+
+def token_sets(targets: Targets, classes: Mapping[str, Tensor]) -> TargetSets:
+    """Returns the set of all targets, and one for each class <bool>[N] of them.
+
+    Raises:
+        DataError: When a mask does not fit, or a class has the name of the set of all.
+    """
+    if ALL_TOKENS in classes:
+        raise DataError(
+            f"A class is called {ALL_TOKENS!r}, as the set of all targets is. Rename it."
+        )
+    everything = torch.ones_like(targets.example, dtype=torch.bool)
+    num_targets = targets.example.numel()
+    masks = [everything]
+    for name, mask in classes.items():
+        mask = _checked(name, mask, num_targets, "target tokens")
+        masks.append(mask)
+    return TargetSets((ALL_TOKENS, *classes), torch.stack(masks))
+
+
+def sequence_sets(
+    targets: Targets,
+    classes: Mapping[str, Tensor],
+    input_classes: Mapping[str, Tensor] | None,
+) -> TargetSets:
+    """Returns the sets of `classes`, and those of all targets of sequences that hold a class.
+
+    An expert of the encoder changes all targets of a sequence, through cross-attention.
+
+    Args:
+        targets: The target tokens.
+        classes: <bool>[N] by name.
+        input_classes: <bool>[M] by name, of the encoder's tokens: a sequence holds the class where
+            one of them is of it. None for the sequences whose targets hold one of `classes`.
+
+    Raises:
+        DataError: When a mask does not fit, or two sets have one name.
+    """
+    # The tokens that a sequence may hold.
+    held_classes = classes
+    example = targets.example
+    what = "target tokens"
+    if input_classes is not None:
+        held_classes = input_classes
+        example = targets.input_example
+        what = "tokens of the encoder"
+
+    sets = token_sets(targets, classes)
+    names = list(sets.names)
+    masks = list(sets.masks)
+    for name, mask in held_classes.items():
+        # From tokens to the examples that hold one, and to all targets of these.
+        mask = _checked(name, mask, example.numel(), what)
+        holds_class = torch.zeros(targets.num_examples, dtype=torch.bool)
+        holds_class[example[mask]] = True
+        masks.append(holds_class[targets.example])  # [N]
+        names.append(f"sequences with {name}")
+
+    if len(set(names)) < len(names):
+        raise DataError(f"Two of the sets {', '.join(names)} have one name. Rename a class.")
+    return TargetSets(tuple(names), torch.stack(masks))
+
+
+def _checked(name: str, mask: Tensor, num_tokens: int, what: str) -> Tensor:
+    """Returns the mask of a class on the CPU; raises a DataError unless it is <bool>[num_tokens]."""
+    expected = f"expected <bool>[{num_tokens}], one value for each of the {num_tokens} {what}"
+    if not isinstance(mask, Tensor):
+        raise DataError(f"The mask of class {name!r} is {shown(mask)}; {expected}.")
+    if mask.dtype != torch.bool or mask.shape != (num_tokens,):
+        raise DataError(
+            f"The mask of class {name!r} has dtype {mask.dtype} and shape {tuple(mask.shape)}; {expected}, in the "
+            "order of the trace of the same batches."
+        )
+    return mask.cpu()

@@ -1,0 +1,287 @@
+"""Classes of tokens, as functions: what a token is, without a tagger.
+
+A class is a function from the text of N tokens to <bool>[N]; a new one is one function:
+
+    @TOKEN_CLASSES.register("colour")
+    def is_colour(text: TokenText) -> Tensor:
+        return text.of_words({"red", "green", "blue"}.__contains__)
+
+Comes after token_text.py, before specialization.py. A piece is of the class of its whole word.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from moe.checks import check, check_choice
+from moe.errors import ConfigError, DataError
+from moe.inspection import word_lists
+from moe.inspection.token_text import TokenText, is_all_marks, read_tokens
+from moe.inspection.word_lists import plain_form
+from moe.registry import Registry
+from moe.sparse.editing import Stack
+from moe.tracing.trace import StackTrace, Trace
+
+TokenClass = Callable[[TokenText], Tensor]
+"""A function from the text of N tokens to <bool>[N]: which are of the class."""
+
+TOKEN_CLASSES: Registry[TokenClass] = Registry("token class")
+
+DEFAULT_CLASSES = (
+    "sentinel",
+    "special",
+    "punctuation",
+    "code",
+    "number",
+    "article",
+    "conjunction",
+    "preposition",
+    "pronoun",
+    "auxiliary",
+    "proper name",
+    "word start",
+    "word inside",
+)
+"""The first that a token is of tells most of it; the last two take every other piece of a word."""
+
+TOKENS = ("input", "target")
+
+
+class TokenClasses(NamedTuple):
+    """Which of N tokens are of which of C classes; classes may overlap.
+
+    Attributes:
+        names: The C names.
+        members: <bool>[C, N] which tokens are of each.
+    """
+
+    names: tuple[str, ...]
+    members: Tensor
+
+    def of(self, name: str) -> Tensor:
+        """Returns <bool>[N]: the tokens of one class.
+
+        Raises:
+            ConfigError: When there is no such class here.
+        """
+        check_choice("class", name, self.names)
+        return self.members[self.names.index(name)]
+
+    @property
+    def first(self) -> Tensor:
+        """Returns <int64>[N]: the first class that each token is of; C where it is of none."""
+        of_none = torch.ones_like(self.members[:1])
+        return torch.cat([self.members, of_none]).int().argmax(dim=0)
+
+
+def classify(
+    stack: StackTrace,
+    tokenizer: PreTrainedTokenizerFast,
+    names: Sequence[str] = DEFAULT_CLASSES,
+    *,
+    tokens: str = "input",
+) -> TokenClasses:
+    """Returns which tokens of a stack are of which class.
+
+    Args:
+        stack: The stack's part of a trace.
+        tokenizer: The model's.
+        names: Classes of TOKEN_CLASSES, in the order in which they claim a token for `first`.
+        tokens: `input`, or for the decoder `target`: the label at each position.
+
+    Raises:
+        ConfigError: When there is no such class, one is named twice, or the encoder's targets are
+            asked for.
+        DataError: When the tokenizer is not the model's or marks no words, or a class returns
+            something other than <bool>[N].
+    """
+    # The classes that were asked for.
+    names = tuple(names)
+    is_list = bool(names) and len(set(names)) == len(names)
+    check(is_list, "names of classes", names, "at least one name, and none twice")
+    functions = [TOKEN_CLASSES.get(name) for name in names]
+
+    # Each is asked about the whole text.
+    ids = token_ids(stack, tokens)
+    text = read_tokens(tokenizer, ids, stack.example)
+    rows = []
+    for name, function in zip(names, functions, strict=True):
+        members = function(text)
+        _check_members(name, members, len(text.ids))
+        rows.append(members)
+    return TokenClasses(names, torch.stack(rows))
+
+
+def domain_classes(trace: Trace, stack: Stack) -> TokenClasses:
+    """Returns the kinds of text as classes of the tokens of a stack, <bool>[domains, N]."""
+    example = trace.stack(stack).example
+    domain = trace.domain[example]  # [N]
+    names = [name or "text" for name in trace.facts.domains]
+    numbers = torch.arange(len(names))
+    return TokenClasses(tuple(names), domain == numbers[:, None])
+
+
+def token_ids(stack: StackTrace, tokens: str) -> Tensor:
+    """Returns <int64>[N]: ids of the tokens that a stack saw, or that its decoder had to predict.
+
+    Raises:
+        ConfigError: When `tokens` is neither `input` nor `target`, or the encoder's targets are
+            asked for.
+    """
+    check_choice("tokens", tokens, TOKENS)
+    if tokens == "input":
+        return stack.ids.long()
+
+    # Only the decoder has targets.
+    if stack.targets.numel() != stack.ids.numel():
+        raise ConfigError(
+            "tokens is 'target', but this stack has no targets: only the decoder predicts. Take the decoder's part of "
+            "the trace, or tokens='input'."
+        )
+    return stack.targets.long()
+
+
+def _check_members(name: str, members: object, num_tokens: int) -> None:
+    """Raises a DataError unless a class returned <bool>[N]."""
+    got = type(members).__name__
+    if isinstance(members, Tensor):
+        if members.dtype == torch.bool and members.shape == (num_tokens,):
+            return
+        got = f"{members.dtype} {list(members.shape)}"
+    raise DataError(
+        f"The token class {name!r} returned {got}; expected torch.bool [{num_tokens}], one value for each token."
+    )
+
+
+# ---------------------------------------------------------------------------
+# Marks of the tokenizer
+
+
+@TOKEN_CLASSES.register("sentinel")
+def is_sentinel(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: `<extra_id_n>`, which stands for a span that was taken out."""
+    return text.is_sentinel
+
+
+@TOKEN_CLASSES.register("special")
+def is_special(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: padding, which starts a decoder, the end, and the like; no sentinel."""
+    return text.is_special & ~text.is_sentinel
+
+
+@TOKEN_CLASSES.register("word start")
+def starts_word(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: the first piece of a word; no punctuation."""
+    return text.is_start & (text.word > 0) & ~is_punctuation(text)
+
+
+@TOKEN_CLASSES.register("word inside")
+def is_inside_word(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: a later piece of a word; no punctuation."""
+    return ~text.is_start & (text.word > 0) & ~is_punctuation(text)
+
+
+# ---------------------------------------------------------------------------
+# The look of a word
+
+
+@TOKEN_CLASSES.register("punctuation")
+def is_punctuation(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: all characters are in Unicode's P* or S*."""
+    return text.of_words(is_all_marks)
+
+
+@TOKEN_CLASSES.register("number")
+def is_number(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: the word has a digit, or is `one` to `trillion`."""
+    return text.of_words(_is_number)
+
+
+def _is_number(word: str) -> bool:
+    if any(map(str.isdecimal, word)):
+        return True
+
+    # twenty-one
+    parts = word.lower().split("-")
+    return all(part in word_lists.NUMBERS for part in parts)
+
+
+# snake_case, camelCase other than McDonald and MacArthur, f( and x[, :: -> == and the like.
+_CODE = re.compile(
+    r"\w_\w|\b_+\w|\w__"
+    r"|(?<!\bM)(?<!\bMa)[a-z][A-Z]"
+    r"|\w[(\[{](?!s\))"
+    r"|::|->|&&|[=!+*/<>-]="
+)
+
+
+@TOKEN_CLASSES.register("code")
+def is_code(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: all that stands between two spaces looks like code, e.g. `get_item(x)`."""
+    return text.of_runs(_looks_like_code)
+
+
+def _looks_like_code(run: str) -> bool:
+    return _CODE.search(run) is not None
+
+
+# ---------------------------------------------------------------------------
+# Closed lists of words
+
+
+def _listed(words: frozenset[str]) -> TokenClass:
+    """Returns the class of the words of a list."""
+
+    def is_listed(word: str) -> bool:
+        return plain_form(word) in words
+
+    def are_listed(text: TokenText) -> Tensor:
+        return text.of_words(is_listed)
+
+    return are_listed
+
+
+for _name, _words in word_lists.BY_CLASS.items():
+    TOKEN_CLASSES.add(_name, _listed(_words))
+
+
+# ---------------------------------------------------------------------------
+# The word among others
+
+
+@TOKEN_CLASSES.register("proper name")
+def is_proper_name(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: begins with a capital where no sentence starts, and is rarely without.
+
+    The form in small letters must be rarer than a third of it in the same tokens. After a sentinel
+    it is not known whether a sentence starts, so that nothing there is called a name.
+    """
+    may_be_name = text.of_words(_has_capital) & ~text.starts_sentence  # [N]
+
+    # How often each word stands so, of W words.
+    num_words = len(text.words)
+    first_pieces = text.word[text.is_start]
+    occurrences = torch.bincount(first_pieces, minlength=num_words)
+    names = torch.bincount(text.word[text.is_start & may_be_name], minlength=num_words)
+
+    # How often its form in small letters stands anywhere.
+    number_of = {word: number for number, word in enumerate(text.words)}
+    small = torch.zeros_like(names)  # [W]
+    for number in names.nonzero().flatten().tolist():
+        word = text.words[int(number)]
+        same = number_of.get(word.lower())
+        if same is not None and same != number:
+            small[number] = occurrences[same]
+
+    is_rarer = 3 * small < names
+    return may_be_name & is_rarer[text.word]
+
+
+def _has_capital(word: str) -> bool:
+    """Returns whether a word that is no function word starts with a capital."""
+    is_listed = plain_form(word) in word_lists.FUNCTION_WORDS
+    return word[0].isupper() and word[-1].isalpha() and not is_listed

@@ -1,0 +1,293 @@
+"""Tokens as text: which word each piece is of, and where sentences start.
+
+Comes before token_classes.py.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from moe.errors import DataError
+
+_SPACE = "\u2581"
+"""SentencePiece's mark of a space: the first character of a piece that starts a word."""
+
+_SENTINEL = re.compile(r"<extra_id_\d+>")
+_UNKNOWN = "\ue000"
+"""Stands for a character that the vocabulary lacks: neither a letter nor punctuation."""
+
+_SENTENCE_END = frozenset(".!?\u2026:")
+
+
+class TokenText(NamedTuple):
+    """N tokens, and the words that they are pieces of; what a class of tokens looks at.
+
+    A run is what stands between two spaces. Its word is the run without the punctuation around it;
+    each piece of that punctuation is a word of its own. `don't` is one word. Special tokens, and a
+    space alone, are of the empty word.
+
+    Attributes:
+        tokenizer: The model's.
+        ids: <int64>[N] token ids.
+        example: <int64>[N] number of each token's example.
+        word: <int64>[N] word that each token is a piece of, as an index into `words`.
+        words: Distinct words; the first is empty.
+        run: <int64>[N] run that each token is in, as an index into `runs`.
+        runs: Distinct runs; the first is empty.
+        is_start: <bool>[N] first piece of its word.
+        starts_sentence: <bool>[N] whether its word is the first of a sentence, or may be.
+        is_special: <bool>[N] special tokens, sentinels among them.
+        is_sentinel: <bool>[N] sentinels.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    ids: Tensor
+    example: Tensor
+    word: Tensor
+    words: list[str]
+    run: Tensor
+    runs: list[str]
+    is_start: Tensor
+    starts_sentence: Tensor
+    is_special: Tensor
+    is_sentinel: Tensor
+
+    def of_words(self, holds: Callable[[str], bool]) -> Tensor:
+        """Returns <bool>[N]: the tokens whose word `holds`; it is asked once for each word."""
+        return _of_texts(holds, self.words)[self.word]
+
+    def of_runs(self, holds: Callable[[str], bool]) -> Tensor:
+        """Returns <bool>[N]: the tokens whose run `holds`; it is asked once for each run."""
+        return _of_texts(holds, self.runs)[self.run]
+
+
+def _of_texts(holds: Callable[[str], bool], texts: Sequence[str]) -> Tensor:
+    """Returns <bool>[T]: which texts hold; the empty one never does."""
+    answers = [text != "" and bool(holds(text)) for text in texts]
+    return torch.tensor(answers, dtype=torch.bool)
+
+
+def is_mark(character: str) -> bool:
+    """Returns whether a character is punctuation or a symbol."""
+    return unicodedata.category(character)[0] in "PS"
+
+
+def is_all_marks(word: str) -> bool:
+    """Returns whether a word is nothing but punctuation and symbols."""
+    return all(map(is_mark, word))
+
+
+def _has_end(word: str) -> bool:
+    """Returns whether punctuation may end a sentence."""
+    return is_all_marks(word) and not _SENTENCE_END.isdisjoint(word)
+
+
+def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor) -> TokenText:
+    """Returns the words of tokens.
+
+    Args:
+        tokenizer: The model's.
+        ids: <int64>[N] token ids, one example after the other.
+        example: <int64>[N] number of each token's example.
+
+    Raises:
+        DataError: When an id is not the tokenizer's, or it does not mark where words start.
+    """
+    # What each id is.
+    vocabulary = _Vocabulary.of(tokenizer)
+    num_pieces = len(vocabulary.pieces)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_pieces:
+        raise DataError(
+            f"The tokens have ids from {int(ids.min())} to {int(ids.max())}, but the tokenizer has {num_pieces} "
+            "pieces. Give the tokenizer of the model that was traced."
+        )
+    is_special = vocabulary.is_special[ids]
+
+    # A run ends where a space, a special token or another example begins.
+    is_first = vocabulary.has_space[ids] | is_special
+    is_first[:1] = True
+    is_first[1:] |= is_special[:-1] | (example[1:] != example[:-1])
+    bounds = [*is_first.nonzero().flatten().tolist(), ids.numel()]
+
+    # Each distinct run is cut into words once.
+    reader = _RunReader(vocabulary)
+    all_ids = ids.tolist()
+    readings = []
+    for start, end in pairwise(bounds):
+        readings.append(reader.read(tuple(all_ids[start:end])))
+
+    # Back to tokens.
+    word: list[int] = []
+    is_start: list[bool] = []
+    run: list[int] = []
+    for reading in readings:
+        word += reading.word
+        is_start += reading.is_start
+        run += [reading.run] * len(reading.word)
+
+    text = TokenText(
+        tokenizer=tokenizer,
+        ids=ids,
+        example=example,
+        word=torch.tensor(word, dtype=torch.int64),
+        words=list(reader.words),
+        run=torch.tensor(run, dtype=torch.int64),
+        runs=list(reader.runs),
+        is_start=torch.tensor(is_start, dtype=torch.bool),
+        starts_sentence=torch.zeros_like(is_special),
+        is_special=is_special,
+        is_sentinel=vocabulary.is_sentinel[ids],
+    )
+    return text._replace(starts_sentence=_sentence_starts(text))
+
+
+class _Vocabulary(NamedTuple):
+    """The pieces of a tokenizer, V of them.
+
+    Attributes:
+        pieces: Their texts without the mark of a space; empty for special tokens.
+        has_space: <bool>[V] whether a piece starts with a space.
+        is_special: <bool>[V]
+        is_sentinel: <bool>[V]
+    """
+
+    pieces: list[str]
+    has_space: Tensor
+    is_special: Tensor
+    is_sentinel: Tensor
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> "_Vocabulary":
+        """Returns the pieces of a tokenizer.
+
+        Raises:
+            DataError: When none starts with the mark of a space.
+        """
+        ids = list(range(len(tokenizer)))
+        names = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
+        starts = [name.startswith(_SPACE) for name in names]
+        has_space = torch.tensor(starts)
+        if not has_space.any():
+            raise DataError(
+                f"No piece of the tokenizer starts with {_SPACE!r}, the mark of a space, so that words cannot be told. "
+                "Give a SentencePiece tokenizer, as T5, Switch and this library have."
+            )
+
+        # An unknown character is special to the tokenizer, but a part of a word to a reader.
+        is_sentinel = torch.tensor([bool(_SENTINEL.fullmatch(name)) for name in names])
+        is_special = is_sentinel.clone()
+        special_ids = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64)
+        is_special[special_ids] = True
+        unknown = tokenizer.unk_token_id
+        if isinstance(unknown, int):
+            is_special[unknown] = False
+
+        # Their texts.
+        pieces = [name.replace(_SPACE, "") for name in names]
+        for number in is_special.nonzero().flatten().tolist():
+            pieces[number] = ""
+        if isinstance(unknown, int):
+            pieces[unknown] = _UNKNOWN
+        return cls(pieces, has_space, is_special, is_sentinel)
+
+
+class _Reading(NamedTuple):
+    """A run of n pieces: the word of each, which are first of theirs, and the run itself."""
+
+    word: list[int]
+    is_start: list[bool]
+    run: int
+
+
+class _RunReader:
+    """Reads runs, and numbers the words and runs that it meets."""
+
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self._pieces = vocabulary.pieces
+        self._readings: dict[tuple[int, ...], _Reading] = {}
+        self.words: dict[str, int] = {"": 0}
+        self.runs: dict[str, int] = {"": 0}
+
+    def read(self, ids: tuple[int, ...]) -> _Reading:
+        """Returns the reading of a run's ids."""
+        if ids not in self._readings:
+            self._readings[ids] = self._read([self._pieces[number] for number in ids])
+        return self._readings[ids]
+
+    def _read(self, pieces: list[str]) -> _Reading:
+        """Returns the reading of pieces: those within the word belong to it, others are their own."""
+        # The mark of a space alone, which is the first of a run, goes with the piece after it.
+        has_mark = len(pieces) > 1 and not pieces[0]
+        if has_mark:
+            pieces = pieces[1:]
+        text = "".join(pieces)
+        first, last = _word_within(text)
+
+        # Pieces that overlap the word are of it.
+        word: list[int] = []
+        is_start: list[bool] = []
+        start = 0
+        in_word = False
+        for piece in pieces:
+            end = start + len(piece)
+            overlaps = end > first and start < last
+            own_text = text[first:last] if overlaps else piece
+            word.append(self.words.setdefault(own_text, len(self.words)))
+            is_start.append(not (overlaps and in_word))
+            in_word = overlaps
+            start = end
+
+        # The mark is the first piece of what follows.
+        if has_mark:
+            word.insert(0, word[0])
+            is_start.insert(1, False)
+        return _Reading(word, is_start, self.runs.setdefault(text, len(self.runs)))
+
+
+def _word_within(text: str) -> tuple[int, int]:
+    """Returns where the word in a run starts and ends: without the punctuation around it."""
+    first = 0
+    last = len(text)
+    while first < last and is_mark(text[first]):
+        first += 1
+    while last > first and is_mark(text[last - 1]):
+        last -= 1
+    return first, last
+
+
+def _sentence_starts(text: TokenText) -> Tensor:
+    """Returns <bool>[N]: tokens of words before which a sentence ended, or nothing is known.
+
+    That is after one of .!?:, after a special token, and at the start of an example; quotation
+    marks and brackets between do not count.
+    """
+    number = torch.arange(len(text.ids))
+    is_punctuation = text.of_words(is_all_marks)
+    ends_sentence = text.of_words(_has_end) | text.is_special
+    if not len(number):
+        return ends_sentence
+
+    # The last word and the last end before each token, counting from where its example begins.
+    is_word = ~is_punctuation & (text.word > 0)
+    last_word = _last_before(is_word, number)
+    last_end = _last_before(ends_sentence, number)
+    is_new = torch.ones_like(is_word)
+    is_new[1:] = text.example[1:] != text.example[:-1]
+    example_start = number.masked_fill(~is_new, 0).cummax(dim=0).values
+    starts = (last_end > last_word) | (last_word < example_start)  # [N]
+
+    # All pieces of a word are where its first one is.
+    first_piece = number.masked_fill(~text.is_start, 0).cummax(dim=0).values
+    return starts[first_piece] & is_word
+
+
+def _last_before(holds: Tensor, number: Tensor) -> Tensor:
+    """Returns <int64>[N]: the last token before each one that <bool>[N] holds of; -1 for none."""
+    last = number.masked_fill(~holds, -1).cummax(dim=0).values
+    return torch.cat([last.new_full((1,), -1), last[:-1]])

@@ -1,0 +1,245 @@
+"""Batches to trace: of texts, whose spans are masked, and of pairs of texts.
+
+Comes before `recorder`, which says what a model does with them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from moe.checks import check_integer
+from moe.data.pipeline import Sentinels, encode_pairs
+from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
+from moe.data.tokenizer import SpecialIds
+from moe.errors import DataError
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.tracing.recorder import TracedBatch, evaluation_mode
+from moe.tracing.trace import Trace
+
+_NOT_A_TARGET = -100
+_PADDING = 0  # of inputs, where no tokenizer says it; masked, so that any id would do
+_SHORTEST = 4  # tokens of a text that are worth a mask
+
+
+class SourceText(NamedTuple):
+    """A text to trace.
+
+    Attributes:
+        text: The text, or the input of a pair.
+        target: Target of a pair; empty for a text alone.
+        document: Number of what it is from: texts of one document are not independent.
+        domain: Name of its kind.
+    """
+
+    text: str
+    target: str
+    document: int
+    domain: str
+
+
+class _Row(NamedTuple):
+    """An example in tokens <int>[L] and <int>[T], and where it is from."""
+
+    inputs: NDArray[np.integer]
+    targets: NDArray[np.integer]
+    source: SourceText
+
+
+def corrupted_batches(
+    texts: Iterable[SourceText],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    inputs_length: int,
+    batch_size: int,
+    most_examples: int | None = None,
+    seed: int = 0,
+    noise: Noise = Noise(),  # noqa: B008  an immutable tuple
+) -> Iterator[TracedBatch]:
+    """Yields batches in which spans of the texts are masked, as in pre-training.
+
+    Each text is cut into examples of its own, in order. Of more than `most_examples` those are taken
+    that lie evenly over all.
+
+    Args:
+        texts: Texts without targets.
+        tokenizer: Tokenizer of the model.
+        inputs_length: Most encoder tokens of an example.
+        batch_size: Examples in a batch; the last one may have fewer.
+        most_examples: Most examples in all; None for all.
+        seed: Of the masks.
+        noise: How much is masked.
+
+    Raises:
+        ConfigError: When a number is out of range.
+        DataError: When no text has as many as four tokens.
+    """
+    # Chunks of as many tokens as corruption shortens to the inputs' length.
+    check_integer("seed", seed, least=0)
+    ids = SpecialIds.of(tokenizer)
+    length = tokens_length(inputs_length, noise, ids.num_sentinels)
+    chunks = []
+    for source in texts:
+        encoded = tokenizer(
+            source.text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
+        tokens = np.asarray(encoded["input_ids"], dtype=np.int32)
+        for start in range(0, tokens.size, length):
+            chunk = tokens[start : start + length]
+            if chunk.size >= _SHORTEST:
+                chunks.append((chunk, source))
+
+    # The mask of an example follows from its number, whichever others are taken.
+    def masked_rows() -> Iterator[_Row]:
+        for number in _evenly(len(chunks), most_examples):
+            chunk, source = chunks[number]
+            rng = np.random.default_rng([seed, number])
+            inputs, targets = corrupt(chunk, noise_mask(chunk.size, noise, rng), ids)
+            yield _Row(inputs, targets, source)
+
+    if not chunks:
+        raise DataError(
+            f"There is nothing to trace: no text has {_SHORTEST} tokens. Give more text."
+        )
+    return _batches(masked_rows(), batch_size, ids.pad)
+
+
+def paired_batches(
+    pairs: Sequence[SourceText],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    inputs_length: int,
+    targets_length: int,
+    batch_size: int,
+    most_examples: int | None = None,
+    sentinels: Sentinels = "none",
+) -> Iterator[TracedBatch]:
+    """Yields batches of pairs, as in fine-tuning; texts that are too long are truncated.
+
+    Args:
+        pairs: Texts with targets.
+        tokenizer: Tokenizer of the model.
+        inputs_length: Most encoder tokens of an example.
+        targets_length: Most decoder tokens of an example.
+        batch_size: Examples in a batch; the last one may have fewer.
+        most_examples: Most examples in all, taken evenly; None for all.
+        sentinels: As the model was fine-tuned; see `PairSource`.
+
+    Raises:
+        ConfigError: When a number is out of range.
+        DataError: When there is no pair.
+    """
+    if not pairs:
+        raise DataError("There is nothing to trace: not one pair was given.")
+
+    # Truncation and sentinels are those of fine-tuning.
+    chosen = [pairs[number] for number in _evenly(len(pairs), most_examples)]
+    texts = [(pair.text, pair.target) for pair in chosen]
+    encoded = encode_pairs(texts, tokenizer, (inputs_length, targets_length), sentinels)
+    rows = []
+    for (inputs, targets), source in zip(encoded, chosen, strict=True):
+        rows.append(_Row(np.asarray(inputs), np.asarray(targets), source))
+    return _batches(rows, batch_size, SpecialIds.of(tokenizer).pad)
+
+
+def _evenly(number: int, most: int | None) -> list[int]:
+    """Returns at most so many of the numbers below another one, evenly spread."""
+    if most is None or most >= number:
+        return list(range(number))
+    check_integer("most_examples", most, least=1)
+    return [index * number // most for index in range(most)]
+
+
+def _batches(rows: Iterable[_Row], batch_size: int, padding: int) -> Iterator[TracedBatch]:
+    """Yields batches of rows, each padded to its longest."""
+    check_integer("batch_size", batch_size, least=1)
+
+    # The last batch has what is left.
+    collected: list[_Row] = []
+    for row in rows:
+        collected.append(row)
+        if len(collected) == batch_size:
+            yield _collate(collected, padding)
+            collected = []
+    if collected:
+        yield _collate(collected, padding)
+
+
+def _collate(rows: Sequence[_Row], padding: int) -> TracedBatch:
+    inputs = [torch.from_numpy(row.inputs.astype(np.int64)) for row in rows]
+    targets = [torch.from_numpy(row.targets.astype(np.int64)) for row in rows]
+    masks = [torch.ones_like(row) for row in inputs]
+    batch = {
+        "input_ids": _pad(inputs, padding),  # [B, L]
+        "attention_mask": _pad(masks, 0),  # [B, L]
+        "labels": _pad(targets, _NOT_A_TARGET),  # [B, T]
+    }
+    documents = [row.source.document for row in rows]
+    return TracedBatch(batch, documents, [row.source.domain for row in rows])
+
+
+def _pad(rows: Sequence[Tensor], value: int) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
+    """Yields the examples of a trace again, for another look or another model.
+
+    Args:
+        trace: What was recorded.
+        batch_size: Examples in a batch; where experts have a capacity, routing depends on it.
+
+    Raises:
+        ConfigError: When `batch_size` is not positive.
+    """
+    # The decoder's inputs follow from the targets.
+    sources = _sources(trace)
+    inputs = trace.encoder.ids.numpy()
+    targets = trace.decoder.targets.numpy()
+    starts = trace.encoder.starts.tolist()
+    target_starts = trace.decoder.starts.tolist()
+
+    rows = []
+    for number, source in enumerate(sources):
+        of_inputs = inputs[starts[number] : starts[number + 1]]
+        of_targets = targets[target_starts[number] : target_starts[number + 1]]
+        rows.append(_Row(of_inputs, of_targets, source))
+    return _batches(rows, batch_size, _PADDING)
+
+
+def _sources(trace: Trace) -> list[SourceText]:
+    """Returns where each example of a trace is from."""
+    sources = []
+    for document, domain in zip(trace.document.tolist(), trace.domain.tolist(), strict=True):
+        sources.append(SourceText("", "", document, trace.facts.domains[domain]))
+    return sources
+
+
+def generated_batches(
+    model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch], *, max_tokens: int
+) -> Iterator[TracedBatch]:
+    """Yields the batches with the model's own greedy answers in the place of their labels.
+
+    Args:
+        model: The model; its training mode is restored.
+        batches: Batches with inputs; their labels are not looked at.
+        max_tokens: Most tokens of an answer.
+    """
+    check_integer("max_tokens", max_tokens, least=1)
+    end = model.config.eos_token_id
+    for traced in batches:
+        # Greedily, so that the same answer comes again.
+        inputs = {name: value for name, value in traced.batch.items() if name != "labels"}
+        with evaluation_mode(model):
+            answers = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+
+        # Behind the first end token there is only padding.
+        labels = answers[:, 1:]  # [B, T]
+        has_ended = (labels == end).cumsum(dim=1) - (labels == end).long() > 0
+        labels = labels.masked_fill(has_ended, _NOT_A_TARGET)
+        yield traced._replace(batch={**inputs, "labels": labels})

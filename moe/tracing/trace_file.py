@@ -1,0 +1,254 @@
+"""A trace on disk: `trace.safetensors`, and `trace.json` with what was traced.
+
+Comes after `recorder`, whose rows it writes while they come.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe.checksums import refuse_damage, write_sums
+from moe.errors import DataError
+from moe.files import whole_folder
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import read_record
+from moe.tracing.recorder import FORMAT_VERSION, Provenance, Recording, TracedBatch
+from moe.tracing.trace import (
+    ACCEPTED,
+    STACKS,
+    LayerFacts,
+    LayerTrace,
+    Trace,
+    TraceFacts,
+    trace_from,
+    trace_tensors,
+)
+
+TENSORS_FILE = "trace.safetensors"
+FACTS_FILE = "trace.json"
+
+_DTYPE_NAMES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+def record_to_folder(
+    model: STMoEForConditionalGeneration,
+    batches: Iterable[TracedBatch],
+    folder: Path,
+    *,
+    num_best: int = 0,
+    provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
+) -> TraceFacts:
+    """Writes where every token of the batches goes, whole or not at all, and returns what it is.
+
+    Memory holds one batch, however many there are. An earlier trace in the folder is replaced.
+
+    Args:
+        model: The model; evaluated, its training mode is restored.
+        batches: Examples; see `traced_batches`.
+        folder: Where to.
+        num_best: M: the experts of highest probability that are kept with their probabilities.
+        provenance: Where the trace comes from.
+
+    Raises:
+        ConfigError: When `num_best` is not between 0 and the number of experts.
+        DataError: When there is no example, a batch has no labels or has segments, or the folder
+            holds something that is no trace.
+    """
+    recording = Recording(model, num_best=num_best)
+    with whole_folder(folder, kind="trace") as partial:
+        # Rows go to disk batch by batch; what adds up over batches comes last.
+        with _RowStream(partial / ".rows") as stream:
+            for batch in batches:
+                stream.append(recording.record(batch))
+            recorded = recording.facts(provenance)
+            stream.finish(partial / TENSORS_FILE, recording.totals())
+        _write_facts(recorded, partial)
+        write_sums(partial)
+    return recorded
+
+
+def save_trace(trace: Trace, folder: Path) -> None:
+    """Writes a trace to a folder, whole or not at all; an earlier trace there is replaced.
+
+    Raises:
+        DataError: When the folder holds something that is no trace.
+    """
+    with whole_folder(folder, kind="trace") as partial:
+        with _RowStream(partial / ".rows") as stream:
+            stream.finish(partial / TENSORS_FILE, trace_tensors(trace))
+        _write_facts(trace.facts, partial)
+        write_sums(partial)
+
+
+def _write_facts(facts: TraceFacts, folder: Path) -> None:
+    record = facts._asdict() | {"layers": [layer._asdict() for layer in facts.layers]}
+    (folder / FACTS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+class _RowStream(ExitStack):
+    """Tensors whose rows come bit by bit, in one file of raw numbers each until they are whole."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        folder.mkdir()
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._shapes: dict[str, list[int]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def append(self, rows: dict[str, Tensor]) -> None:
+        """Appends rows <any>[N, ...] to the tensor of each name."""
+        for name, values in rows.items():
+            if name not in self._files:
+                self._files[name] = self.enter_context((self._folder / name).open("wb"))
+                self._shapes[name] = [0, *values.shape[1:]]
+                self._dtypes[name] = values.dtype
+            self._files[name].write(values.contiguous().numpy().tobytes())
+            self._shapes[name][0] += values.shape[0]
+
+    def finish(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        """Writes all tensors, and further ones that are whole, to a safetensors file."""
+        for name, values in tensors.items():
+            scalar = values.reshape(1) if values.dim() == 0 else values
+            self.append({name: scalar})
+            self._shapes[name] = list(values.shape)
+        self.close()
+
+        # The header says where each tensor lies; wide numbers come first, so that all are aligned.
+        names = sorted(self._files, key=lambda name: (-self._dtypes[name].itemsize, name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            start = end
+            end += (self._folder / name).stat().st_size
+            header[name] = {
+                "dtype": _DTYPE_NAMES[self._dtypes[name]],
+                "shape": self._shapes[name],
+                "data_offsets": [start, end],
+            }
+
+        # The format: the header's length, the header, and the tensors one after the other.
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        with path.open("wb") as target:
+            target.write(len(encoded).to_bytes(8, "little"))
+            target.write(encoded)
+            for name in names:
+                with (self._folder / name).open("rb") as source:
+                    shutil.copyfileobj(source, target)
+        shutil.rmtree(self._folder)
+
+
+# ---------------------------------------------------------------------------
+# Reading
+
+
+def read_trace(folder: Path) -> Trace:
+    """Returns a trace that was written to a folder.
+
+    Raises:
+        DataError: When the folder is no trace, or a file of it is damaged; names the file.
+    """
+    advice = "Record it again: `python -m scripts.inspect_router record`."
+    if not (folder / FACTS_FILE).is_file():
+        raise DataError(f"{folder} is not a trace: it has no {FACTS_FILE}. {advice}")
+    refuse_damage(folder, [FACTS_FILE, TENSORS_FILE], advice=advice)
+
+    # What the tensors should be.
+    facts = read_record(folder / FACTS_FILE, TraceFacts, advice=advice)
+    path = folder / TENSORS_FILE
+    if facts.version != FORMAT_VERSION:
+        raise DataError(
+            f"{folder / FACTS_FILE}: the format is {facts.version}; this version of the library reads "
+            f"{FORMAT_VERSION}. {advice}"
+        )
+
+    # What they are.
+    try:
+        trace = trace_from(facts, load_file(path))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}. {advice}") from error
+    except KeyError as error:
+        raise DataError(f"{path} has no tensor {error}. {advice}") from error
+
+    problem = _find_problem(trace)
+    if problem:
+        raise DataError(f"{path} does not fit {FACTS_FILE}: {problem}. {advice}")
+    return trace
+
+
+def _find_problem(trace: Trace) -> str | None:
+    """Returns what is wrong with a trace from elsewhere; None when nothing is."""
+    num_examples = trace.facts.num_examples
+    for name, values in (("document", trace.document), ("domain", trace.domain)):
+        if values.shape != (num_examples,) or values.is_floating_point():
+            return f"{name} is no number for each of {num_examples:,} examples"
+    if trace.domain.numel() and not _lies_in(trace.domain, 0, len(trace.facts.domains)):
+        return "domain is no index of the domains"
+
+    # Examples lie side by side, and all tokens are of one.
+    for stack in STACKS:
+        part = trace.stack(stack)
+        starts = part.starts
+        if starts.shape != (num_examples + 1,) or starts.is_floating_point():
+            return f"{stack}.starts has no start of each example"
+        is_ordered = int(starts[0]) == 0 and bool((starts.diff() >= 0).all())
+        if not is_ordered or part.ids.shape != (int(starts[-1]),):
+            return f"{stack}.starts and {stack}.ids differ in the number of tokens"
+    if trace.decoder.targets.shape != trace.decoder.ids.shape:
+        return "decoder.targets and decoder.ids differ in the number of tokens"
+
+    # Every layer has a row for every token.
+    for layer in trace.layers:
+        problem = _find_problem_of_layer(layer, trace.stack(layer.facts.stack).ids.numel())
+        if problem:
+            return f"{layer.facts.stack}.{layer.facts.layer}: {problem}"
+    return None
+
+
+def _find_problem_of_layer(layer: LayerTrace, num_tokens: int) -> str | None:
+    """Returns what is wrong with the trace of a layer; None when nothing is."""
+    facts: LayerFacts = layer.facts
+    choices = (num_tokens, facts.num_choices)
+    for name in ("expert", "state", "gate"):
+        if getattr(layer, name).shape != choices:
+            return f"{name} has another shape than {choices}"
+    if layer.first.shape != (num_tokens,):
+        return f"first has another shape than {(num_tokens,)}"
+    if layer.best_expert.shape != layer.best_prob.shape or layer.best_prob.dim() != 2:
+        return "best_expert and best_prob differ in shape"
+
+    # Numbers that stand for something.
+    if not _lies_in(layer.expert, 0, facts.num_experts):
+        return f"expert holds none of {facts.num_experts} experts"
+    if not _lies_in(layer.first, -1, facts.num_experts):
+        return f"first holds none of {facts.num_experts} experts"
+    if not _lies_in(layer.state, 0, ACCEPTED + 1):
+        return "state holds an unknown state"
+    if layer.stats.expert_load.shape != (facts.num_experts,):
+        return "stats.expert_load is not of as many experts"
+    return None
+
+
+def _lies_in(values: Tensor, least: int, end: int) -> bool:
+    """Returns whether all values are whole numbers of at least `least` and below `end`."""
+    if values.is_floating_point():
+        return False
+    return not values.numel() or least <= int(values.min()) <= int(values.max()) < end

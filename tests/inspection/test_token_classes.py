@@ -1,0 +1,223 @@
+"""Classes of tokens: each piece is of the class of its word, by rules that need no model."""
+
+import pytest
+import torch
+
+from moe import ConfigError, DataError
+from moe.inspection import word_lists
+from moe.inspection.token_classes import (
+    DEFAULT_CLASSES,
+    TOKEN_CLASSES,
+    classify,
+    domain_classes,
+)
+from moe.inspection.token_text import read_tokens
+from tests.inspection.by_hand import a_stack, a_tokenizer, a_trace, ids_of
+
+SENTENCE = [
+    ("~In", "preposition"),
+    ("~19", "number"),
+    ("90", "number"),
+    (",", "punctuation"),
+    ("~the", "article"),
+    ("~(", "punctuation"),
+    ("dog", "word start"),
+    (")", "punctuation"),
+    ("~does", "auxiliary"),
+    ("n", "auxiliary"),
+    ("'", "auxiliary"),
+    ("t", "auxiliary"),
+    ("~walk", "word start"),
+    ("ing", "word inside"),
+    ("~get", "code"),
+    ("_", "code"),
+    ("item", "code"),
+    ("(", "code"),
+    ("x", "code"),
+    (")", "punctuation"),
+    ("~and", "conjunction"),
+    ("~it", "pronoun"),
+    ("'", "pronoun"),
+    ("s", "pronoun"),
+    ("~Par", "proper name"),
+    ("is", "proper name"),
+    ("<extra_id_1>", "sentinel"),
+    ("~twenty", "number"),
+    ("-", "number"),
+    ("one", "number"),
+    ("~--", "punctuation"),
+    ("<unk>", "word start"),
+    ("~3", "number"),
+    (".", "number"),
+    ("5", "number"),
+    (".", "punctuation"),
+    ("</s>", "special"),
+]
+
+
+def a_text(*examples):
+    """Returns a stack of examples of pieces, and the tokenizer that has them."""
+    pieces = [piece for example in examples for piece in example]
+    tokenizer = a_tokenizer(*(piece for piece in pieces if not piece.startswith("<")))
+    stack = a_stack([len(example) for example in examples], ids=ids_of(tokenizer, pieces))
+    return stack, tokenizer
+
+
+def classes_of(*examples, names=DEFAULT_CLASSES):
+    """Returns the name of the first class of each piece."""
+    stack, tokenizer = a_text(*examples)
+    first = classify(stack, tokenizer, names).first
+    return [(*names, "none")[number] for number in first.tolist()]
+
+
+def test_each_piece_is_of_the_class_of_its_word():
+    pieces = [piece for piece, _ in SENTENCE]
+    assert list(zip(pieces, classes_of(pieces), strict=True)) == SENTENCE
+
+
+def test_every_token_is_of_exactly_one_kind_of_piece():
+    stack, tokenizer = a_text([piece for piece, _ in SENTENCE])
+    kinds = ["sentinel", "special", "punctuation", "word start", "word inside"]
+    assert classify(stack, tokenizer, kinds).members.sum(dim=0).tolist() == [1] * len(SENTENCE)
+
+
+def test_an_unknown_character_is_a_part_of_its_word():
+    assert classes_of(["~caf", "<unk>", "~the"]) == ["word start", "word inside", "article"]
+
+
+def test_a_mark_of_a_space_alone_goes_with_what_follows():
+    assert classes_of(["~", "the", "~", "(", "~"]) == [
+        "article",
+        "article",
+        "punctuation",
+        "punctuation",
+        "none",
+    ]
+
+
+def test_a_name_has_a_capital_within_a_sentence_and_is_rare_without():
+    names = ["proper name"]
+    text = ["~The", "~dog", "~saw", "~Rex", ".", "~Rex", "~saw", "~March", '~"', "Rex", '"']
+    expected = [0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 0]
+    assert [name == "proper name" for name in classes_of(text, names=names)] == expected
+
+    # "march" is a third as frequent as "March": a word that stands at the start of a title.
+    marches = ["~saw", "~March", "~saw", "~March", "~saw", "~March", "~march"]
+    assert "proper name" not in classes_of(marches, names=names)
+    assert classes_of(marches[:-1], names=names).count("proper name") == 3
+
+
+def test_nothing_is_called_a_name_where_a_sentence_may_start():
+    names = ["proper name"]
+    for before in ([], ["~so", "."], ["~so", "?", '"'], ["<extra_id_0>"], ["~so", ":", "~("]):
+        assert "proper name" not in classes_of([*before, "~Rex", "~saw"], names=names), before
+    assert "proper name" not in classes_of(["~saw", "~I", "~saw", "~It"], names=names)
+    assert "proper name" in classes_of(["~saw", "~US"], names=names)
+
+
+def test_a_word_ends_with_its_example():
+    assert classes_of(["~th"], ["e"]) == ["word start", "word start"]
+    assert classes_of(["~th", "e"]) == ["article", "article"]
+
+
+def test_code_is_told_from_prose():
+    def is_code(run):
+        return classes_of(["~" + run], names=["code"]) == ["code"]
+
+    for run in ("snake_case", "camelCase", "f(x)", "x[0]", "std::move", "x->y", "a+=1", "__init__"):
+        assert is_code(run), run
+    for run in ("McDonald", "MacArthur", "word(s)", "(see", "Paris", "3.5", "don't", "and/or"):
+        assert not is_code(run), run
+
+
+def test_no_word_is_on_two_lists_of_function_words():
+    lists = (
+        word_lists.ARTICLES,
+        word_lists.CONJUNCTIONS,
+        word_lists.PREPOSITIONS,
+        word_lists.PRONOUNS,
+        word_lists.AUXILIARIES,
+    )
+    assert sum(map(len, lists)) == len(word_lists.FUNCTION_WORDS)
+    assert all(word == word.lower() for word in word_lists.FUNCTION_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "plain"),
+    [("The", "the"), ("can't", "can"), ("it\u2019s", "it"), ("US", "US"), ("I", "i"), ("s", "s")],
+)
+def test_the_plain_form_of_a_word(word, plain):
+    assert word_lists.plain_form(word) == plain
+
+
+def test_every_class_of_the_registry_says_yes_or_no_of_each_token():
+    stack, tokenizer = a_text([piece for piece, _ in SENTENCE])
+    names = TOKEN_CLASSES.names()
+    assert set(DEFAULT_CLASSES) <= set(names)
+    assert classify(stack, tokenizer, names).members.shape == (len(names), len(SENTENCE))
+
+    empty = a_stack([0, 0])
+    assert classify(empty, tokenizer, names).members.shape == (len(names), 0)
+
+
+def test_a_class_of_ones_own_is_one_function(monkeypatch):
+    monkeypatch.setattr(TOKEN_CLASSES, "_entries", dict(TOKEN_CLASSES._entries))
+
+    @TOKEN_CLASSES.register("colour")
+    def is_colour(text):
+        return text.of_words(lambda word: word.lower() in {"red", "green"})
+
+    @TOKEN_CLASSES.register("wrong")
+    def wrong(text):
+        return text.ids
+
+    assert classes_of(["~Re", "d", "~dog"], names=["colour"]) == ["colour", "colour", "none"]
+    with pytest.raises(DataError, match=r"'wrong' returned torch.int64 \[3\]; expected torch.bool"):
+        classes_of(["~Re", "d", "~dog"], names=["wrong"])
+
+
+def test_targets_are_the_decoders_alone():
+    pieces = ["<pad>", "~the", "~dog"]
+    encoder, tokenizer = a_text(pieces)
+    decoder = encoder._replace(targets=torch.tensor(ids_of(tokenizer, [*pieces[1:], "</s>"])))
+    names = ["article", "special"]
+    assert classify(decoder, tokenizer, names).first.tolist() == [1, 0, 2]
+    assert classify(decoder, tokenizer, names, tokens="target").first.tolist() == [0, 2, 1]
+    with pytest.raises(ConfigError, match="this stack has no targets: only the decoder predicts"):
+        classify(encoder, tokenizer, names, tokens="target")
+    with pytest.raises(ConfigError, match="tokens is 'output'; expected one of input, target"):
+        classify(encoder, tokenizer, names, tokens="output")
+
+
+def test_what_cannot_be_classed_is_refused():
+    stack, tokenizer = a_text(["~the"])
+    with pytest.raises(
+        ConfigError, match=r"no token class called 'artikle'\. Did you mean 'article'"
+    ):
+        classify(stack, tokenizer, ["artikle"])
+    for names in ([], ["article", "article"]):
+        with pytest.raises(ConfigError, match="expected at least one name, and none twice"):
+            classify(stack, tokenizer, names)
+    with pytest.raises(ConfigError, match="class is 'code'; expected one of article"):
+        classify(stack, tokenizer, ["article"]).of("code")
+
+    with pytest.raises(DataError, match=r"ids from 999 to 999, but the tokenizer has 7 pieces"):
+        classify(a_stack([1], ids=[999]), tokenizer)
+    with pytest.raises(DataError, match="so that words cannot be told"):
+        classify(stack, a_tokenizer("the"))
+
+
+def test_a_domain_is_a_class():
+    stack = a_stack([2, 1, 3])
+    trace = a_trace(stack, domains=["", "code"], domain=[0, 1, 0])
+    classes = domain_classes(trace, "encoder")
+    assert classes.names == ("text", "code")
+    assert classes.members.int().tolist() == [[1, 1, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0]]
+
+
+def test_a_word_is_asked_about_once():
+    stack, tokenizer = a_text(["~the", "~dog", "~the", "~dog"])
+    asked = []
+    text = read_tokens(tokenizer, stack.ids.long(), stack.example)
+    text.of_words(lambda word: asked.append(word) or True)
+    assert asked == ["the", "dog"]

@@ -1,0 +1,272 @@
+"""The edit point. Oracles: layers without an edit; plans, losses and outputs made by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from moe import ConfigError, DataError, STMoEConfig, STMoEForConditionalGeneration
+from moe.sparse.editing import edit_routing, sparse_layers
+from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts, choose_again
+from tests.sparse.layers import DROPLESS, GATED_NAMES, ROUTER_NAMES, THREE_SLOTS, build_layer
+
+E, D, B, L = 5, 7, 3, 11
+KEY = ("encoder", 0)
+
+
+def tokens():
+    return torch.randn(B, L, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def build_model(**settings):
+    torch.manual_seed(4)
+    config = STMoEConfig(
+        vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=4, num_decoder_layers=2, num_heads=2, num_experts=4,
+        num_sparse_encoder_layers=2, num_sparse_decoder_layers=1, initializer_scale=1.0, **settings,
+    )  # fmt: skip
+    return STMoEForConditionalGeneration(config).eval()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(2)
+    input_ids = torch.randint(3, 60, (B, L), generator=generator)
+    labels = torch.randint(3, 60, (B, 5), generator=generator)
+    mask = torch.ones(B, L, dtype=torch.int64)
+    mask[1, 4:] = 0
+    labels[2, 3:] = -100
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
+
+
+def test_layers_have_the_names_of_their_stacks_in_order():
+    model = build_model()
+    assert list(sparse_layers(model)) == [("encoder", 0), ("encoder", 1), ("decoder", 0)]
+    layers = list(sparse_layers(model).values())
+    assert layers == list(model.sparse_layers())
+
+
+@pytest.mark.parametrize("router", ROUTER_NAMES)
+def test_a_plan_has_the_weights_that_its_router_gives_it(router):
+    layer = build_layer(router)
+    layer.train()
+    seen = []
+
+    def look(scores, plan):
+        assert torch.equal(layer.router.combine_weight(scores, plan), plan.combine_weight)
+        seen.append(plan)
+        return plan
+
+    ids = torch.arange(B * L).view(B, L)
+    mask = ids % 5 > 0
+    state = torch.get_rng_state()
+    expected, _ = layer(tokens(), mask, token_ids=ids)
+    torch.set_rng_state(state)
+    with edit_routing(layer, {KEY: look}):
+        output, router_output = layer(tokens(), mask, token_ids=ids)
+    assert torch.equal(output, expected)
+    assert seen == [router_output.plan]
+
+
+def test_an_edit_is_carried_out_and_reported():
+    layer = build_layer(**DROPLESS)
+
+    def to_the_last(scores, plan):
+        return plan._replace(expert_index=torch.full_like(plan.expert_index, E - 1))
+
+    with edit_routing(layer, {KEY: to_the_last}):
+        _, router = layer(tokens())
+    assert router.stats.expert_load.tolist()[:-1] == [0] * (E - 1)
+    assert layer.plan_edits == ()
+
+
+def test_edits_compose_in_their_order_and_end_with_their_block():
+    layer = build_layer()
+    order = []
+
+    def note(name):
+        return lambda scores, plan: order.append(name) or plan
+
+    with pytest.raises(ZeroDivisionError), edit_routing(layer, {KEY: note("outer")}):
+        with edit_routing(layer, {KEY: note("inner")}):
+            layer(tokens())
+        layer(tokens())
+        raise ZeroDivisionError
+    layer(tokens())
+    assert order == ["outer", "inner", "outer"]
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_dropped_experts_give_nothing(dispatch):
+    layer = build_layer(dispatch=dispatch)
+    silent = copy.deepcopy(layer)
+    with torch.no_grad():
+        silent.experts.down_proj[[1, 4]] = 0
+    with edit_routing(layer, {KEY: DropExperts(1, 4)}):
+        output, router = layer(tokens())
+    torch.testing.assert_close(output, silent(tokens())[0])
+    assert router.stats.accepted_load[[1, 4]].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("router", ROUTER_NAMES)
+def test_rerouted_experts_get_no_token_and_all_is_finite(router):
+    layer = build_layer(router)
+    ids = torch.arange(B * L).view(B, L)
+    with edit_routing(layer, {KEY: RerouteExperts(0, 3)}):
+        output, router_output = layer(tokens(), token_ids=ids)
+    assert output.isfinite().all()
+    assert router_output.stats.accepted_load[[0, 3]].tolist() == [0, 0]
+    assert router_output.stats.accepted_load.sum() > 0
+
+
+def test_rerouting_is_what_a_layer_without_the_expert_does():
+    layer = build_layer(**DROPLESS)
+    small = build_layer(num_experts=E - 1, **DROPLESS)
+    left = [0, 1, 3, 4]
+    weights = {name: value[left] for name, value in layer.state_dict().items()}
+    small.load_state_dict(weights)
+    with edit_routing(layer, {KEY: RerouteExperts(2)}):
+        output, _ = layer(tokens())
+    torch.testing.assert_close(output, small(tokens())[0])
+
+
+@pytest.mark.parametrize("over", ["experts", "tokens"])
+def test_where_experts_choose_the_weights_are_those_without_the_expert(over):
+    """A token that is shared by fewer experts has a larger part of each."""
+    options = {"router": "expert_choice", "router_options": {"softmax_over": over}}
+    layer = build_layer(**options, **THREE_SLOTS)
+    pruned = build_layer(num_experts=4, **options, **THREE_SLOTS)
+    keep = torch.tensor([0, 1, 3, 4])
+    with torch.no_grad():
+        pruned.router.gate.copy_(layer.router.gate[keep])
+
+    x = torch.randn(2, 13, 7, dtype=torch.float64)
+    with edit_routing(layer, {("encoder", 0): RerouteExperts(2)}):
+        ours = layer(x)[1].plan
+    theirs = pruned(x)[1].plan
+    assert torch.equal(ours.accepted[..., keep], theirs.accepted)
+    assert not ours.accepted[..., 2].any()
+    if over == "tokens":
+        torch.testing.assert_close(ours.combine_weight[..., keep], theirs.combine_weight)
+
+
+@pytest.mark.parametrize("router", GATED_NAMES)
+@pytest.mark.parametrize("settings", [DROPLESS, THREE_SLOTS])
+def test_a_token_has_no_barred_expert_and_none_twice(router, settings):
+    """Even where fewer experts are left to it than it chooses."""
+    layer = build_layer(router=router, **settings)
+    x = torch.randn(2, 13, 7, dtype=torch.float64)
+    barred = torch.rand(1, 26, 5) < 0.7
+    barred[:, :13] = True
+    barred[:, :13, 3] = False
+
+    def bar(scores, plan):
+        return choose_again(layer.router, scores, plan, barred)
+
+    with edit_routing(layer, {("encoder", 0): bar}):
+        y, router_output = layer(x)
+    plan = router_output.plan
+    assert y.isfinite().all() and plan.combine_weight.isfinite().all()
+    one_hot = torch.nn.functional.one_hot(plan.expert_index, 5) * plan.accepted[..., None]
+    count = one_hot.sum(dim=2)  # [G, S, E]
+    assert count.max() == 1
+    assert not count[barred].any()
+    assert count.any()
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_swapped_experts_have_each_others_weights(dispatch):
+    layer = build_layer(dispatch=dispatch)
+    swapped = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in swapped.experts.parameters():
+            parameter[[1, 3]] = parameter[[3, 1]]
+    with edit_routing(layer, {KEY: SwapExperts(3, 1)}):
+        output, _ = layer(tokens())
+    torch.testing.assert_close(output, swapped(tokens())[0])
+
+
+def test_edits_hold_in_every_step_of_generation():
+    model = build_model(eval_capacity_factor=None)
+    inputs = {name: value for name, value in batch().items() if name != "labels"}
+    loads = []
+
+    def note(scores, plan):
+        loads.append(plan.expert_index[plan.accepted].bincount(minlength=4))
+        return plan
+
+    layer = sparse_layers(model)["decoder", 0]
+    edits = {("decoder", 0): DropExperts(2)}
+    with edit_routing(model, edits), edit_routing(model, {("decoder", 0): note}):
+        dropped = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert len(loads) == 6
+    assert sum(loads)[2] == 0
+
+    # The same as in a model whose expert gives nothing.
+    with torch.no_grad():
+        layer.experts.down_proj[2] = 0
+    silent = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert torch.equal(dropped, silent)
+
+
+def test_checkpointed_layers_are_recomputed_with_their_edits():
+    plain = build_layer()
+    checkpointed = checkpoint_wrapper(copy.deepcopy(plain))
+    for layer in (plain, checkpointed):
+        layer.train()
+        x = tokens().requires_grad_()
+        torch.manual_seed(0)
+        with edit_routing(layer, {KEY: DropExperts(1)}):
+            output, _ = layer(x)
+            output.square().sum().backward()
+    expected = dict(plain.named_parameters())
+    for name, parameter in checkpointed.named_parameters():
+        gradient = expected[name.removeprefix("_checkpoint_wrapped_module.")].grad
+        torch.testing.assert_close(parameter.grad, gradient)
+
+    # Without the backward pass inside the block it would be another layer.
+    with (
+        pytest.raises(ConfigError, match="ended before the backward pass"),
+        edit_routing(checkpointed, {KEY: DropExperts(1)}),
+    ):
+        output, _ = checkpointed(tokens().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ({("encoder", 1): DropExperts(0)}, r"no sparse layer \('encoder', 1\).*\('encoder', 0\)"),
+        ({KEY: DropExperts(E)}, "expert is 5; expected .*4"),
+        ({KEY: 3}, "edit of .* is 3; expected a function"),
+        ({KEY: RerouteExperts(0, 1, 2, 3)}, "leaves 1 where a token chooses 2"),
+    ],
+)
+def test_wrong_edits_are_refused(edits, message):
+    with pytest.raises(ConfigError, match=message), edit_routing(build_layer(), edits):
+        pass
+
+
+def test_an_edit_without_experts_is_refused():
+    with pytest.raises(ConfigError, match="experts of an edit"):
+        DropExperts()
+
+
+BAD_PLANS = {
+    "an edit returned None": lambda plan: None,
+    "choices of shape": lambda plan: plan._replace(expert_index=plan.expert_index[:, 1:]),
+    "expert 0 to 5 of 5": lambda plan: plan._replace(
+        expert_index=plan.expert_index.index_fill(1, torch.tensor([0]), 5)
+    ),
+    "padding": lambda plan: plan._replace(accepted=torch.ones_like(plan.accepted)),
+    "weight to a choice": lambda plan: plan._replace(accepted=torch.zeros_like(plan.accepted)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_PLANS)
+def test_what_is_no_plan_for_the_tokens_is_refused(message):
+    layer = build_layer(**DROPLESS)
+    edit = BAD_PLANS[message]
+    mask = torch.ones(B, L, dtype=torch.bool)
+    mask[0, 3:] = False
+    edits = {KEY: lambda scores, plan: edit(plan)}
+    with pytest.raises(DataError, match="(?i)" + message), edit_routing(layer, edits):
+        layer(tokens(), mask)

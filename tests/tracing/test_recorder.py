@@ -1,0 +1,256 @@
+"""Traces and their files. Oracles: the plans that the model reports; safetensors' own reader."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe import ConfigError, DataError
+from moe.checksums import SUMS_FILE
+from moe.sparse.all_routers import load_routers
+from moe.tracing.recorder import Provenance, TracedBatch, record_routing, traced_batches
+from moe.tracing.trace import expert_dtype, layer_name, trace_tensors
+from moe.tracing.trace_file import (
+    FACTS_FILE,
+    TENSORS_FILE,
+    read_trace,
+    record_to_folder,
+    save_trace,
+)
+from tests.tracing.models import E, build_batch, build_model
+
+BATCHES = [build_batch(seed=1), build_batch(rows=4, length=9, targets=5, seed=2)]
+
+
+def same(a, b):
+    a, b = trace_tensors(a), trace_tensors(b)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+    )
+
+
+@pytest.mark.parametrize("router", load_routers().names())
+def test_a_trace_holds_the_plans_of_the_model(router):
+    model = build_model(router)
+    trace = record_routing(model, traced_batches(BATCHES))
+    assert not model.training
+    with torch.no_grad():
+        outputs = [model(**batch, output_router_logits=True) for batch in BATCHES]
+
+    # The encoder's: groups are of all sequences of these small batches.
+    real = torch.cat([batch["input_ids"][batch["attention_mask"] == 1] for batch in BATCHES])
+    assert torch.equal(trace.encoder.ids.long(), real)
+    for number, layer in enumerate(trace.encoder.layers):
+        plans = [output.encoder_router_outputs[number].plan for output in outputs]
+        accepted = torch.cat([plan.accepted[plan.token_mask] for plan in plans])
+        expert = torch.cat([plan.expert_index[plan.token_mask] for plan in plans])
+        requested = torch.cat([plan.requested[plan.token_mask] for plan in plans])
+        gate = torch.cat([plan.combine_weight[plan.token_mask] for plan in plans])
+        assert torch.equal(layer.accepted, accepted)
+        assert torch.equal(layer.expert.long(), expert)
+        assert torch.equal(layer.choices >= 0, requested)
+        assert torch.equal(layer.gate, gate)
+        assert layer.stats.num_tokens == len(real)
+        asked = layer.first >= 0
+        assert torch.equal(asked, requested.any(dim=-1))
+        first_is_asked = (layer.choices[asked] == layer.first[asked, None]).any(dim=-1)
+        assert first_is_asked.all()
+
+
+def test_examples_positions_and_targets():
+    trace = record_routing(build_model(), traced_batches(BATCHES, domain="test"))
+    decoder = trace.decoder
+    labels = torch.cat([batch["labels"][batch["labels"] >= 0] for batch in BATCHES])
+    assert torch.equal(decoder.targets.long(), labels)
+
+    # Inputs are the labels before, behind the start token.
+    is_first = decoder.position == 0
+    assert (decoder.ids[is_first] == 0).all()
+    assert torch.equal(decoder.ids[~is_first], decoder.targets[:-1][~is_first[1:]])
+    lengths = [int((row >= 0).sum()) for batch in BATCHES for row in batch["labels"]]
+    assert decoder.example.bincount().tolist() == lengths
+    assert trace.facts.num_examples == 10
+    assert trace.document.tolist() == list(range(10))
+    assert trace.facts.domains == ["test"]
+    assert [layer_name(layer.key) for layer in trace.layers] == [
+        "encoder 1",
+        "encoder 2",
+        "decoder 1",
+    ]
+
+
+def test_best_experts_are_kept_where_they_are_asked_for():
+    model = build_model()
+    trace = record_routing(model, traced_batches(BATCHES[:1]), num_best=3)
+    output = model(**BATCHES[0], output_router_logits=True)
+    router = output.decoder_router_outputs[0]
+    best = router.router_logits.softmax(-1)[router.plan.token_mask].topk(3)
+    layer = trace.decoder.layers[0]
+    assert torch.equal(layer.best_expert.long(), best.indices)
+    torch.testing.assert_close(layer.best_prob, best.values.half())
+    assert record_routing(model, traced_batches(BATCHES)).layers[0].best_prob.shape[1] == 0
+    with pytest.raises(ConfigError, match="num_best is 5"):
+        record_routing(model, traced_batches(BATCHES), num_best=E + 1)
+
+
+def test_recording_moves_neither_the_mode_nor_the_random_numbers():
+    model = build_model(dropout_rate=0.5).train()
+    state = torch.get_rng_state()
+    first = record_routing(model, traced_batches(BATCHES))
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same(record_routing(model.eval(), traced_batches(BATCHES)), first)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"labels": None}, {"segment_ids": torch.full((6, 13), 2), "attention_mask": None}]
+)
+def test_batches_without_labels_or_with_several_examples_in_a_row_are_refused(changes):
+    batch = {**build_batch(), **changes}
+    batch = {name: value for name, value in batch.items() if value is not None}
+    with pytest.raises(DataError, match="needs labels, and one example in each row"):
+        record_routing(build_model(), [TracedBatch(batch, range(6), [""] * 6)])
+
+
+def test_a_single_segment_is_a_mask():
+    batch = build_batch()
+    segments = {"segment_ids": batch["attention_mask"], "decoder_segment_ids": batch["labels"] >= 0}
+    segments["decoder_segment_ids"] = segments["decoder_segment_ids"].long()
+    with_segments = {"input_ids": batch["input_ids"], "labels": batch["labels"], **segments}
+    expected = record_routing(build_model(), traced_batches([batch]))
+    assert same(record_routing(build_model(), traced_batches([with_segments])), expected)
+
+
+def test_no_example_is_no_trace():
+    with pytest.raises(DataError, match="nothing to trace"):
+        record_routing(build_model(), [])
+
+
+# ---------------------------------------------------------------------------
+# Files
+
+
+def test_what_is_written_while_it_comes_is_what_is_written_at_once(tmp_path):
+    model = build_model()
+    trace = record_routing(
+        model, traced_batches(BATCHES), num_best=2, provenance=Provenance("random")
+    )
+    save_trace(trace, tmp_path / "whole")
+    record_to_folder(
+        model,
+        traced_batches(BATCHES),
+        tmp_path / "stream",
+        num_best=2,
+        provenance=Provenance("random"),
+    )
+    for folder in (tmp_path / "whole", tmp_path / "stream"):
+        read = read_trace(folder)
+        assert same(read, trace)
+        assert read.facts == trace.facts
+        assert sorted(path.name for path in folder.iterdir()) == [
+            SUMS_FILE,
+            FACTS_FILE,
+            TENSORS_FILE,
+        ]
+
+    # An earlier trace is replaced, whole.
+    record_to_folder(model, traced_batches(BATCHES[:1]), tmp_path / "whole")
+    assert read_trace(tmp_path / "whole").facts.num_examples == 6
+
+
+def test_another_library_reads_the_file(tmp_path):
+    trace = record_routing(build_model(), traced_batches(BATCHES))
+    save_trace(trace, tmp_path / "trace")
+    tensors = load_file(tmp_path / "trace" / TENSORS_FILE)
+    for name, values in trace_tensors(trace).items():
+        assert torch.equal(tensors[name], values)
+
+
+def test_a_million_tokens_fit_into_twenty_megabytes(tmp_path):
+    model = build_model(num_sparse_encoder_layers=1)
+    save_trace(record_routing(model, traced_batches(BATCHES)), tmp_path / "few")
+    save_trace(record_routing(model, traced_batches(BATCHES * 20)), tmp_path / "many")
+    sizes = [(tmp_path / name / TENSORS_FILE).stat().st_size for name in ("few", "many")]
+    tokens = sum(int((batch["attention_mask"] > 0).sum()) for batch in BATCHES)
+    tokens += sum(int((batch["labels"] >= 0).sum()) for batch in BATCHES)
+    assert (sizes[1] - sizes[0]) / (19 * tokens) < 20
+
+
+def test_a_failed_recording_leaves_what_was_there(tmp_path):
+    folder = tmp_path / "trace"
+    model = build_model()
+    record_to_folder(model, traced_batches(BATCHES), folder)
+    expected = read_trace(folder)
+
+    def broken():
+        yield from traced_batches(BATCHES[:1])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        record_to_folder(model, broken(), folder)
+    assert same(read_trace(folder), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+@pytest.fixture
+def unsummed(tmp_path):
+    """Returns the folder of a trace without checksums."""
+    folder = tmp_path / "trace"
+    save_trace(record_routing(build_model(), traced_batches(BATCHES)), folder)
+    (folder / SUMS_FILE).unlink()
+    return folder
+
+
+def test_damage_is_named(tmp_path, unsummed):
+    save_trace(read_trace(unsummed), tmp_path / "summed")
+    path = tmp_path / "summed" / TENSORS_FILE
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(DataError, match=r"trace\.safetensors is damaged.*Record it again"):
+        read_trace(tmp_path / "summed")
+
+    (unsummed / TENSORS_FILE).write_bytes(b"\xff" * 40)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_trace(unsummed)
+    with pytest.raises(DataError, match="is not a trace"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("encoder.0.expert", lambda x: x + 9, "none of 4 experts"),
+        ("encoder.1.state", lambda x: x + 1, "unknown state"),
+        ("decoder.0.gate", lambda x: x[1:], "gate has another shape"),
+        ("decoder.ids", lambda x: x[1:], "differ in the number of tokens"),
+        ("encoder.starts", lambda x: x.flip(0), "encoder.starts"),
+        ("document", lambda x: x[:3], "document is no number"),
+        ("domain", lambda x: x + 1, "no index of the domains"),
+        ("encoder.0.stats.expert_load", lambda x: x[:2], "not of as many experts"),
+        ("encoder.0.first", None, "no tensor 'encoder.0.first'"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(unsummed, name, change, message):
+    tensors = load_file(unsummed / TENSORS_FILE)
+    value = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(value).contiguous()
+    save_file(tensors, unsummed / TENSORS_FILE)
+    with pytest.raises(DataError, match=message):
+        read_trace(unsummed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"version": 2}, "format is 2"), ({"num_examples": "9"}, "num_examples is '9'")],
+)
+def test_facts_that_do_not_fit_are_refused(unsummed, changes, message):
+    path = unsummed / FACTS_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(DataError, match=message):
+        read_trace(unsummed)
+
+
+def test_experts_have_the_smallest_numbers_that_hold_them():
+    assert expert_dtype(128) == torch.int8
+    assert expert_dtype(129) == torch.int16
