@@ -103,7 +103,9 @@ def record_routing(
         for name, rows in recording.record(batch).items():
             parts.setdefault(name, []).append(rows)
 
-    tensors = {name: torch.cat(rows) for name, rows in parts.items()}
+    # Autocast cannot join the half precision of probabilities.
+    with torch.autocast("cpu", enabled=False):
+        tensors = {name: torch.cat(rows) for name, rows in parts.items()}
     return trace_from(recording.facts(provenance), tensors | recording.totals())
 
 
