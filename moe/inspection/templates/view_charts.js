@@ -40,6 +40,7 @@ const inView = new Set();
 /** Draws all figures, and from then on again when they come into view and are outdated. */
 function buildCharts() {
   charts.forEach((drawChart, place) => drawChart(place));
+  outdated.clear();
   const observer = new IntersectionObserver(
     (entries) => {
       for (const { target, isIntersecting } of entries) {

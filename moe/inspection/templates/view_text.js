@@ -382,6 +382,7 @@ function showLayer(stackName, number) {
   nameLayer(stackName);
   renderToken();
   renderExpert();
+  refreshCharts();
 }
 
 function nameLayer(stackName) {
