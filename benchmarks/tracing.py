@@ -92,6 +92,7 @@ def run_tracing(benchmark: TracingBenchmark) -> dict[str, Any]:
 
 
 def _build_model(benchmark: TracingBenchmark) -> STMoEForConditionalGeneration:
+    # Every second block is sparse, and no token is dropped.
     torch.manual_seed(_SEED)
     num_sparse = benchmark.num_layers // 2
     config = STMoEConfig(
@@ -130,6 +131,7 @@ def _runs(
     model: STMoEForConditionalGeneration, batches: list[TracedBatch]
 ) -> dict[str, Callable[[], object]]:
     """Returns what is measured, by name."""
+    # What replay and edit need is made once.
     trace = record_routing(model, batches)
     edits = {key: _same_plan for key in sparse_layers(model)}
 
@@ -174,6 +176,7 @@ def _num_tokens(batches: list[TracedBatch]) -> int:
 
 def _megabytes(model: STMoEForConditionalGeneration, batches: list[TracedBatch]) -> float:
     """Returns the size of a trace on disk for a million tokens and one sparse layer of each stack."""
+    # The first layer of each stack alone.
     trace = record_routing(model, batches)
     one_layer = trace._replace(
         facts=trace.facts._replace(

@@ -41,10 +41,12 @@ def build_parser() -> Parser:
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """Records, and prints what the routers did."""
     options = build_parser().parse_args(argv)
+    # What can be refused before a model is loaded.
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")
 
+    # Where the trace will come from.
     inspected = load_inspected(options.model, dropless=options.dropless)
     batches = read_batches(options, inspected, read_task)
     provenance = Provenance(

@@ -12,6 +12,10 @@ from moe.tracing.examples import batches_of
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.trace import Trace
 
+_SAY_WHERE = (
+    "Say where it is now: --traced-model in compare, --model in the other verbs of stmoe inspect."
+)
+
 
 def add_trace(parser: Parser) -> None:
     """Adds the options that say what is looked at."""
@@ -36,9 +40,17 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
         dropless: Whether experts have room for every token, whatever the config says.
 
     Raises:
-        DataError: When the folder has another tokenizer than the trace was made with.
+        DataError: When the model is gone from where it was, or the folder has another tokenizer than
+            the trace was made with.
     """
-    inspected = load_inspected(folder or Path(trace.facts.model), dropless=dropless)
+    if folder is None:
+        folder = Path(trace.facts.model)
+        if not trace.facts.model or not folder.is_dir():
+            where = trace.facts.model or "memory"
+            raise DataError(f"The traced model was in {where}, and is not there. {_SAY_WHERE}")
+
+    # A model with the same words.
+    inspected = load_inspected(folder, dropless=dropless)
     fingerprint = tokenizer_fingerprint(inspected.folder)
     if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
         raise DataError(

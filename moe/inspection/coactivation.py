@@ -3,6 +3,7 @@
 Comes after permutations.py and contingency.py.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class Coactivation(NamedTuple):
         lift: <float64>[E, E] N_ij N / (N_i N_j). Without any preference it is below 1, since the
             choices of a token are different experts: at even load (K - 1) E / (K (E - 1)).
         preference: <float64>[E, E] counts over what experts that combine at random, each as often as
-            it does, would have; 1 is no preference, NaN on the diagonal.
+            it does, would have; 1 is no preference, NaN on the diagonal and for experts in no pair.
         even_share: (K - 1) / (E - 1): the share at even load without preference.
     """
 
@@ -104,7 +105,7 @@ def _expected_pairs(counts: Tensor) -> Tensor:
         if bool((off < _CLOSE).all()):
             break
     expected = weight[:, None] * weight
-    return expected.masked_fill(~is_pair, float("nan"))
+    return expected.masked_fill(~is_pair, math.nan)
 
 
 # ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
@@ -16,6 +17,7 @@ from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.trace import LayerTrace, Trace
 
 _LEAST_DOCUMENTS = 2
+_NO_DISTANCE = 1e-12
 
 
 class Committee(NamedTuple):
@@ -209,21 +211,23 @@ def domain_silhouette(gates: Tensor, domain: Tensor, document: Tensor) -> float:
     if int((sizes >= _LEAST_DOCUMENTS).sum()) < 2:
         return math.nan
 
-    # Cosine distance of all documents, and its sum to each domain.
-    direction = torch.nn.functional.normalize(_mean_by_group(gates, row), dim=1)
-    distance = (1 - direction @ direction.T).clamp(min=0)
-    distance.fill_diagonal_(0)
-    domains = torch.nn.functional.one_hot(group, len(sizes)).double()
-    to_domain = distance @ domains  # [documents, domains]
+    # The sum of cosine distances 1 - x y to the documents of each domain: n - x (sum of y).
+    means = _mean_by_group(gates, row)
+    direction = F.normalize(means, dim=1)  # [documents, E]
+    domains = F.one_hot(group, len(sizes)).double()
+    to_domain = sizes - direction @ (direction.T @ domains)  # [documents, domains]
 
     # A: mean distance to the own domain; B: to the nearest other.
-    own = to_domain.gather(1, group[:, None]).squeeze(1)
+    to_itself = 1 - direction.square().sum(dim=1)
+    own = to_domain.gather(1, group[:, None]).squeeze(1) - to_itself
     a = own / (sizes[group] - 1).clamp(min=1)
     others = to_domain / sizes
     others = others.masked_fill((domains > 0) | (sizes == 0), math.inf)
     b = others.amin(dim=1)
 
-    # A document alone in its domain counts 0.
+    # A document alone in its domain counts 0, and so does one that is like all others.
     widest = torch.maximum(a, b)
-    silhouette = torch.where(widest > 0, (b - a) / widest, torch.zeros_like(a))
-    return float(silhouette.masked_fill(sizes[group] < _LEAST_DOCUMENTS, 0).mean())
+    is_alone = sizes[group] < _LEAST_DOCUMENTS
+    is_same = is_alone | (widest < _NO_DISTANCE)
+    silhouette = ((b - a) / widest).masked_fill(is_same, 0)
+    return float(silhouette.mean())

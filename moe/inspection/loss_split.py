@@ -71,6 +71,7 @@ def split_loss(
         DataError: When the models have other layers than the trace, the batches are none of it, or
             there is no target.
     """
+    # The same targets three times; differences are of single tokens.
     targets = list_targets(batches)
     first_losses = token_losses(first, batches)
     second_losses = token_losses(second, batches)
@@ -103,6 +104,7 @@ def token_losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedB
 
 def _part(change: Tensor, targets: Targets, confidence: float) -> Part:
     """Returns the mean of a change <float64>[N] of the loss of each target token."""
+    # Tokens of a document are not independent: documents are the units.
     sums = torch.zeros(targets.num_documents, dtype=torch.float64)
     counts = sums.index_add(0, targets.document, torch.ones_like(change))
     sums = sums.index_add(0, targets.document, change)

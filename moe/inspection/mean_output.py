@@ -6,7 +6,6 @@ Comes after `choices`; `interventions` offers it beside the edits of plans.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from moe.errors import DataError

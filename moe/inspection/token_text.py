@@ -182,7 +182,8 @@ class _Vocabulary(NamedTuple):
         # An unknown character is special to the tokenizer, but a part of a word to a reader.
         is_sentinel = torch.tensor([bool(_SENTINEL.fullmatch(name)) for name in names])
         is_special = is_sentinel.clone()
-        is_special[torch.tensor(tokenizer.all_special_ids)] = True
+        special_ids = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64)
+        is_special[special_ids] = True
         unknown = tokenizer.unk_token_id
         if isinstance(unknown, int):
             is_special[unknown] = False

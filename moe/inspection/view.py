@@ -46,11 +46,14 @@ GENERATOR = "stmoe routing_view"
 
 # The eighth colour of Okabe and Ito; number 8 of 8 experts is then unlike number 1.
 _HUES = (*COLOURS, "#F0E442")
+_STYLES = ("routing_view.css", "view_charts.css")
 _SCRIPTS = (
     "view_data.js",
     "view_text.js",
     "view_experts.js",
     "view_charts.js",
+    "view_flow.js",
+    "view_curves.js",
     "view_tables.js",
     "view_page.js",
 )
@@ -214,7 +217,7 @@ class _Page:
             generator=GENERATOR,
             policy=policy,
             hues=_HUES,
-            style=_read("routing_view.css"),
+            style="".join(map(_read, _STYLES)),
             script=script,
             facts=[_facts(traced) for traced in self.traces],
             has_flows=any(model.flows for model in content.models),

@@ -24,11 +24,10 @@ from moe.distributed.collectives import (
 )
 from moe.errors import ConfigError, DataError
 from moe.models.outputs import STMoEOutput
-from moe.sparse.editing import sparse_layers
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
 from moe.tracing.probe_file import has_probes
 from moe.training.probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
-from moe.training.router_health import RouterHealth
+from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
 
 _NEEDED = {"input_ids", "labels"}
@@ -127,7 +126,7 @@ class RouterStatsCallback(TrainerCallback):
             model.register_forward_hook(self._add_output),
         ]
 
-        self._health = RouterHealth(list(sparse_layers(model)))
+        self._health = RouterHealth(layer_keys(model.config))
         if self._probe_every:
             folder = Path(args.output_dir or ".") / PROBE_FOLDER
             self._begin_probe(folder, model, state.global_step)

@@ -33,7 +33,6 @@ from moe.errors import CheckpointError, DataError, DivergenceError, NonFiniteErr
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.sparse.editing import sparse_layers
 from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
@@ -48,7 +47,7 @@ from moe.training.probe import (
 )
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import rename_settings
-from moe.training.router_health import RouterHealth
+from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.step import StepMetrics, train_step
 
 FOLDER_KIND = "training run"
@@ -116,7 +115,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
     Raises:
         DataError: When the folder holds a run and `resume` is not given, something else than a run,
-            or another process writes to it.
+            or probes of another text, or another process writes to it.
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
@@ -269,8 +268,7 @@ class _Reporter:
         self._writer = writer
         self._probe = probe
         self._description = description
-        layers = list(sparse_layers(run.built.model))
-        self._health = RouterHealth(layers)
+        self._health = RouterHealth(layer_keys(run.built.model.config))
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":

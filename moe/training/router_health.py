@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import LayerKey
 from moe.sparse.stats import RouterStats
 from moe.tracing.trace import layer_name
@@ -62,7 +63,7 @@ class RouterHealth:
     """Watches the sparse layers of a model that is trained, and warns through Python's logging.
 
     Args:
-        layers: Names of the sparse layers, the encoder's first.
+        layers: Names of the sparse layers, see `layer_keys`.
     """
 
     def __init__(self, layers: Sequence[LayerKey]) -> None:
@@ -151,6 +152,16 @@ class RouterHealth:
         if (key, trouble) not in self._warned:
             self._warned.add((key, trouble))
             logger.warning("%s", text)
+
+
+def layer_keys(config: STMoEConfig) -> list[LayerKey]:
+    """Returns the names of the sparse layers of a model, the encoder's first."""
+    keys: list[LayerKey] = []
+    for layer in range(config.num_sparse_encoder_layers):
+        keys.append(("encoder", layer))
+    for layer in range(config.num_sparse_decoder_layers):
+        keys.append(("decoder", layer))
+    return keys
 
 
 def _read_logs(stats: Sequence[RouterStats]) -> list[_LayerLog]:

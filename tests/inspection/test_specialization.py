@@ -225,6 +225,24 @@ def test_a_planted_relation_is_found_and_no_other():
         assert test.information > 20 * test.chance
 
 
+def test_an_expert_of_a_domain_is_found():
+    stack, _, places = random_tokens(12)
+    domain = torch.arange(40) % 2
+    is_code = domain[stack.example].bool()
+    generator = torch.Generator().manual_seed(0)
+    goes = is_code & (torch.rand(len(is_code), generator=generator) < 0.3)
+    layer = a_layer(torch.where(goes, 4, stack.layers[0].first.long()), 5)
+    trace = a_trace(
+        stack._replace(layers=(layer,)), domains=["prose", "code"], domain=domain.tolist()
+    )
+    classes = domain_classes(trace, "encoder")
+    (test,) = specialization_test([layer], classes, places)
+    (same,) = specialization_test(stack.layers, classes, places)
+    assert test.p_value[:, 4].max() < 0.01
+    assert test.information_p < 0.01
+    assert same.p_value.min() > 0.05
+
+
 def test_more_layers_make_a_cell_less_surprising():
     stack, classes, places = random_tokens(9)
     other = random_tokens(10)[0]

@@ -5,6 +5,7 @@ Oracles: the functions that they call; the model itself, which replays its own r
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -120,6 +121,25 @@ def test_an_ablation_is_kept_and_shown(folder, trace, tmp_path, capsys):
     run("record", "--model", folder / "model", "--pairs", folder / "pairs.jsonl", "--out", other)
     with pytest.raises(DataError, match="is of inputs"):
         run("view", "--trace", other, "--ablation", out, "--out", page)
+
+
+def test_a_traced_model_that_is_gone_is_asked_for(folder, trace, tmp_path, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(folder / "model", moved)
+    arguments = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
+    run("record", "--model", moved, *arguments, "--out", tmp_path / "trace")
+    moved.rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"was in .*moved, and is not there. Say where"):
+        run("replay", "--trace", tmp_path / "trace")
+    run("replay", "--trace", tmp_path / "trace", "--model", tmp_path / "away")
+
+
+def test_few_documents_have_no_p_values(folder, tmp_path, capsys):
+    text = tmp_path / "one.txt"
+    text.write_text("This is a text of some words, and of some more words. " * 20)
+    run("record", "--model", folder / "model", "--text", text, "--out", tmp_path / "trace")
+    run("view", "--trace", tmp_path / "trace", "--out", tmp_path / "view.html")
+    assert "The text has 1 documents; p-values" in capsys.readouterr().out
 
 
 def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):

@@ -234,6 +234,13 @@ def test_examples_layers_and_experts_are_chosen_by_buttons(browser, page, trace)
     browser.wait_for("document.querySelectorAll('#flow .followed').length > 0")
     assert "Of the tokens of encoder 1, expert 4, in encoder 2" in text(browser, "#flow")
 
+    # Figures follow the slider.
+    browser.run("document.querySelector('#layer-encoder').focus()")
+    browser.press("ArrowRight")
+    browser.run("document.querySelector('#load').scrollIntoView({behavior: 'instant'})")
+    browser.wait_for("!!document.querySelector('#load figure:nth-of-type(2) .bar-group.chosen')")
+    assert browser.run("document.querySelectorAll('.bar-group.chosen').length") == 1
+
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])

@@ -31,8 +31,9 @@ BATCHES = [tiny_batch(seed=seed) for seed in (3, 5)]
 RANDOM = {"router_options": {"eval_second_expert_policy": "random"}}
 
 
-def routing_probe(model, folder, batches=BATCHES):
-    probe = RoutingProbe(folder, model, GivenBatches(batches), len(batches), text="two batches")
+def routing_probe(model, folder, **options):
+    source = GivenBatches(BATCHES)
+    probe = RoutingProbe(folder, model, source, len(BATCHES), text="two batches", **options)
     probe.begin(0)
     return probe
 
@@ -40,16 +41,24 @@ def routing_probe(model, folder, batches=BATCHES):
 # ---- one probe ----
 
 
-def test_a_probe_is_what_record_routing_sees(tmp_path):
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_probe_is_what_record_routing_sees(tmp_path, bfloat16):
     model = tiny_model()
-    trace = record_routing(model, traced_batches(BATCHES))
-    result = routing_probe(model, tmp_path).record(7)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        trace = record_routing(model, traced_batches(BATCHES))
+    result = routing_probe(model, tmp_path, bfloat16=bfloat16).record(7)
+    assert bfloat16 == differs_from_float32(model, trace)
     (kept,) = read_probes(tmp_path)
     assert kept.step == 7
     for layer in trace.layers:
         assert torch.equal(result.choices[layer.key], layer.choices)
         assert torch.equal(kept.choices[layer.key], layer.choices)
         assert torch.equal(kept.choices[layer.key][:, 0], layer.first)
+
+
+def differs_from_float32(model, trace):
+    layers = record_routing(model, traced_batches(BATCHES)).layers
+    return any(map(lambda a, b: not torch.equal(a.gate, b.gate), layers, trace.layers))
 
 
 def test_where_experts_choose_the_first_choice_stands_in_front(tmp_path):

@@ -5,11 +5,11 @@ import torch
 
 from moe.sparse.editing import sparse_layers
 from moe.training import router_health
-from moe.training.router_health import NUM_LOGS, RouterHealth
+from moe.training.router_health import NUM_LOGS, RouterHealth, layer_keys
 from moe.training.step import router_outputs
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
-LAYERS = [("encoder", 0), ("decoder", 0)]
+LAYERS = layer_keys(tiny_model().config)
 
 
 @pytest.fixture
@@ -106,6 +106,12 @@ def test_the_limit_is_where_bfloat16_moves_the_largest_probability_by_a_third():
     rounded = float(logits.bfloat16().float().softmax(0)[0])
     assert exact == pytest.approx(0.142, abs=1e-3)
     assert rounded == pytest.approx(0.091, abs=1e-3)
+
+
+def test_layers_are_named_as_the_edit_point_names_them():
+    for changes in ({}, {"num_sparse_encoder_layers": 2, "num_layers": 4}, DENSE):
+        model = tiny_model(**changes)
+        assert layer_keys(model.config) == list(sparse_layers(model))
 
 
 def test_a_healthy_router_is_never_warned_of(said):

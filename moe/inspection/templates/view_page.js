@@ -62,7 +62,8 @@ function buildControls() {
     radio.addEventListener("change", () => setColours(radio.value));
   });
   const numbers = document.getElementById("numbers");
-  const showNumbers = () => document.getElementById("stacks").classList.toggle("numbered", numbers.checked);
+  const showNumbers = () =>
+    document.getElementById("stacks").classList.toggle("numbered", numbers.checked);
   numbers.addEventListener("change", showNumbers);
   showNumbers();
   document.getElementById("differences")?.addEventListener("change", () => panes.forEach(paint));
@@ -103,7 +104,9 @@ function start() {
   buildStacks();
   buildControls();
   showExample(0);
-  Object.keys(stacks).filter((name) => numLayers(name) && panesOf(name).length).forEach((name) => showLayer(name, 0));
+  Object.keys(stacks)
+    .filter((name) => numLayers(name) && panesOf(name).length)
+    .forEach((name) => showLayer(name, 0));
   setColours(state.colours);
   buildCharts();
   buildClasses();
