@@ -16,6 +16,7 @@ from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.layer import real_tokens
 from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import Router, RouterInputs
+from moe.tracing.recorder import evaluation_mode
 from moe.tracing.trace import LayerTrace, layer_name
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -153,13 +154,11 @@ def noise_stability(
         handles.append(layer.router.register_forward_hook(hook))
 
     # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
-    training = model.training
-    model.eval()
     try:
-        for batch in batches:
-            model(**batch, use_cache=False)
+        with evaluation_mode(model):
+            for batch in batches:
+                model(**batch, use_cache=False)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return [_stability(key, variance, total) for (key, variance), total in counts.items()]
