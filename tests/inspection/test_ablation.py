@@ -460,7 +460,7 @@ def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch):
     modes = [module.training for module in model.modules()]
     ablate_experts(model, traced(), {}, layers=[("decoder", 0)], progress=False)
     assert [module.training for module in model.modules()] == modes
-    monkeypatch.setattr("moe.inspection.ablation.loss_change", lambda *_: 1 / 0)
+    monkeypatch.setattr("moe.inspection.ablation.ablate.loss_change", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ablate_experts(model, traced(), {}, progress=False)
     assert [module.training for module in model.modules()] == modes
