@@ -23,6 +23,8 @@ from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
 from moe.models.subsets import select_parameters
 from moe.sparse.config import SparseConfig
+from moe.sparse.editing import edit_routing
+from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
     collect_routers,
@@ -33,6 +35,8 @@ from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
 from moe.sparse.router import ROUTERS, Router, RouterInputs
 from moe.sparse.stats import RouterStats, add_stats, summarize
+from moe.tracing.recorder import record_routing
+from moe.tracing.replay import replay_routing
 from moe.training.callback import RouterStatsCallback
 
 __all__ = [
@@ -43,8 +47,10 @@ __all__ = [
     "DataError",
     "DispatchPlan",
     "DistributedError",
+    "DropExperts",
     "MeshConfig",
     "MoEError",
+    "RerouteExperts",
     "Router",
     "RouterInputs",
     "RouterOutput",
@@ -58,15 +64,19 @@ __all__ = [
     "SparseConfig",
     "SparseFeedForward",
     "SparseFeedForwardAdapter",
+    "SwapExperts",
     "add_stats",
     "assign_slots",
     "build_mesh",
     "collect_routers",
     "conversion_report",
+    "edit_routing",
     "launch",
     "load_complete",
     "load_model_on_mesh",
     "lora_config",
+    "record_routing",
+    "replay_routing",
     "router_loss",
     "select_parameters",
     "shard_model",

@@ -4,10 +4,15 @@ stmoe inspect view --trace runs/trace --out runs/view.html
 stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation runs/ablation.json --out runs/view.html
 """
 
+import json
+import math
+import shlex
+from typing import Any
+
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_trace, load_traced
-from moe.files import output_path
+from moe.files import output_path, write_text
 from moe.inspection.html_page import printable
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import (
@@ -41,6 +46,8 @@ def build_parser() -> Parser:
     parser.add_argument("--probe", type=path, help=explanation)
     explanation = "file made by stmoe inspect ablate"
     parser.add_argument("--ablation", type=path, help=explanation)
+    explanation = "a .json file for the numbers of the tables"
+    parser.add_argument("--json", help=explanation)
     explanation = "shuffles that p-values are made of (1000)"
     parser.add_argument("--permutations", type=integer(least=19), default=1000, help=explanation)
     return parser
@@ -51,6 +58,9 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.probe, options.ablation]
     out = output_path(options.out, suffix=".html", inputs=inputs)
+    numbers = None
+    if options.json is not None:
+        numbers = output_path(options.json, suffix=".json", option="--json", inputs=inputs)
 
     # Classes with their significance take a few seconds.
     trace = read_trace(options.trace)
@@ -65,11 +75,58 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     )
     view.save(out)
 
-    # The same as text.
-    print(sentinel_table(sentinel_entropies(trace, inspected.tokenizer)))
+    # The same as text, and as numbers.
+    entropies = sentinel_entropies(trace, inspected.tokenizer)
+    if numbers is not None:
+        command = shlex.join(["python", "-m", "scripts.inspect_router", "view", *argv])
+        write_text(numbers, tables_json(trace, entropies, classes, command))
+    print(sentinel_table(entropies))
     print()
     print(class_summary(trace, classes))
     print(f"The page is {printable(out.resolve())}.")
+
+
+def tables_json(
+    trace: Trace, entropies: list[SentinelEntropy], classes: list[LayerClasses], command: str
+) -> str:
+    """Returns the numbers of the tables as JSON; experts stand in their order, null is not known."""
+    sentinels = []
+    for row in entropies:
+        estimates = {
+            "sentinels": row.sentinels._asdict(),
+            "all_tokens": row.all_tokens._asdict(),
+        }
+        sentinels.append({"layer": layer_name(row.layer), "even": row.even, **estimates})
+
+    of_classes = []
+    for table in classes:
+        for row in table.rows:
+            columns = {
+                "shares": list(row.shares),
+                "lifts": list(row.lifts),
+                "p_values": list(row.p_values),
+            }
+            of_class = {"layer": layer_name(table.key), "class": row.name, "tokens": row.num_tokens}
+            of_classes.append({**of_class, **columns})
+
+    content = {
+        "command": command,
+        "text": trace.facts.text,
+        "inputs_fingerprint": trace.facts.inputs_fingerprint,
+        "num_examples": trace.facts.num_examples,
+        "sentinels": sentinels,
+        "classes": of_classes,
+    }
+    return json.dumps(_without_nan(content), indent=1) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns plain values with None in the place of NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def sentinel_table(rows: list[SentinelEntropy]) -> str:

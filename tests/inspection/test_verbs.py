@@ -78,8 +78,13 @@ def test_every_kind_of_text_is_recorded(folder, tmp_path, capsys, source, exampl
 
 def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp_path, capsys):
     page = tmp_path / "view.html"
-    run("view", "--trace", trace, "--out", page, "--permutations", 19)
+    numbers = tmp_path / "view.json"
+    run("view", "--trace", trace, "--out", page, "--json", numbers, "--permutations", 19)
     printed = capsys.readouterr().out
+    kept = json.loads(numbers.read_text())
+    first = kept["sentinels"][0]["all_tokens"]
+    assert f"{first['value']:.2f} ({first['low']:.2f} to {first['high']:.2f})" in printed
+    assert {row["class"] for row in kept["classes"]} >= {"punctuation", "number"}
     assert re.search(r"encoder 1 +\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", printed)
     assert "punctuation" in page.read_text(encoding="utf-8")
 
