@@ -236,7 +236,7 @@ if not has_documents:
     print("Tokens are shuffled, not documents: these p-values are too small.")
 
 
-def vocabulary_panel(table, num_experts=4, num_ids=4):
+def vocabulary_panel(table, num_experts=3, num_ids=4):
     """Lift of the favourite ids of the experts that have the strongest favourites."""
     best = table.lift.amax(dim=0).argsort(descending=True)[:num_experts]
     ids = []

@@ -1,0 +1,202 @@
+r"""Runs notebooks in Jupyter and writes them into the documentation: Markdown, figures, the view.
+
+    python -m scripts.render_notebooks                       (all three)
+    python -m scripts.render_notebooks routing --model runs/demo/model --made-by "make demo"
+
+Needs the optional dependencies `notebooks`; `make notebooks` installs them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe.checksums import model_fingerprint
+from moe.cli import Parser, integer, path, run_main, word
+from moe.errors import ConfigError, DataError
+from moe.files import write_text
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ("routing", "expert_purpose", "what_changed")
+VIEW_FILE = "view.html"
+
+_FRAME_HEIGHT = 900  # pixels
+_ADVICE = "Install the optional dependencies: `make notebooks`, or pip install '.[notebooks]'."
+
+
+class Page(NamedTuple):
+    """A notebook as a page of the documentation.
+
+    Attributes:
+        text: Markdown.
+        figures: Name and text of each .svg file that it shows.
+    """
+
+    text: str
+    figures: dict[str, str]
+
+
+def main(argv: list[str]) -> None:
+    """Renders notebooks."""
+    parser = Parser(prog="python -m scripts.render_notebooks", description="Renders notebooks.")
+    explanation = f"which ({' '.join(NOTEBOOKS)})"
+    parser.add_argument("notebooks", nargs="*", choices=[[], *NOTEBOOKS], help=explanation)
+    default = Path("runs/demo/pretrain/model")
+    explanation = f"folder of the model ({default})"
+    parser.add_argument("--model", type=path, default=default, help=explanation)
+    explanation = "the model to compare it with, in what_changed (runs/demo/model, if it is there)"
+    parser.add_argument("--other", type=path, help=explanation)
+    explanation = "command that made the models, for the pages (make demo)"
+    parser.add_argument("--made-by", type=word, default="make demo", help=explanation)
+    explanation = "folder of the documentation (docs)"
+    parser.add_argument("--docs", type=path, default=ROOT / "docs", help=explanation)
+    explanation = "largest size of the interactive page in bytes (300000)"
+    parser.add_argument("--most-bytes", type=integer(least=1), default=300_000, help=explanation)
+    options = parser.parse_args(argv)
+
+    # What all notebooks read.
+    variables = {"MOE_MODEL": str(options.model), "MOE_VIEW_BYTES": str(options.most_bytes)}
+    other = options.other or Path("runs/demo/model")
+    if options.other or other.exists():
+        variables["MOE_OTHER"] = str(other)
+
+    made_from = provenance(options.model, options.made_by)
+    for name in options.notebooks or NOTEBOOKS:
+        render(name, variables, options.docs, made_from)
+
+
+def provenance(model: Path, made_by: str) -> str:
+    """Returns what a page says of where its numbers come from."""
+    return (
+        f"`make notebooks` computed every number on it. The model is `{model}`, fingerprint "
+        f"`{model_fingerprint(model)}`, made by:\n\n```bash\n{made_by}\n```"
+    )
+
+
+def render(name: str, variables: dict[str, str], docs: Path, made_from: str) -> None:
+    """Runs a notebook, and writes its page, its figures and its view.
+
+    Args:
+        name: Of the notebook.
+        variables: Of its environment.
+        docs: Folder of the documentation.
+        made_from: What the page says of the model.
+
+    Raises:
+        ConfigError: When Jupyter is not installed.
+        DataError: When the notebook fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="notebook-") as scratch:
+        out = Path("runs/notebooks", name)
+        notebook = Path(scratch, f"{name}.ipynb")
+        run_notebook(ROOT / "notebooks" / f"{name}.py", notebook, variables | {"MOE_OUT": str(out)})
+        content = json.loads(notebook.read_text(encoding="utf-8"))
+
+    # Files of an earlier rendering go first, so that none is left over.
+    folder = docs / "notebooks"
+    folder.mkdir(exist_ok=True)
+    for earlier in folder.glob(f"{name}_*.svg"):
+        earlier.unlink()
+
+    page = notebook_page(name, content, made_from)
+    write_text(folder / f"{name}.md", page.text)
+    for file, svg in page.figures.items():
+        write_text(folder / file, svg)
+    view = docs / "_static/notebooks" / f"{name}.html"
+    view.parent.mkdir(exist_ok=True)
+    write_text(view, (out / VIEW_FILE).read_text(encoding="utf-8"))
+    print(f"The page is {os.path.relpath(folder / name)}.md.")
+
+
+def run_notebook(source: Path, target: Path, variables: dict[str, str]) -> None:
+    """Runs a py:percent script in Jupyter, from the root of the repository; writes it with outputs.
+
+    Raises:
+        ConfigError: When Jupyter is not installed.
+        DataError: When a cell fails.
+    """
+    options = ["--to", "ipynb", "--set-kernel", "python3", "--execute"]
+    words = [sys.executable, "-m", "jupytext", *options, "--run-path", str(ROOT)]
+    search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*words, "--output", str(target), str(source)],
+        env={**os.environ, **variables, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "No module named" in done.stderr and ("jupytext" in done.stderr or "nbc" in done.stderr):
+        raise ConfigError(f"Jupyter is not installed for {sys.executable}. {_ADVICE}")
+    if done.returncode:
+        raise DataError(f"The notebook {source.name} failed:\n{done.stderr[-2000:]}")
+
+
+# ---------------------------------------------------------------------------
+# From a notebook to a page
+
+
+def notebook_page(name: str, content: dict[str, Any], made_from: str) -> Page:
+    """Returns the page of a notebook that was run.
+
+    Args:
+        name: Of the notebook.
+        content: What an .ipynb file holds.
+        made_from: Stands below the heading.
+    """
+    blocks = []
+    figures: dict[str, str] = {}
+    heading = name
+    for cell in content["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            blocks.append(source)
+            titles = re.findall(r"^#+ (.+)$", source, re.MULTILINE)
+            heading = titles[-1] if titles else heading
+            continue
+
+        # Code, and what came out of it.
+        blocks.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if output["output_type"] == "stream" and output["name"] == "stdout":
+                blocks.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            elif "image/svg+xml" in data:
+                file = f"{name}_{len(figures) + 1}.svg"
+                figures[file] = small_svg("".join(data["image/svg+xml"]))
+                blocks.append(f"![{heading}]({file})")
+            elif "text/html" in data:
+                blocks.append(_frame(name))
+
+    # The first block begins with the title of the page.
+    title, _, rest = blocks[0].partition("\n")
+    note = f"A copy of `notebooks/{name}.py` as Jupyter ran it. {made_from}"
+    return Page("\n\n".join([title, note, rest.strip(), *blocks[1:]]) + "\n", figures)
+
+
+def _frame(name: str) -> str:
+    """Returns the frame of the interactive page, and a link to it."""
+    address = f"../_static/notebooks/{name}.html"
+    return (
+        f'<iframe src="{address}" sandbox="allow-scripts" title="Routing view" loading="lazy" '
+        f'style="width: 100%; height: {_FRAME_HEIGHT}px; border: 0"></iframe>\n\n'
+        f'<p><a href="{address}">The interactive page by itself</a> (a selection of the text)</p>'
+    )
+
+
+def small_svg(svg: str) -> str:
+    """Returns a figure without comments, indents and digits that nobody sees."""
+    svg = re.sub(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\n\s+", "\n", svg)
+    return re.sub(r'="[^"]*"', _short_numbers, svg)
+
+
+def _short_numbers(attribute: re.Match[str]) -> str:
+    return re.sub(r"(\d\.\d\d)\d+", r"\1", attribute[0])
+
+
+if __name__ == "__main__":
+    run_main(main)
