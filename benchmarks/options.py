@@ -60,11 +60,13 @@ def build_parser() -> Parser:
     model = parsers.add_parser("model", help=model_help)
     evaluation = parsers.add_parser("eval", help=evaluation_help)
     intervals = parsers.add_parser("intervals", help=intervals_help)
+    tracing_help = "recording, replaying and editing of routing beside an evaluation, on a CPU"
+    tracing = parsers.add_parser("tracing", help=tracing_help)
 
     # Options that several benchmarks have.
-    for benchmark in (layer, exchange, model, evaluation):
+    for benchmark in (layer, exchange, model, evaluation, tracing):
         _add_common(benchmark)
-    for benchmark in (layer, model, evaluation):
+    for benchmark in (layer, model, evaluation, tracing):
         benchmark.add_argument("--threads", type=int, help="threads of torch (all cores)")
     for benchmark in (layer, exchange):
         _add_sizes(benchmark)

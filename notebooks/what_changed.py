@@ -117,10 +117,10 @@ def pruned(model, share):
 _, first, tokenizer = load_inspected(folder)
 first_name = str(folder)
 if other_folder:
-    _, second, _ = load_inspected(Path(other_folder))
+    _, second, other_tokenizer = load_inspected(Path(other_folder))
     second_name = other_folder
     second_fingerprint = model_fingerprint(Path(other_folder))
-    if tokenizer_fingerprint(folder) != tokenizer_fingerprint(Path(other_folder)):
+    if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(other_tokenizer):
         sys.exit(f"{folder} and {other_folder} have different tokenizers: no token is comparable.")
 else:
     second = rounded(first, bits=4)

@@ -1,11 +1,12 @@
-"""Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, and
-how often its intervals hold the truth.
+"""Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, how
+often its intervals hold the truth, and what recording of routing costs.
 
     python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--experts 8]
     python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
     python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
+    python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
 left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -29,6 +30,7 @@ from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
 from benchmarks.options import build_parser, check_numbers
 from benchmarks.scaling import ScalingCase
+from benchmarks.tracing import TracingBenchmark, run_tracing
 from moe.cli import run_main
 from moe.files import output_path
 
@@ -65,6 +67,11 @@ def benchmark_intervals(options: dict[str, Any]) -> None:
     run_intervals(IntervalBenchmark(**options))
 
 
+def benchmark_tracing(options: dict[str, Any]) -> None:
+    """Measures what recording of routing costs."""
+    run_tracing(TracingBenchmark(**options))
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -92,6 +99,7 @@ BENCHMARKS = {
     "model": benchmark_model,
     "eval": benchmark_evaluation,
     "intervals": benchmark_intervals,
+    "tracing": benchmark_tracing,
 }
 
 

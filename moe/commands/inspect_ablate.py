@@ -56,6 +56,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         seed=options.seed,
     )
 
+    # All of it is kept; what was shown is printed.
     command = shlex.join(["python", "-m", "scripts.inspect_router", "ablate", *argv])
     write_ablation(keep_ablation(ablation, trace, command), out)
     print(effect_table(ablation))

@@ -3,16 +3,19 @@ r"""stmoe inspect compare: the routing of two models on the same text, and what 
 stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/compare.html
 """
 
+from collections.abc import Mapping
+
 from moe.cli import Parser, path
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.html_page import printable
 from moe.inspection.loss_split import LossSplit, Part, split_loss
-from moe.inspection.matching import match_traces
+from moe.inspection.matching import ExpertMatching, match_traces
 from moe.inspection.saturation import choice_agreement
 from moe.inspection.tables import format_table
 from moe.inspection.view import routing_view
+from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
@@ -36,6 +39,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """Prints why the losses differ, and writes the view of both; it reads no task."""
+    # What can be refused before a model is loaded.
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.traced_model]
     out = output_path(options.out, suffix=".html", inputs=inputs)
@@ -50,10 +54,12 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     split = split_loss(first.model, second.model, recorded, batches)
     print(split_table(split, str(first.folder), str(second.folder)))
     print()
-    print(agreement_table(recorded, other))
 
-    # Experts keep their numbers where one model was made of the other, as in fine-tuning.
-    view = routing_view(recorded, first.tokenizer, other=other)
+    # Two runs have no common numbers: each expert goes by that of its partner in the first model.
+    matchings = match_traces(recorded, other)
+    print(agreement_table(recorded, other, matchings))
+    matching = {key: numbers_in_first(of_layer) for key, of_layer in matchings.items()}
+    view = routing_view(recorded, first.tokenizer, other=other, matching=matching)
     view.save(out)
     print(f"The page is {printable(out.resolve())}.")
 
@@ -74,12 +80,24 @@ def _cells(part: Part) -> list[str]:
     return [f"{part.value:+.4f}", f"{part.low:+.4f} to {part.high:+.4f}"]
 
 
-def agreement_table(first: Trace, second: Trace) -> str:
+def numbers_in_first(matching: ExpertMatching) -> list[int]:
+    """Returns for each expert of the second model its partner's number in the first; -1 for none."""
+    num_experts = matching.counts.shape[1]
+    numbers = [-1] * num_experts
+    for number, partner in enumerate(matching.partner.tolist()):
+        if partner >= 0:
+            numbers[partner] = number
+    return numbers
+
+
+def agreement_table(
+    first: Trace, second: Trace, matchings: Mapping[LayerKey, ExpertMatching]
+) -> str:
     """Returns how far the routing of two models is the same, layer by layer, as text."""
     rows = []
-    matchings = match_traces(first, second)
     for layer, other in zip(first.layers, second.layers, strict=True):
         num_experts = layer.facts.num_experts
+        # Under equal numbers, and under the best renumbering.
         agreement = choice_agreement(layer.first, other.first, num_experts)
         matching = matchings[layer.key]
         partners = " ".join(str(partner + 1) for partner in matching.partner.tolist())

@@ -41,17 +41,19 @@ def build_parser() -> Parser:
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """Records, and prints what the routers did."""
     options = build_parser().parse_args(argv)
+    # What can be refused before a model is loaded.
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")
 
+    # Where the trace will come from.
     inspected = load_inspected(options.model, dropless=options.dropless)
     batches = read_batches(options, inspected, read_task)
     provenance = Provenance(
         text=describe_inputs(options),
         model=str(options.model),
         model_fingerprint=model_fingerprint(options.model),
-        tokenizer_fingerprint=tokenizer_fingerprint(options.model),
+        tokenizer_fingerprint=tokenizer_fingerprint(inspected.tokenizer),
         command=shlex.join(["python", "-m", "scripts.inspect_router", "record", *argv]),
     )
     facts = record_to_folder(

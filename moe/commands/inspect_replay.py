@@ -39,6 +39,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     model = load_traced(trace, options.model, dropless=options.dropless).model
     batches = read_again(trace, options)
 
+    # The same batches twice: as the router says, and as the trace says.
     own = token_losses(model, batches)
     with replay_routing(model, trace, weights=options.weights):
         replayed = token_losses(model, batches)

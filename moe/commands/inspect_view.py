@@ -10,6 +10,7 @@ from moe.commands.routing_trace import add_trace, load_traced
 from moe.files import output_path
 from moe.inspection.ablation_file import read_ablation
 from moe.inspection.html_page import printable
+from moe.inspection.permutations import LEAST_DOCUMENTS
 from moe.inspection.routing_entropy import EntropyEstimate, SentinelEntropy, sentinel_entropies
 from moe.inspection.tables import format_table
 from moe.inspection.view import routing_view
@@ -47,6 +48,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     inputs = [options.trace, options.model, options.probe, options.ablation]
     out = output_path(options.out, suffix=".html", inputs=inputs)
 
+    # Classes with their significance take a few seconds.
     trace = read_trace(options.trace)
     inspected = load_traced(trace, options.model)
     classes = view_classes(trace, inspected.tokenizer, num_permutations=options.permutations)
@@ -59,6 +61,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     )
     view.save(out)
 
+    # The same as text.
     print(sentinel_table(sentinel_entropies(trace, inspected.tokenizer)))
     print()
     print(class_summary(trace, classes))
@@ -89,12 +92,15 @@ def _entropy(estimate: EntropyEstimate) -> str:
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
     """Returns for each class the expert that stands out most, where one does beyond chance."""
+    # Of the experts beyond chance, the one of the largest lift.
     cells = []
     for table in classes:
         for row in table.rows:
             shown = [number for number, p in enumerate(row.p_values) if p <= _LEVEL]
             if not shown:
                 continue
+
+            # Shown to be avoided is not shown to be preferred.
             expert = max(shown, key=lambda number: row.lifts[number])
             if row.lifts[expert] <= 1:
                 continue
@@ -109,6 +115,12 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
                     f"{row.p_values[expert]:.3f}",
                 ]
             )
+    num_documents = trace.document.unique().numel()
+    if num_documents < LEAST_DOCUMENTS:
+        return (
+            f"The text has {num_documents} documents; p-values of classes need {LEAST_DOCUMENTS} at least, since "
+            "tokens of one document are not independent."
+        )
     if not cells:
         return "No class of tokens was shown to prefer an expert."
     return format_table(CLASS_HEADER, cells)

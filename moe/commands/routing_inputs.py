@@ -49,6 +49,7 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
         CheckpointError: When the model is missing or damaged.
         DataError: When it has no router, or the tokenizer is missing or of another model.
     """
+    # Both names of a capacity, ours and that of transformers' Switch.
     changes = {"eval_capacity_factor": None, "expert_capacity": None} if dropless else {}
     model = load_complete(STMoEForConditionalGeneration, folder, **changes)
     if not sparse_layers(model):
@@ -127,6 +128,8 @@ def read_batches(
         "batch_size": options.batch_size,
         "most_examples": options.examples,
     }
+
+    # Texts have their spans masked; pairs are as in fine-tuning, with the sentinel that it left.
     if options.corpus or options.text:
         texts = _read_texts(options)
         batches = corrupted_batches(texts, tokenizer, **lengths)
@@ -141,6 +144,8 @@ def read_batches(
             sentinels="one" if has_sentinel else "none",
             **lengths,
         )
+
+    # The decoder reads what the model says itself.
     if options.generate:
         batches = generated_batches(model, batches, max_tokens=_LONGEST_ANSWER)
     return batches

@@ -1,16 +1,22 @@
 """What the verbs of `stmoe inspect` make of a trace: its model, its tokenizer, its batches."""
 
+import hashlib
+import json
 from argparse import Namespace
 from pathlib import Path
 
-from moe.checksums import sha256_of
+from transformers import PreTrainedTokenizerFast
+
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import InspectedModel, load_inspected
-from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import DataError
 from moe.tracing.examples import batches_of
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.trace import Trace
+
+_SAY_WHERE = (
+    "Say where it is now: --traced-model in compare, --model in the other verbs of stmoe inspect."
+)
 
 
 def add_trace(parser: Parser) -> None:
@@ -36,10 +42,18 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
         dropless: Whether experts have room for every token, whatever the config says.
 
     Raises:
-        DataError: When the folder has another tokenizer than the trace was made with.
+        DataError: When the model is gone from where it was, or the folder has another tokenizer than
+            the trace was made with.
     """
-    inspected = load_inspected(folder or Path(trace.facts.model), dropless=dropless)
-    fingerprint = tokenizer_fingerprint(inspected.folder)
+    if folder is None:
+        folder = Path(trace.facts.model)
+        if not trace.facts.model or not folder.is_dir():
+            where = trace.facts.model or "memory"
+            raise DataError(f"The traced model was in {where}, and is not there. {_SAY_WHERE}")
+
+    # A model with the same words.
+    inspected = load_inspected(folder, dropless=dropless)
+    fingerprint = tokenizer_fingerprint(inspected.tokenizer)
     if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
         raise DataError(
             f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
@@ -49,9 +63,13 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
     return inspected
 
 
-def tokenizer_fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that tell the tokenizer of a folder from others."""
-    return sha256_of(folder / TOKENIZER_FILE)[:16]
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Returns 16 hexadecimal digits that tell what the ids of a tokenizer mean from others.
+
+    What it puts at the end of a text does not count: fine-tuning may have changed that.
+    """
+    tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 
 
 def read_again(trace: Trace, options: Namespace) -> list[TracedBatch]:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
+from moe.errors import ConfigError
 from moe.inspection.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
 from moe.inspection.choices import as_many_at_random
 from moe.inspection.expert_measures import ExpertMeasures, measure_experts
@@ -27,7 +28,7 @@ from moe.inspection.target_sets import (
 )
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, check_layer, sparse_layers
-from moe.tracing.recorder import TracedBatch
+from moe.tracing.recorder import TracedBatch, evaluation_mode
 
 
 class LayerAblation(NamedTuple):
@@ -98,11 +99,11 @@ def ablate_experts(
     random choices are ablated likewise. Those of the decoder reuse the encoder's output.
 
     Example:
-        ablation = ablate_experts(model, list(traced_batches(batches)), {"numbers": is_number})
-        print(verdict_table(ablation))
+        ablation = ablate_experts(model, traced_batches(batches), {"numbers": is_number})
+        print(verdict_table(class_verdicts(ablation)))
 
     Args:
-        model: The model; its training mode is restored.
+        model: A whole model on one rank; its training mode is restored.
         batches: Examples with labels, on the model's device; see `traced_batches`.
         classes: <bool>[N] by name: which of the target tokens are of the class, in the order of
             `Trace.decoder`. Classes may overlap; {} for none.
@@ -117,7 +118,8 @@ def ablate_experts(
         progress: Whether to show a progress bar.
 
     Raises:
-        ConfigError: When there is no such intervention or layer, or an argument is out of range.
+        ConfigError: When there is no such intervention or layer, an argument is out of range, or
+            the model's experts are shared by ranks.
         DataError: When a batch has no labels or has segments, there is none, or a mask does not
             fit.
     """
@@ -133,22 +135,20 @@ def ablate_experts(
         "decoder": token_sets(targets, classes),
     }
 
-    # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
-    training = model.training
-    model.eval()
-    try:
+    # No jitter, no dropout, and the capacity of evaluation.
+    with evaluation_mode(model):
         tables: list[_Table] = []
         for layer, measures in _measure_layers(model, keys, batches, calibration):
-            layer_sets = sets[layer.key[0]]
+            stack, _ = layer.key
+            layer_sets = sets[stack]
             empty = _empty_sums(layer, measures, layer_sets, targets)
             tables.append(_Table(layer, layer_sets.masks, empty))
 
+        # Every expert on every batch.
         num_runs = len(batches) * sum(table.sums.load.numel() for table in tables)
         description = f"Ablate ({intervention})"
         with tqdm(total=num_runs, desc=description, disable=not progress) as bar:
             loss = _fill_tables(model, batches, targets, tables, kind, seed, bar)
-    finally:
-        model.train(training)
 
     return Ablation(
         intervention=intervention,
@@ -171,6 +171,8 @@ def _checked_keys(
     """Returns the names of the layers to ablate, in the order of the model."""
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
+
+    # Layers that there are, with experts to compare.
     for key in wanted:
         check_layer(key, model_layers, model)
     check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
@@ -179,6 +181,14 @@ def _checked_keys(
     for key in keys:
         num_experts = model_layers[key].config.num_experts
         check(num_experts > 1, f"num_experts of {key}", num_experts, "at least 2, to compare them")
+
+    # Outputs of single experts are those of this rank.
+    for layer in model_layers.values():
+        if layer.ep is not None or layer.tp is not None:
+            raise ConfigError(
+                "The experts of this model are shared by several ranks, and an ablation needs all of them on one. "
+                "Load the whole model in each process: from_pretrained(...), without a mesh."
+            )
     return keys
 
 
@@ -190,6 +200,8 @@ def _measure_layers(
 ) -> list[tuple[AblatedLayer, ExpertMeasures]]:
     """Returns each layer as interventions need it, and its measures on the batches."""
     measures = measure_experts(model, [traced.batch for traced in batches])
+
+    # Means may be of other text.
     calibrated = measures
     if calibration is not None:
         calibrated = measure_experts(model, calibration)
@@ -240,7 +252,8 @@ def _empty_sums(
 
 def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor:
     """Returns the sums <float64>[..., G] of <any>[..., n] over the documents <int64>[n]."""
-    sums = torch.zeros(*values.shape[:-1], num_documents, dtype=torch.float64)
+    shape = (*values.shape[:-1], num_documents)
+    sums = torch.zeros(shape, dtype=torch.float64)
     return sums.index_add(-1, document, values.double())
 
 
@@ -304,6 +317,7 @@ def _ablate_layer(
     add(sums.chosen_tokens, is_chosen)
     num_sequences = unchanged.batch["labels"].shape[0]
     for expert in range(num_experts):
+        # Without the expert, and without as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
         to_expert = kind.to_expert(layer, expert)
         change = loss_change(model, layer.key, unchanged, to_expert)  # [n]

@@ -87,6 +87,7 @@ class KeptAblation(NamedTuple):
 
 def keep_ablation(ablation: Ablation, trace: Trace, command: str = "") -> KeptAblation:
     """Returns what is kept of an ablation on the examples of a trace."""
+    # JSON has no infinity: an end that nothing is known of is null.
     effects = []
     for bar in ablation_bars(ablation):
         low = _finite(bar.low)

@@ -7,7 +7,7 @@ block.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,16 +46,22 @@ def run_unchanged(model: STMoEForConditionalGeneration, batch: Batch) -> Unchang
     """Returns what a model in evaluation mode does with a batch."""
     with observe_layers(model) as observations:
         output: STMoEOutput = model(**batch, use_cache=False, output_hidden_states=True)
-    encoder_outputs = STMoEEncoderOutput(last_hidden_state=output.encoder_last_hidden_state)
+
+    # What later passes start from.
+    memory = output.encoder_last_hidden_state
+    hidden_states: dict[Stack, Sequence[Tensor]] = {
+        "encoder": output.encoder_hidden_states or (),
+        "decoder": output.decoder_hidden_states or (),
+    }
+    plans: dict[LayerKey, DispatchPlan] = {}
+    for key, observation in observations.items():
+        plans[key] = observation.plan
     return Unchanged(
         batch=batch,
         losses=target_losses(output, batch),
-        plans={key: observation.plan for key, observation in observations.items()},
-        encoder_outputs=encoder_outputs,
-        hidden_states={
-            "encoder": output.encoder_hidden_states or (),
-            "decoder": output.decoder_hidden_states or (),
-        },
+        plans=plans,
+        encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
+        hidden_states=hidden_states,
     )
 
 
@@ -74,20 +80,31 @@ def loss_change(
         unchanged: The batch, and what the model does with it.
         ablation: The context that ablates something in that layer, and nowhere else.
     """
-    stack = key[0]
+    # Blocks before the layer do what they did without the ablation.
+    stack, _ = key
     skipped = _blocks_before(model, key)
     hidden = unchanged.hidden_states[stack][len(skipped)]
-    encoder_outputs = unchanged.encoder_outputs if stack == "decoder" else None
+
+    # The encoder does too, where the layer is one of the decoder.
+    arguments: dict[str, Any] = {**unchanged.batch, "use_cache": False}
+    if stack == "decoder":
+        arguments["encoder_outputs"] = unchanged.encoder_outputs
+
     with ablation, _skip_blocks(skipped, hidden):
-        output = model(**unchanged.batch, encoder_outputs=encoder_outputs, use_cache=False)
-    return (target_losses(output, unchanged.batch) - unchanged.losses).cpu()
+        output = model(**arguments)
+    losses = target_losses(output, unchanged.batch)
+    return (losses - unchanged.losses).cpu()
 
 
 def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[Block]:
     """Returns the blocks of its stack that stand before that of a sparse layer."""
-    stacks = {"encoder": model.model.encoder.stack, "decoder": model.model.decoder}
+    stacks = {
+        "encoder": model.model.encoder.stack,
+        "decoder": model.model.decoder,
+    }
     layer = sparse_layers(model)[key]
 
+    # In order, up to the one that the layer is in.
     blocks: list[Block] = []
     for block in stacks[key[0]].blocks:
         if any(part is layer for part in block.modules()):
@@ -99,7 +116,12 @@ def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[
 @contextmanager
 def _skip_blocks(blocks: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
     """Lets blocks return <float>[B, L, D] at once, which they would otherwise compute again."""
-    output = BlockOutput(hidden, router=None, self_weights=None, cross_weights=None)
+    output = BlockOutput(
+        hidden=hidden,
+        router=None,
+        self_weights=None,
+        cross_weights=None,
+    )
 
     def skip(*_: object) -> BlockOutput:
         return output
@@ -122,6 +144,7 @@ def works_on(key: LayerKey, unchanged: Unchanged, num_experts: int) -> Tensor:
 
     In the encoder an expert works on all targets of a sequence with an input token that it accepts.
     """
+    # Which experts each token reaches.
     plan = unchanged.plans[key]
     one_hot = F.one_hot(plan.expert_index, num_experts)  # [G, S, K, E]
     accepts = (one_hot.bool() & plan.accepted[..., None]).any(dim=2)  # [G, S, E]
@@ -133,5 +156,6 @@ def works_on(key: LayerKey, unchanged: Unchanged, num_experts: int) -> Tensor:
     if key[0] == "decoder":
         return accepts[is_target].T.cpu()
 
+    # The encoder's stand before all targets of their sequence.
     row, _ = is_target.nonzero(as_tuple=True)  # [n]
     return accepts.any(dim=1)[row].T.cpu()

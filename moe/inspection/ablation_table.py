@@ -232,7 +232,8 @@ def class_verdicts(
     Each comparison is by its interval over documents (`document_intervals`), two-sided and of the
     confidence 1 - (1 - confidence) / cells, where cells are all experts of all layers times their
     classes (Bonferroni). So the probability that any `yes` of the table is wrong is at most
-    1 - confidence, and the same of any `no`.
+    1 - confidence, and the same of any `no` where the changes of documents are not very skewed:
+    where they were, with a margin of 0, a wrong `no` stood in up to 26 % of simulated tables.
 
     Args:
         ablation: From `ablate_experts`.

@@ -36,20 +36,29 @@ def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMa
         num_sequences: Sequences of the batch that plans will be of, B.
         seed: Of the lot.
     """
-    find = choices_of(expert)
+    own_choices = choices_of(expert)
 
     def by_sequence(x: Tensor) -> Tensor:
-        return rearrange(x, "g s k -> (g s k)").unflatten(0, (num_sequences, -1))  # [B, L * K]
+        # Groups are of whole sequences, one after the other.
+        flat = rearrange(x, "g s k -> (g s k)")
+        return flat.unflatten(0, (num_sequences, -1))  # [B, L * K]
 
     def draw(plan: DispatchPlan) -> Tensor:
+        # How many to draw in each sequence.
         accepted = by_sequence(plan.accepted)
-        num_wanted = by_sequence(find(plan)).sum(dim=1, keepdim=True)  # [B, 1]
+        own = by_sequence(own_choices(plan))
+        num_wanted = own.sum(dim=1, keepdim=True)  # [B, 1]
 
-        # A place in line for each accepted choice; the others stand behind them.
+        # A lot for each choice, drawn on the CPU so that all devices draw alike.
         generator = torch.Generator().manual_seed(seed)
-        lot = torch.rand(accepted.shape, generator=generator, dtype=torch.float64)
-        lot = lot.to(accepted.device).masked_fill(~accepted, 2)
+        shape = accepted.shape
+        lot = torch.rand(shape, generator=generator, dtype=torch.float64)
+        lot = lot.to(accepted.device)
+
+        # Lots are below 1: choices that are not accepted stand behind all others.
+        lot = lot.masked_fill(~accepted, 2)
         place = lot.argsort(dim=1).argsort(dim=1)  # [B, L * K]
-        return (place < num_wanted).view_as(plan.accepted)
+        drawn = place < num_wanted
+        return drawn.view_as(plan.accepted)
 
     return draw

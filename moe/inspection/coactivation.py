@@ -3,6 +3,7 @@
 Comes after permutations.py and contingency.py.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class Coactivation(NamedTuple):
         lift: <float64>[E, E] N_ij N / (N_i N_j). Without any preference it is below 1, since the
             choices of a token are different experts: at even load (K - 1) E / (K (E - 1)).
         preference: <float64>[E, E] counts over what experts that combine at random, each as often as
-            it does, would have; 1 is no preference, NaN on the diagonal.
+            it does, would have; 1 is no preference, NaN on the diagonal and for experts in no pair.
         even_share: (K - 1) / (E - 1): the share at even load without preference.
     """
 
@@ -62,11 +63,13 @@ def coactivation(layer: LayerTrace) -> Coactivation:
     Source:
         OLMoE (arXiv:2409.02060) eq. 6.
     """
+    # N_ij, and on the diagonal N_i.
     chosen = chosen_experts(layer, "all")  # [N, E]
     counts = chosen.T @ chosen  # [E, E]
-    tokens = counts.diagonal()  # [E] N_i
+    tokens = counts.diagonal()  # [E]
     num_tokens = chosen.any(dim=1).sum()
 
+    # Shares of the row's expert.
     share = counts / tokens[:, None]
     num_experts = layer.facts.num_experts
     num_others = layer.facts.num_choices - 1
@@ -86,20 +89,23 @@ def _expected_pairs(counts: Tensor) -> Tensor:
     They are a_i a_j off the diagonal, so that their sums are those of the counts (quasi-independence,
     by proportional fitting); NaN on the diagonal.
     """
-    # An expert without pairs has a weight of 0.
+    # How many pairs each expert is in.
     is_pair = ~torch.eye(len(counts), dtype=torch.bool)
     pairs = counts.double() * is_pair
     sums = pairs.sum(dim=1)  # [E]
-    weight = sums.clamp(min=0).sqrt()
+
+    # Weights that give as many; an expert without pairs has a weight of 0.
+    weight = sums.sqrt()
     for _ in range(_ROUNDS):
         others = weight.sum() - weight
         fitted = weight * others
         ratio = torch.where(fitted > 0, sums / fitted, torch.zeros_like(sums))
         weight = weight * ratio.sqrt()
-        if torch.allclose(ratio[sums > 0], torch.ones_like(ratio[sums > 0]), atol=_CLOSE):
+        off = (ratio - 1).masked_fill(sums == 0, 0).abs()
+        if bool((off < _CLOSE).all()):
             break
     expected = weight[:, None] * weight
-    return expected.masked_fill(~is_pair, float("nan"))
+    return expected.masked_fill(~is_pair, math.nan)
 
 
 # ---------------------------------------------------------------------------
@@ -165,6 +171,8 @@ def layer_flows(
     flows = []
     for layer, next_layer in pairwise(stack.layers):
         draws = _flow_tables(layer, next_layer, shuffle, num_permutations, seed)
+
+        # What the row, this layer's expert, tells of the column.
         tables = torch.stack(list(draws))  # [R, E, E']
         information = normalized_information(tables.mT).round(decimals=12)
         p_value = share_at_least(information, information[:1])
@@ -175,7 +183,7 @@ def layer_flows(
                 layer=layer.key,
                 next_layer=next_layer.key,
                 counts=counts,
-                share=counts / counts.sum(dim=1, keepdim=True),
+                share=counts.double() / counts.sum(dim=1, keepdim=True),
                 mutual_information=float(mutual_information(counts)),
                 information=float(information[0]),
                 chance=float(information[1:].mean()),
@@ -193,9 +201,10 @@ def _flow_tables(
     seed: int,
 ) -> Iterator[Tensor]:
     """Yields <int64>[E, E']: first choices in both layers, as they are and then shuffled."""
+    # A last row is for tokens that chose no expert.
     num_experts = layer.facts.num_experts
     first = layer.first.long()
     rows = first.masked_fill(first < 0, num_experts).numpy()
     draws = shuffled_tables(rows, num_experts + 1, [next_layer], shuffle, num_permutations, seed)
     for (table,) in draws:
-        yield table[:-1]  # the last row is of tokens without an expert
+        yield table[:-1]

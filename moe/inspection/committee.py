@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
@@ -16,6 +17,7 @@ from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.trace import LayerTrace, Trace
 
 _LEAST_DOCUMENTS = 2
+_NO_DISTANCE = 1e-12
 
 
 class Committee(NamedTuple):
@@ -28,7 +30,7 @@ class Committee(NamedTuple):
         rank: <int64>[D, E] rank of an expert in a domain, from 1; `num_ranked` + 1 where it is not
             among the first.
         members: Experts of the committee, those of the largest contribution first.
-        coverage: Their share of the contribution, mean over domains.
+        coverage: Their share of the contribution, mean over domains; 0 without members.
         ratio: Mean contribution of a member over that of another expert; NaN where all or none are
             members, infinite where the others contribute nothing.
         silhouette: From -1 to 1: how much more alike the routing of documents is within a domain
@@ -73,9 +75,11 @@ def standing_committees(
         The Illusion of Specialization (arXiv:2601.03425): contribution index, ranks, Pareto front.
         Differs: the combine weight of a refused choice is 0.
     """
+    # What text there is.
     check_number("min_presence", min_presence, above=0, most=1)
     part = trace.stack(stack)
-    domain = trace.domain.long()[part.example]  # [N]
+    document = trace.document.long()[part.example]  # [N]
+    domain = trace.domain.long()[part.example]
     present = domain.unique()
     if len(present) < 2:
         raise DataError(
@@ -97,7 +101,6 @@ def standing_committees(
         members = _committee(contribution, rank, ranked, min_presence)
 
         names = [trace.facts.domains[number] or "text" for number in present.tolist()]
-        document = trace.document.long()[part.example]
         committees.append(
             Committee(
                 layer=layer.key,
@@ -134,7 +137,11 @@ def _ranks(contribution: Tensor, num_ranked: int) -> Tensor:
     """
     ascending = (-contribution).sort(dim=1).values
     rank = torch.searchsorted(ascending, -contribution) + 1
-    return rank.masked_fill(contribution <= 0, num_ranked + 1).clamp(max=num_ranked + 1)
+
+    # Those that are not ranked come after all that are.
+    unranked = num_ranked + 1
+    rank = rank.masked_fill(contribution <= 0, unranked)
+    return rank.clamp(max=unranked)
 
 
 def _committee(
@@ -142,20 +149,24 @@ def _committee(
 ) -> tuple[int, ...]:
     """Returns the experts of the Pareto front of mean and variance of the rank."""
     presence = (rank <= num_ranked).double().mean(dim=0)  # [E]
+    is_candidate = presence >= min_presence
     mean = rank.double().mean(dim=0)
     variance = rank.double().var(dim=0, correction=0)
-    candidates = (presence >= min_presence).nonzero().flatten()
 
-    members = []
-    for expert in candidates.tolist():
-        is_as_good = (mean[candidates] <= mean[expert]) & (variance[candidates] <= variance[expert])
-        is_better = (mean[candidates] < mean[expert]) | (variance[candidates] < variance[expert])
-        if not (is_as_good & is_better).any():
-            members.append(expert)
+    # No other candidate is as good in both and better in one.
+    is_member = is_candidate.clone()
+    for expert in is_candidate.nonzero().flatten().tolist():
+        by_mean = mean - mean[expert]  # [E]
+        by_variance = variance - variance[expert]
+        is_as_good = (by_mean <= 0) & (by_variance <= 0)
+        is_better = (by_mean < 0) | (by_variance < 0)
+        is_beaten = is_candidate & is_as_good & is_better
+        is_member[expert] = not is_beaten.any()
 
+    # Those of the largest contribution first.
     total = contribution.sum(dim=0)
-    members.sort(key=lambda expert: (-float(total[expert]), expert))
-    return tuple(members)
+    order = total.argsort(descending=True, stable=True)
+    return tuple(order[is_member[order]].tolist())
 
 
 def _coverage(contribution: Tensor, members: tuple[int, ...]) -> float:
@@ -170,6 +181,8 @@ def _ratio(contribution: Tensor, members: tuple[int, ...]) -> float:
     is_member[list(members)] = True
     if is_member.all() or not is_member.any():
         return math.nan
+
+    # Over domains and experts.
     mean = contribution.mean(dim=0)
     return float(mean[is_member].mean() / mean[~is_member].mean())
 
@@ -190,6 +203,7 @@ def domain_silhouette(gates: Tensor, domain: Tensor, document: Tensor) -> float:
     Source:
         Rousseeuw, Silhouettes (1987).
     """
+    # Documents, and the domain of each.
     distinct, row = document.unique(return_inverse=True)
     group = torch.zeros(len(distinct), dtype=torch.int64)
     group[row] = domain
@@ -197,21 +211,23 @@ def domain_silhouette(gates: Tensor, domain: Tensor, document: Tensor) -> float:
     if int((sizes >= _LEAST_DOCUMENTS).sum()) < 2:
         return math.nan
 
-    # Cosine distance of all documents, and its sum to each domain.
-    direction = torch.nn.functional.normalize(_mean_by_group(gates, row), dim=1)
-    distance = (1 - direction @ direction.T).clamp(min=0)
-    distance.fill_diagonal_(0)
-    domains = torch.nn.functional.one_hot(group, len(sizes)).double()
-    to_domain = distance @ domains  # [documents, domains]
+    # The sum of cosine distances 1 - x y to the documents of each domain: n - x (sum of y).
+    means = _mean_by_group(gates, row)
+    direction = F.normalize(means, dim=1)  # [documents, E]
+    domains = F.one_hot(group, len(sizes)).double()
+    to_domain = sizes - direction @ (direction.T @ domains)  # [documents, domains]
 
     # A: mean distance to the own domain; B: to the nearest other.
-    own = to_domain.gather(1, group[:, None]).squeeze(1)
+    to_itself = 1 - direction.square().sum(dim=1)
+    own = to_domain.gather(1, group[:, None]).squeeze(1) - to_itself
     a = own / (sizes[group] - 1).clamp(min=1)
     others = to_domain / sizes
     others = others.masked_fill((domains > 0) | (sizes == 0), math.inf)
     b = others.amin(dim=1)
 
-    # A document alone in its domain counts 0.
+    # A document alone in its domain counts 0, and so does one that is like all others.
     widest = torch.maximum(a, b)
-    silhouette = torch.where(widest > 0, (b - a) / widest, torch.zeros_like(a))
-    return float(silhouette.masked_fill(sizes[group] < _LEAST_DOCUMENTS, 0).mean())
+    is_alone = sizes[group] < _LEAST_DOCUMENTS
+    is_same = is_alone | (widest < _NO_DISTANCE)
+    silhouette = ((b - a) / widest).masked_fill(is_same, 0)
+    return float(silhouette.mean())

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+_NO_ENTROPY = 1e-12  # of rows that differ by rounding alone
+
 
 def normalized_information(counts: Tensor) -> Tensor:
     """Returns <float64>[...]: the share of the entropy of rows that the columns tell, I / H(row).
@@ -17,17 +19,30 @@ def normalized_information(counts: Tensor) -> Tensor:
     Args:
         counts: <any>[..., C, E] how often each row met each column.
     """
+    # How much there is to tell.
+    joint = _shares(counts)
+    rows = joint.sum(dim=-1)
+    entropy = _entropy(rows, dim=-1)
+
+    # And how much of it is told.
     information = mutual_information(counts)
-    joint = counts.double()
-    rows = joint.sum(dim=-1) / joint.sum(dim=(-2, -1))[..., None]
-    entropy = torch.special.entr(rows).sum(dim=-1)
-    return torch.where(entropy > 1e-12, information / entropy, math.nan)
+    return torch.where(entropy > _NO_ENTROPY, information / entropy, math.nan)
 
 
 def mutual_information(counts: Tensor) -> Tensor:
     """Returns <float64>[...]: the mutual information in nats of rows and columns <any>[..., C, E]."""
-    joint = counts.double()
-    joint = joint / joint.sum(dim=(-2, -1), keepdim=True)
-    rows = torch.special.entr(joint.sum(dim=-1)).sum(dim=-1)
-    columns = torch.special.entr(joint.sum(dim=-2)).sum(dim=-1)
-    return (rows + columns - torch.special.entr(joint).sum(dim=(-2, -1))).clamp(min=0)
+    # I = H(row) + H(column) - H(row, column).
+    joint = _shares(counts)
+    of_rows = _entropy(joint.sum(dim=-1), dim=-1)
+    of_columns = _entropy(joint.sum(dim=-2), dim=-1)
+    of_both = _entropy(joint, dim=(-2, -1))
+    return (of_rows + of_columns - of_both).clamp(min=0)
+
+
+def _shares(counts: Tensor) -> Tensor:
+    counts = counts.double()
+    return counts / counts.sum(dim=(-2, -1), keepdim=True)
+
+
+def _entropy(shares: Tensor, dim: int | tuple[int, int]) -> Tensor:
+    return torch.special.entr(shares).sum(dim=dim)

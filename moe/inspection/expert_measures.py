@@ -17,7 +17,7 @@ from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
 from moe.sparse.dispatch import RowDispatcher, sort_rows
-from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
+from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
 
@@ -56,19 +56,23 @@ def measure_experts(
     sums: dict[LayerKey, _Sums] = {}
     num_targets = 0
     for batch in batches:
+        # The gradient of the outputs of all layers, and of nothing else.
         with observe_layers(model) as observations:
             output = model(**batch, use_cache=False)
         losses = target_losses(output, batch)
-        nudges = {key: observation.nudge for key, observation in observations.items()}
-        gradients = torch.autograd.grad(losses.sum(), list(nudges.values()))
+        nudges = [observation.nudge for observation in observations.values()]
+        gradients = torch.autograd.grad(losses.sum(), nudges)
 
         # Sums over the rows of each expert add up over batches.
         layers = sparse_layers(model)
-        for key, gradient in zip(nudges, gradients, strict=True):
+        for key, gradient in zip(observations, gradients, strict=True):
             of_batch = _sum_rows(layers[key], observations[key], gradient)
-            sums[key] = of_batch if key not in sums else _add(sums[key], of_batch)
+            if key in sums:
+                of_batch = _add(sums[key], of_batch)
+            sums[key] = of_batch
         num_targets += losses.numel()
 
+    # Means over rows, and over targets.
     measures = {}
     for key, total in sums.items():
         num_rows = total.load.clamp(min=1)[:, None]
@@ -113,12 +117,17 @@ class Observation:
         return plan
 
     def keep_output(
-        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
+        self,
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
+        output: tuple[Tensor, RouterOutput | None],
     ) -> tuple[Tensor, RouterOutput | None] | None:
         """Keeps the input, and adds the nudge to the output."""
         self.tokens = args[0].detach()
         if not torch.is_grad_enabled():
             return None
+
+        # A leaf that has a gradient whether or not parameters have one.
         y, router_output = output
         self.nudge = torch.zeros_like(y, requires_grad=True)
         return y + self.nudge, router_output
@@ -131,10 +140,13 @@ def observe_layers(
     """Gives an observation of each sparse layer, which the forward pass inside the block fills."""
     layers = sparse_layers(model)
     observations = {key: Observation() for key in layers}
-    plans = {key: observation.keep_plan for key, observation in observations.items()}
+    edits: dict[LayerKey, PlanEdit] = {}
+    for key, observation in observations.items():
+        edits[key] = observation.keep_plan
 
+    # An edit that changes nothing sees the plan, a hook what goes in and out.
     with ExitStack() as contexts:
-        contexts.enter_context(edit_routing(model, plans))
+        contexts.enter_context(edit_routing(model, edits))
         for key, observation in observations.items():
             hook = layers[key].register_forward_hook(observation.keep_output)
             contexts.enter_context(hook)
@@ -150,24 +162,35 @@ class _Sums(NamedTuple):
 
 
 def _add(a: _Sums, b: _Sums) -> _Sums:
-    return _Sums(a.load + b.load, a.output + b.output, a.slope + b.slope)
+    return _Sums(
+        load=a.load + b.load,
+        output=a.output + b.output,
+        slope=a.slope + b.slope,
+    )
 
 
 @torch.no_grad()
 def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tensor) -> _Sums:
     """Returns the sums of one layer in one batch; <float>[B, L, D] is the gradient of its output."""
     # The output f of every expert for every row that it accepted, one after the other.
-    rows = sort_rows(observation.plan, layer.config.num_experts)
+    num_experts = layer.config.num_experts
+    rows = sort_rows(observation.plan, num_experts)
     tokens = layer.expert_tokens(observation.tokens)  # [T, D]
-    f = layer.experts(RowDispatcher(rows).dispatch(tokens).wait()).double()  # [N, D]
+    in_flight = RowDispatcher(rows).dispatch(tokens)
+    f = layer.experts(in_flight.wait()).double()  # [N, D]
 
     # grad(y) . (-g f) of each row.
-    gradient_of_row = gradient.flatten(0, 1).index_select(0, rows.token).double()  # [N, D]
-    slope = -(gradient_of_row * f).sum(dim=-1) * rows.weight.double()  # [N]
+    gradient = gradient.flatten(0, 1).double()  # [T, D]
+    gradient = gradient.index_select(0, rows.token)  # [N, D]
+    g = rows.weight.double()  # [N]
+    slope = -g * (gradient * f).sum(dim=-1)
 
+    # Rows stand in the order of their experts.
     expert = torch.repeat_interleave(rows.counts)  # [N]
+    output = f.new_zeros(num_experts, f.shape[1])  # [E, D]
+    total_slope = slope.new_zeros(num_experts)  # [E]
     return _Sums(
         load=rows.counts,
-        output=f.new_zeros(rows.counts.numel(), f.shape[1]).index_add(0, expert, f),
-        slope=slope.new_zeros(rows.counts.numel()).index_add(0, expert, slope),
+        output=output.index_add(0, expert, f),
+        slope=total_slope.index_add(0, expert, slope),
     )

@@ -17,9 +17,12 @@ def wilson_interval(counts: Tensor, tokens: Tensor, confidence: float) -> tuple[
         tokens: <any>[...] of how many; NaN is returned where that is 0.
         confidence: Share of intervals that hold the truth.
     """
+    # The deviations that hold so much of a normal distribution.
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     n = tokens.double()
     share = counts.double() / n
+
+    # Shares whose own deviation would reach the one that was seen.
     centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     spread = (share * (1 - share) / n + (z / (2 * n)) ** 2).sqrt()
     half = z / (1 + z**2 / n) * spread
@@ -36,6 +39,7 @@ def student_quantile(probability: float, freedom: int) -> float:
     Source:
         Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 to 26.7.5.
     """
+    # Near to normal: a series.
     if freedom > _LARGE:
         z = NormalDist().inv_cdf(probability)
         first = (z**3 + z) / 4
@@ -55,6 +59,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 def _share_within(angle: float, freedom: int) -> float:
     """Returns P(|t| <= sqrt(freedom) tan(angle))."""
+    # A finite sum of powers of the cosine.
     cosine = math.cos(angle)
     is_odd = freedom % 2
     term = cosine if is_odd else 1.0

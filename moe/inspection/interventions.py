@@ -18,6 +18,9 @@ from moe.sparse.edits import RerouteExperts, choose_again, drop_choices
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
 
+Context = AbstractContextManager[None]
+"""Inside it something is ablated."""
+
 
 class AblatedLayer(NamedTuple):
     """A sparse layer, and what an intervention may need to know of it.
@@ -39,10 +42,10 @@ class Intervention(ABC):
     """Something that is done to an expert at evaluation; registered in INTERVENTIONS."""
 
     @abstractmethod
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> AbstractContextManager[None]:
+    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which it is done to some accepted choices."""
 
-    def to_expert(self, layer: AblatedLayer, expert: int) -> AbstractContextManager[None]:
+    def to_expert(self, layer: AblatedLayer, expert: int) -> Context:
         """Returns the context in which it is done to an expert: to all choices of it."""
         return self.to_choices(layer, choices_of(expert))
 
@@ -53,11 +56,12 @@ INTERVENTIONS: Registry[Intervention] = Registry("intervention")
 class Drop(Intervention):
     """The output is 0 and all weights stay, as when the expert is full: what it contributes."""
 
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> AbstractContextManager[None]:
+    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which choices are dropped."""
 
-        def drop(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            return drop_choices(plan, choices(plan))
+        def drop(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+            dropped = choices(plan)
+            return drop_choices(plan, dropped)
 
         return edit_routing(layer.module, {layer.key: drop})
 
@@ -69,21 +73,24 @@ class Reroute(Intervention):
     probabilities then changes the weights of tokens that never chose it, too.
     """
 
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> AbstractContextManager[None]:
+    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which tokens choose again without the expert of each choice."""
-        return edit_routing(layer.module, {layer.key: _RerouteChoices(choices)})
+        edit = _RerouteChoices(choices)
+        return edit_routing(layer.module, {layer.key: edit})
 
-    def to_expert(self, layer: AblatedLayer, expert: int) -> AbstractContextManager[None]:
+    def to_expert(self, layer: AblatedLayer, expert: int) -> Context:
         """Returns the context in which no token can choose the expert."""
-        return edit_routing(layer.module, {layer.key: RerouteExperts(expert)})
+        edit = RerouteExperts(expert)
+        return edit_routing(layer.module, {layer.key: edit})
 
 
 class Mean(Intervention):
     """The output is its mean over calibration batches: what it tells tokens apart by."""
 
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> AbstractContextManager[None]:
+    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which the outputs of choices are the means of their experts."""
-        return replace_by_mean(layer.module, layer.key, choices, layer.mean_output)
+        mean_output = layer.mean_output
+        return replace_by_mean(layer.module, layer.key, choices, mean_output)
 
 
 class Swap(Intervention):
@@ -93,15 +100,17 @@ class Swap(Intervention):
     `moe.sparse.edits.SwapExperts` exchanges two experts.
     """
 
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> AbstractContextManager[None]:
+    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which choices go to the peers of their experts."""
 
-        def swap(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            return _move_choices(plan, choices(plan), layer.peer)
+        def swap(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+            moved = choices(plan)
+            return _move_choices(plan, moved, layer.peer)
 
         return edit_routing(layer.module, {layer.key: swap})
 
 
+# Whoever adds one has it in all tables and commands.
 INTERVENTIONS.add("drop", Drop())
 INTERVENTIONS.add("reroute", Reroute())
 INTERVENTIONS.add("mean", Mean())
@@ -116,9 +125,11 @@ class _RerouteChoices(LayerEdit):
 
     def for_layer(self, layer: SparseFeedForward) -> PlanEdit:
         def reroute(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            is_barred = self._choices(plan).long()  # [G, S, K]
-            barred = torch.zeros_like(scores.logits, dtype=torch.int64)  # [G, S, E]
-            barred = barred.scatter_add(-1, plan.expert_index, is_barred) > 0
+            # From choices to the experts of each token.  [G, S, K] -> [G, S, E]
+            choices = self._choices(plan)
+            count = torch.zeros_like(scores.logits)
+            count = count.scatter_add(-1, plan.expert_index, choices.to(count))
+            barred = count > 0
             return choose_again(layer.router, scores, plan, barred)
 
         return reroute
@@ -126,15 +137,23 @@ class _RerouteChoices(LayerEdit):
 
 def _move_choices(plan: DispatchPlan, moved: Tensor, peer: Tensor) -> DispatchPlan:
     """Returns the plan in which some choices <bool>[G, S, K] go to the peers <int64>[E]."""
+    # Nothing to move leaves the plan as it is, its capacity too.
     if not moved.any():
         return plan
-    peer_index = peer.to(plan.expert_index.device)[plan.expert_index]  # [G, S, K]
-    expert_index = torch.where(moved, peer_index, plan.expert_index)
 
-    # They stand behind the tokens that the peer has already, who keep their slots.
-    capacity = plan.token_mask.shape[1] if plan.capacity is None else plan.capacity
+    # The other choices keep their experts.
+    index = plan.expert_index
+    peer = peer.to(index.device)
+    expert_index = torch.where(moved, peer[index], index)  # [G, S, K]
+
+    # Those of the peer have C slots, which they keep; the moved ones stand behind them.
+    capacity = plan.capacity
+    if capacity is None:
+        capacity = plan.token_mask.shape[1]
     position, _ = assign_slots(expert_index, moved, peer.numel(), None)
     slot = torch.where(moved, capacity + position, plan.slot)
+
+    # As many slots as that takes: nothing is dropped.
     return plan._replace(
         expert_index=expert_index,
         slot=slot,

@@ -71,6 +71,7 @@ def split_loss(
         DataError: When the models have other layers than the trace, the batches are none of it, or
             there is no target.
     """
+    # The same targets three times; differences are of single tokens.
     targets = list_targets(batches)
     first_losses = token_losses(first, batches)
     second_losses = token_losses(second, batches)
@@ -109,6 +110,7 @@ def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> P
         targets: Where the tokens come from, see `list_targets`.
         confidence: Share of intervals that hold the truth.
     """
+    # Tokens of a document are not independent: documents are the units.
     sums = torch.zeros(targets.num_documents, dtype=torch.float64)
     counts = sums.index_add(0, targets.document, torch.ones_like(change))
     sums = sums.index_add(0, targets.document, change)

@@ -16,6 +16,7 @@ from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.layer import real_tokens
 from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import Router, RouterInputs
+from moe.tracing.recorder import evaluation_mode
 from moe.tracing.trace import LayerTrace, layer_name
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -50,6 +51,7 @@ def choice_margins(layer: LayerTrace) -> Margins:
     Raises:
         DataError: When it has too few probabilities, or a token may have every expert.
     """
+    # There must be a next expert, and its probability.
     place = layer.facts.num_choices
     name = layer_name(layer.key)
     if place >= layer.facts.num_experts:
@@ -64,6 +66,7 @@ def choice_margins(layer: LayerTrace) -> Margins:
             f"{place + 1}. Record it with num_best={place + 1}."
         )
 
+    # Of all tokens, and in short.
     probs = layer.best_prob.float()  # [N, M]
     gap = probs[:, place - 1] - probs[:, place]
     quantiles = [math.nan] * len(QUANTILES)
@@ -150,13 +153,12 @@ def noise_stability(
         hook = partial(_count_changes, key, variances, generator, counts)
         handles.append(layer.router.register_forward_hook(hook))
 
-    training = model.training
-    model.eval()
+    # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
     try:
-        for batch in batches:
-            model(**batch, use_cache=False)
+        with evaluation_mode(model):
+            for batch in batches:
+                model(**batch, use_cache=False)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return [_stability(key, variance, total) for (key, variance), total in counts.items()]
@@ -172,18 +174,22 @@ def _count_changes(
     scores: RouterScores,
 ) -> None:
     """Adds to the counts what each noise changes: a hook after a router's forward."""
+    # What the router did, and how far its input's numbers spread.
     inputs: RouterInputs = args[0]
     tokens = inputs.tokens
     plan = _assigned(router, scores, inputs)
     deviation = tokens.float().std(dim=-1, keepdim=True, correction=0)
 
     for variance in variances:
+        # The same with noise; `forward` itself calls no hook.
         noise = torch.randn(tokens.shape, generator=generator, device=tokens.device)
-        noisy_tokens = tokens + (noise * deviation * math.sqrt(variance)).to(tokens.dtype)
+        noise = noise * deviation * math.sqrt(variance)
+        noisy_tokens = tokens + noise.to(tokens.dtype)
         noisy_inputs = inputs._replace(tokens=noisy_tokens)
         noisy_scores = router.forward(noisy_inputs)
         noisy_plan = _assigned(router, noisy_scores, noisy_inputs)
 
+        # Added to what there was.
         changes = _changes(scores, plan, noisy_scores, noisy_plan)
         earlier = counts.get((key, variance))
         if earlier is not None:
@@ -207,9 +213,13 @@ def _changes(
     """Returns what differs between two plans <...>[G, S, K] for the same tokens."""
     before = _requested_experts(plan, scores)  # [G, S, E]
     after = _requested_experts(noisy_plan, noisy_scores)
-    is_routed = before.any(dim=-1)
-    first_before = scores.logits.masked_fill(~before, -math.inf).argmax(dim=-1)
-    first_after = noisy_scores.logits.masked_fill(~after, -math.inf).argmax(dim=-1)
+    is_routed = before.any(dim=-1)  # [G, S]
+
+    # First choice: of the experts that a token asks for, the one of the highest logit.
+    logits = scores.logits.masked_fill(~before, -math.inf)
+    noisy_logits = noisy_scores.logits.masked_fill(~after, -math.inf)
+    first_before = logits.argmax(dim=-1)
+    first_after = noisy_logits.argmax(dim=-1)
     is_same = (first_before == first_after) & after.any(dim=-1)
     return _Counts(
         tokens=is_routed.sum(),

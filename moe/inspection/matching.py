@@ -63,13 +63,15 @@ def match_experts(a: LayerTrace, b: LayerTrace) -> ExpertMatching:
     cell = a.first[has_both].long() * num_b + b.first[has_both].long()
     counts = torch.bincount(cell, minlength=num_a * num_b).reshape(num_a, num_b)  # [E, E']
 
+    # Partners, and the tokens that they share.
     partner = best_assignment(counts)
     matched = partner >= 0
     shared = counts[matched, partner[matched]].sum()
+    num_tokens = len(cell)
     return ExpertMatching(
         counts=counts,
         partner=partner,
-        agreement=float(shared / counts.sum()),
+        agreement=int(shared) / num_tokens if num_tokens else math.nan,
         adjusted_rand=adjusted_rand(counts),
     )
 
@@ -112,6 +114,7 @@ def best_assignment(gain: Tensor) -> Tensor:
     Source:
         The Hungarian method, by shortest augmenting paths (Jonker and Volgenant, 1987).
     """
+    # With more rows than columns, columns get rows.
     num_rows, num_columns = gain.shape
     if num_rows > num_columns:
         row_of = best_assignment(gain.T)  # [C]
@@ -127,6 +130,7 @@ def best_assignment(gain: Tensor) -> Tensor:
     for row in range(1, num_rows + 1):
         _assign_row(row, cost, row_price, column_price, row_of_column)
 
+    # Back to counting from 0.
     partner = torch.full((num_rows,), -1)
     for column in range(1, num_columns + 1):
         if row_of_column[column]:
@@ -152,11 +156,14 @@ def _assign_row(
     while row_of_column[column]:
         is_done[column] = True
         current = row_of_column[column]
+
+        # Columns are nearer by this row, or stay as they are.
         reduced = cost[current - 1] - row_price[current] - column_price[1:]
         is_nearer = ~is_done[1:] & (reduced < distance[1:])
         distance[1:][is_nearer] = reduced[is_nearer]
         came_from[1:][is_nearer] = column
 
+        # On to the nearest, with prices that keep paths of cost 0.
         following = int(np.where(is_done, np.inf, distance).argmin())
         step = distance[following]
         row_price[row_of_column[is_done]] += step

@@ -6,7 +6,6 @@ Comes after `choices`; `interventions` offers it beside the edits of plans.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from moe.errors import DataError
@@ -19,7 +18,10 @@ from moe.sparse.plan import DispatchPlan, RouterScores
 
 @contextmanager
 def replace_by_mean(
-    module: nn.Module, key: LayerKey, choices: ChoiceMask, mean_output: Tensor
+    module: nn.Module,
+    key: LayerKey,
+    choices: ChoiceMask,
+    mean_output: Tensor,
 ) -> Iterator[None]:
     """Replaces the outputs of some choices by the mean outputs of their experts inside the block.
 
@@ -43,6 +45,7 @@ def replace_by_mean(
     check_layer(key, layers, module)
     layer = layers[key]
 
+    # A mean for each expert of this layer.
     expected = (layer.config.num_experts, layer.config.d_model)
     if mean_output.shape != expected:
         raise DataError(
@@ -50,6 +53,7 @@ def replace_by_mean(
             f"{expected[1]}. Give the mean output of each expert, [E, D]."
         )
 
+    # The edit comes first in a forward pass, the hook last.
     replacement = _Replacement(choices, mean_output)
     with (
         edit_routing(module, {key: replacement.drop}),
@@ -67,19 +71,24 @@ class _Replacement:
         self._added: Tensor | None = None
 
     def drop(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        # The weight of each choice that is replaced.
         replaced = self._choices(plan)
         weight = plan.combine_weight * replaced  # [G, S, K]
 
-        # A token's weight of each expert, times the expert's mean.
-        weight_of_expert = torch.zeros_like(scores.probs, dtype=weight.dtype)  # [G, S, E]
-        weight_of_expert = weight_of_expert.scatter_add(-1, plan.expert_index, weight)
+        # The same by expert, times the expert's mean.
+        by_expert = weight.new_zeros(scores.probs.shape)  # [G, S, E]
+        by_expert = by_expert.scatter_add(-1, plan.expert_index, weight)
         mean_output = self._mean_output.to(weight)
-        self._added = weight_of_expert @ mean_output  # [G, S, D]
+        self._added = by_expert @ mean_output  # [G, S, D]
         return drop_choices(plan, replaced)
 
     def add(
-        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
+        self,
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
+        output: tuple[Tensor, RouterOutput | None],
     ) -> tuple[Tensor, RouterOutput | None]:
         assert self._added is not None, "the plan is edited before the layer returns"
         y, router_output = output  # [B, L, D]
-        return y + self._added.to(y.dtype).view_as(y), router_output
+        added = self._added.to(y.dtype)
+        return y + added.view_as(y), router_output

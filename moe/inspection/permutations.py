@@ -74,6 +74,8 @@ class TokenShuffle(Shuffle):
 
     def __init__(self, places: TokenPlaces) -> None:
         super().__init__(places)
+
+        # The tokens of each decile.
         deciles = position_deciles(places.position.numpy())
         order = deciles.argsort(kind="stable")
         ends = np.bincount(deciles, minlength=NUM_DECILES).cumsum()
@@ -96,12 +98,17 @@ class DocumentShuffle(Shuffle):
 
     Its null: a document's routing has nothing to do with that document's text. Within a document
     tokens may depend on each other as they like, and on their position. With 40 documents its
-    p-values are right; with 12 of unequal lengths up to 12 % were at 0.05 or below.
+    p-values are right; with 12 of unequal lengths up to 12 % were at 0.05 or below. A class that
+    has the same positions in all documents, as the end of texts that were cut to one length, has
+    p = 1: whether experts are for it or for its position cannot be told.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
         super().__init__(places)
-        _, self._document = np.unique(places.document.numpy(), return_inverse=True)  # [N] 0, 1, ...
+
+        # Documents as 0, 1, ...
+        document = places.document.numpy()
+        _, self._document = np.unique(document, return_inverse=True)  # [N]
         num_documents = int(self._document.max(initial=-1)) + 1
         if num_documents < LEAST_DOCUMENTS:
             raise DataError(
@@ -111,7 +118,10 @@ class DocumentShuffle(Shuffle):
 
         # Examples in the order of their documents: first token and length.
         _, first_token, example, length = np.unique(
-            places.example.numpy(), return_index=True, return_inverse=True, return_counts=True
+            places.example.numpy(),
+            return_index=True,
+            return_inverse=True,
+            return_counts=True,
         )
         document_of_example = self._document[first_token]
         by_document = document_of_example.argsort(kind="stable")
@@ -134,7 +144,9 @@ class DocumentShuffle(Shuffle):
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Returns <int64>[N]: for each token, the one at its place in another document."""
-        shuffled = np.lexsort((generator.random(len(self._circle)), self._circle))
+        # Documents change places within their circle.
+        key = generator.random(len(self._circle))
+        shuffled = np.lexsort((key, self._circle))
         given = np.empty_like(shuffled)
         given[self._by_circle] = shuffled  # [D] the document whose experts each is given
 
@@ -208,15 +220,17 @@ def shuffled_tables(
     Yields:
         <int64>[R, E] for each layer. Tokens without an expert are in no column.
     """
+    # A last column is for tokens that chose no expert.
     columns = []
     for layer in layers:
         first = layer.first.numpy().astype(np.int64)
-        columns.append(np.where(first < 0, layer.facts.num_experts, first))
+        last = layer.facts.num_experts
+        columns.append(np.where(first < 0, last, first))
 
+    # Counting cells is all that a shuffle costs.
     for source in _sources(shuffle, num_permutations, seed):
         tables = []
         for layer, column in zip(layers, columns, strict=True):
-            # A last column is for tokens that chose no expert.
             width = layer.facts.num_experts + 1
             cells = rows * width + column[source]
             counts = np.bincount(cells, minlength=num_rows * width)

@@ -4,6 +4,7 @@ Comes after token_classes.py. Hard counts of first choices, before capacity.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -88,17 +89,25 @@ def sentinel_entropies(
         part = trace.stack(stack)
         if not part.layers:
             continue
-        is_sentinel = classify(part, tokenizer, ["sentinel"]).of("sentinel")
+
+        # Two classes of its tokens: sentinels and all.
+        classes = classify(part, tokenizer, ["sentinel"])
+        is_sentinel = classes.of("sentinel")
+        is_token = torch.ones_like(is_sentinel)
         document = trace.document[part.example]
 
         for layer in part.layers:
-            estimates = []
-            for members in (is_sentinel, torch.ones_like(is_sentinel)):
-                estimate = class_entropy(layer, members, document, confidence=confidence)
-                estimates.append(estimate)
+            of_class = partial(class_entropy, layer, document=document, confidence=confidence)
             num_experts = layer.facts.num_experts
-            row = SentinelEntropy(layer.key, num_experts, math.log(num_experts), *estimates)
-            rows.append(row)
+            rows.append(
+                SentinelEntropy(
+                    layer=layer.key,
+                    num_experts=num_experts,
+                    even=math.log(num_experts),
+                    sentinels=of_class(is_sentinel),
+                    all_tokens=of_class(is_token),
+                )
+            )
     return rows
 
 
@@ -110,7 +119,7 @@ def class_entropy(
     The interval is Student's with the jackknife's deviation over documents: tokens of one document
     may depend on each other. In simulations with 20 to 200 documents it held the truth in 93 to 96 %
     of the cases; the percentiles of a bootstrap over documents did so in 78 to 93 %, since fewer
-    distinct documents have less entropy.
+    distinct documents have less entropy. Where all documents are routed alike, it has no width.
 
     Args:
         layer: The layer's part of a trace.
@@ -137,13 +146,15 @@ def class_entropy(
     by_document.index_add_(0, row, chosen[is_counted])  # [D, E]
     counts = by_document.sum(dim=0)  # [E]
 
+    # The estimate in the middle of its interval, as far as entropies go.
     value = float(corrected_entropy(counts))
+    most = math.log(len(counts))
     half = _half_width(by_document, confidence)
     return EntropyEstimate(
         value=value,
         plug_in=float(_plug_in_entropy(counts)),
-        low=max(0.0, value - half) if half == half else math.nan,
-        high=min(math.log(len(counts)), value + half) if half == half else math.nan,
+        low=min(max(value - half, 0.0), most),
+        high=max(min(value + half, most), 0.0),
         tokens=int(counts.sum()),
         experts=int((counts > 0).sum()),
         documents=len(distinct),
@@ -167,6 +178,7 @@ def corrected_entropy(counts: Tensor) -> Tensor:
 
     At most ln E; NaN where all counts are 0.
     """
+    # Miller and Madow: (m - 1) / (2 N) for m experts in N counts.
     counts = counts.double()
     experts = (counts > 0).sum(dim=-1)
     correction = (experts - 1) / (2 * counts.sum(dim=-1))

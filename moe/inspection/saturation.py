@@ -3,6 +3,7 @@
 Measures of two sets of choices, and the curve over a sequence of traces of the same tokens.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -52,6 +53,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
     Source:
         OLMoE (arXiv:2409.02060) eq. 5.
     """
+    # Who chose whom.
     chosen_a = _chosen(a, num_experts)  # [N, E]
     chosen_b = _chosen(b, num_experts)
     if len(chosen_a) != len(chosen_b):
@@ -99,6 +101,7 @@ def load_divergence(a: Tensor, b: Tensor) -> float:
     Returns:
         NaN where one of them has no choices.
     """
+    # The entropy of the mean, less the mean of the entropies.
     share_a = a.double() / a.sum()
     share_b = b.double() / b.sum()
     middle = torch.special.entr((share_a + share_b) / 2).sum()
@@ -113,12 +116,17 @@ def expert_load(choices: Tensor, num_experts: int) -> Tensor:
 
 def _chosen(choices: Tensor, num_experts: int) -> Tensor:
     """Returns <float64>[N, E]: 1 where a token chose an expert."""
-    choices = choices.reshape(len(choices), -1).long()  # [N, K]
+    # One choice is K = 1.
+    choices = choices.long()
+    if choices.ndim == 1:
+        choices = choices[:, None]  # [N, K]
     if choices.numel() and not -1 <= int(choices.min()) <= int(choices.max()) < num_experts:
         raise DataError(
             f"The choices have experts from {int(choices.min())} to {int(choices.max())}; expected -1 for none, or 0 "
             f"to {num_experts - 1}."
         )
+
+    # A last column is for no choice.
     column = choices.masked_fill(choices < 0, num_experts)
     chosen = torch.zeros(len(choices), num_experts + 1, dtype=torch.float64)
     return chosen.scatter(1, column, 1)[:, :num_experts]
@@ -126,7 +134,7 @@ def _chosen(choices: Tensor, num_experts: int) -> Tensor:
 
 def _corrected(share: float, chance: float) -> float:
     """Returns (share - chance) / (1 - chance); NaN where chance gives all."""
-    return (share - chance) / (1 - chance) if chance < 1 else float("nan")
+    return (share - chance) / (1 - chance) if chance < 1 else math.nan
 
 
 # ---------------------------------------------------------------------------
@@ -194,6 +202,7 @@ def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
     Source:
         OLMoE (arXiv:2409.02060) eq. 5; the corrections and the rest are ours.
     """
+    # Each with the one before it; the first has none.
     _check_snapshots(snapshots)
     last = snapshots[-1]
     pairs = [(snapshots[0], snapshots[0]), *pairwise(snapshots)]
@@ -201,19 +210,26 @@ def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
     points = []
     for earlier, now in pairs:
         for key, num_experts in now.num_experts.items():
-            changed = divergence = float("nan")
-            if now is not earlier:
-                changed = churn(earlier.choices[key], now.choices[key], num_experts)
-                load = expert_load(now.choices[key], num_experts)
-                earlier_load = expert_load(earlier.choices[key], num_experts)
-                divergence = load_divergence(earlier_load, load)
+            choices = now.choices[key]
 
+            # Since the step before.
+            changed = divergence = math.nan
+            if now is not earlier:
+                before = earlier.choices[key]
+                changed = churn(before, choices, num_experts)
+                load = expert_load(choices, num_experts)
+                load_before = expert_load(before, num_experts)
+                divergence = load_divergence(load_before, load)
+
+            # And until the last step.
+            first = choice_agreement(now.first[key], last.first[key], num_experts)
+            all_choices = choice_agreement(choices, last.choices[key], num_experts)
             points.append(
                 SaturationPoint(
                     step=now.step,
                     layer=key,
-                    first=choice_agreement(now.first[key], last.first[key], num_experts),
-                    all_choices=choice_agreement(now.choices[key], last.choices[key], num_experts),
+                    first=first,
+                    all_choices=all_choices,
                     churn=changed,
                     divergence=divergence,
                 )
@@ -249,7 +265,7 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
 
 def _layers(of_step: Snapshot) -> str:
     """Returns e.g. `encoder 1 with 8 experts, decoder 1 with 8 experts`."""
-    names = [
-        f"{layer_name(key)} with {count} experts" for key, count in of_step.num_experts.items()
-    ]
+    names = []
+    for key, num_experts in of_step.num_experts.items():
+        names.append(f"{layer_name(key)} with {num_experts} experts")
     return ", ".join(names) or "no sparse layers"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
@@ -187,11 +188,14 @@ def specialization_test(
     Source:
         Westfall and Young, Resampling-Based Multiple Testing (1993): the maximum over cells.
     """
+    # All of the same tokens.
     check_permutations(num_permutations, seed)
     for layer in layers:
         num_tokens = len(layer.first)
         check_tokens("The classes", classes.members.shape[1], num_tokens)
         check_tokens("The places", len(places.position), num_tokens)
+    if not layers:
+        return []
 
     # Tokens of the same classes are alike: patterns are counted, not tokens.
     pattern, kinds = _patterns(classes)
@@ -209,6 +213,7 @@ def specialization_test(
     most = torch.stack([surprise.amax(dim=(1, 2)) for surprise in surprises])
     most_of_all = most.amax(dim=0)  # [R]
 
+    # Cells against the most surprising cell of each shuffle, the layer against its shuffles.
     tests = []
     for layer, table, surprise in zip(layers, tables, surprises, strict=True):
         p_value = share_at_least(most_of_all, surprise[0])
@@ -229,9 +234,13 @@ def specialization_test(
 
 def _patterns(classes: TokenClasses) -> tuple[np.ndarray, TokenClasses]:
     """Returns <int64>[N]: the pattern of classes of each token, and the patterns as P tokens."""
+    # The bytes of a token's row are one value.
     rows = rearrange(classes.members, "c n -> n c").numpy()
-    rows = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1])))
+    row_type = np.dtype((np.void, rows.shape[1]))
+    rows = np.ascontiguousarray(rows).view(row_type)
     distinct, pattern = np.unique(rows, return_inverse=True)
+
+    # And back.
     kinds = distinct.view(np.bool_).reshape(-1, len(classes.names))
     members = rearrange(torch.from_numpy(kinds.copy()), "p c -> c p")
     return pattern.reshape(-1), TokenClasses(classes.names, members)
@@ -254,6 +263,7 @@ def _surprise(counts: Tensor) -> Tensor:
 
 def _information_of_kinds(table: Tensor, kinds: TokenClasses) -> Tensor:
     """Returns <float64>[R] I / H of <float64>[R, P, E]; a pattern is of its first class."""
-    one_hot = torch.nn.functional.one_hot(kinds.first, len(kinds.names) + 1).double()
+    num_kinds = len(kinds.names) + 1  # the last of no class
+    one_hot = F.one_hot(kinds.first, num_kinds).double()
     counts = einsum(one_hot, table, "p c, r p e -> r c e")
     return normalized_information(counts).round(decimals=12)

@@ -67,13 +67,15 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
                 "A batch to ablate experts on needs labels and no segment_ids: each row is one example, and the loss "
                 "is that of its labels. Give batches that are not packed."
             )
+
         # Numbers of the examples and documents of the rows.
         labels = batch["labels"].cpu()
         example = torch.arange(labels.shape[0]) + num_examples  # [B]
         num_examples += labels.shape[0]
-        numbers = []
-        for document in row_documents:
-            numbers.append(number_of_document.setdefault(document, len(number_of_document)))
+        numbers: list[int] = []
+        for name in row_documents:
+            new_number = len(number_of_document)
+            numbers.append(number_of_document.setdefault(name, new_number))
         document = torch.tensor(numbers)  # [B]
 
         # Of each token of the rows.
@@ -81,7 +83,10 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
         row, _ = is_target.nonzero(as_tuple=True)
         examples.append(example[row])
         documents.append(document[row])
-        input_mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+
+        # The same of the encoder's tokens, all of which are real without a mask.
+        no_padding = torch.ones_like(batch["input_ids"])
+        input_mask = batch.get("attention_mask", no_padding)
         input_row, _ = input_mask.cpu().nonzero(as_tuple=True)
         input_examples.append(example[input_row])
 
@@ -112,9 +117,11 @@ def token_sets(targets: Targets, classes: Mapping[str, Tensor]) -> TargetSets:
             f"A class is called {ALL_TOKENS!r}, as the set of all targets is. Rename it."
         )
     everything = torch.ones_like(targets.example, dtype=torch.bool)
+    num_targets = targets.example.numel()
     masks = [everything]
     for name, mask in classes.items():
-        masks.append(_checked(name, mask, targets.example.numel(), "target tokens"))
+        mask = _checked(name, mask, num_targets, "target tokens")
+        masks.append(mask)
     return TargetSets((ALL_TOKENS, *classes), torch.stack(masks))
 
 
@@ -136,14 +143,20 @@ def sequence_sets(
     Raises:
         DataError: When a mask does not fit, or two sets have one name.
     """
-    held_classes = classes if input_classes is None else input_classes
-    example = targets.example if input_classes is None else targets.input_example
-    what = "target tokens" if input_classes is None else "tokens of the encoder"
+    # The tokens that a sequence may hold.
+    held_classes = classes
+    example = targets.example
+    what = "target tokens"
+    if input_classes is not None:
+        held_classes = input_classes
+        example = targets.input_example
+        what = "tokens of the encoder"
 
     sets = token_sets(targets, classes)
     names = list(sets.names)
     masks = list(sets.masks)
     for name, mask in held_classes.items():
+        # From tokens to the examples that hold one, and to all targets of these.
         mask = _checked(name, mask, example.numel(), what)
         holds_class = torch.zeros(targets.num_examples, dtype=torch.bool)
         holds_class[example[mask]] = True

@@ -4,7 +4,7 @@ A class is a function from the text of N tokens to <bool>[N]; a new one is one f
 
     @TOKEN_CLASSES.register("colour")
     def is_colour(text: TokenText) -> Tensor:
-        return text.of_words(lambda word: word.lower() in {"red", "green", "blue"})
+        return text.of_words({"red", "green", "blue"}.__contains__)
 
 Comes after token_text.py, before specialization.py. A piece is of the class of its whole word.
 """
@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check, check_choice
 from moe.errors import ConfigError, DataError
 from moe.inspection import word_lists
-from moe.inspection.token_text import TokenText, is_mark, read_tokens
+from moe.inspection.token_text import TokenText, is_all_marks, read_tokens
+from moe.inspection.word_lists import plain_form
 from moe.registry import Registry
 from moe.sparse.editing import Stack
 from moe.tracing.trace import StackTrace, Trace
@@ -98,12 +99,15 @@ def classify(
         DataError: When the tokenizer is not the model's or marks no words, or a class returns
             something other than <bool>[N].
     """
+    # The classes that were asked for.
     names = tuple(names)
     is_list = bool(names) and len(set(names)) == len(names)
     check(is_list, "names of classes", names, "at least one name, and none twice")
     functions = [TOKEN_CLASSES.get(name) for name in names]
 
-    text = read_tokens(tokenizer, token_ids(stack, tokens), stack.example)
+    # Each is asked about the whole text.
+    ids = token_ids(stack, tokens)
+    text = read_tokens(tokenizer, ids, stack.example)
     rows = []
     for name, function in zip(names, functions, strict=True):
         members = function(text)
@@ -114,9 +118,10 @@ def classify(
 
 def domain_classes(trace: Trace, stack: Stack) -> TokenClasses:
     """Returns the kinds of text as classes of the tokens of a stack, <bool>[domains, N]."""
-    domain = trace.domain.long()[trace.stack(stack).example]  # [N]
-    numbers = torch.arange(len(trace.facts.domains))
+    example = trace.stack(stack).example
+    domain = trace.domain[example]  # [N]
     names = [name or "text" for name in trace.facts.domains]
+    numbers = torch.arange(len(names))
     return TokenClasses(tuple(names), domain == numbers[:, None])
 
 
@@ -130,6 +135,8 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
     check_choice("tokens", tokens, TOKENS)
     if tokens == "input":
         return stack.ids.long()
+
+    # Only the decoder has targets.
     if stack.targets.numel() != stack.ids.numel():
         raise ConfigError(
             "tokens is 'target', but this stack has no targets: only the decoder predicts. Take the decoder's part of "
@@ -140,10 +147,11 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
 
 def _check_members(name: str, members: object, num_tokens: int) -> None:
     """Raises a DataError unless a class returned <bool>[N]."""
-    is_tensor = isinstance(members, Tensor)
-    if is_tensor and members.dtype == torch.bool and members.shape == (num_tokens,):
-        return
-    got = f"{members.dtype} {list(members.shape)}" if is_tensor else type(members).__name__
+    got = type(members).__name__
+    if isinstance(members, Tensor):
+        if members.dtype == torch.bool and members.shape == (num_tokens,):
+            return
+        got = f"{members.dtype} {list(members.shape)}"
     raise DataError(
         f"The token class {name!r} returned {got}; expected torch.bool [{num_tokens}], one value for each token."
     )
@@ -184,7 +192,7 @@ def is_inside_word(text: TokenText) -> Tensor:
 @TOKEN_CLASSES.register("punctuation")
 def is_punctuation(text: TokenText) -> Tensor:
     """Returns <bool>[N]: all characters are in Unicode's P* or S*."""
-    return text.of_words(lambda word: all(map(is_mark, word)))
+    return text.of_words(is_all_marks)
 
 
 @TOKEN_CLASSES.register("number")
@@ -196,20 +204,29 @@ def is_number(text: TokenText) -> Tensor:
 def _is_number(word: str) -> bool:
     if any(map(str.isdecimal, word)):
         return True
+
+    # twenty-one
     parts = word.lower().split("-")
     return all(part in word_lists.NUMBERS for part in parts)
 
 
 # snake_case, camelCase other than McDonald and MacArthur, f( and x[, :: -> == and the like.
 _CODE = re.compile(
-    r"\w_\w|\b_+\w|\w__|(?<!\bM)(?<!\bMa)[a-z][A-Z]|\w[(\[{](?!s\))|\w\.\w+\(|::|->|[=!+*/<>-]=|&&"
+    r"\w_\w|\b_+\w|\w__"
+    r"|(?<!\bM)(?<!\bMa)[a-z][A-Z]"
+    r"|\w[(\[{](?!s\))"
+    r"|::|->|&&|[=!+*/<>-]="
 )
 
 
 @TOKEN_CLASSES.register("code")
 def is_code(text: TokenText) -> Tensor:
     """Returns <bool>[N]: all that stands between two spaces looks like code, e.g. `get_item(x)`."""
-    return text.of_runs(lambda run: _CODE.search(run) is not None)
+    return text.of_runs(_looks_like_code)
+
+
+def _looks_like_code(run: str) -> bool:
+    return _CODE.search(run) is not None
 
 
 # ---------------------------------------------------------------------------
@@ -219,18 +236,17 @@ def is_code(text: TokenText) -> Tensor:
 def _listed(words: frozenset[str]) -> TokenClass:
     """Returns the class of the words of a list."""
 
-    def is_listed(text: TokenText) -> Tensor:
-        return text.of_words(lambda word: word_lists.plain_form(word) in words)
+    def is_listed(word: str) -> bool:
+        return plain_form(word) in words
 
-    return is_listed
+    def are_listed(text: TokenText) -> Tensor:
+        return text.of_words(is_listed)
+
+    return are_listed
 
 
-is_article = TOKEN_CLASSES.add("article", _listed(word_lists.ARTICLES))
-is_conjunction = TOKEN_CLASSES.add("conjunction", _listed(word_lists.CONJUNCTIONS))
-is_preposition = TOKEN_CLASSES.add("preposition", _listed(word_lists.PREPOSITIONS))
-is_pronoun = TOKEN_CLASSES.add("pronoun", _listed(word_lists.PRONOUNS))
-is_auxiliary = TOKEN_CLASSES.add("auxiliary", _listed(word_lists.AUXILIARIES))
-is_function_word = TOKEN_CLASSES.add("function word", _listed(word_lists.FUNCTION_WORDS))
+for _name, _words in word_lists.BY_CLASS.items():
+    TOKEN_CLASSES.add(_name, _listed(_words))
 
 
 # ---------------------------------------------------------------------------
@@ -244,19 +260,28 @@ def is_proper_name(text: TokenText) -> Tensor:
     The form in small letters must be rarer than a third of it in the same tokens. After a sentinel
     it is not known whether a sentence starts, so that nothing there is called a name.
     """
-    has_capital = text.of_words(lambda word: word[0].isupper() and word[-1].isalpha())
-    listed = text.of_words(lambda word: word_lists.plain_form(word) in word_lists.FUNCTION_WORDS)
-    may_be_name = has_capital & ~text.starts_sentence & ~listed  # [N]
+    may_be_name = text.of_words(_has_capital) & ~text.starts_sentence  # [N]
 
-    # How often each word stands so, and how often its form in small letters stands anywhere.
+    # How often each word stands so, of W words.
     num_words = len(text.words)
-    names = torch.bincount(text.word[may_be_name & text.is_start], minlength=num_words)
-    occurrences = torch.bincount(text.word[text.is_start], minlength=num_words)
+    first_pieces = text.word[text.is_start]
+    occurrences = torch.bincount(first_pieces, minlength=num_words)
+    names = torch.bincount(text.word[text.is_start & may_be_name], minlength=num_words)
+
+    # How often its form in small letters stands anywhere.
     number_of = {word: number for number, word in enumerate(text.words)}
-    small = torch.zeros_like(names)
+    small = torch.zeros_like(names)  # [W]
     for number in names.nonzero().flatten().tolist():
-        same = number_of.get(text.words[number].lower())
+        word = text.words[int(number)]
+        same = number_of.get(word.lower())
         if same is not None and same != number:
             small[number] = occurrences[same]
 
-    return may_be_name & (3 * small < names)[text.word]
+    is_rarer = 3 * small < names
+    return may_be_name & is_rarer[text.word]
+
+
+def _has_capital(word: str) -> bool:
+    """Returns whether a word that is no function word starts with a capital."""
+    is_listed = plain_form(word) in word_lists.FUNCTION_WORDS
+    return word[0].isupper() and word[-1].isalpha() and not is_listed

@@ -36,6 +36,7 @@ def count_tokens(trace: Trace, vocab_size: int) -> RoutingCounts:
     Source:
         ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
     """
+    # Layers of one stack count the same tokens.
     counts = []
     for layer in trace.layers:
         ids = trace.stack(layer.facts.stack).ids

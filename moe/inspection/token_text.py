@@ -50,9 +50,9 @@ class TokenText(NamedTuple):
     ids: Tensor
     example: Tensor
     word: Tensor
-    words: Sequence[str]
+    words: list[str]
     run: Tensor
-    runs: Sequence[str]
+    runs: list[str]
     is_start: Tensor
     starts_sentence: Tensor
     is_special: Tensor
@@ -69,12 +69,23 @@ class TokenText(NamedTuple):
 
 def _of_texts(holds: Callable[[str], bool], texts: Sequence[str]) -> Tensor:
     """Returns <bool>[T]: which texts hold; the empty one never does."""
-    return torch.tensor([text != "" and bool(holds(text)) for text in texts], dtype=torch.bool)
+    answers = [text != "" and bool(holds(text)) for text in texts]
+    return torch.tensor(answers, dtype=torch.bool)
 
 
 def is_mark(character: str) -> bool:
     """Returns whether a character is punctuation or a symbol."""
     return unicodedata.category(character)[0] in "PS"
+
+
+def is_all_marks(word: str) -> bool:
+    """Returns whether a word is nothing but punctuation and symbols."""
+    return all(map(is_mark, word))
+
+
+def _has_end(word: str) -> bool:
+    """Returns whether punctuation may end a sentence."""
+    return is_all_marks(word) and not _SENTENCE_END.isdisjoint(word)
 
 
 def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor) -> TokenText:
@@ -88,6 +99,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     Raises:
         DataError: When an id is not the tokenizer's, or it does not mark where words start.
     """
+    # What each id is.
     vocabulary = _Vocabulary.of(tokenizer)
     num_pieces = len(vocabulary.pieces)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_pieces:
@@ -157,9 +169,10 @@ class _Vocabulary(NamedTuple):
         Raises:
             DataError: When none starts with the mark of a space.
         """
-        names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        names = [str(name) for name in names]
-        has_space = torch.tensor([name.startswith(_SPACE) for name in names])
+        ids = list(range(len(tokenizer)))
+        names = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
+        starts = [name.startswith(_SPACE) for name in names]
+        has_space = torch.tensor(starts)
         if not has_space.any():
             raise DataError(
                 f"No piece of the tokenizer starts with {_SPACE!r}, the mark of a space, so that words cannot be told. "
@@ -169,15 +182,18 @@ class _Vocabulary(NamedTuple):
         # An unknown character is special to the tokenizer, but a part of a word to a reader.
         is_sentinel = torch.tensor([bool(_SENTINEL.fullmatch(name)) for name in names])
         is_special = is_sentinel.clone()
-        is_special[tokenizer.all_special_ids] = True
-        if tokenizer.unk_token_id is not None:
-            is_special[tokenizer.unk_token_id] = False
+        special_ids = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64)
+        is_special[special_ids] = True
+        unknown = tokenizer.unk_token_id
+        if isinstance(unknown, int):
+            is_special[unknown] = False
 
-        pieces = []
-        for name, special in zip(names, is_special.tolist(), strict=True):
-            pieces.append("" if special else name.replace(_SPACE, ""))
-        if tokenizer.unk_token_id is not None:
-            pieces[tokenizer.unk_token_id] = _UNKNOWN
+        # Their texts.
+        pieces = [name.replace(_SPACE, "") for name in names]
+        for number in is_special.nonzero().flatten().tolist():
+            pieces[number] = ""
+        if isinstance(unknown, int):
+            pieces[unknown] = _UNKNOWN
         return cls(pieces, has_space, is_special, is_sentinel)
 
 
@@ -213,6 +229,7 @@ class _RunReader:
         text = "".join(pieces)
         first, last = _word_within(text)
 
+        # Pieces that overlap the word are of it.
         word: list[int] = []
         is_start: list[bool] = []
         start = 0
@@ -226,6 +243,7 @@ class _RunReader:
             in_word = overlaps
             start = end
 
+        # The mark is the first piece of what follows.
         if has_mark:
             word.insert(0, word[0])
             is_start.insert(1, False)
@@ -250,9 +268,8 @@ def _sentence_starts(text: TokenText) -> Tensor:
     marks and brackets between do not count.
     """
     number = torch.arange(len(text.ids))
-    is_punctuation = text.of_words(lambda word: all(map(is_mark, word)))
-    ends_sentence = text.of_words(lambda word: not _SENTENCE_END.isdisjoint(word)) & is_punctuation
-    ends_sentence |= text.is_special
+    is_punctuation = text.of_words(is_all_marks)
+    ends_sentence = text.of_words(_has_end) | text.is_special
     if not len(number):
         return ends_sentence
 

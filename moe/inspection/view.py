@@ -5,6 +5,7 @@ It needs no other file and no network, and shows itself in a notebook.
 
 import base64
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -45,11 +46,14 @@ GENERATOR = "stmoe routing_view"
 
 # The eighth colour of Okabe and Ito; number 8 of 8 experts is then unlike number 1.
 _HUES = (*COLOURS, "#F0E442")
+_STYLES = ("routing_view.css", "view_charts.css")
 _SCRIPTS = (
     "view_data.js",
     "view_text.js",
     "view_experts.js",
     "view_charts.js",
+    "view_flow.js",
+    "view_curves.js",
     "view_tables.js",
     "view_page.js",
 )
@@ -133,6 +137,10 @@ def routing_view(
         _check_same_text(trace, other)
     _check_matching(trace, other, matching)
 
+    # A table without rows, and a point without a value, show nothing.
+    classes = [table for table in classes if table.rows]
+    saturation = [point for point in saturation if math.isfinite(point.value)]
+
     # What is counted over all tokens.
     models = [_model(trace, {})]
     agreement = []
@@ -209,7 +217,7 @@ class _Page:
             generator=GENERATOR,
             policy=policy,
             hues=_HUES,
-            style=_read("routing_view.css"),
+            style="".join(map(_read, _STYLES)),
             script=script,
             facts=[_facts(traced) for traced in self.traces],
             has_flows=any(model.flows for model in content.models),

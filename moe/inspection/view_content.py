@@ -239,13 +239,15 @@ def _plain(value: Any) -> Any:
         names = getattr(value, "_fields")  # noqa: B009
         return _plain(dict(zip(names, value, strict=True)))
 
-    # What holds other values.
+    # What holds other values; arrays, tensors and their numbers become Python's.
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        value = value.tolist()
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return list(map(_plain, value))
 
-    # More digits would only be read by nobody.
+    # On a page more digits would be noise.
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value

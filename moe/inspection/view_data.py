@@ -115,8 +115,8 @@ def check_statistics(
                 num_values = len(getattr(row, field))
                 if num_values != num_experts:
                     raise ConfigError(
-                        f"{field} of the class {row.name!r} has {num_values} values; expected {num_experts}, one for each "
-                        f"expert of {layer_name(table.key)}."
+                        f"{field} of the class {row.name!r} has {num_values} values; expected {num_experts}, one "
+                        f"for each expert of {layer_name(table.key)}."
                     )
 
     # The page has one table for each layer.

@@ -55,6 +55,7 @@ def view_classes(
         if not part.layers:
             continue
         groups = [classify(part, tokenizer)]
+        # Kinds of text are classes too, where there are several.
         if len(trace.facts.domains) > 1:
             groups.append(domain_classes(trace, stack))
 
@@ -122,6 +123,7 @@ def view_saturation(folder: Path) -> list[SaturationPoint]:
         (layer.stack, layer.layer): layer.num_experts for layer in facts.layers
     }
 
+    # First choices stand in front.
     snapshots = []
     for probe in read_probes(folder):
         snapshots.append(
@@ -141,11 +143,13 @@ def view_saturation(folder: Path) -> list[SaturationPoint]:
 
 def ablation_bars(ablation: Ablation) -> list[AblationBar]:
     """Returns the effect of each expert's ablation, the largest first."""
+    # What the experts with an effect are for.
     purposes = {}
     num_experts = sum(layer.load.numel() for layer in ablation.layers)
     for top in top_effects(ablation, n=num_experts):
         purposes[top.effect.key, top.effect.expert] = f"for: {top.purpose}"
 
+    # Every expert, with an effect or without.
     bars = []
     for effect in expert_effects(ablation):
         verdict = purposes.get((effect.key, effect.expert), "no effect was shown")

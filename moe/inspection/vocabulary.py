@@ -89,6 +89,7 @@ def vocabulary_table(
     Source:
         OLMoE (arXiv:2409.02060) eq. 8, k = 1. Differs: choices are counted before capacity.
     """
+    # What is asked for, of the same tokens.
     check_permutations(num_permutations, seed)
     check_integer("min_occurrences", min_occurrences, least=1)
     ids = token_ids(stack, tokens)
@@ -100,9 +101,10 @@ def vocabulary_table(
     order = occurrences.argsort(descending=True, stable=True)
     frequent = order[occurrences[order] >= min_occurrences]  # [X]
     if not len(frequent):
+        most = int(occurrences.max()) if len(occurrences) else 0
         raise DataError(
             f"No token id of the {layer.facts.stack} occurs {min_occurrences} times: the most frequent one occurs "
-            f"{int(occurrences.max()) if len(occurrences) else 0} times. Trace more text, or set min_occurrences lower."
+            f"{most} times. Trace more text, or set min_occurrences lower."
         )
     num_rows = len(frequent) + 1
     row_of = torch.full((int(ids.max()) + 1,), len(frequent))
@@ -118,6 +120,7 @@ def vocabulary_table(
         scores.append(_score(shuffled[:-1]))
     statistics = torch.tensor(scores, dtype=torch.float64).round(decimals=12)
 
+    # Shares of the ids, beside the load of all tokens.
     counts = table[:-1]  # [X, E]
     load = table.sum(dim=0).double() / table.sum()
     return VocabularyTable(
@@ -126,7 +129,7 @@ def vocabulary_table(
         ids=frequent,
         seen=counts.sum(dim=1),
         counts=counts,
-        share=counts / counts.sum(dim=1, keepdim=True),
+        share=counts.double() / counts.sum(dim=1, keepdim=True),
         lift=_smoothed_lift(counts, load),
         score=scores[0],
         chance=float(statistics[1:].mean()),
@@ -137,12 +140,13 @@ def vocabulary_table(
 def _score(counts: Tensor) -> float:
     """Returns the mean of the largest shares in rows of <int64>[X, E]; shuffled rows may be empty."""
     seen = counts.sum(dim=1)
-    share = counts.amax(dim=1) / seen.clamp(min=1)
-    return float(share.double()[seen > 0].mean())
+    share = counts.amax(dim=1).double() / seen.clamp(min=1)
+    return float(share[seen > 0].mean())
 
 
 def _smoothed_lift(counts: Tensor, load: Tensor) -> Tensor:
     """Returns <float64>[X, E]: share over load <float64>[E], both of <int64>[X, E] and a prior."""
+    # A prior that is routed as all tokens are.
     prior = _SMOOTHING * len(load)
     seen = counts.sum(dim=1, keepdim=True)
     share = (counts + prior * load) / (seen + prior)

@@ -12,44 +12,60 @@ ARTICLES = _words("a an the")
 
 CONJUNCTIONS = _words(
     """
-    although and as because but either if lest neither nor once or provided so than though unless
-    when whenever whereas wherever whether while whilst yet
+    although and as because but either if lest neither nor once
+    or provided so than though unless when whenever whereas
+    wherever whether while whilst yet
     """
 )
 
 PREPOSITIONS = _words(
     """
-    aboard about above across after against along alongside amid among amongst around at atop before
-    behind below beneath beside besides between beyond by concerning despite down during except for
-    from in inside into like near of off on onto opposite out outside over past per regarding since
-    through throughout till to toward towards under underneath until unto up upon versus via with
-    within without
+    aboard about above across after against along alongside amid
+    among amongst around at atop before behind below beneath
+    beside besides between beyond by concerning despite down
+    during except for from in inside into like near of off on
+    onto opposite out outside over past per regarding since
+    through throughout till to toward towards under underneath
+    until unto up upon versus via with within without
     """
 )
 
 PRONOUNS = _words(
     """
-    i me my mine myself you your yours yourself yourselves he him his himself she her hers herself
-    it its itself we us our ours ourselves they them their theirs themselves this that these those
-    who whom whose which what someone somebody something anyone anybody anything everyone everybody
+    i me my mine myself you your yours yourself yourselves he
+    him his himself she her hers herself it its itself we us our
+    ours ourselves they them their theirs themselves this that
+    these those who whom whose which what someone somebody
+    something anyone anybody anything everyone everybody
     everything nobody nothing none
     """
 )
 
 AUXILIARIES = _words(
     """
-    am is are was were be been being have has had having do does did can could may might must shall
-    should will would ought cannot
+    am is are was were be been being have has had having do does
+    did can could may might must shall should will would ought
+    cannot
     """
 )
 
 FUNCTION_WORDS = ARTICLES | CONJUNCTIONS | PREPOSITIONS | PRONOUNS | AUXILIARIES
 
+BY_CLASS = {
+    "article": ARTICLES,
+    "conjunction": CONJUNCTIONS,
+    "preposition": PREPOSITIONS,
+    "pronoun": PRONOUNS,
+    "auxiliary": AUXILIARIES,
+    "function word": FUNCTION_WORDS,
+}
+
 NUMBERS = _words(
     """
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
-    sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred
-    thousand million billion trillion
+    zero one two three four five six seven eight nine ten eleven
+    twelve thirteen fourteen fifteen sixteen seventeen eighteen
+    nineteen twenty thirty forty fifty sixty seventy eighty
+    ninety hundred thousand million billion trillion
     """
 )
 
@@ -62,13 +78,15 @@ def plain_form(word: str) -> str:
 
     Words all in capitals stay so: `US` and `IT` are no pronouns.
     """
+    # One kind of apostrophe; acronyms stay.
     word = word.replace("\u2019", "'")
     if len(word) > 1 and word.isupper():
         return word
+
+    # What an apostrophe ties to a word is not a part of it.
     word = word.lower()
     if word in _IRREGULAR:
         return _IRREGULAR[word]
-
     for ending in _SHORT_FORMS:
         if word.endswith(ending):
             return word.removesuffix(ending)

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger, warning_once
 
 from moe.distributed.collectives import is_rank_zero
+from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
-from moe.sparse.layer import RouterOutput
+from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 _LOGGER = get_logger(__name__)
 _TOLERATED_FRACTION = 0.01
@@ -42,19 +43,20 @@ def can_drop_tokens(model: PreTrainedModel) -> bool:
 def warn_of_drops(
     model: nn.Module,
     config: STMoEConfig,
-    stack: str,
+    stack: Stack,
     routers: Sequence[RouterOutput],
 ) -> None:
     """Warns once for each model when a sparse layer dropped more than 1 % of the real tokens.
 
     It waits for the device, unless nothing could be dropped, as in decoding with a cache. A
-    compiled graph leaves it out, and of several ranks the first one warns.
+    compiled graph leaves it out, and of several ranks the first one warns. What an edit of the
+    routing drops is wanted, and no capacity is to blame.
 
     Args:
         model: Tells models apart.
         config: Of the model.
-        stack: `encoder` or `decoder`.
-        routers: Of one forward of that stack.
+        stack: The stack that ran.
+        routers: Of one forward of it.
     """
     has_capacity = any(router.plan.capacity for router in routers)
     if torch.compiler.is_compiling() or not has_capacity or not is_rank_zero():
@@ -70,17 +72,25 @@ def warn_of_drops(
     worst_fraction = 0.0
     for dropped_tokens, num_tokens in counts.tolist():
         worst_fraction = max(worst_fraction, dropped_tokens / max(1, num_tokens))
-    if worst_fraction <= _TOLERATED_FRACTION:
+    if worst_fraction <= _TOLERATED_FRACTION or _is_edited(stack):
         return
 
     # The settings that drop nothing.
+    stack_name = "decoder" if stack.decoder else "encoder"
     name = config.eval_capacity_field or ""
     remedy = "eval_capacity_factor=None"
     if name == "expert_capacity":
         remedy += ", expert_capacity=None"
     text = (
-        f"A sparse layer of the {stack} dropped {100 * worst_fraction:.1f} % of the tokens in "
+        f"A sparse layer of the {stack_name} dropped {100 * worst_fraction:.1f} % of the tokens in "
         f"evaluation ({name} {getattr(config, name)}: {routers[0].plan.capacity} slots an "
         f"expert); from_pretrained(..., {remedy}) drops none."
     )
     warning_once(_LOGGER, _DropMessage(weakref.ref(model), text))
+
+
+def _is_edited(stack: Stack) -> bool:
+    """Returns whether somebody edits the plans of a sparse layer; see `moe.sparse.editing`."""
+    modules = stack.modules()
+    layers = [module for module in modules if isinstance(module, SparseFeedForward)]
+    return any(layer.plan_edits for layer in layers)

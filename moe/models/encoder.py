@@ -80,7 +80,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             ),
         )
         if watch_drops:
-            warn_of_drops(self, self.config, "encoder", output.routers)
+            warn_of_drops(self, self.config, self.stack, output.routers)
 
         # A dense encoder has no records.
         routers = None

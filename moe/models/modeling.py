@@ -158,7 +158,7 @@ class STMoEModel(STMoEPreTrainedModel):
             output_hidden_states=output_hidden_states,
         )
         if watch_drops:
-            warn_of_drops(self.encoder, self.config, "decoder", decoder.routers)
+            warn_of_drops(self.encoder, self.config, self.decoder, decoder.routers)
 
         # An encoder that did not run here may have left its records in its output.
         decoder_routers = None

@@ -77,6 +77,7 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
         DataError: In the forward pass, when an edit returns something that is no plan for these
             tokens.
     """
+    # Every edit belongs to a layer that there is.
     layers = sparse_layers(module)
     recomputation = Recomputation()
     bound_edits: dict[LayerKey, PlanEdit] = {}
@@ -128,6 +129,7 @@ def _edited(
     plan: DispatchPlan,
 ) -> DispatchPlan:
     """Returns the plan that an edit makes of another, after a look at it."""
+    # Backward passes that recompute the layer come here again.
     recomputation.watch()
     edited = edit(scores, plan)
     _check_plan(key, edited, plan, layer.config.num_experts)

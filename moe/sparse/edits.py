@@ -133,8 +133,9 @@ def choose_again(
     lowest = torch.finfo(scores.logits.dtype).min
     masked = router_scores(scores.logits.masked_fill(barred, lowest))
 
-    # Choose anew, with barred experts below all others, whatever bias is on top.
-    below_all = masked.probs.masked_fill(barred, float("-inf"))  # [G, S, E]
+    # Choose anew, with barred experts below all others, whatever bias is on top. Where too few are
+    # left they are chosen all the same, and dropped below.
+    below_all = masked.probs.masked_fill(barred, lowest)  # [G, S, E]
     has_capacity = plan.capacity is not None
     assigned = router.assign(
         masked._replace(probs=below_all), plan.token_mask, drop_tokens=has_capacity

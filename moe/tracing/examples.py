@@ -19,7 +19,7 @@ from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds
 from moe.errors import DataError
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.tracing.recorder import TracedBatch
+from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.trace import Trace
 
 _NOT_A_TARGET = -100
@@ -79,6 +79,7 @@ def corrupted_batches(
         ConfigError: When a number is out of range.
         DataError: When no text has as many as four tokens.
     """
+    # Chunks of as many tokens as corruption shortens to the inputs' length.
     check_integer("seed", seed, least=0)
     ids = SpecialIds.of(tokenizer)
     length = tokens_length(inputs_length, noise, ids.num_sentinels)
@@ -135,6 +136,8 @@ def paired_batches(
     """
     if not pairs:
         raise DataError("There is nothing to trace: not one pair was given.")
+
+    # Truncation and sentinels are those of fine-tuning.
     chosen = [pairs[number] for number in _evenly(len(pairs), most_examples)]
     texts = [(pair.text, pair.target) for pair in chosen]
     encoded = encode_pairs(texts, tokenizer, (inputs_length, targets_length), sentinels)
@@ -155,6 +158,8 @@ def _evenly(number: int, most: int | None) -> list[int]:
 def _batches(rows: Iterable[_Row], batch_size: int, padding: int) -> Iterator[TracedBatch]:
     """Yields batches of rows, each padded to its longest."""
     check_integer("batch_size", batch_size, least=1)
+
+    # The last batch has what is left.
     collected: list[_Row] = []
     for row in rows:
         collected.append(row)
@@ -192,11 +197,13 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
     Raises:
         ConfigError: When `batch_size` is not positive.
     """
+    # The decoder's inputs follow from the targets.
     sources = _sources(trace)
     inputs = trace.encoder.ids.numpy()
     targets = trace.decoder.targets.numpy()
     starts = trace.encoder.starts.tolist()
     target_starts = trace.decoder.starts.tolist()
+
     rows = []
     for number, source in enumerate(sources):
         of_inputs = inputs[starts[number] : starts[number + 1]]
@@ -226,11 +233,10 @@ def generated_batches(
     check_integer("max_tokens", max_tokens, least=1)
     end = model.config.eos_token_id
     for traced in batches:
-        training = model.training
-        model.eval()
+        # Greedily, so that the same answer comes again.
         inputs = {name: value for name, value in traced.batch.items() if name != "labels"}
-        answers = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-        model.train(training)
+        with evaluation_mode(model):
+            answers = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
 
         # Behind the first end token there is only padding.
         labels = answers[:, 1:]  # [B, T]

@@ -101,7 +101,10 @@ class Probe(NamedTuple):
 # What is probed
 
 
-def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> ProbeText:
+def probe_text(
+    model: STMoEForConditionalGeneration,
+    batches: Iterable[Batch],
+) -> ProbeText:
     """Returns the tokens of whole batches; the model says what its decoder reads.
 
     Raises:
@@ -112,7 +115,8 @@ def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -
         parts[f"{stack}.starts"].append(torch.zeros(1, dtype=torch.int64))
 
     for given in batches:
-        batch = {name: values.cpu() for name, values in unpacked(given).items()}
+        batch = unpacked(given)
+        batch = {name: values.cpu() for name, values in batch.items()}
         for stack, inputs in stack_inputs(model, batch).items():
             parts[f"{stack}.ids"].append(inputs.ids[inputs.is_real].int())
             parts[f"{stack}.starts"].append(inputs.is_real.sum(dim=1))
@@ -159,11 +163,12 @@ def _text_tensors(text: ProbeText) -> dict[str, Tensor]:
 
 def _text_from(tensors: Mapping[str, Tensor]) -> ProbeText:
     """Returns the text of tensors by name."""
+    no_targets = torch.empty(0, dtype=torch.int32)
     stacks = []
     for stack in STACKS:
         text = StackTrace(
             ids=tensors[f"{stack}.ids"],
-            targets=tensors.get(f"{stack}.targets", torch.empty(0, dtype=torch.int32)),
+            targets=tensors.get(f"{stack}.targets", no_targets),
             starts=tensors[f"{stack}.starts"],
             layers=(),
         )
@@ -183,7 +188,12 @@ def _fingerprint(text: ProbeText) -> str:
 # Writing
 
 
-def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) -> None:
+def begin_probes(
+    folder: Path,
+    facts: ProbeFacts,
+    text: ProbeText,
+    step: int,
+) -> None:
     """Prepares a folder for the probes of a run that has `step` updates behind it.
 
     Probes of later steps, which the run takes again, are removed; at step 0 those are all.
@@ -198,10 +208,12 @@ def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) ->
         comparable = facts._replace(library=earlier.library, text=earlier.text)
         if comparable != earlier:
             raise DataError(
-                f"{folder} holds probes of another text or of other layers, with which those to come could not be "
-                "compared. Probe the same batches as before, or move the folder away."
+                f"{folder} holds probes of another text or of other layers, "
+                "with which those to come could not be compared. "
+                "Probe the same batches as before, or move the folder away."
             )
 
+    # Those that the run takes again.
     folder.mkdir(parents=True, exist_ok=True)
     for path in _step_files(folder):
         if not step or _step_of(path) > step:
@@ -209,7 +221,8 @@ def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) ->
 
     with whole_file(folder / TEXT_FILE) as partial:
         partial.write_bytes(save(_text_tensors(text)))
-    content = facts._asdict() | {"layers": [layer._asdict() for layer in facts.layers]}
+    content = facts._asdict()
+    content["layers"] = [layer._asdict() for layer in facts.layers]
     write_text(folder / FACTS_FILE, json.dumps(content, indent=1) + "\n")
 
 
@@ -225,7 +238,8 @@ def write_probe(folder: Path, probe: Probe, facts: ProbeFacts) -> None:
         tensors[_tensor_name(layer)] = narrow.contiguous()
 
     metadata = {_FINGERPRINT: facts.text_fingerprint}
-    with whole_file(folder / f"step_{probe.step:08d}.safetensors") as partial:
+    name = f"step_{probe.step:08d}.safetensors"
+    with whole_file(folder / name) as partial:
         partial.write_bytes(save(tensors, metadata))
 
 
@@ -250,7 +264,9 @@ def read_probes(folder: Path) -> list[Probe]:
     facts = read_probe_facts(folder)
     probes = [_read_probe(path, facts) for path in _step_files(folder)]
     if not probes:
-        raise DataError(f"{folder} holds no probe yet. Train on until the first one is due.")
+        raise DataError(
+            f"{folder} holds no probe yet. Train on until the first one is due.",
+        )
     return probes
 
 
@@ -266,7 +282,9 @@ def read_probe_text(folder: Path) -> ProbeText:
     missing = _TEXT_TENSORS - tensors.keys()
     text = None if missing else _text_from(tensors)
     if text is None or _fingerprint(text) != facts.text_fingerprint:
-        raise DataError(f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}")
+        raise DataError(
+            f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}",
+        )
     return text
 
 
@@ -282,13 +300,14 @@ def read_probe_facts(folder: Path) -> ProbeFacts:
     path = folder / FACTS_FILE
     if not path.is_file():
         raise DataError(
-            f"{folder} holds no probes: it has no {FACTS_FILE}. Give the folder `probe` of a run that was trained "
-            "with training.probe_every."
+            f"{folder} holds no probes: it has no {FACTS_FILE}. "
+            "Give the folder `probe` of a run with training.probe_every."
         )
     facts = read_record(path, ProbeFacts, advice=_ADVICE)
     if facts.version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: the format is {facts.version}; this version of the library reads {FORMAT_VERSION}. {_ADVICE}"
+            f"{path}: the format is {facts.version}; "
+            f"this version of the library reads {FORMAT_VERSION}. {_ADVICE}"
         )
     return facts
 
@@ -296,7 +315,9 @@ def read_probe_facts(folder: Path) -> ProbeFacts:
 def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
     tensors, metadata = _read_tensors(path)
     if metadata.get(_FINGERPRINT) != facts.text_fingerprint:
-        raise DataError(f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}")
+        raise DataError(
+            f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}",
+        )
 
     choices = {}
     for layer in facts.layers:
@@ -307,22 +328,32 @@ def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
         # Experts of the layer, or none, for each token.
         narrow = tensors[name]
         num_tokens = facts.num_tokens[layer.stack]
-        is_table = narrow.dim() == 2 and narrow.dtype == expert_dtype(layer.num_experts)
-        if not is_table or not _fits(narrow, num_tokens, layer):
+        if not _are_choices(narrow, num_tokens, layer):
             raise DataError(
-                f"{path}: {name} is {tuple(narrow.shape)} of {narrow.dtype}; expected at most {layer.num_choices} "
-                f"of {layer.num_experts} experts for each of {num_tokens:,} tokens. {_ADVICE}"
+                f"{path}: {name} is {tuple(narrow.shape)} of {narrow.dtype}; "
+                f"expected at most {layer.num_choices} of {layer.num_experts} experts "
+                f"for each of {num_tokens:,} tokens. {_ADVICE}"
             )
+
+        # The columns that were left out.
         num_absent = layer.num_choices - narrow.shape[1]
-        choices[layer.stack, layer.layer] = pad(narrow, (0, num_absent), value=-1)  # [N, K]
+        wide = pad(narrow, (0, num_absent), value=-1)  # [N, K]
+        choices[layer.stack, layer.layer] = wide
     return Probe(_step_of(path), choices)
 
 
-def _fits(choices: Tensor, num_tokens: int, layer: LayerFacts) -> bool:
-    """Returns whether <int8 or int16>[N, up to K] are choices of a layer."""
+def _are_choices(choices: Tensor, num_tokens: int, layer: LayerFacts) -> bool:
+    """Returns whether a tensor can be the choices of a layer, [N, up to K]."""
+    dtype = expert_dtype(layer.num_experts)
+    if choices.dim() != 2 or choices.dtype != dtype:
+        return False
     if choices.shape[0] != num_tokens or choices.shape[1] > layer.num_choices:
         return False
-    return not choices.numel() or -1 <= int(choices.min()) <= int(choices.max()) < layer.num_experts
+    if not choices.numel():
+        return True
+
+    least, most = choices.aminmax()
+    return int(least) >= -1 and int(most) < layer.num_experts
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

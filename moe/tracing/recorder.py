@@ -103,7 +103,9 @@ def record_routing(
         for name, rows in recording.record(batch).items():
             parts.setdefault(name, []).append(rows)
 
-    tensors = {name: torch.cat(rows) for name, rows in parts.items()}
+    # Autocast cannot join the half precision of probabilities.
+    with torch.autocast("cpu", enabled=False):
+        tensors = {name: torch.cat(rows) for name, rows in parts.items()}
     return trace_from(recording.facts(provenance), tensors | recording.totals())
 
 
@@ -134,18 +136,24 @@ def unpacked(batch: Batch) -> Batch:
     is_packed = any(int(numbers.max()) > 1 for numbers in segments)
     if "labels" not in batch or is_packed:
         raise DataError(
-            "A batch to trace needs labels, and one example in each row: the decoder's tokens come from the labels. "
+            "A batch to trace needs labels, and one example in each row: "
+            "the decoder's tokens come from the labels. "
             "Give batches that are not packed."
         )
 
     # Segment 1 is the example, 0 is padding; a mask says the same.
-    plain = {name: values for name, values in batch.items() if name not in names}
+    plain = dict(batch)
+    for name in names:
+        plain.pop(name, None)
     if "segment_ids" in batch:
         plain["attention_mask"] = (batch["segment_ids"] != 0).long()
     return plain
 
 
-def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Stack, StackInputs]:
+def stack_inputs(
+    model: STMoEForConditionalGeneration,
+    batch: Batch,
+) -> dict[Stack, StackInputs]:
     """Returns the tokens that a batch, see `unpacked`, puts into each stack.
 
     The decoder's token at a position is its input there.
@@ -231,6 +239,7 @@ class Recording:
             "decoder": output.decoder_router_outputs,
         }
 
+        # What is of examples, and what only the decoder has.
         numbers = [self._domains.setdefault(name, len(self._domains)) for name in traced.domains]
         rows = {
             "document": torch.tensor(list(traced.documents), dtype=torch.int32),
@@ -249,12 +258,14 @@ class Recording:
     ) -> dict[str, Tensor]:
         """Returns the rows of a stack."""
         is_real = inputs.is_real
+        # Tokens without padding, one example after the other.
         real_ids = inputs.ids[is_real].to(self._id_dtype).cpu()
         lengths = is_real.sum(dim=1).cpu()
         self._lengths[stack].append(lengths)
         self._digests[f"{stack}.lengths"].update(lengths.numpy().tobytes())
         self._digests[f"{stack}.ids"].update(real_ids.int().numpy().tobytes())
 
+        # Layer by layer: rows to keep, and sums to add up.
         rows = {f"{stack}.ids": real_ids}
         for layer, router in enumerate(routers or ()):
             for name, values in _layer_rows(router, is_real, self._num_best).items():
@@ -267,6 +278,7 @@ class Recording:
 
     def totals(self) -> dict[str, Tensor]:
         """Returns the tensors that are not rows: where examples start, and the statistics."""
+        # An example ends where the next one starts.
         tensors = {}
         for stack, lengths in self._lengths.items():
             ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
@@ -323,6 +335,7 @@ def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[st
     first = expert.gather(1, wanted.argmax(dim=-1, keepdim=True)).squeeze(1)  # [N]
     first = first.masked_fill(~requested.any(dim=-1), -1)
 
+    # The best by probability, whatever was chosen.
     best = logits.softmax(dim=-1).topk(num_best)
     return {
         "expert": expert.to(dtype),

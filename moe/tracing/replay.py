@@ -88,12 +88,15 @@ def _refuse_other_layers(
     expert_map: Mapping[LayerKey, Sequence[int]],
 ) -> None:
     """Raises a DataError when the sparse layers of a model are not those of a trace."""
+    # Layers by stack and number.
     recorded = [layer.key for layer in trace.layers]
     if recorded != list(layers):
         raise DataError(
             f"The trace has the sparse layers {recorded}, the model {list(layers)}. Replay it in a model with the "
             "same sparse layers."
         )
+
+    # Experts by number: those of the trace, or where the caller says that they are now.
     for layer in trace.layers:
         config = layers[layer.key].config
         numbers = expert_map.get(layer.key, range(layer.facts.num_experts))
@@ -143,6 +146,7 @@ class _Player:
             stack: `encoder` or `decoder`.
             token_mask: <bool>[G, S] real tokens.
         """
+        # All layers of a pass have the same rows: found once, for the first of them.
         token_ids = self._ids_of(stack)
         sequences = token_mask.shape[1] // token_ids.shape[1]
         rows = self._rows[stack]
@@ -167,6 +171,7 @@ class _Player:
         for ids, mask in zip(token_ids.cpu(), is_real.cpu(), strict=True):
             ids_of_row.append(ids[mask].int())
 
+        # Examples are known by what the encoder reads; the decoder goes on where its cache ends.
         if stack == "encoder":
             self._example_of_row = [self._find_example(ids) for ids in ids_of_row]
             past = 0
@@ -207,6 +212,7 @@ class _Player:
                 "replay_routing. Run both inside it, and generate one continuation of each input (no beams)."
             )
 
+        # The one that was taken for the encoder comes first.
         for number, ids in enumerate(ids_of_row):
             inputs = self._trace.encoder
             example = chosen[number]
@@ -229,11 +235,14 @@ class _Player:
         part = self._trace.decoder
         start = int(part.starts[example])
         end = int(part.starts[example + 1])
+
+        # A whole sequence that is longer than the recorded one is another.
         num_behind = max(0, self._past + ids.numel() - (end - start))
         if num_behind and self._past == 0:
             return False
 
-        behind = ids.new_full((max(0, self._past + ids.numel()),), self._pad_token_id)
+        # What may be read: what was recorded, its last target, and padding without an end.
+        behind = ids.new_full((self._past + ids.numel(),), self._pad_token_id)
         behind[0] = part.targets[end - 1]
         readable = torch.cat([part.ids[start:end], behind])
         return torch.equal(readable[self._past : self._past + ids.numel()], ids)
@@ -261,6 +270,7 @@ def _replayed(
     expert_map: Sequence[int] | None,
 ) -> PlanEdit:
     """Returns the edit of one layer."""
+    # Of experts that are gone nothing is requested.
     expert = recorded.expert.long()
     state = recorded.state
     if expert_map is not None:
@@ -294,6 +304,8 @@ def _replayed(
             requested=requested,
             capacity=capacity,
         )
+
+        # Weighed by the router of today, or as recorded.
         combine_weight = layer.router.combine_weight(scores, replayed)
         if weights == "replay":
             gate = recorded.gate[row].to(combine_weight)

@@ -128,6 +128,7 @@ class StackTrace(NamedTuple):
     @property
     def example(self) -> Tensor:
         """Returns <int64>[N]: the number of each token's example."""
+        # Each number as often as its example has tokens.
         lengths = self.starts.diff()
         return torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
 
@@ -187,12 +188,14 @@ def id_dtype(vocab_size: int) -> torch.dtype:
 
 def trace_tensors(trace: Trace) -> dict[str, Tensor]:
     """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids are as narrow as can be."""
+    # Of examples, then of tokens.
     tensors = {"document": trace.document, "domain": trace.domain}
     for stack in STACKS:
         part = trace.stack(stack)
         tensors |= {f"{stack}.ids": _narrow(part.ids), f"{stack}.starts": part.starts}
     tensors["decoder.targets"] = _narrow(trace.decoder.targets)
 
+    # Of layers: choices of every token, and sums over them.
     for layer in trace.layers:
         prefix = f"{layer.facts.stack}.{layer.facts.layer}"
         for name in ("expert", "state", "gate", "first", "best_expert", "best_prob"):

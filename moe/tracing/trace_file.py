@@ -73,6 +73,7 @@ def record_to_folder(
     """
     recording = Recording(model, num_best=num_best)
     with whole_folder(folder, kind="trace") as partial:
+        # Rows go to disk batch by batch; what adds up over batches comes last.
         with _RowStream(partial / ".rows") as stream:
             for batch in batches:
                 stream.append(recording.record(batch))
@@ -143,6 +144,7 @@ class _RowStream(ExitStack):
                 "data_offsets": [start, end],
             }
 
+        # The format: the header's length, the header, and the tensors one after the other.
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
         with path.open("wb") as target:
@@ -169,6 +171,7 @@ def read_trace(folder: Path) -> Trace:
         raise DataError(f"{folder} is not a trace: it has no {FACTS_FILE}. {advice}")
     refuse_damage(folder, [FACTS_FILE, TENSORS_FILE], advice=advice)
 
+    # What the tensors should be.
     facts = read_record(folder / FACTS_FILE, TraceFacts, advice=advice)
     path = folder / TENSORS_FILE
     if facts.version != FORMAT_VERSION:
@@ -176,6 +179,8 @@ def read_trace(folder: Path) -> Trace:
             f"{folder / FACTS_FILE}: the format is {facts.version}; this version of the library reads "
             f"{FORMAT_VERSION}. {advice}"
         )
+
+    # What they are.
     try:
         trace = trace_from(facts, load_file(path))
     except (OSError, safetensors.SafetensorError) as error:
@@ -198,6 +203,7 @@ def _find_problem(trace: Trace) -> str | None:
     if trace.domain.numel() and not _lies_in(trace.domain, 0, len(trace.facts.domains)):
         return "domain is no index of the domains"
 
+    # Examples lie side by side, and all tokens are of one.
     for stack in STACKS:
         part = trace.stack(stack)
         starts = part.starts
@@ -209,6 +215,7 @@ def _find_problem(trace: Trace) -> str | None:
     if trace.decoder.targets.shape != trace.decoder.ids.shape:
         return "decoder.targets and decoder.ids differ in the number of tokens"
 
+    # Every layer has a row for every token.
     for layer in trace.layers:
         problem = _find_problem_of_layer(layer, trace.stack(layer.facts.stack).ids.numel())
         if problem:
@@ -228,6 +235,7 @@ def _find_problem_of_layer(layer: LayerTrace, num_tokens: int) -> str | None:
     if layer.best_expert.shape != layer.best_prob.shape or layer.best_prob.dim() != 2:
         return "best_expert and best_prob differ in shape"
 
+    # Numbers that stand for something.
     if not _lies_in(layer.expert, 0, facts.num_experts):
         return f"expert holds none of {facts.num_experts} experts"
     if not _lies_in(layer.first, -1, facts.num_experts):

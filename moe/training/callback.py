@@ -4,7 +4,7 @@ Routers that balance themselves learn from their load through it, as `train_step
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import chain, islice
 from pathlib import Path
@@ -17,15 +17,20 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from moe.checks import check, check_integer
 from moe.data.pipeline import ALL_ROWS, Batch
-from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero, sum_each_over_ranks
+from moe.distributed.collectives import (
+    broadcast_from_rank_zero,
+    is_rank_zero,
+    sum_each_over_ranks,
+)
 from moe.errors import ConfigError, DataError
 from moe.models.outputs import STMoEOutput
-from moe.sparse.editing import sparse_layers
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
 from moe.tracing.probe_file import has_probes
 from moe.training.probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
-from moe.training.router_health import RouterHealth
+from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
+
+_NEEDED = {"input_ids", "labels"}
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -56,16 +61,27 @@ class RouterStatsCallback(TrainerCallback):
         ConfigError: When one of the two is given without the other.
     """
 
-    def __init__(self, *, probe_every: int = 0, probe_batches: Sequence[Batch] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        probe_every: int = 0,
+        probe_batches: Iterable[Batch] = (),
+    ) -> None:
+        batches = tuple(probe_batches)
         check_integer("probe_every", probe_every, least=0)
-        if bool(probe_every) != bool(len(probe_batches)):
+        if bool(probe_every) != bool(batches):
             raise ConfigError(
-                f"probe_every is {probe_every}, and there are {len(probe_batches)} probe_batches; expected both, or "
-                "neither."
+                f"probe_every is {probe_every}, "
+                f"and there are {len(batches)} probe_batches; "
+                "expected both, or neither."
             )
+        for batch in batches:
+            is_batch = isinstance(batch, Mapping) and batch.keys() >= _NEEDED
+            expected = "whole batches with input_ids and labels, as a collator makes them"
+            check(is_batch, "one of probe_batches", batch, expected)
 
         self._probe_every = probe_every
-        self._probe_batches = probe_batches
+        self._probe_batches = batches
         self._probe: RoutingProbe | None = None
         self._probe_values: dict[str, float] = {}
         self._health = RouterHealth([])
@@ -110,24 +126,36 @@ class RouterStatsCallback(TrainerCallback):
             model.register_forward_hook(self._add_output),
         ]
 
-        self._health = RouterHealth(list(sparse_layers(model)))
+        self._health = RouterHealth(layer_keys(model.config))
         if self._probe_every:
-            self._begin_probe(Path(args.output_dir or ".") / PROBE_FOLDER, model, state.global_step)
+            folder = Path(args.output_dir or ".") / PROBE_FOLDER
+            self._begin_probe(folder, model, state.global_step)
 
     def _begin_probe(self, folder: Path, model: Any, step: int) -> None:
-        """Prepares probes of a training that has `step` updates behind it, and takes a first one."""
+        """Prepares the probes of a training that has `step` updates behind it."""
         has_layers = bool(model.sparse_layers())
-        check(has_layers, "probe_every", self._probe_every, "0 for a model without sparse layers")
-        if not step and broadcast_from_rank_zero(lambda: has_probes(folder)):
+        expected = "0 for a model without sparse layers"
+        check(has_layers, "probe_every", self._probe_every, expected)
+
+        # A training that begins anew would remove them.
+        is_taken = broadcast_from_rank_zero(lambda: has_probes(folder))
+        if is_taken and not step:
             raise DataError(
-                f"{folder} holds the probes of another training. Resume it, choose another output_dir, or move the "
-                "folder away."
+                f"{folder} holds the probes of another training. "
+                "Resume it, choose another output_dir, or move the folder away."
             )
 
-        text = f"{len(self._probe_batches)} batches given to RouterStatsCallback"
-        source = GivenBatches(self._probe_batches)
-        self._probe = RoutingProbe(folder, model, source, len(self._probe_batches), text=text)
+        num_batches = len(self._probe_batches)
+        self._probe = RoutingProbe(
+            folder,
+            model,
+            GivenBatches(self._probe_batches),
+            num_batches,
+            text=f"{num_batches} batches given to RouterStatsCallback",
+        )
         self._probe.begin(step)
+
+        # The first one is of the model before any update.
         if not step:
             self._probe.record(0)
 
@@ -148,11 +176,15 @@ class RouterStatsCallback(TrainerCallback):
         self._since_update = []
         self._num_updates += 1
 
-        # The first log that follows says after which update the probe was taken.
+        # A probe every so often, and at the end.
         step = state.global_step
-        if self._probe and (step % self._probe_every == 0 or step == state.max_steps):
+        is_due = self._probe_every and step % self._probe_every == 0
+        if self._probe and (is_due or step == state.max_steps):
             scores = self._probe.record(step).scores
-            self._probe_values = {"probe/step": step, **probe_values(scores)}
+
+            # The next log says after which update it was taken.
+            self._probe_values = probe_values(scores)
+            self._probe_values["probe/step"] = step
             if is_rank_zero():
                 self._health.observe_logits(step, max_logits(scores))
 
@@ -171,9 +203,12 @@ class RouterStatsCallback(TrainerCallback):
         """
         if logs is None:
             return
+
+        # What was probed since the last log, of whatever kind this log is.
         logs.update(self._probe_values)
         state.log_history[-1].update(self._probe_values)
         self._probe_values = {}
+
         if "loss" not in logs or not self._num_updates:
             return
 
@@ -247,7 +282,8 @@ class GivenBatches:
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns a batch; see `BatchSource`."""
-        return {name: values[rows] for name, values in self._batches[step].items()}
+        batch = self._batches[step]
+        return {name: values[rows] for name, values in batch.items()}
 
 
 def _request_router_outputs(

@@ -33,7 +33,6 @@ from moe.errors import CheckpointError, DataError, DivergenceError, NonFiniteErr
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.sparse.editing import sparse_layers
 from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
@@ -48,7 +47,7 @@ from moe.training.probe import (
 )
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import rename_settings
-from moe.training.router_health import RouterHealth
+from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.step import StepMetrics, train_step
 
 FOLDER_KIND = "training run"
@@ -116,7 +115,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
     Raises:
         DataError: When the folder holds a run and `resume` is not given, something else than a run,
-            or another process writes to it.
+            or probes of another text, or another process writes to it.
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
@@ -259,13 +258,17 @@ class _Reporter:
     """
 
     def __init__(
-        self, run: Run, writer: MetricsWriter | None, probe: RoutingProbe | None, description: str
+        self,
+        run: Run,
+        writer: MetricsWriter | None,
+        probe: RoutingProbe | None,
+        description: str,
     ) -> None:
         self._run = run
         self._writer = writer
         self._probe = probe
         self._description = description
-        self._health = RouterHealth(list(sparse_layers(run.built.model)))
+        self._health = RouterHealth(layer_keys(run.built.model.config))
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
@@ -323,9 +326,11 @@ class _Reporter:
     def report_probe(self, step: int) -> None:
         """Records the routing after `step` updates and writes its numbers, when that is due."""
         training = self._run.recipe.training
-        if self._probe is None or not _is_due(step, training.probe_every, training.steps):
+        every = training.probe_every
+        if self._probe is None or not _is_due(step, every, training.steps):
             return
 
+        # Every rank takes part in the record.
         scores = self._probe.record(step).scores
         if self._writer is not None:
             self._writer.write(step, probe_values(scores))

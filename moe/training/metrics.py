@@ -87,7 +87,11 @@ class MetricsWriter:
         self._lines.write(line.encode())
         self._board.write(step, values)
 
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+    def write_histograms(
+        self,
+        step: int,
+        histograms: Mapping[str, Histogram],
+    ) -> None:
         """Writes histograms to TensorBoard alone."""
         self._board.write_histograms(step, histograms)
 
@@ -147,11 +151,16 @@ class _Board:
         entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(Event(step=step, summary=Summary(value=entries)))
 
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+    def write_histograms(
+        self,
+        step: int,
+        histograms: Mapping[str, Histogram],
+    ) -> None:
         """Appends the histograms of a step."""
         entries = []
         for name, histogram in histograms.items():
-            entries.append(Summary.Value(tag=name, histo=_histogram_proto(histogram)))
+            content = _histogram_proto(histogram)
+            entries.append(Summary.Value(tag=name, histo=content))
         self._add(Event(step=step, summary=Summary(value=entries)))
 
     def close(self) -> None:
@@ -165,9 +174,11 @@ class _Board:
 
 def _histogram_proto(histogram: Histogram) -> HistogramProto:
     """Returns a histogram as TensorBoard has it; its sums are those of the buckets' middles."""
+    # All of a bucket count as lying in its middle.
     total = 0.0
     total_squares = 0.0
-    for (left, right), count in zip(pairwise(histogram.edges), histogram.counts, strict=True):
+    buckets = pairwise(histogram.edges)
+    for (left, right), count in zip(buckets, histogram.counts, strict=True):
         middle = (left + right) / 2
         total += count * middle
         total_squares += count * middle**2

@@ -7,7 +7,7 @@ A probe changes nothing of the run: no weight, no mode, no generator of random n
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,13 @@ from moe.models.outputs import STMoEOutput
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.layer import RouterOutput
 from moe.sparse.stats import RouterStats, add_stats, router_values
-from moe.tracing.probe_file import Probe, begin_probes, probe_facts, probe_text, write_probe
+from moe.tracing.probe_file import (
+    Probe,
+    begin_probes,
+    probe_facts,
+    probe_text,
+    write_probe,
+)
 from moe.tracing.recorder import Recording, traced_batches
 from moe.tracing.trace import NOT_REQUESTED
 from moe.training.heldout_loss import to_device
@@ -58,6 +64,10 @@ class LayerScores(NamedTuple):
     entropy_counts: Tensor
 
 
+Scores = Mapping[LayerKey, LayerScores]
+"""Scores of each sparse layer."""
+
+
 class ProbeResult(NamedTuple):
     """What a probe found, over all ranks.
 
@@ -70,7 +80,11 @@ class ProbeResult(NamedTuple):
     scores: dict[LayerKey, LayerScores]
 
 
-def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
+def check_probe(
+    recipe: Recipe,
+    config: STMoEConfig,
+    source: BatchSource | None,
+) -> None:
     """Refuses to probe where there is nothing to probe.
 
     Args:
@@ -84,15 +98,20 @@ def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None)
     every = recipe.training.probe_every
     if not every:
         return
-    if not config.num_sparse_encoder_layers + config.num_sparse_decoder_layers:
+
+    num_encoder_layers = config.num_sparse_encoder_layers
+    num_decoder_layers = config.num_sparse_decoder_layers
+    if not num_encoder_layers + num_decoder_layers:
         raise ConfigError(
-            f"training.probe_every is {every}, but the model has no sparse layer whose routing could be recorded. "
+            f"training.probe_every is {every}, "
+            "but the model has no sparse layer whose routing could be recorded. "
             "Set it to 0."
         )
     if source is None:
         raise ConfigError(
-            f"training.probe_every is {every}, but there is no held-out text to probe. Train on tasks with a dev "
-            "split, or set it to 0."
+            f"training.probe_every is {every}, "
+            "but there is no held-out text to probe. "
+            "Train on tasks with a dev split, or set it to 0."
         )
 
 
@@ -139,31 +158,43 @@ class RoutingProbe:
         Raises:
             DataError: When earlier probes in it could not be compared with those to come.
         """
-        begin = partial(begin_probes, self._folder, self._facts, self._text, step)
-        broadcast_from_rank_zero(begin)
+        broadcast_from_rank_zero(
+            lambda: begin_probes(
+                self._folder,
+                self._facts,
+                self._text,
+                step,
+            )
+        )
 
     def record(self, step: int) -> ProbeResult:
         """Records and writes the routing after `step` updates."""
+        # This rank's rows, computed as in training.
+        rows = ALL_ROWS
+        if self._mesh:
+            rows = self._mesh.rows(self._source.batch_size)
         device = self._model.device
-        rows = self._mesh.rows(self._source.batch_size) if self._mesh else ALL_ROWS
-        batches = (to_device(batch, device) for batch in self._batches(rows))
-        with (
-            _own_random_numbers(device),
-            torch.autocast(device.type, torch.bfloat16, enabled=self._bfloat16),
-        ):
-            part = _record_rows(self._model, batches)
+        bfloat16 = self._bfloat16
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+        with _own_random_numbers(device), autocast:
+            part = _record_rows(self._model, self._batches(rows))
 
+        # Those of all ranks.
         parts = [part]
         if self._mesh:
             parts = gather_or_raise(lambda: part, self._mesh.data)
         result = _join(parts)
+
         probe = Probe(step, result.choices)
-        broadcast_from_rank_zero(lambda: write_probe(self._folder, probe, self._facts))
+        broadcast_from_rank_zero(
+            lambda: write_probe(self._folder, probe, self._facts),
+        )
         return result
 
     def _batches(self, rows: slice) -> Iterator[Batch]:
         for index in range(self._num_batches):
-            yield self._source.batch(index, rows)
+            batch = self._source.batch(index, rows)
+            yield to_device(batch, self._model.device)
 
 
 @contextmanager
@@ -193,19 +224,29 @@ class _RecordedRows(NamedTuple):
     scores: dict[LayerKey, LayerScores]
 
 
-def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch]) -> _RecordedRows:
+def _record_rows(
+    model: STMoEForConditionalGeneration,
+    batches: Iterator[Batch],
+) -> _RecordedRows:
     """Returns the routing of batches, on the CPU."""
     keys = list(sparse_layers(model))
     recording = Recording(model)
     choices = []
     scores: dict[LayerKey, LayerScores] = {}
 
-    def add_scores(model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
-        for key, router in zip(keys, router_outputs(output), strict=True):
-            of_batch = _layer_scores(router)
-            scores[key] = _add_scores(scores[key], of_batch) if key in scores else of_batch
+    # The recorder keeps where tokens go; the logits are seen on their way.
+    def add_scores(
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        output: STMoEOutput,
+    ) -> None:
+        routers = router_outputs(output)
+        for key, router in zip(keys, routers, strict=True):
+            layer_scores = _layer_scores(router)
+            if key in scores:
+                layer_scores = _add_scores(scores[key], layer_scores)
+            scores[key] = layer_scores
 
-    # The recorder keeps what is asked of each token; logits are seen on the way.
     hook = model.register_forward_hook(add_scores)
     try:
         for batch in traced_batches(batches):
@@ -219,12 +260,13 @@ def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch])
 def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
     """Returns <int8 or int16>[N, K] of a layer: first choice, further ones, -1 for none."""
     stack, layer = key
+    expert = rows[f"{stack}.{layer}.expert"]  # [N, K]
     state = rows[f"{stack}.{layer}.state"]
-    expert = rows[f"{stack}.{layer}.expert"]
-    choices = expert.masked_fill(state == NOT_REQUESTED, -1)  # [N, K]
+    first = rows[f"{stack}.{layer}.first"]  # [N]
+    choices = expert.masked_fill(state == NOT_REQUESTED, -1)
 
-    # Where tokens choose, a plan is in this order already.
-    is_first = choices == rows[f"{stack}.{layer}.first"][:, None]
+    # Where tokens choose, a plan has this order already; where experts do, that of experts.
+    is_first = choices == first[:, None]
     place = torch.where(is_first, 0, 1).masked_fill(choices < 0, 2)
     return choices.gather(1, place.argsort(dim=1, stable=True))
 
@@ -233,29 +275,35 @@ def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
 def _layer_scores(router: RouterOutput) -> LayerScores:
     """Returns the scores of a layer's real tokens in one batch."""
     is_real = router.plan.token_mask  # [G, S]
-    logits = router.router_logits[is_real].double()  # [N, E]
+    logits = router.router_logits[is_real]
+    logits = logits.double()  # [N, E]
     num_experts = logits.shape[-1]
 
     # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i.
     probs = logits.softmax(dim=-1)
-    entropy = logits.logsumexp(dim=-1) - (probs * logits).sum(dim=-1)  # [N]
-    largest = logits.abs().amax(dim=-1)  # [N]
+    mean_logit = (probs * logits).sum(dim=-1)
+    entropy = logits.logsumexp(dim=-1) - mean_logit  # [N]
+    inner_edges = _entropy_edges(num_experts)[1:-1]
 
     # A rank may have no real token at all.
-    max_logit = largest.amax() if largest.numel() else largest.new_zeros(())
-    stats = RouterStats(*(value.cpu() for value in router.stats))
+    largest = logits.abs().amax(dim=-1)  # [N]
+    max_logit = torch.zeros((), dtype=torch.float64)
+    if largest.numel():
+        max_logit = largest.amax().cpu()
+
     return LayerScores(
-        stats=stats,
-        max_logit=max_logit.cpu(),
+        stats=RouterStats(*(value.cpu() for value in router.stats)),
+        max_logit=max_logit,
         logit_counts=_count(largest, _LOGIT_EDGES),
-        entropy_counts=_count(entropy, _entropy_edges(num_experts)[1:-1]),
+        entropy_counts=_count(entropy, inner_edges),
     )
 
 
 def _entropy_edges(num_experts: int) -> list[float]:
     """Returns the edges of the buckets of entropy, both ends included."""
     highest = math.log(max(2, num_experts))
-    return [highest * step / _ENTROPY_BUCKETS for step in range(_ENTROPY_BUCKETS + 1)]
+    width = highest / _ENTROPY_BUCKETS
+    return [width * number for number in range(_ENTROPY_BUCKETS + 1)]
 
 
 def _count(values: Tensor, edges: Sequence[float]) -> Tensor:
@@ -282,8 +330,8 @@ def _join(parts: Sequence[_RecordedRows]) -> ProbeResult:
     for key in parts[0].scores:
         # The rows of a batch lie on the ranks one after the other.
         rows = []
-        for batch_parts in zip(*(part.batches for part in parts), strict=True):
-            rows += [batch[key] for batch in batch_parts]
+        for index in range(len(parts[0].batches)):
+            rows += [part.batches[index][key] for part in parts]
         choices[key] = torch.cat(rows)
         scores[key] = reduce(_add_scores, [part.scores[key] for part in parts])
     return ProbeResult(choices, scores)
@@ -293,7 +341,7 @@ def _join(parts: Sequence[_RecordedRows]) -> ProbeResult:
 # Numbers and histograms
 
 
-def probe_values(scores: Mapping[LayerKey, LayerScores]) -> dict[str, float]:
+def probe_values(scores: Scores) -> dict[str, float]:
     """Returns `probe/{stack}/{layer}/...` for each sparse layer, layers counted from 0.
 
     They are those of `router_values`, of the text in evaluation, and `max_logit`.
@@ -301,18 +349,22 @@ def probe_values(scores: Mapping[LayerKey, LayerScores]) -> dict[str, float]:
     values: dict[str, float] = {}
     for (stack, layer), layer_scores in scores.items():
         name = f"{stack}/{layer}"
-        for reported, value in router_values(name, layer_scores.stats).items():
-            values[f"probe/{reported.removeprefix('router/')}"] = value
+        stats = router_values(name, layer_scores.stats)
+        for reported, value in stats.items():
+            values["probe/" + reported.removeprefix("router/")] = value
         values[f"probe/{name}/max_logit"] = float(layer_scores.max_logit)
     return values
 
 
-def max_logits(scores: Mapping[LayerKey, LayerScores]) -> dict[LayerKey, float]:
+def max_logits(scores: Scores) -> dict[LayerKey, float]:
     """Returns the largest |logit| of each sparse layer."""
-    return {key: float(layer_scores.max_logit) for key, layer_scores in scores.items()}
+    logits = {}
+    for key, layer_scores in scores.items():
+        logits[key] = float(layer_scores.max_logit)
+    return logits
 
 
-def probe_histograms(scores: Mapping[LayerKey, LayerScores]) -> dict[str, Histogram]:
+def probe_histograms(scores: Scores) -> dict[str, Histogram]:
     """Returns the histograms of each sparse layer.
 
     Returns:
@@ -323,17 +375,19 @@ def probe_histograms(scores: Mapping[LayerKey, LayerScores]) -> dict[str, Histog
     histograms = {}
     for (stack, layer), layer_scores in scores.items():
         name = f"probe/{stack}/{layer}"
+
+        # One bucket for each expert.
         load = layer_scores.stats.expert_load
         num_experts = load.numel()
-        load_edges = [expert - 0.5 for expert in range(num_experts + 1)]
-        logit_edges = [0.0, *_LOGIT_EDGES, 2 * _LOGIT_EDGES[-1]]
-        entropy_edges = _entropy_edges(num_experts)
+        edges = [expert - 0.5 for expert in range(num_experts + 1)]
+        histograms[f"{name}/load"] = Histogram(edges, load.tolist())
 
-        histograms[f"{name}/load"] = Histogram(load_edges, load.tolist())
-        histograms[f"{name}/token_max_logit"] = Histogram(
-            logit_edges, layer_scores.logit_counts.tolist()
-        )
-        histograms[f"{name}/token_entropy"] = Histogram(
-            entropy_edges, layer_scores.entropy_counts.tolist()
-        )
+        # What lies beyond the edges counts in the first bucket and in the last.
+        edges = [0.0, *_LOGIT_EDGES, 2 * _LOGIT_EDGES[-1]]
+        counts = layer_scores.logit_counts.tolist()
+        histograms[f"{name}/token_max_logit"] = Histogram(edges, counts)
+
+        edges = _entropy_edges(num_experts)
+        counts = layer_scores.entropy_counts.tolist()
+        histograms[f"{name}/token_entropy"] = Histogram(edges, counts)
     return histograms

@@ -7,39 +7,44 @@ each kind.
 import logging
 import math
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import LayerKey
 from moe.sparse.stats import RouterStats
 from moe.tracing.trace import layer_name
 
 logger = logging.getLogger(__name__)
 
-INTERVALS = 10
-"""Logs in a row without a token after which an expert counts as dead; drops are compared over as many."""
+# Logs in a row without a token after which an expert is dead; drops are compared over as many.
+NUM_LOGS = 10
 
+# Choices in an even share of those logs, from which on an expert without any is no accident: where
+# all are equally probable, it has none with the probability e^-20.
 FAIR_SHARE = 20
-"""Choices that an even share of those logs must hold: by chance an expert then misses all of them once in e^20."""
 
+# Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and beside ten
+# others of 128 its probability is 0.091 instead of 0.142.
+# Source: ST-MoE (arXiv:2202.08906), footnote 7.
 MAX_LOGIT = 128.0
-"""Largest |logit| of a healthy router. From 128 on, bfloat16 steps by 1 and takes 128.5 for 128, which moves the
-largest probability among ten by a third (ST-MoE, arXiv:2202.08906, footnote 7)."""
 
-DROPPED = 0.15
-"""Share of dropped tokens that costs little (ST-MoE, table 5: 10 to 15 %)."""
+# Share of dropped tokens that costs little.
+# Source: ST-MoE (arXiv:2202.08906), table 5: 10 to 15 %.
+TOLERATED_DROPS = 0.15
 
+# How much more must be dropped than before: this factor, and so many standard errors of the mean,
+# which the spread between logs gives.
 RISE = 1.1
-"""Factor by which the mean drops of INTERVALS logs must exceed those of as many logs before."""
-
 STANDARD_ERRORS = 4
-"""How many of them the rise must be; the spread between logs tells it from noise."""
 
-Kind = Literal["dead", "saturated", "drops"]
+_MOST_NAMED = 8
+
+Trouble = Literal["dead", "saturated", "drops"]
 
 
 class _LayerLog(NamedTuple):
@@ -58,84 +63,121 @@ class RouterHealth:
     """Watches the sparse layers of a model that is trained, and warns through Python's logging.
 
     Args:
-        layers: Names of the sparse layers, the encoder's first.
+        layers: Names of the sparse layers, see `layer_keys`.
     """
 
     def __init__(self, layers: Sequence[LayerKey]) -> None:
-        self._layers = layers
-        self._warned: set[tuple[LayerKey, Kind]] = set()
-        self._logs: dict[LayerKey, deque[_LayerLog]] = defaultdict(
-            lambda: deque(maxlen=2 * INTERVALS)
-        )
+        self._warned: set[tuple[LayerKey, Trouble]] = set()
+        self._logs: dict[LayerKey, deque[_LayerLog]] = {}
+        for key in layers:
+            self._logs[key] = deque(maxlen=2 * NUM_LOGS)
 
     def observe(self, step: int, stats: Sequence[RouterStats]) -> None:
         """Looks at the statistics of a log.
 
         Args:
             step: Updates so far.
-            stats: Statistics of each layer in training, over one update or several.
+            stats: Of each layer in training, over one update or several.
         """
-        # All layers are read from the device at once.
-        rows = []
-        for layer in stats:
-            counts = torch.stack([layer.num_tokens, layer.dropped_tokens])
-            rows.append(torch.cat([counts, layer.expert_load]))
-        sizes = [row.numel() for row in rows]
-        by_layer = torch.cat(rows).cpu().split(sizes) if rows else ()
-
-        for key, row in zip(self._layers, by_layer, strict=True):
-            num_tokens, num_dropped = row[:2].tolist()
-            dropped = num_dropped / max(1, num_tokens)
-            logs = self._logs[key]
-            logs.append(_LayerLog(dropped, row[2:]))
-            self._look_for_dead_experts(key, list(logs)[-INTERVALS:], step)
-            self._look_for_rising_drops(key, [log.dropped for log in logs], step)
+        new_logs = _read_logs(stats)
+        for (key, logs), log in zip(self._logs.items(), new_logs, strict=True):
+            logs.append(log)
+            self._look_for_dead_experts(key, step)
+            self._look_for_rising_drops(key, step)
 
     def observe_logits(self, step: int, max_logits: Mapping[LayerKey, float]) -> None:
-        """Looks at the largest |logit| of each layer."""
+        """Looks at the largest |logit| of each layer after `step` updates."""
         for key, value in max_logits.items():
-            if value > MAX_LOGIT:
-                text = (
-                    f"the router of {layer_name(key)} saturates: its largest |logit| is {value:.1f} after step "
-                    f"{step:,}, above {MAX_LOGIT:g}, where bfloat16 takes 128.5 for 128. Raise router_z_loss_weight "
-                    "or lower the learning rate."
-                )
-                self._warn_once(key, "saturated", text)
+            if value <= MAX_LOGIT:
+                continue
+            text = (
+                f"The router of {layer_name(key)} saturates: "
+                f"its largest |logit| is {value:.1f} after step {step:,}, "
+                f"above {MAX_LOGIT:g}, where bfloat16 takes 128.5 for 128. "
+                "Raise router_z_loss_weight, or lower the learning rate."
+            )
+            self._warn_once(key, "saturated", text)
 
-    def _look_for_dead_experts(self, key: LayerKey, logs: Sequence[_LayerLog], step: int) -> None:
-        load = torch.stack([log.load for log in logs]).sum(dim=0)  # [E]
-        share = float(load.sum()) / load.numel()
-        dead = (load == 0).nonzero().flatten().tolist()
-        if len(logs) < INTERVALS or share < FAIR_SHARE or not dead:
+    def _look_for_dead_experts(self, key: LayerKey, step: int) -> None:
+        logs = list(self._logs[key])[-NUM_LOGS:]
+        if len(logs) < NUM_LOGS:
             return
 
-        numbers = ", ".join(map(str, dead))
+        # Experts without a token, where even a small part of a fair share would be some.
+        load = torch.stack([log.load for log in logs]).sum(dim=0)  # [E]
+        num_experts = load.numel()
+        fair_share = float(load.sum()) / num_experts
+        dead = (load == 0).nonzero().flatten().tolist()
+        if not dead or fair_share < FAIR_SHARE:
+            return
+
+        numbers = ", ".join(map(str, dead[:_MOST_NAMED]))
+        more = " and others" if len(dead) > _MOST_NAMED else ""
         text = (
-            f"{len(dead)} of {load.numel()} experts of {layer_name(key)} got no token in the last {INTERVALS} logs "
-            f"until step {step:,}, where an even share is {share:,.0f}: {numbers}, counted from 0. They learn nothing. "
+            f"{len(dead)} of {num_experts} experts of {layer_name(key)} are dead: "
+            f"no token asked for them in the last {NUM_LOGS} logs until step {step:,}, "
+            f"where an even share is {fair_share:,.0f}. "
+            f"Counted from 0 they are {numbers}{more}. "
             "Raise load_balance_loss_weight, or train fewer experts."
         )
         self._warn_once(key, "dead", text)
 
-    def _look_for_rising_drops(self, key: LayerKey, dropped: Sequence[float], step: int) -> None:
-        if len(dropped) < 2 * INTERVALS:
+    def _look_for_rising_drops(self, key: LayerKey, step: int) -> None:
+        dropped = [log.dropped for log in self._logs[key]]
+        if len(dropped) < 2 * NUM_LOGS:
             return
 
-        earlier = dropped[:INTERVALS]
-        later = dropped[INTERVALS:]
+        # The later half of the logs against the earlier.
+        earlier = dropped[:NUM_LOGS]
+        later = dropped[NUM_LOGS:]
         before = statistics.fmean(earlier)
         now = statistics.fmean(later)
-        variance = (statistics.variance(earlier) + statistics.variance(later)) / INTERVALS
-        is_rise = now > RISE * before and now - before > STANDARD_ERRORS * math.sqrt(variance)
-        if now > DROPPED and is_rise:
-            text = (
-                f"{layer_name(key)} drops more and more tokens: {now:.1%} in the last {INTERVALS} logs until step "
-                f"{step:,}, {before:.1%} in those before; up to {DROPPED:.0%} costs little. Raise "
-                "load_balance_loss_weight or capacity_factor."
-            )
-            self._warn_once(key, "drops", text)
 
-    def _warn_once(self, key: LayerKey, kind: Kind, text: str) -> None:
-        if (key, kind) not in self._warned:
-            self._warned.add((key, kind))
-            logger.warning("%s", text[0].upper() + text[1:])
+        # Welch's standard error of the difference.
+        variance = statistics.variance(earlier) + statistics.variance(later)
+        standard_error = math.sqrt(variance / NUM_LOGS)
+        is_rise = now > RISE * before and now - before > STANDARD_ERRORS * standard_error
+        if now <= TOLERATED_DROPS or not is_rise:
+            return
+
+        text = (
+            f"More and more tokens are dropped in {layer_name(key)}: "
+            f"{now:.1%} in the last {NUM_LOGS} logs until step {step:,}, "
+            f"{before:.1%} in those before; up to {TOLERATED_DROPS:.0%} costs little. "
+            "Raise load_balance_loss_weight or capacity_factor."
+        )
+        self._warn_once(key, "drops", text)
+
+    def _warn_once(self, key: LayerKey, trouble: Trouble, text: str) -> None:
+        if (key, trouble) not in self._warned:
+            self._warned.add((key, trouble))
+            logger.warning("%s", text)
+
+
+def layer_keys(config: STMoEConfig) -> list[LayerKey]:
+    """Returns the names of the sparse layers of a model, the encoder's first."""
+    keys: list[LayerKey] = []
+    for layer in range(config.num_sparse_encoder_layers):
+        keys.append(("encoder", layer))
+    for layer in range(config.num_sparse_decoder_layers):
+        keys.append(("decoder", layer))
+    return keys
+
+
+def _read_logs(stats: Sequence[RouterStats]) -> list[_LayerLog]:
+    """Returns what a log says of each layer; waits for the device once."""
+    if not stats:
+        return []
+
+    # Two counts and a load [E] of each layer, one after the other.
+    rows = []
+    for layer in stats:
+        rows += [layer.num_tokens[None], layer.dropped_tokens[None], layer.expert_load]
+    sizes = [row.numel() for row in rows]
+    numbers = iter(torch.cat(rows).cpu().split(sizes))
+
+    logs = []
+    for num_tokens, num_dropped, load in zip(numbers, numbers, numbers, strict=True):
+        dropped = float(num_dropped) / max(1, int(num_tokens))
+        logs.append(_LayerLog(dropped, load))
+    return logs

@@ -22,7 +22,7 @@ NO_STATS = RouterStats(*[torch.zeros(()) for _ in RouterStats._fields])
 def a_layer(choices, num_experts, *, stack="encoder", layer=0, gate=None):
     """Returns a layer of <int>[N] or <int>[N, K] choices, the first one first; -1 for none."""
     choices = torch.as_tensor(choices)
-    choices = choices.reshape(len(choices), -1)
+    choices = choices[:, None] if choices.ndim == 1 else choices
     is_requested = choices >= 0
     state = torch.where(is_requested, ACCEPTED, NOT_REQUESTED).to(torch.uint8)
     if gate is None:

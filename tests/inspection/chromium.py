@@ -122,13 +122,12 @@ class Browser:
 
     def open(self, path: Path, width: int = 1400, height: int = 1000, scheme: str = "light"):
         """Opens a file in a window of this size."""
-        self.call("Emulation.setEmulatedMedia", features=[_feature("color-scheme", scheme)])
+        features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        named = [{"name": name, "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=named)
         self.resize(width, height)
         self.call("Page.navigate", url=path.resolve().as_uri())
-        end = time.monotonic() + TIMEOUT
-        while self.run("document.readyState") != "complete":
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        self.wait_for("document.readyState === 'complete'")
 
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -140,6 +139,13 @@ class Browser:
         result = self.call("Runtime.evaluate", expression=expression, **options)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Waits until an expression in the page is true."""
+        end = time.monotonic() + TIMEOUT
+        while not self.run(expression):
+            assert time.monotonic() < end, f"{expression} does not become true"
+            time.sleep(0.02)
 
     def press(self, key: str) -> None:
         """Presses a key, e.g. `ArrowRight`."""
@@ -170,7 +176,3 @@ class Browser:
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **box)
         return box
-
-
-def _feature(name: str, value: str) -> dict[str, str]:
-    return {"name": f"prefers-{name}", "value": value}

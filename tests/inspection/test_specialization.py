@@ -39,7 +39,7 @@ def random_tokens(seed, num_documents=40, length=13, num_classes=3, num_experts=
     labels = []
     experts = []
     for _ in range(num_documents):
-        sureness = 1.0 if own_mix else 1e6
+        sureness = 0.3 if own_mix else 1e6
         labels.append(
             generator.choice(num_classes, length, p=generator.dirichlet([sureness] * num_classes))
         )
@@ -225,6 +225,24 @@ def test_a_planted_relation_is_found_and_no_other():
         assert test.information > 20 * test.chance
 
 
+def test_an_expert_of_a_domain_is_found():
+    stack, _, places = random_tokens(12)
+    domain = torch.arange(40) % 2
+    is_code = domain[stack.example].bool()
+    generator = torch.Generator().manual_seed(0)
+    goes = is_code & (torch.rand(len(is_code), generator=generator) < 0.3)
+    layer = a_layer(torch.where(goes, 4, stack.layers[0].first.long()), 5)
+    trace = a_trace(
+        stack._replace(layers=(layer,)), domains=["prose", "code"], domain=domain.tolist()
+    )
+    classes = domain_classes(trace, "encoder")
+    (test,) = specialization_test([layer], classes, places)
+    (same,) = specialization_test(stack.layers, classes, places)
+    assert test.p_value[:, 4].max() < 0.01
+    assert test.information_p < 0.01
+    assert same.p_value.min() > 0.05
+
+
 def test_more_layers_make_a_cell_less_surprising():
     stack, classes, places = random_tokens(9)
     other = random_tokens(10)[0]
@@ -270,7 +288,7 @@ def test_shuffling_tokens_takes_the_mix_of_a_document_for_a_relation():
             (test,) = specialization_test(
                 stack.layers, classes, places, null=null, num_permutations=39, seed=seed
             )
-            rejected[null] += test.p_value.min() <= 0.05
+            rejected[null] += int(test.p_value.min() <= 0.05)
 
     # 3 of 60 expected: 13 and more have a probability below 1e-4.
     assert rejected[DocumentShuffle] < 13
@@ -288,14 +306,18 @@ def test_the_position_is_no_relation():
         label = np.where(at_start[0], 0, generator.integers(0, 3, len(position)))
         expert = np.where(at_start[1], 1, generator.integers(0, 4, len(position)))
         stack = a_stack(lengths.tolist(), a_layer(expert, 4))
-        (test,) = specialization_test(
-            stack.layers, classes_of(label, 3), places_of(stack), num_permutations=39, seed=seed
-        )
-        rejected[DocumentShuffle] += test.p_value.min() <= 0.05
-        shuffled = generator.permutation(expert)  # without any null for positions
-        rejected["never"] += (shuffled == expert).all()
-    assert rejected[DocumentShuffle] < 13
-    assert rejected["never"] == 0
+
+        # A null that does not know of positions calls them a relation.
+        places = places_of(stack)
+        blind = places._replace(position=torch.zeros_like(places.position))
+        nulls = {"documents": (DocumentShuffle, places), "blind": (TokenShuffle, blind)}
+        for name, (null, where) in nulls.items():
+            (test,) = specialization_test(
+                stack.layers, classes_of(label, 3), where, null=null, num_permutations=39, seed=seed
+            )
+            rejected[name] += int(test.p_value.min() <= 0.05)
+    assert rejected["documents"] < 13
+    assert rejected["blind"] > 50
 
 
 # ---------------------------------------------------------------------------
@@ -322,7 +344,7 @@ def test_vocabulary_is_counted_by_hand():
     )
     assert target.ids.tolist() == [7]
     with pytest.raises(
-        DataError, match="No token id of the encoder occurs 5 times: .* occurs 4 times"
+        DataError, match=r"No token id of the encoder occurs 5 times: .* occurs 4 times"
     ):
         vocabulary_table(stack, layer, places, min_occurrences=5)
     with pytest.raises(ConfigError, match="min_occurrences is 0"):

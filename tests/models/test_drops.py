@@ -11,6 +11,8 @@ import torch
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
 from moe.parsing import read_yaml
+from moe.sparse.editing import edit_routing, sparse_layers
+from moe.sparse.edits import DropExperts
 from tests.models.tiny import tiny_batch, tiny_model
 
 SHORT = {"capacity_factor": 0.05, "eval_capacity_factor": 0.05, "min_expert_capacity": 1}
@@ -55,6 +57,16 @@ def test_a_model_at_the_address_of_one_that_is_gone_is_heard(said):
         assert len(said()) == number
         del model
         gc.collect()
+
+
+def test_what_an_edit_drops_is_no_news_and_the_capacity_is_heard_of_later(said):
+    model, batch = tiny_model(**SHORT), tiny_batch()
+    edits = {key: DropExperts(2) for key in sparse_layers(model)}
+    with edit_routing(model, edits):
+        model(**batch)
+    assert said() == []
+    model(**batch)
+    assert len(said()) == 1
 
 
 def test_the_decoder_is_named_when_it_alone_drops(said):

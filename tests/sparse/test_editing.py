@@ -8,8 +8,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from moe import ConfigError, DataError, STMoEConfig, STMoEForConditionalGeneration
 from moe.sparse.editing import edit_routing, sparse_layers
-from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts
-from tests.sparse.layers import DROPLESS, ROUTER_NAMES, build_layer
+from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts, choose_again
+from tests.sparse.layers import DROPLESS, GATED_NAMES, ROUTER_NAMES, THREE_SLOTS, build_layer
 
 E, D, B, L = 5, 7, 3, 11
 KEY = ("encoder", 0)
@@ -127,6 +127,50 @@ def test_rerouting_is_what_a_layer_without_the_expert_does():
     with edit_routing(layer, {KEY: RerouteExperts(2)}):
         output, _ = layer(tokens())
     torch.testing.assert_close(output, small(tokens())[0])
+
+
+@pytest.mark.parametrize("over", ["experts", "tokens"])
+def test_where_experts_choose_the_weights_are_those_without_the_expert(over):
+    """A token that is shared by fewer experts has a larger part of each."""
+    options = {"router": "expert_choice", "router_options": {"softmax_over": over}}
+    layer = build_layer(**options, **THREE_SLOTS)
+    pruned = build_layer(num_experts=4, **options, **THREE_SLOTS)
+    keep = torch.tensor([0, 1, 3, 4])
+    with torch.no_grad():
+        pruned.router.gate.copy_(layer.router.gate[keep])
+
+    x = torch.randn(2, 13, 7, dtype=torch.float64)
+    with edit_routing(layer, {("encoder", 0): RerouteExperts(2)}):
+        ours = layer(x)[1].plan
+    theirs = pruned(x)[1].plan
+    assert torch.equal(ours.accepted[..., keep], theirs.accepted)
+    assert not ours.accepted[..., 2].any()
+    if over == "tokens":
+        torch.testing.assert_close(ours.combine_weight[..., keep], theirs.combine_weight)
+
+
+@pytest.mark.parametrize("router", GATED_NAMES)
+@pytest.mark.parametrize("settings", [DROPLESS, THREE_SLOTS])
+def test_a_token_has_no_barred_expert_and_none_twice(router, settings):
+    """Even where fewer experts are left to it than it chooses."""
+    layer = build_layer(router=router, **settings)
+    x = torch.randn(2, 13, 7, dtype=torch.float64)
+    barred = torch.rand(1, 26, 5) < 0.7
+    barred[:, :13] = True
+    barred[:, :13, 3] = False
+
+    def bar(scores, plan):
+        return choose_again(layer.router, scores, plan, barred)
+
+    with edit_routing(layer, {("encoder", 0): bar}):
+        y, router_output = layer(x)
+    plan = router_output.plan
+    assert y.isfinite().all() and plan.combine_weight.isfinite().all()
+    one_hot = torch.nn.functional.one_hot(plan.expert_index, 5) * plan.accepted[..., None]
+    count = one_hot.sum(dim=2)  # [G, S, E]
+    assert count.max() == 1
+    assert not count[barred].any()
+    assert count.any()
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])

@@ -42,6 +42,14 @@ def test_what_was_recorded_can_be_used_where_there_is_a_gradient():
         assert not any(values.is_inference() for values in layer.stats)
 
 
+def test_under_autocast_what_is_recorded_keeps_its_precision():
+    batches = list(traced_batches([tiny_batch(), tiny_batch(seed=1)]))
+    with torch.autocast("cpu", torch.bfloat16):
+        trace = record_routing(tiny_model(), batches, num_best=3)
+    for layer in trace.layers:
+        assert (layer.gate.dtype, layer.best_prob.dtype) == (torch.float32, torch.float16)
+
+
 def segmented(pack):
     rows = [[index] for index in range(len(EXAMPLES))]
     if pack:

@@ -31,8 +31,9 @@ BATCHES = [tiny_batch(seed=seed) for seed in (3, 5)]
 RANDOM = {"router_options": {"eval_second_expert_policy": "random"}}
 
 
-def routing_probe(model, folder, batches=BATCHES):
-    probe = RoutingProbe(folder, model, GivenBatches(batches), len(batches), text="two batches")
+def routing_probe(model, folder, **options):
+    source = GivenBatches(BATCHES)
+    probe = RoutingProbe(folder, model, source, len(BATCHES), text="two batches", **options)
     probe.begin(0)
     return probe
 
@@ -40,16 +41,24 @@ def routing_probe(model, folder, batches=BATCHES):
 # ---- one probe ----
 
 
-def test_a_probe_is_what_record_routing_sees(tmp_path):
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_probe_is_what_record_routing_sees(tmp_path, bfloat16):
     model = tiny_model()
-    trace = record_routing(model, traced_batches(BATCHES))
-    result = routing_probe(model, tmp_path).record(7)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        trace = record_routing(model, traced_batches(BATCHES))
+    result = routing_probe(model, tmp_path, bfloat16=bfloat16).record(7)
+    assert bfloat16 == differs_from_float32(model, trace)
     (kept,) = read_probes(tmp_path)
     assert kept.step == 7
     for layer in trace.layers:
         assert torch.equal(result.choices[layer.key], layer.choices)
         assert torch.equal(kept.choices[layer.key], layer.choices)
         assert torch.equal(kept.choices[layer.key][:, 0], layer.first)
+
+
+def differs_from_float32(model, trace):
+    layers = record_routing(model, traced_batches(BATCHES)).layers
+    return any(map(lambda a, b: not torch.equal(a.gate, b.gate), layers, trace.layers))
 
 
 def test_where_experts_choose_the_first_choice_stands_in_front(tmp_path):
@@ -353,7 +362,7 @@ def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
     settings = {"learning_rate": 0.0, "max_steps": 12, "data": examples(96)}
     make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], **settings).train()
     texts = [record.getMessage() for record in caplog.records]
-    dead = [text for text in texts if "got no token" in text]
+    dead = [text for text in texts if "are dead" in text]
     assert len(dead) == 1 and "1 of 7 experts of encoder 1" in dead[0]
 
 
@@ -363,6 +372,10 @@ def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
         ({"probe_every": 5}, "probe_every is 5, and there are 0 probe_batches; expected both"),
         ({"probe_batches": BATCHES}, "probe_every is 0, and there are 2 probe_batches"),
         ({"probe_every": -1, "probe_batches": BATCHES}, "probe_every is -1; expected an integer"),
+        (
+            {"probe_every": 5, "probe_batches": ["a sentence"]},
+            "one of probe_batches is 'a sentence'; expected whole batches with input_ids and labels",
+        ),
     ],
 )
 def test_the_callback_refuses_half_of_a_probe(arguments, message):

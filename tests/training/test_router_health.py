@@ -5,11 +5,11 @@ import torch
 
 from moe.sparse.editing import sparse_layers
 from moe.training import router_health
-from moe.training.router_health import INTERVALS, RouterHealth
+from moe.training.router_health import NUM_LOGS, RouterHealth, layer_keys
 from moe.training.step import router_outputs
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
-LAYERS = [("encoder", 0), ("decoder", 0)]
+LAYERS = layer_keys(tiny_model().config)
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def watch(model, num_logs, health=None):
 def test_an_expert_without_tokens_is_named_once_and_a_live_one_never(said):
     model = tiny_model()
     with_dead_expert(gates(model)["decoder", 0])
-    health = watch(model, INTERVALS - 1)
+    health = watch(model, NUM_LOGS - 1)
     assert said() == []
     watch(model, 3, health)
     (text,) = said()
-    assert "1 of 7 experts of decoder 1 got no token in the last 10 logs until step 1," in text
-    assert ": 6, counted from 0." in text
+    assert text.startswith("1 of 7 experts of decoder 1 are dead: no token asked for them in the ")
+    assert "Counted from 0 they are 6. Raise" in text
     assert "Raise load_balance_loss_weight" in text
 
 
@@ -72,20 +72,20 @@ def test_an_expert_that_few_tokens_could_have_chosen_is_not_dead(said, monkeypat
     monkeypatch.setattr(router_health, "FAIR_SHARE", 10_000)
     model = tiny_model()
     with_dead_expert(gates(model)["decoder", 0])
-    watch(model, INTERVALS)
+    watch(model, NUM_LOGS)
     assert said() == []
 
 
 def test_drops_that_rise_are_named_once_and_those_that_stay_never(said):
     model = tiny_model(group_size=1, capacity_factor=0.5, min_expert_capacity=1)
-    health = watch(model, 3 * INTERVALS)
+    health = watch(model, 3 * NUM_LOGS)
     assert float(stats_of(model, 1)[0].dropped_tokens) > 0
     assert said() == []
 
     with_one_favourite(gates(model)["encoder", 0])
-    watch(model, 2 * INTERVALS, health)
-    (text,) = [line for line in said() if "drops" in line]
-    assert text.startswith("Encoder 1 drops more and more tokens: ")
+    watch(model, 2 * NUM_LOGS, health)
+    (text,) = [line for line in said() if "dropped" in line]
+    assert text.startswith("More and more tokens are dropped in encoder 1: ")
     assert "in those before; up to 15% costs little. Raise load_balance_loss_weight" in text
 
 
@@ -108,7 +108,13 @@ def test_the_limit_is_where_bfloat16_moves_the_largest_probability_by_a_third():
     assert rounded == pytest.approx(0.091, abs=1e-3)
 
 
+def test_layers_are_named_as_the_edit_point_names_them():
+    for changes in ({}, {"num_sparse_encoder_layers": 2, "num_layers": 4}, DENSE):
+        model = tiny_model(**changes)
+        assert layer_keys(model.config) == list(sparse_layers(model))
+
+
 def test_a_healthy_router_is_never_warned_of(said):
-    watch(tiny_model(), 4 * INTERVALS)
+    watch(tiny_model(), 4 * NUM_LOGS)
     watch(tiny_model(num_sparse_encoder_layers=0), 1, RouterHealth(LAYERS[1:]))
     assert said() == []

@@ -354,9 +354,9 @@ def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_group
     assert trainer.state.global_step == 2
 
 
-def test_the_example_of_the_guide_runs_as_written(tmp_path, monkeypatch, capsys):
+def test_the_examples_of_the_guide_run_as_written(tmp_path, monkeypatch, capsys):
     guide = Path("docs/guides/finetune.md").read_text(encoding="utf-8")
-    (block,) = [
+    blocks = [
         code
         for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
         if "Seq2SeqTrainer" in code
@@ -364,9 +364,12 @@ def test_the_example_of_the_guide_runs_as_written(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("runs/demo/model")
     tokenizer().save_pretrained("runs/demo/model")
-    exec(block, {})
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)
     printed = capsys.readouterr().out
     assert "router/encoder/entropy" in printed and "'ce_loss'" in printed and "eval_loss" in printed
+    assert re.findall(r"^(\d) \[\d, ", printed, re.MULTILINE) == ["0", "2", "4"]
 
 
 def test_with_a_loss_of_the_users_own_the_callback_logs_the_routers_part(tmp_path):

@@ -2,12 +2,9 @@
 // Figures of the whole trace, drawn as wide as they can be
 
 const LOAD_HEIGHT = 96;
+const LOAD_TOP = 6;
 const LABEL_SPACE = 22;
-const FLOW_HEIGHT = 380;
-const FLOW_NODE = 12;
-const FLOW_COLUMN = 120;
-const CURVE_HEIGHT = 300;
-const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
+const NUMBER_SPACE = 26;
 
 /** Chooses an expert of a model's layer, and shows that layer. */
 function chooseInLayer(model, layer, expert) {
@@ -21,16 +18,59 @@ function chooseInLayer(model, layer, expert) {
   chooseExpert(pane, expert);
 }
 
-function isChosen(model, layer, expert) {
-  const pane = state.active;
-  return Boolean(pane) && pane.model === model && layerOf(pane) === layer && pane.expert === expert;
+/** Returns the expert of a layer that is marked in the text; null for none. */
+function chosenExpert(model, layer) {
+  const pane = panes.find((each) => each.model === model && each.stack === state.active?.stack);
+  return pane && layerOf(pane) === layer ? pane.expert : null;
 }
 
-/** Draws what depends on the width of the page, or on the chosen expert. */
-function drawCharts() {
-  drawLoads();
-  drawFlows();
-  drawSaturation();
+/** Figures by the element that they are drawn into; not each page has all. */
+const charts = new Map(
+  Object.entries({
+    "load-charts": drawLoads,
+    "flow-charts": drawFlows,
+    "saturation-chart": drawSaturation,
+  })
+    .map(([id, draw]) => [document.getElementById(id), draw])
+    .filter(([place]) => place),
+);
+const outdated = new Set();
+const inView = new Set();
+
+/** Draws all figures, and from then on again when they come into view and are outdated. */
+function buildCharts() {
+  charts.forEach((drawChart, place) => drawChart(place));
+  outdated.clear();
+  const observer = new IntersectionObserver(
+    (entries) => {
+      for (const { target, isIntersecting } of entries) {
+        if (isIntersecting) {
+          inView.add(target);
+          drawOutdated(target);
+        } else {
+          inView.delete(target);
+        }
+      }
+    },
+    { rootMargin: "100px" },
+  );
+  charts.forEach((_, place) => observer.observe(place));
+}
+
+/** Lets all figures follow the chosen expert and the width of the page: at once those in view. */
+function refreshCharts() {
+  for (const place of charts.keys()) {
+    outdated.add(place);
+    if (inView.has(place)) {
+      drawOutdated(place);
+    }
+  }
+}
+
+function drawOutdated(place) {
+  if (outdated.delete(place)) {
+    charts.get(place)(place);
+  }
 }
 
 function tooltip(text) {
@@ -44,8 +84,7 @@ function label(text, attributes) {
 // ---------------------------------------------------------------------------
 // Load and drops
 
-function drawLoads() {
-  const place = document.getElementById("load-charts");
+function drawLoads(place) {
   const figures = [];
   for (const model of models) {
     const group = make("div", { class: "figures" });
@@ -76,40 +115,54 @@ function loadSentence(layer) {
 }
 
 function loadFigure(model, layer, width) {
-  const largest = Math.max(...layer.load, 1);
-  const even = sum(layer.load) / layer.num_experts;
-  const step = width / layer.num_experts;
-  const gap = Math.min(6, step / 5);
-  const top = 6;
-  const y = (count) => top + LOAD_HEIGHT * (1 - count / largest);
+  const sentence = loadSentence(layer);
+  const summary = make("span", { class: "soft" }, ` ${sentence}`);
   const image = draw("svg", {
     width,
-    height: top + LOAD_HEIGHT + LABEL_SPACE,
+    height: LOAD_TOP + LOAD_HEIGHT + LABEL_SPACE,
     role: "img",
-    "aria-label": `Load of the experts of ${layer.name}: ${loadSentence(layer)}`,
+    "aria-label": `Load of the experts of ${layer.name}: ${sentence}`,
   });
+  const largest = Math.max(...layer.load, 1);
+  const scale = {
+    step: width / layer.num_experts,
+    y: (count) => LOAD_TOP + LOAD_HEIGHT * (1 - count / largest),
+  };
+  layer.load.forEach((_, expert) => image.append(loadBar(model, layer, expert, scale)));
 
-  const every = Math.max(1, Math.ceil(26 / step));
-  layer.load.forEach((count, expert) => {
-    const accepted = layer.accepted[expert];
-    const x = expert * step + gap / 2;
-    const text = `expert ${expert + 1}: ${formatCount(count)} requests, ${formatCount(count - accepted)} refused`;
-    const chosen = isChosen(model, layer, expert);
-    const group = draw("g", { class: chosen ? "bar-group chosen" : "bar-group", on: { click: () => chooseInLayer(model, layer, expert) } });
-    group.append(
-      tooltip(text),
-      draw("rect", { class: "hit", x: expert * step, y: 0, width: step, height: top + LOAD_HEIGHT + LABEL_SPACE }),
-      draw("rect", { class: "accepted", x, y: y(accepted), width: step - gap, height: y(0) - y(accepted) }),
-      draw("rect", { class: "refused", x, y: y(count), width: step - gap, height: y(accepted) - y(count) }),
-    );
-    if (expert % every === 0 || chosen) {
-      group.append(label(expert + 1, { x: expert * step + step / 2, y: top + LOAD_HEIGHT + 16, "text-anchor": "middle" }));
-    }
-    image.append(group);
-  });
-  image.append(draw("line", { class: "even", x1: 0, x2: width, y1: y(even), y2: y(even) }));
-  const caption = make("figcaption", {}, make("strong", {}, layer.name), make("span", { class: "soft" }, ` ${loadSentence(layer)}`));
-  return make("figure", {}, caption, image);
+  // What every expert would have if all were alike.
+  const even = scale.y(sum(layer.load) / layer.num_experts);
+  image.append(draw("line", { class: "even", x1: 0, x2: width, y1: even, y2: even }));
+  return make("figure", {}, make("figcaption", {}, make("strong", {}, layer.name), summary), image);
+}
+
+/** Returns the bar of an expert: what was accepted, and on it what was refused. */
+function loadBar(model, layer, expert, { step, y }) {
+  const asked = layer.load[expert];
+  const accepted = layer.accepted[expert];
+  const isMarked = chosenExpert(model, layer) === expert;
+  const gap = Math.min(6, step / 5);
+  const box = { x: expert * step + gap / 2, width: step - gap };
+  const refused = formatCount(asked - accepted);
+  const group = draw(
+    "g",
+    {
+      class: isMarked ? "bar-group chosen" : "bar-group",
+      on: { click: () => chooseInLayer(model, layer, expert) },
+    },
+    tooltip(`expert ${expert + 1}: ${plural(asked, "request")}, ${refused} refused`),
+    draw("rect", { class: "hit", x: expert * step, y: 0, width: step, height: y(0) + LABEL_SPACE }),
+    draw("rect", { class: "accepted", ...box, y: y(accepted), height: y(0) - y(accepted) }),
+    draw("rect", { class: "refused", ...box, y: y(asked), height: y(accepted) - y(asked) }),
+  );
+
+  // Where bars are narrow only some have a number.
+  const every = Math.max(1, Math.ceil(NUMBER_SPACE / step));
+  if (expert % every === 0 || isMarked) {
+    const place = { x: (expert + 0.5) * step, y: y(0) + 16, "text-anchor": "middle" };
+    group.append(label(expert + 1, place));
+  }
+  return group;
 }
 
 /** Returns the numbers behind the bars, closed until someone wants them. */
@@ -129,253 +182,18 @@ function loadNumbers() {
       ]);
     }
   }
-  const header = ["layer", "tokens", "requests", "refused", "tokens without an expert", "entropy of the router (nats)"];
-  return make("details", {}, make("summary", {}, "Numbers"), makeTable(header, rows, [1, 2, 3, 4, 5]));
-}
-
-// ---------------------------------------------------------------------------
-// Flow
-
-function drawFlows() {
-  const place = document.getElementById("flow-charts");
-  if (!place) {
-    return;
-  }
-  const figures = [];
-  for (const model of models) {
-    for (const stackName of Object.keys(STACK_TITLES)) {
-      const stackFlows = model.flows.filter((flow) => flow.stack === stackName);
-      if (stackFlows.length) {
-        figures.push(flowFigure(model, stackName, stackFlows, place.clientWidth));
-      }
-    }
-  }
-  place.replaceChildren(...figures);
-}
-
-function nodeName(node) {
-  if (node >= 0) {
-    return String(node + 1);
-  }
-  return node === -1 ? "rest" : "none";
-}
-
-/** Returns where the nodes of each layer stand: { node, count, y, height } for each column. */
-function flowColumns(stackFlows) {
-  const columns = [];
-  stackFlows.forEach((flow, i) => {
-    if (i === 0) {
-      columns.push(flow.nodes.map((node, place) => ({ node, count: sum(flow.counts[place]) })));
-    }
-    columns.push(flow.next_nodes.map((node, place) => ({ node, count: sum(flow.counts.map((row) => row[place])) })));
-  });
-
-  const gap = 4;
-  for (const column of columns) {
-    const total = sum(column.map((node) => node.count)) || 1;
-    const room = FLOW_HEIGHT - gap * (column.length - 1);
-    let y = 24;
-    for (const node of column) {
-      node.y = y;
-      node.height = (room * node.count) / total;
-      y += node.height + gap;
-    }
-  }
-  return columns;
-}
-
-function flowFigure(model, stackName, stackFlows, place) {
-  const layers = model.byStack[stackName];
-  const columns = flowColumns(stackFlows);
-  const width = Math.max(Math.min(place, 260 * columns.length), FLOW_COLUMN * (columns.length - 1) + 80);
-  const step = (width - 80) / (columns.length - 1);
-  const x = (column) => 40 + column * step;
-  const name = models.length > 1 ? `${stackName}, ${model.name}` : stackName;
-  const image = draw("svg", { width, height: FLOW_HEIGHT + 34, role: "img", "aria-label": `Flow of tokens through the layers of the ${name}` });
-
-  const bands = [];
-  stackFlows.forEach((flow, i) => bands.push(...flowBands(model, layers, flow, i, columns, x)));
-  bands.sort((a, b) => a.rank - b.rank);
-  image.append(...bands.map((band) => band.path));
-
-  columns.forEach((column, i) => {
-    const layer = layers[i];
-    image.append(label(layer.name, { x: x(i), y: 12, "text-anchor": "middle" }));
-    for (const node of column) {
-      const chosen = isChosen(model, layer, node.node);
-      const group = draw("g", {
-        class: node.node >= 0 ? "node" : "node rest",
-        data: { hue: hueOf(layer, node.node) },
-        on: node.node >= 0 ? { click: () => chooseInLayer(model, layer, node.node) } : {},
-      });
-      group.append(
-        tooltip(`${layer.name}, expert ${nodeName(node.node)}: ${plural(node.count, "token")}`),
-        draw("rect", { x: x(i) - FLOW_NODE / 2, y: node.y, width: FLOW_NODE, height: Math.max(1, node.height) }),
-      );
-      if (node.height >= 9 || chosen) {
-        const isLast = i === columns.length - 1;
-        const at = isLast ? x(i) + FLOW_NODE : x(i) - FLOW_NODE;
-        const anchor = isLast ? "start" : "end";
-        group.append(label(nodeName(node.node), { x: at, y: node.y + node.height / 2 + 4, "text-anchor": anchor, class: chosen ? "label chosen" : "label" }));
-      }
-      image.append(group);
-    }
-  });
-  const parts = [make("figcaption", {}, make("strong", {}, name)), make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": `Flow, ${name}` }, image)];
-  parts.push(...followingSentences(model, layers, stackFlows), flowNumbers(layers, stackFlows));
-  return make("figure", {}, ...parts);
-}
-
-/** Returns the bands between two columns; those of the chosen expert are drawn last. */
-function flowBands(model, layers, flow, i, columns, x) {
-  const bands = [];
-  const from = columns[i].map((node) => node.y);
-  const to = columns[i + 1].map((node) => node.y);
-  const isFollowed = (layer, node) => node >= 0 && isChosen(model, layer, node);
-  const anyFollowed = state.active?.model === model && layers.includes(layerOf(state.active)) && state.active.expert !== null;
-
-  flow.counts.forEach((row, a) => {
-    row.forEach((count, b) => {
-      if (!count) {
-        return;
-      }
-      const source = columns[i][a];
-      const target = columns[i + 1][b];
-      const height = (source.height * count) / source.count;
-      const targetHeight = (target.height * count) / target.count;
-      const [left, right] = [x(i) + FLOW_NODE / 2, x(i + 1) - FLOW_NODE / 2];
-      const middle = (left + right) / 2;
-      const path = [
-        `M${left},${from[a]}C${middle},${from[a]} ${middle},${to[b]} ${right},${to[b]}`,
-        `v${targetHeight}C${middle},${to[b] + targetHeight} ${middle},${from[a] + height} ${left},${from[a] + height}Z`,
-      ].join("");
-      from[a] += height;
-      to[b] += targetHeight;
-
-      const followed = isFollowed(layers[i], source.node) || isFollowed(layers[i + 1], target.node);
-      const text = `${layers[i].name}, expert ${nodeName(source.node)} → ${layers[i + 1].name}, expert ${nodeName(target.node)}: ${plural(count, "token")}, ${formatPercent(count / source.count)} of the first's`;
-      const names = ["band", followed ? "followed" : "", anyFollowed && !followed ? "behind" : ""];
-      bands.push({
-        rank: followed ? 1 : 0,
-        path: draw("path", { d: path, class: names.join(" ").trim(), data: { hue: hueOf(layers[i], source.node) } }, tooltip(text)),
-      });
-    });
-  });
-  return bands;
-}
-
-/** Says where the tokens of the chosen expert go next, beside where all tokens go. */
-function followingSentences(model, layers, stackFlows) {
-  const sentences = [];
-  stackFlows.forEach((flow, i) => {
-    const layer = layers[i];
-    const { expert } = state.active ?? {};
-    if (!state.active || !isChosen(model, layer, expert) || !layer.first[expert]) {
-      return;
-    }
-    const next = layers[i + 1];
-    const parts = flow.next_experts[expert].filter(([, count]) => count).map(([target, count]) => {
-      const share = count / layer.first[expert];
-      const lift = share / (next.first[target] / next.num_tokens);
-      return `${formatPercent(share)} go on to expert ${target + 1} (${lift.toFixed(1)} × as many as of all tokens)`;
-    });
-    sentences.push(make("p", {}, `Of the tokens of ${layer.name}, expert ${expert + 1}, in ${next.name}: ${parts.join(", ")}.`));
-  });
-  return sentences;
-}
-
-function flowNumbers(layers, stackFlows) {
-  const rows = [];
-  stackFlows.forEach((flow, i) => {
-    flow.counts.forEach((row, a) => {
-      row.forEach((count, b) => {
-        if (count) {
-          rows.push({ i, from: nodeName(flow.nodes[a]), to: nodeName(flow.next_nodes[b]), count, share: count / sum(row) });
-        }
-      });
-    });
-  });
-  rows.sort((a, b) => b.count - a.count);
-  const cells = rows.slice(0, 30).map((row) => [
-    `${layers[row.i].name}, ${row.from}`,
-    `${layers[row.i + 1].name}, ${row.to}`,
-    formatCount(row.count),
-    formatPercent(row.share),
-  ]);
-  const header = ["from expert", "to expert", "tokens", "of the first's tokens"];
-  return make("details", {}, make("summary", {}, `The ${cells.length} widest bands as numbers`), makeTable(header, cells, [2, 3]));
-}
-
-// ---------------------------------------------------------------------------
-// Saturation
-
-function drawSaturation() {
-  const place = document.getElementById("saturation-chart");
-  if (!place) {
-    return;
-  }
-  const curves = new Map();
-  for (const point of content.saturation) {
-    const name = `${point.key[0]} ${point.key[1] + 1}`;
-    if (!curves.has(name)) {
-      curves.set(name, []);
-    }
-    if (point.value !== null) {
-      curves.get(name).push([point.step, point.value]);
-    }
-  }
-
-  const points = content.saturation.filter((point) => point.value !== null);
-  const steps = points.map((point) => point.step);
-  const lowest = Math.min(0, ...points.map((point) => point.value));
-  const highest = Math.max(1, ...points.map((point) => point.value));
-  const [first, last] = [Math.min(...steps), Math.max(...steps)];
-  const width = Math.min(place.clientWidth, 900);
-  const x = (step) => 44 + ((width - 64) * (step - first)) / (last - first || 1);
-  const y = (value) => 10 + CURVE_HEIGHT * (1 - (value - lowest) / (highest - lowest));
-  const image = draw("svg", { width, height: CURVE_HEIGHT + 52, role: "img", "aria-label": "Saturation over training steps, a curve for each layer" });
-
-  for (const value of [lowest, 0, 0.25, 0.5, 0.75, 1].filter((each, i, all) => all.indexOf(each) === i)) {
-    image.append(draw("line", { class: "grid", x1: 44, x2: width - 20, y1: y(value), y2: y(value) }));
-    image.append(label(formatNumber(value), { x: 38, y: y(value) + 4, "text-anchor": "end" }));
-  }
-  stepLabels(steps, x).forEach((step) => image.append(label(formatCount(step), { x: x(step), y: CURVE_HEIGHT + 28, "text-anchor": "middle" })));
-  image.append(label("training step", { x: 44 + (width - 64) / 2, y: CURVE_HEIGHT + 46, "text-anchor": "middle" }));
-
-  const legend = make("ul", { class: "curves" });
-  [...curves].forEach(([name, curve], number) => {
-    curve.sort((a, b) => a[0] - b[0]);
-    const hue = String(number % NUM_HUES);
-    const dash = DASHES[Math.floor(number / NUM_HUES) % DASHES.length];
-    const line = draw("polyline", { class: "curve", data: { hue }, points: curve.map(([step, value]) => `${x(step)},${y(value)}`).join(" "), "stroke-dasharray": dash });
-    image.append(line, ...curve.map(([step, value]) => curvePoint(number, hue, x(step), y(value), `${name}, step ${formatCount(step)}: ${formatNumber(value)}`)));
-    const sample = draw("svg", { width: 34, height: 14, "aria-hidden": "true" }, draw("line", { class: "curve", data: { hue }, x1: 1, x2: 33, y1: 7, y2: 7, "stroke-dasharray": dash }), curvePoint(number, hue, 17, 7, name));
-    legend.append(make("li", {}, sample, ` ${name}`));
-  });
-
-  const rows = content.saturation.map((point) => [`${point.key[0]} ${point.key[1] + 1}`, formatCount(point.step), formatNumber(point.value, 3)]);
-  const numbers = make("details", {}, make("summary", {}, "Numbers"), makeTable(["layer", "step", "saturation"], rows, [1, 2]));
-  place.replaceChildren(make("figure", {}, legend, image), numbers);
-}
-
-/** Returns the steps that have room for a label below the curves. */
-function stepLabels(steps, x) {
-  const labels = [];
-  for (const step of [...new Set(steps)].sort((a, b) => a - b)) {
-    if (!labels.length || x(step) - x(labels[labels.length - 1]) >= 64) {
-      labels.push(step);
-    }
-  }
-  return labels;
-}
-
-/** Returns a point; curves differ in its shape too. */
-function curvePoint(number, hue, x, y, text) {
-  const shapes = [
-    `M${x - 4},${y}a4,4 0 1,0 8,0a4,4 0 1,0 -8,0`,
-    `M${x - 4},${y - 4}h8v8h-8z`,
-    `M${x},${y - 5}l5,9h-10z`,
-    `M${x},${y - 5}l5,5l-5,5l-5,-5z`,
+  const header = [
+    "layer",
+    "tokens",
+    "requests",
+    "refused",
+    "tokens without an expert",
+    "entropy of the router (nats)",
   ];
-  return draw("path", { class: "point", data: { hue }, d: shapes[number % shapes.length] }, tooltip(text));
+  return make(
+    "details",
+    {},
+    make("summary", {}, "Numbers"),
+    makeTable(header, rows, [1, 2, 3, 4, 5]),
+  );
 }

@@ -59,7 +59,9 @@ function openLayer(totals, tokens, matches) {
 }
 
 function openModel(model, number) {
-  const layers = model.layers.map((totals, i) => openLayer(totals, model.tokens[i], model.matches[i]));
+  const layers = model.layers.map((totals, i) =>
+    openLayer(totals, model.tokens[i], model.matches[i]),
+  );
   return {
     number,
     name: model.name,
@@ -112,9 +114,14 @@ function bestOf(layer, token) {
   return best;
 }
 
+/** Returns the number of an expert in the first model, where experts were matched; -1 for none. */
+function inFirstModel(layer, expert) {
+  return expert >= 0 && layer.matches.length ? layer.matches[expert] : expert;
+}
+
 /** Returns the colour of an expert, that of its match in the first model; "none" without one. */
 function hueOf(layer, expert) {
-  const number = expert >= 0 && layer.matches.length ? layer.matches[expert] : expert;
+  const number = inFirstModel(layer, expert);
   return number < 0 ? "none" : String(number % NUM_HUES);
 }
 
@@ -143,7 +150,9 @@ function exampleOf(stack, token) {
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "on") {
-      Object.entries(value).forEach(([event, listener]) => element.addEventListener(event, listener));
+      Object.entries(value).forEach(([event, listener]) =>
+        element.addEventListener(event, listener),
+      );
     } else if (name === "data") {
       Object.assign(element.dataset, value);
     } else if (value !== null && value !== false) {
@@ -192,16 +201,31 @@ function sum(values) {
 
 /** Returns a number in the colour of its expert. */
 function expertChip(layer, expert) {
-  return make("span", { class: "chip", data: { hue: hueOf(layer, expert) } }, expert < 0 ? "–" : String(expert + 1));
+  return make(
+    "span",
+    { class: "chip", data: { hue: hueOf(layer, expert) } },
+    expert < 0 ? "–" : String(expert + 1),
+  );
 }
 
 /** Returns a table; cells are texts or elements, and numbers stand on the right. */
 function makeTable(header, rows, numbers = []) {
   const kind = (column) => (numbers.includes(column) ? "number" : null);
-  const head = header.map((cell, column) => make("th", { scope: "col", class: kind(column) }, cell));
+  const head = header.map((cell, column) =>
+    make("th", { scope: "col", class: kind(column) }, cell),
+  );
   const body = rows.map((row) =>
     make("tr", {}, ...row.map((cell, column) => make("td", { class: kind(column) }, cell))),
   );
-  const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body));
-  return make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" }, table);
+  const table = make(
+    "table",
+    {},
+    make("thead", {}, make("tr", {}, ...head)),
+    make("tbody", {}, ...body),
+  );
+  return make(
+    "div",
+    { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" },
+    table,
+  );
 }

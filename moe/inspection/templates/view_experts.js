@@ -12,7 +12,8 @@ function renderToken() {
   const place = document.getElementById("token");
   place.classList.toggle("filled", Boolean(state.token));
   if (!state.token) {
-    place.replaceChildren(make("h3", {}, "Token"), make("p", { class: "soft" }, "Point at a token, or go to it by Tab and arrow keys."));
+    const hint = "Point at a token, or go to it by Tab and arrow keys.";
+    place.replaceChildren(make("h3", {}, "Token"), make("p", { class: "soft" }, hint));
     return;
   }
   const { stack, token } = state.token;
@@ -24,7 +25,12 @@ function renderToken() {
   if (stack.target.length) {
     facts.push(`its label: ${content.texts[stack.target[token]].trim()}`);
   }
-  const heading = make("h3", {}, make("span", { class: "soft" }, "Token "), make("code", {}, tokenText(stack, token).trim()));
+  const heading = make(
+    "h3",
+    {},
+    make("span", { class: "soft" }, "Token "),
+    make("code", {}, tokenText(stack, token).trim()),
+  );
   place.replaceChildren(heading, make("p", { class: "soft" }, facts.join(" · ")));
 
   for (const model of models) {
@@ -39,13 +45,18 @@ function renderToken() {
 function describeChoices(model, layer, token) {
   const title = models.length > 1 ? `${layer.name}, ${model.name}` : layer.name;
   const probs = new Map(bestOf(layer, token));
-  const choices = new Map(choicesOf(layer, token).map((choice, place) => [choice.expert, { ...choice, place }]));
+  const choices = new Map(
+    choicesOf(layer, token).map((choice, place) => [choice.expert, { ...choice, place }]),
+  );
 
   // The likeliest experts, then choices that are not among them.
   const experts = [...new Set([...probs.keys(), ...choices.keys()])];
   const rows = experts.map((expert) => {
-    const prob = probs.has(expert) ? formatPercent(probs.get(expert)) : "–";
-    return [expertChip(layer, expert), probabilityBar(layer, expert, probs.get(expert) ?? 0), prob, choiceText(choices.get(expert)), weightText(choices.get(expert))];
+    const prob = probs.get(expert) ?? null;
+    const choice = choices.get(expert);
+    const bar = probabilityBar(layer, expert, prob ?? 0);
+    const chip = expertChip(layer, expert);
+    return [chip, bar, formatPercent(prob), choiceText(choice), weightText(choice)];
   });
   const parts = [make("h4", {}, title)];
   if (rows.length) {
@@ -69,7 +80,11 @@ function describeChoices(model, layer, token) {
 }
 
 function probabilityBar(layer, expert, prob) {
-  const bar = make("span", { class: "bar", "aria-hidden": "true", data: { hue: hueOf(layer, expert) } }, make("span", {}));
+  const bar = make(
+    "span",
+    { class: "bar", "aria-hidden": "true", data: { hue: hueOf(layer, expert) } },
+    make("span", {}),
+  );
   bar.firstChild.style.width = `${100 * prob}%`;
   return bar;
 }
@@ -96,7 +111,9 @@ function renderExpert() {
   const pane = state.active;
   const layer = pane ? layerOf(pane) : null;
   if (!layer || pane.expert === null) {
-    place.replaceChildren(make("h3", {}, "Expert"), make("p", { class: "soft" }, "Choose an expert above the text, or click a token, to see where else it is chosen."));
+    const hint =
+      "Choose an expert above the text, or click a token, to see where else it is chosen.";
+    place.replaceChildren(make("h3", {}, "Expert"), make("p", { class: "soft" }, hint));
     return;
   }
   const { expert } = pane;
@@ -109,7 +126,11 @@ function renderExpert() {
   if (preferred.length) {
     place.append(make("h4", {}, "Tokens that it prefers"), listTokens(preferred));
   }
-  place.append(make("h4", {}, "Its texts"), make("p", { class: "soft", id: "texts-count" }), make("ol", { id: "texts" }));
+  place.append(
+    make("h4", {}, "Its texts"),
+    make("p", { class: "soft", id: "texts-count" }),
+    make("ol", { id: "texts" }),
+  );
   place.append(make("p", {}, make("button", { type: "button", id: "more-texts" }, "Show more")));
   listTexts(pane, found);
 }
@@ -118,9 +139,17 @@ function describeLoad(layer, expert) {
   const asked = layer.load[expert];
   const refused = asked - layer.accepted[expert];
   const share = asked / (sum(layer.load) || 1);
-  const parts = [`${formatPercent(share)} of the load (even: ${formatPercent(1 / layer.num_experts)})`];
-  parts.push(`first choice of ${formatCount(layer.first[expert])} of ${plural(layer.num_tokens, "token")}`);
-  parts.push(refused ? `${formatPercent(refused / asked)} of its ${plural(asked, "request")} refused` : "no request refused");
+  const parts = [
+    `${formatPercent(share)} of the load (even: ${formatPercent(1 / layer.num_experts)})`,
+  ];
+  parts.push(
+    `first choice of ${formatCount(layer.first[expert])} of ${plural(layer.num_tokens, "token")}`,
+  );
+  parts.push(
+    refused
+      ? `${formatPercent(refused / asked)} of its ${plural(asked, "request")} refused`
+      : "no request refused",
+  );
   return make("p", {}, `${parts.join("; ")}.`);
 }
 

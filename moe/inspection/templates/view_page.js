@@ -19,15 +19,15 @@ function setColours(colours) {
   state.colours = colours;
   for (const pane of panes) {
     const layer = layerOf(pane);
-    if (layer && colours === "one" && pane.expert === null) {
-      pane.expert = busiest(layer);
-      state.active = state.active ?? pane;
+    if (layer && colours === "one") {
+      pane.expert ??= busiest(layer);
+      state.active ??= pane;
     }
     paint(pane);
     markButtons(pane);
   }
   renderExpert();
-  drawCharts();
+  refreshCharts();
 }
 
 function clearChoice() {
@@ -38,7 +38,7 @@ function clearChoice() {
   });
   state.active = null;
   renderExpert();
-  drawCharts();
+  refreshCharts();
 }
 
 function stepExample(step) {
@@ -62,7 +62,8 @@ function buildControls() {
     radio.addEventListener("change", () => setColours(radio.value));
   });
   const numbers = document.getElementById("numbers");
-  const showNumbers = () => document.getElementById("stacks").classList.toggle("numbered", numbers.checked);
+  const showNumbers = () =>
+    document.getElementById("stacks").classList.toggle("numbered", numbers.checked);
   numbers.addEventListener("change", showNumbers);
   showNumbers();
   document.getElementById("differences")?.addEventListener("change", () => panes.forEach(paint));
@@ -91,7 +92,7 @@ function redrawOnResize() {
   addEventListener("resize", () => {
     if (document.documentElement.clientWidth !== width) {
       width = document.documentElement.clientWidth;
-      drawCharts();
+      refreshCharts();
     }
   });
 }
@@ -103,8 +104,11 @@ function start() {
   buildStacks();
   buildControls();
   showExample(0);
-  Object.keys(stacks).filter((name) => numLayers(name) && panesOf(name).length).forEach((name) => showLayer(name, 0));
+  Object.keys(stacks)
+    .filter((name) => numLayers(name) && panesOf(name).length)
+    .forEach((name) => showLayer(name, 0));
   setColours(state.colours);
+  buildCharts();
   buildClasses();
   buildAblation();
   buildAgreement();

@@ -11,13 +11,26 @@ function layerOfKey([stackName, number]) {
   return models[0].byStack[stackName][number];
 }
 
+/** Returns a button that chooses an expert of the first model. */
+function expertButton(layer, expert, text = "") {
+  const options = {
+    type: "button",
+    class: "plain",
+    "aria-label": text.trim() || `Expert ${expert + 1}`,
+    on: { click: () => chooseInLayer(models[0], layer, expert) },
+  };
+  return make("button", options, expertChip(layer, expert), text);
+}
+
 function buildClasses() {
   const place = document.getElementById("class-table");
   if (!place) {
     return;
   }
   const select = make("select", { id: "class-layer", on: { change: () => show() } });
-  content.classes.forEach((table, i) => select.append(make("option", { value: i }, layerOfKey(table.key).name)));
+  content.classes.forEach((table, i) =>
+    select.append(make("option", { value: i }, layerOfKey(table.key).name)),
+  );
   const all = make("input", { type: "checkbox", on: { change: () => show() } });
   const allLabel = make("label", { class: "control" }, all, " all experts");
   const result = make("div", {});
@@ -47,28 +60,49 @@ function classTable(table, showAll) {
   const layer = layerOfKey(table.key);
   const columns = classColumns(table, showAll);
   const hasEntropy = table.rows.some((row) => row.entropy);
-  const head = make("tr", {}, make("th", { scope: "col" }, "class"), make("th", { scope: "col", class: "number" }, "tokens"));
+  const head = make(
+    "tr",
+    {},
+    make("th", { scope: "col" }, "class"),
+    make("th", { scope: "col", class: "number" }, "tokens"),
+  );
+  for (const expert of columns) {
+    const button = expertButton(layer, expert);
+    head.append(make("th", { scope: "col", class: "cell" }, button));
+  }
   if (hasEntropy) {
     head.append(make("th", { scope: "col", class: "number" }, "entropy (nats)"));
-  }
-  for (const expert of columns) {
-    const button = make("button", { type: "button", class: "plain", "aria-label": `Expert ${expert + 1}`, on: { click: () => chooseInLayer(models[0], layer, expert) } }, expertChip(layer, expert));
-    head.append(make("th", { scope: "col", class: "cell" }, button));
   }
 
   const body = make("tbody", {});
   for (const row of table.rows) {
-    const line = make("tr", {}, make("th", { scope: "row" }, row.name), make("td", { class: "number" }, formatCount(row.num_tokens)));
+    const line = make(
+      "tr",
+      {},
+      make("th", { scope: "row" }, row.name),
+      make("td", { class: "number" }, formatCount(row.num_tokens)),
+    );
+    columns.forEach((expert) => line.append(classCell(row, expert)));
     if (hasEntropy) {
       line.append(make("td", { class: "number" }, row.entropy ? formatEstimate(row.entropy) : "–"));
     }
-    columns.forEach((expert) => line.append(classCell(row, expert)));
     body.append(line);
   }
   const grid = make("table", { class: "classes" }, make("thead", {}, head), body);
   const left = layer.num_experts - columns.length;
-  const rest = left ? make("p", { class: "soft" }, `${left} experts without more significant cells are left out.`) : null;
-  return make("div", {}, make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Class by expert" }, grid), rest ?? "");
+  const rest = left
+    ? make("p", { class: "soft" }, `${left} experts without more significant cells are left out.`)
+    : null;
+  return make(
+    "div",
+    {},
+    make(
+      "div",
+      { class: "scroll", tabindex: "0", role: "group", "aria-label": "Class by expert" },
+      grid,
+    ),
+    rest ?? "",
+  );
 }
 
 function formatEstimate(estimate) {
@@ -79,9 +113,12 @@ function classCell(row, expert) {
   const lift = row.lifts[expert];
   const p = row.p_values[expert];
   const isSignificant = p !== null && p <= SIGNIFICANT && lift !== null;
-  const dots = isSignificant ? (p <= HIGHLY_SIGNIFICANT ? "••" : "•") : "";
-  const title = `${row.name}, expert ${expert + 1}: ${formatPercent(row.shares[expert])} of its tokens, lift ${formatNumber(lift)}, p ${formatP(p)}`;
-  const cell = make("td", { class: "cell", title }, formatPercent(row.shares[expert]), make("span", { class: "dots" }, dots));
+  const dots = [SIGNIFICANT, HIGHLY_SIGNIFICANT].filter((limit) => p !== null && p <= limit);
+  const share = formatPercent(row.shares[expert]);
+  const facts = [`${share} of its tokens`, `lift ${formatNumber(lift)}`, `p ${formatP(p)}`];
+  const title = `${row.name}, expert ${expert + 1}: ${facts.join(", ")}`;
+  const marks = make("span", { class: "dots" }, "•".repeat(dots.length));
+  const cell = make("td", { class: "cell", title }, share, marks);
   if (isSignificant) {
     paintLift(cell, lift);
   }
@@ -99,7 +136,7 @@ function formatP(p) {
 function paintLift(element, lift) {
   const depth = Math.min(1, Math.abs(Math.log(Math.max(lift, 1e-9))) / Math.log(LARGEST_LIFT));
   element.classList.add(lift >= 1 ? "more" : "less");
-  element.style.setProperty("--depth", `${Math.round(12 + 43 * depth)}%`);
+  element.style.setProperty("--depth", depth.toFixed(2));
 }
 
 function liftScale() {
@@ -123,13 +160,17 @@ function buildAblation() {
     return;
   }
   const bars = content.ablation;
-  const known = bars.flatMap((bar) => [bar.effect, bar.low, bar.high]).filter((value) => value !== null);
+  const known = bars
+    .flatMap((bar) => [bar.effect, bar.low, bar.high])
+    .filter((value) => value !== null);
   const low = Math.min(0, ...known);
   const high = Math.max(0, ...known);
   const list = make("ol", { class: "bars" });
   const button = make("button", { type: "button" });
   const show = (number) => {
-    bars.slice(list.children.length, number).forEach((bar) => list.append(ablationBar(bar, low, high)));
+    bars
+      .slice(list.children.length, number)
+      .forEach((bar) => list.append(ablationBar(bar, low, high)));
     button.hidden = list.children.length >= bars.length;
     button.textContent = `Show all ${bars.length}`;
   };
@@ -141,20 +182,38 @@ function buildAblation() {
 function ablationBar(bar, low, high) {
   const layer = layerOfKey(bar.key);
   const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
-  const name = make("button", { type: "button", class: "plain", on: { click: () => chooseInLayer(models[0], layer, bar.expert) } }, expertChip(layer, bar.expert), ` ${layer.name}, expert ${bar.expert + 1}${bar.edit ? ` · ${bar.edit}` : ""}`);
+  const edit = bar.edit ? ` · ${bar.edit}` : "";
+  const name = expertButton(layer, bar.expert, ` ${layer.name}, expert ${bar.expert + 1}${edit}`);
   const image = draw("svg", { class: "effect", height: 22, width: "100%", "aria-hidden": "true" });
   if (bar.effect !== null) {
     const left = Math.min(0, bar.effect);
     const width = `${(100 * Math.abs(bar.effect)) / (high - low || 1)}%`;
-    image.append(draw("rect", { class: bar.effect >= 0 ? "loss" : "gain", x: at(left), y: 4, width, height: 14 }));
+    image.append(
+      draw("rect", {
+        class: bar.effect >= 0 ? "loss" : "gain",
+        x: at(left),
+        y: 4,
+        width,
+        height: 14,
+      }),
+    );
   }
   image.append(draw("line", { class: "zero", x1: at(0), x2: at(0), y1: 0, y2: 22 }));
   if (bar.low !== null && bar.high !== null) {
-    image.append(draw("line", { class: "whisker", x1: at(bar.low), x2: at(bar.high), y1: 11, y2: 11 }));
-    [bar.low, bar.high].forEach((end) => image.append(draw("line", { class: "whisker", x1: at(end), x2: at(end), y1: 6, y2: 16 })));
+    image.append(
+      draw("line", { class: "whisker", x1: at(bar.low), x2: at(bar.high), y1: 11, y2: 11 }),
+    );
+    [bar.low, bar.high].forEach((end) =>
+      image.append(draw("line", { class: "whisker", x1: at(end), x2: at(end), y1: 6, y2: 16 })),
+    );
   }
-  const sign = (value) => (value === null ? "–" : `${value > 0 ? "+" : ""}${formatNumber(value, 4)}`);
-  const numbers = make("span", { class: "numbers" }, `${sign(bar.effect)} (${sign(bar.low)} to ${sign(bar.high)})`);
+  const sign = (value) =>
+    value === null ? "–" : `${value > 0 ? "+" : ""}${formatNumber(value, 4)}`;
+  const numbers = make(
+    "span",
+    { class: "numbers" },
+    `${sign(bar.effect)} (${sign(bar.low)} to ${sign(bar.high)})`,
+  );
   return make("li", {}, name, image, numbers, make("span", { class: "verdict" }, bar.verdict));
 }
 

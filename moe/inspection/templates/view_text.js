@@ -48,14 +48,26 @@ function buildStacks() {
       columns.append(pane.element);
     }
     const heading = make("h3", {}, STACK_TITLES[stack.name]);
-    place.append(make("section", { class: "stack", id: `stack-${stack.name}` }, heading, buildSlider(stack.name), columns));
+    place.append(
+      make(
+        "section",
+        { class: "stack", id: `stack-${stack.name}` },
+        heading,
+        buildSlider(stack.name),
+        columns,
+      ),
+    );
   }
 }
 
 function buildSlider(stackName) {
   const number = numLayers(stackName);
   if (number === 0) {
-    return make("p", { class: "soft" }, `The ${stackName} has no sparse layer, so its tokens have no expert.`);
+    return make(
+      "p",
+      { class: "soft" },
+      `The ${stackName} has no sparse layer, so its tokens have no expert.`,
+    );
   }
   const input = make("input", {
     type: "range",
@@ -67,13 +79,23 @@ function buildSlider(stackName) {
     on: { input: () => showLayer(stackName, Number(input.value) - 1) },
   });
   const output = make("output", { for: input.id, id: `layer-${stackName}-name` });
-  return make("div", { class: "slider" }, make("label", { for: input.id }, "Sparse layer"), input, output);
+  return make(
+    "div",
+    { class: "slider" },
+    make("label", { for: input.id }, "Sparse layer"),
+    input,
+    output,
+  );
 }
 
 function buildPane(stack, model) {
   const pane = { stack, model, expert: null, spans: [], first: 0 };
   const name = models.length > 1 ? `${stack.name}, ${model.name}` : stack.name;
-  pane.legend = make("div", { class: "experts", role: "toolbar", "aria-label": `Experts of the ${name}` });
+  pane.legend = make("div", {
+    class: "experts",
+    role: "toolbar",
+    "aria-label": `Experts of the ${name}`,
+  });
   pane.text = make("div", {
     class: "tokens",
     role: "group",
@@ -147,7 +169,10 @@ function buildExpertInput(pane, layer) {
     max: layer.num_experts,
     on: {
       change: () => {
-        const number = Math.min(Math.max(1, Math.round(Number(input.value) || 1)), layer.num_experts);
+        const number = Math.min(
+          Math.max(1, Math.round(Number(input.value) || 1)),
+          layer.num_experts,
+        );
         chooseExpert(pane, number - 1);
       },
     },
@@ -173,7 +198,9 @@ function moveFocus(event, buttons) {
     return;
   }
   event.preventDefault();
-  buttons.forEach((button) => { button.tabIndex = button === target ? 0 : -1; });
+  buttons.forEach((button) => {
+    button.tabIndex = button === target ? 0 : -1;
+  });
   target.focus();
 }
 
@@ -190,7 +217,10 @@ function showExample(example, stackName = null, token = null) {
     state.limit[stack.name] = TOKENS_AT_ONCE;
     if (stack.name === stackName) {
       const needed = token - stack.starts[example] + 1;
-      state.limit[stack.name] = Math.min(length, Math.max(needed + TOKENS_AT_ONCE / 2, TOKENS_AT_ONCE));
+      state.limit[stack.name] = Math.min(
+        length,
+        Math.max(needed + TOKENS_AT_ONCE / 2, TOKENS_AT_ONCE),
+      );
     }
     fillText(pane);
     paint(pane);
@@ -236,7 +266,11 @@ function fillText(pane) {
     if (beginsWord && token > start) {
       fragment.append(" ");
     }
-    const span = make("span", { class: "token", data: { token: String(token) } }, beginsWord ? text.slice(1) : text);
+    const span = make(
+      "span",
+      { class: "token", data: { token: String(token) } },
+      beginsWord ? text.slice(1) : text,
+    );
     if (isColoured) {
       span.setAttribute("role", "button");
       span.tabIndex = token === start ? 0 : -1;
@@ -257,11 +291,22 @@ function fillMore(pane, shown, length) {
     const next = Math.min(TOKENS_AT_ONCE, length - shown);
     const onclick = () => {
       state.limit[stack.name] += TOKENS_AT_ONCE;
-      panesOf(stack.name).forEach((each) => { fillText(each); paint(each); });
+      panesOf(stack.name).forEach((each) => {
+        fillText(each);
+        paint(each);
+      });
     };
-    pane.more.append(make("button", { type: "button", on: { click: onclick } }, `Show ${plural(next, "more token")}`));
+    pane.more.append(
+      make(
+        "button",
+        { type: "button", on: { click: onclick } },
+        `Show ${plural(next, "more token")}`,
+      ),
+    );
   } else if (length < traced) {
-    pane.more.append(`The first ${formatCount(length)} of its ${plural(traced, "token")}; the others do not fit on the page.`);
+    pane.more.append(
+      `The first ${formatCount(length)} of its ${plural(traced, "token")}; the others do not fit on the page.`,
+    );
   }
 }
 
@@ -298,22 +343,22 @@ function paint(pane) {
     // Marks of the chosen expert, and of another choice in the other model.
     if (pane.expert !== null && first === pane.expert) {
       names.push("chosen");
-    } else if (pane.expert !== null && choicesOf(layer, token).some((choice) => choice.expert === pane.expert)) {
+    } else if (
+      pane.expert !== null &&
+      choicesOf(layer, token).some((choice) => choice.expert === pane.expert)
+    ) {
       names.push("later");
     }
-    if (twinLayer && hasOther(layer, first, twinLayer, firstChoice(twinLayer, token))) {
+    if (
+      twinLayer &&
+      inFirstModel(layer, first) !== inFirstModel(twinLayer, firstChoice(twinLayer, token))
+    ) {
       names.push("differs");
     }
     span.className = names.join(" ");
     span.dataset.hue = hueOf(layer, first);
     span.dataset.mark = mark;
   });
-}
-
-/** Returns whether two experts of two models are not the same. */
-function hasOther(layer, expert, otherLayer, otherExpert) {
-  const matched = (each, number) => (number >= 0 && each.matches.length ? each.matches[number] : number);
-  return matched(layer, expert) !== matched(otherLayer, otherExpert);
 }
 
 // ---------------------------------------------------------------------------
@@ -337,6 +382,7 @@ function showLayer(stackName, number) {
   nameLayer(stackName);
   renderToken();
   renderExpert();
+  refreshCharts();
 }
 
 function nameLayer(stackName) {
@@ -353,12 +399,24 @@ function nameLayer(stackName) {
 
 /** Chooses an expert of the layer that a pane shows; null for none. */
 function chooseExpert(pane, expert) {
-  pane.expert = expert;
   state.active = expert === null ? null : pane;
-  paint(pane);
-  markButtons(pane);
+  for (const each of panesOf(pane.stack.name)) {
+    each.expert = each === pane ? expert : counterpart(layerOf(pane), expert, layerOf(each));
+    paint(each);
+    markButtons(each);
+  }
   renderExpert();
-  drawCharts();
+  refreshCharts();
+}
+
+/** Returns which expert of another model's layer is the same one; null for none. */
+function counterpart(layer, expert, other) {
+  if (expert === null || !other) {
+    return null;
+  }
+  const number = inFirstModel(layer, expert);
+  const match = other.matches.length ? other.matches.indexOf(number) : number;
+  return number < 0 || match < 0 || match >= other.num_experts ? null : match;
 }
 
 function markButtons(pane) {
@@ -384,7 +442,9 @@ function onToken(event, pane, isFocus) {
     return;
   }
   if (isFocus) {
-    pane.spans.forEach((span) => { span.tabIndex = span === found.span ? 0 : -1; });
+    pane.spans.forEach((span) => {
+      span.tabIndex = span === found.span ? 0 : -1;
+    });
   }
   state.token = { stack: pane.stack, token: found.token };
   markTwins();

@@ -1,0 +1,535 @@
+"""Ablations beside models that were changed by hand."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moe import ConfigError, DataError
+from moe.distributed.mesh import ExpertAxis
+from moe.inspection.ablation import ablate_experts, nearest_load
+from moe.inspection.ablation_runs import loss_change, run_unchanged
+from moe.inspection.ablation_table import class_verdicts, expert_effects, top_effects
+from moe.inspection.choices import as_many_at_random, choices_of
+from moe.inspection.expert_measures import measure_experts, observe_layers, target_losses
+from moe.inspection.interventions import INTERVENTIONS, AblatedLayer
+from moe.inspection.mean_output import replace_by_mean
+from moe.sparse.editing import edit_routing, sparse_layers
+from moe.sparse.edits import DropExperts, SwapExperts
+from moe.sparse.plan import router_scores
+from moe.tracing.recorder import record_routing, traced_batches
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
+
+KINDS = INTERVENTIONS.names()
+DROPLESS = {"eval_capacity_factor": None}
+E = 7
+
+
+def traced(*batches):
+    return list(traced_batches(batches or [tiny_batch()]))
+
+
+def ablated(model, key, batch):
+    """Returns the layer as interventions need it."""
+    measures = measure_experts(model, [batch])[key]
+    return AblatedLayer(model, key, measures.mean_output, nearest_load(measures.load))
+
+
+def losses(model, batch):
+    with torch.no_grad():
+        return target_losses(model(**batch), batch)
+
+
+def changed_weights(model, change):
+    """Calls `change(router, experts)` on each sparse layer."""
+    with torch.no_grad():
+        for layer in sparse_layers(model).values():
+            change(layer.router, layer.experts)
+    return model
+
+
+# ---------------------------------------------------------------------------
+# Nothing to ablate
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+@pytest.mark.parametrize("capacity", [None, 2.0])
+def test_an_expert_that_no_token_chose_changes_nothing_bit_for_bit(dispatch, capacity):
+    model = tiny_model(dispatch=dispatch, eval_capacity_factor=capacity)
+
+    def never_choose(router, inputs, scores):
+        return router_scores(scores.logits.index_fill(-1, torch.tensor([3]), -1e30))
+
+    for module in sparse_layers(model).values():
+        module.router.register_forward_hook(never_choose)
+    batch = tiny_batch()
+    unchanged = run_unchanged(model, batch)
+    for key in sparse_layers(model):
+        layer = ablated(model, key, batch)
+        for kind in map(INTERVENTIONS.get, KINDS):
+            change = loss_change(model, key, unchanged, kind.to_expert(layer, 3))
+            assert torch.equal(change, torch.zeros_like(change))
+            none = kind.to_choices(layer, choices_of(3))
+            assert not loss_change(model, key, unchanged, none).any()
+            assert loss_change(model, key, unchanged, kind.to_expert(layer, 4)).any()
+
+    layers = [("encoder", 0)]
+    ablation = ablate_experts(model, traced(), {}, layers=layers, progress=False)
+    assert ablation.layers[0].load[3] == 0
+    assert expert_effects(ablation)[3].effect == (0, 0, 0)
+    assert expert_effects(ablation)[3].over_random == (0, 0, 0)
+
+
+def test_nothing_ablated_gives_the_same_losses_whatever_is_skipped():
+    model = tiny_model(num_sparse_encoder_layers=2, num_sparse_decoder_layers=3)
+    unchanged = run_unchanged(model, tiny_batch())
+    torch.testing.assert_close(unchanged.losses, losses(model, tiny_batch()), rtol=0, atol=0)
+    for key in sparse_layers(model):
+        assert not loss_change(model, key, unchanged, nullcontext()).any()
+
+
+# ---------------------------------------------------------------------------
+# Beside models changed by hand
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+@pytest.mark.parametrize("key", [("encoder", 0), ("encoder", 1), ("decoder", 2)])
+def test_drop_equals_output_weights_of_zero(dispatch, key):
+    sparse = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 3}
+    model = tiny_model(dispatch=dispatch, **sparse)
+    unchanged = run_unchanged(model, tiny_batch())
+    drop = INTERVENTIONS.get("drop").to_expert(ablated(model, key, tiny_batch()), 4)
+    change = loss_change(model, key, unchanged, drop)
+
+    with torch.no_grad():
+        sparse_layers(model)[key].experts.down_proj[4] = 0
+    expected = losses(model, tiny_batch()) - unchanged.losses
+    torch.testing.assert_close(change, expected, rtol=0, atol=1e-6)
+    assert change.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+@pytest.mark.parametrize("policy", ["all", "threshold"])
+@pytest.mark.parametrize("decoder", [0, 1])
+def test_reroute_equals_a_model_without_the_expert(dispatch, policy, decoder):
+    options = {"second_expert_policy": "all", "eval_second_expert_policy": policy}
+    fields = {
+        "dispatch": dispatch,
+        "router_options": options,
+        "num_sparse_encoder_layers": 1 - decoder,
+        "num_sparse_decoder_layers": decoder,
+        **DROPLESS,
+    }
+    model = tiny_model(**fields)
+    pruned = tiny_model(num_experts=E - 1, **fields)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        is_by_expert = ".router." in name or ".experts." in name
+        weights[name] = torch.cat([weight[:2], weight[3:]]) if is_by_expert else weight
+    pruned.load_state_dict(weights)
+
+    (key,) = sparse_layers(model)
+    batch = tiny_batch()
+    unchanged = run_unchanged(model, batch)
+    layer = ablated(model, key, batch)
+    change = loss_change(model, key, unchanged, INTERVENTIONS.get("reroute").to_expert(layer, 2))
+    expected = losses(pruned, batch) - unchanged.losses
+    torch.testing.assert_close(change, expected, rtol=0, atol=2e-6)
+    assert change.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_swap_equals_a_model_with_the_peers_weights(dispatch, capacity):
+    model = tiny_model(dispatch=dispatch, eval_capacity_factor=capacity)
+    batch = tiny_batch()
+    unchanged = run_unchanged(model, batch)
+    for key, module in sparse_layers(model).items():
+        layer = ablated(model, key, batch)
+        change = loss_change(model, key, unchanged, INTERVENTIONS.get("swap").to_expert(layer, 5))
+
+        experts = module.experts
+        own = [experts.first_proj[5].clone(), experts.down_proj[5].clone()]
+        peer = int(layer.peer[5])
+        with torch.no_grad():
+            experts.first_proj[5] = experts.first_proj[peer]
+            experts.down_proj[5] = experts.down_proj[peer]
+            expected = losses(model, batch) - unchanged.losses
+            experts.first_proj[5], experts.down_proj[5] = own
+        torch.testing.assert_close(change, expected, rtol=0, atol=2e-6)
+        assert change.abs().max() > 1e-3
+
+
+def test_the_mean_changes_nothing_where_experts_are_constant():
+    model = tiny_model(expert_bias="additive")
+
+    def make_constant(router, experts):
+        experts.first_proj.zero_()
+        experts.bias.normal_()
+
+    changed_weights(model, make_constant)
+    for layer in ablate_experts(model, traced(), {}, intervention="mean", progress=False).layers:
+        assert layer.change.abs().max() < 1e-4
+        assert layer.random_change.abs().max() < 1e-4
+    drop = ablate_experts(model, traced(), {}, progress=False)
+    assert all(layer.change.abs().max() > 1e-2 for layer in drop.layers)
+
+
+def test_the_mean_is_that_of_the_calibration():
+    """Of other batches; with a mean of zeros it is a drop."""
+    model = tiny_model()
+    other = [tiny_batch(seed=5)]
+    key = ("decoder", 0)
+    ablation = ablate_experts(
+        model, traced(), {}, intervention="mean", calibration=other, layers=[key], progress=False
+    )
+    unchanged = run_unchanged(model, tiny_batch())
+    mean_output = measure_experts(model, other)[key].mean_output
+    mean = replace_by_mean(model, key, choices_of(1), mean_output)
+    expected = loss_change(model, key, unchanged, mean).sum()
+    torch.testing.assert_close(ablation.layers[0].change[1, 0].sum(), expected)
+
+    zeros = replace_by_mean(model, key, choices_of(1), torch.zeros_like(mean_output))
+    drop = edit_routing(model, {key: DropExperts(1)})
+    change = loss_change(model, key, unchanged, zeros)
+    torch.testing.assert_close(change, loss_change(model, key, unchanged, drop), rtol=0, atol=0)
+    assert expected != change.sum()
+
+
+def test_measures_equal_a_loop_over_tokens():
+    model = tiny_model()
+    batches = [tiny_batch(), tiny_batch(seed=1)]
+    measures = measure_experts(model, batches)
+    for key, layer in sparse_layers(model).items():
+        outputs = [[] for _ in range(E)]
+        for batch in batches:
+            with torch.no_grad(), observe_layers(model) as observations:
+                model(**batch)
+            plan = observations[key].plan
+            tokens = observations[key].tokens.reshape(*plan.token_mask.shape, -1)
+            for group, place, choice in plan.accepted.nonzero().tolist():
+                expert = int(plan.expert_index[group, place, choice])
+                x = tokens[group, place]
+                gate, up = (layer.experts.first_proj[expert] @ x).chunk(2)
+                hidden = F.gelu(gate, approximate="tanh") * up
+                outputs[expert].append((layer.experts.down_proj[expert] @ hidden).detach())
+        assert measures[key].load.tolist() == [len(rows) for rows in outputs]
+        means = torch.stack([torch.stack(rows).mean(dim=0) for rows in outputs])
+        torch.testing.assert_close(measures[key].mean_output.float(), means, rtol=0, atol=1e-5)
+
+
+def test_swapping_two_experts_twice_is_the_identity():
+    model = tiny_model()
+    expected = losses(model, tiny_batch())
+    edits = {key: SwapExperts(1, 4) for key in sparse_layers(model)}
+    with edit_routing(model, edits):
+        assert not torch.equal(losses(model, tiny_batch()), expected)
+        with edit_routing(model, edits):
+            assert torch.equal(losses(model, tiny_batch()), expected)
+
+
+# ---------------------------------------------------------------------------
+# First order
+
+
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_the_estimate_is_the_slope_of_the_loss_where_gates_shrink(dispatch):
+    model = tiny_model(dispatch=dispatch).double()
+    batch = tiny_batch()
+    measures = measure_experts(model, [batch])
+    for key in sparse_layers(model):
+        for expert in (0, 3):
+
+            def mean_loss(scale, key=key, expert=expert):
+                def scaled(scores, plan):
+                    factor = 1 + (scale - 1) * (plan.expert_index == expert).double()
+                    return plan._replace(combine_weight=plan.combine_weight * factor)
+
+                with edit_routing(model, {key: scaled}):
+                    return float(losses(model, batch).mean())
+
+            slope = (mean_loss(1 - 1e-5) - mean_loss(1 + 1e-5)) / 2e-5
+            assert float(measures[key].estimate[expert]) == pytest.approx(slope, rel=1e-5)
+
+
+def test_the_estimate_needs_no_gradient_of_the_caller_and_leaves_none():
+    model = tiny_model().requires_grad_(False)
+    with torch.inference_mode():
+        frozen = measure_experts(model, [tiny_batch()])
+    model.requires_grad_(True)
+    trained = measure_experts(model, [tiny_batch()])
+    for key, measures in frozen.items():
+        torch.testing.assert_close(measures.estimate, trained[key].estimate)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------
+# Tables of a whole model
+
+
+def test_permuting_the_experts_permutes_the_table():
+    order = torch.tensor([4, 2, 6, 0, 5, 1, 3])
+    batches = traced()
+    classes = {"odd": torch.arange(38) % 2 == 1}
+
+    def permute(router, experts):
+        for weight in (router.gate, experts.first_proj, experts.down_proj):
+            weight.copy_(weight[order].clone())
+
+    for kind in ("drop", "reroute"):
+        before = ablate_experts(tiny_model(), batches, classes, intervention=kind, progress=False)
+        permuted = changed_weights(tiny_model(), permute)
+        after = ablate_experts(permuted, batches, classes, intervention=kind, progress=False)
+        for ours, theirs in zip(after.layers, before.layers, strict=True):
+            assert ours.load.tolist() == theirs.load[order].tolist()
+            torch.testing.assert_close(ours.estimate, theirs.estimate[order], rtol=0, atol=1e-5)
+            for name in ("change", "random_change", "chosen_change", "chosen_tokens"):
+                expected = getattr(theirs, name)[order]
+                torch.testing.assert_close(getattr(ours, name), expected, rtol=0, atol=1e-4)
+
+
+def test_sums_are_those_of_each_token_by_class_document_and_choice():
+    """Beside losses by hand, and the choices of a trace of the same batches."""
+    model = tiny_model(**DROPLESS)
+    batches = traced(tiny_batch(), tiny_batch(seed=1, batch=2))
+    batches[1] = batches[1]._replace(documents=[0, 9])
+    trace = record_routing(model, batches)
+    classes = {"even": trace.decoder.targets % 2 == 0}
+    ablation = ablate_experts(model, batches, classes, progress=False)
+    assert (ablation.num_documents, ablation.num_targets) == (5, len(trace.decoder.targets))
+
+    before = torch.cat([losses(model, batch) for batch, _, _ in batches])
+    assert ablation.loss == pytest.approx(float(before.mean()))
+    document = torch.tensor([0, 1, 2, 3, 0, 4])[trace.decoder.example]
+    for layer, layer_trace in zip(ablation.layers, trace.layers, strict=True):
+        with edit_routing(model, {layer.key: DropExperts(4)}):
+            after = torch.cat([losses(model, batch) for batch, _, _ in batches])
+        for number, name in enumerate(layer.sets):
+            mask = torch.ones_like(document, dtype=torch.bool)
+            if name == "even":
+                mask = classes["even"]
+            elif name == "sequences with even":
+                mask = torch.isin(trace.decoder.example, trace.decoder.example[classes["even"]])
+            for one in range(5):
+                expected = ((after - before) * mask)[document == one].sum()
+                torch.testing.assert_close(layer.change[4, number, one], expected)
+                assert layer.num_tokens[number, one] == (mask & (document == one)).sum()
+
+        works_on = (layer_trace.choices == 4).any(dim=1)
+        if layer.key[0] == "encoder":
+            sequences = trace.encoder.example[works_on]
+            works_on = torch.isin(trace.decoder.example, sequences)
+        assert layer.chosen_tokens[4].sum() == works_on.sum()
+        expected = ((after - before) * works_on).sum()
+        torch.testing.assert_close(layer.chosen_change[4].sum(), expected)
+    assert ablation.layers[0].sets == ("all tokens", "even", "sequences with even")
+    assert ablation.layers[1].sets == ("all tokens", "even")
+
+
+def test_in_the_last_layer_other_tokens_than_its_own_feel_nothing():
+    ablation = ablate_experts(tiny_model(**DROPLESS), traced(), {}, progress=False)
+    for effect in expert_effects(ablation):
+        if effect.key == ("decoder", 0):
+            assert effect.elsewhere.value == 0
+            assert effect.where_chosen.value != 0
+
+
+def test_input_classes_name_the_sequences_that_hold_a_token():
+    batches = traced(tiny_batch())
+    model = tiny_model()
+    trace = record_routing(model, batches)
+    is_second = trace.encoder.example == 1
+    first_of_second = is_second & (trace.encoder.position == 0)
+    ablation = ablate_experts(
+        model, batches, {}, input_classes={"rare": first_of_second}, progress=False
+    )
+    encoder, decoder = ablation.layers
+    assert encoder.sets == ("all tokens", "sequences with rare")
+    assert encoder.num_tokens[1].tolist() == [0, 10, 0, 0]
+    assert decoder.sets == ("all tokens",)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planted_expert_is_found(kind):
+    """In the decoder expert 2 alone knows what follows the tokens 2 to 40; others say nothing."""
+    model = tiny_model(
+        expert_bias="additive",
+        num_sparse_encoder_layers=0,
+        sparse_dense_stacking=False,
+        num_decoder_layers=1,
+        **DROPLESS,
+    )
+    (layer,) = sparse_layers(model).values()
+    head = F.normalize(model.lm_head.weight[3].detach(), dim=0)
+    with torch.no_grad():
+        # Tokens 2 to 40 are marked by a dimension that nothing else has, and expert 2 reads it.
+        model.get_input_embeddings().weight[:, 0] = 0
+        model.get_input_embeddings().weight[2:41, 0] = 30
+        layer.router.gate[:, 0] = -5
+        layer.router.gate[2, 0] = 5
+        for name, weight in model.model.decoder.named_parameters():
+            if "attention.o_proj" in name or "attention.out_proj" in name:
+                weight.zero_()
+
+        # Its output is token 3; that of the others is next to nothing.
+        layer.experts.first_proj.zero_()
+        layer.experts.bias.fill_(1.0)
+        layer.experts.down_proj.mul_(1e-3)
+        layer.experts.down_proj[2] = head[:, None] * 10
+
+    batches = []
+    for seed in range(2):
+        batch = tiny_batch(seed=seed, batch=11, length=17, targets=23)
+        inputs = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+        follows = (inputs >= 2) & (inputs < 41) & (batch["labels"] != -100)
+        batches.append({**batch, "labels": batch["labels"].masked_fill(follows, 3)})
+    targets = record_routing(model, traced(*batches)).decoder.targets
+    classes = {"threes": targets == 3, "high": targets > 90, "even": targets % 2 == 0}
+
+    ablation = ablate_experts(model, traced(*batches), classes, intervention=kind, progress=False)
+    verdicts = class_verdicts(ablation)
+    yes = [(verdict.expert, verdict.token_class) for verdict in verdicts if verdict.answer == "yes"]
+    assert yes == ([] if kind == "mean" else [(2, "threes")])
+    if kind == "drop":
+        assert [top.classes for top in top_effects(ablation, n=1)] == [("threes",)]
+
+
+# ---------------------------------------------------------------------------
+# Random choices
+
+
+def test_random_choices_are_as_many_in_every_sequence():
+    model = tiny_model(group_size=26, eval_capacity_factor=1.0)
+    batch = tiny_batch()
+    for key, plan in run_unchanged(model, batch).plans.items():
+        for expert in range(E):
+            drawn = as_many_at_random(expert, num_sequences=4, seed=3)(plan)
+            assert not (drawn & ~plan.accepted).any()
+            by_sequence = drawn.reshape(4, -1).sum(dim=1)
+            own = choices_of(expert)(plan).reshape(4, -1).sum(dim=1)
+            assert by_sequence.tolist() == own.tolist(), key
+        again = as_many_at_random(expert, num_sequences=4, seed=3)(plan)
+        other = as_many_at_random(expert, num_sequences=4, seed=4)(plan)
+        assert torch.equal(drawn, again) and not torch.equal(drawn, other)
+
+
+def test_a_seed_gives_a_table_and_another_seed_another_control():
+    model = tiny_model()
+    first, same, other = (
+        ablate_experts(model, traced(), {}, layers=[("decoder", 0)], seed=seed, progress=False)
+        for seed in (0, 0, 1)
+    )
+    for a, b, c in zip(first.layers, same.layers, other.layers, strict=True):
+        assert torch.equal(a.random_change, b.random_change)
+        assert not torch.equal(a.random_change, c.random_change)
+        assert torch.equal(a.change, c.change)
+
+
+def test_two_barred_choices_of_a_token_leave_it_finite_weights():
+    """Of 3 experts a token that may have one alone gets that one, with all the weight."""
+    model = tiny_model(num_experts=3, **DROPLESS)
+    key = ("encoder", 0)
+    batch = tiny_batch()
+
+    def both(plan):
+        return plan.accepted
+
+    unchanged = run_unchanged(model, batch)
+    layer = ablated(model, key, batch)
+    with INTERVENTIONS.get("reroute").to_choices(layer, both):
+        rerouted = run_unchanged(model, batch).plans[key]
+    assert rerouted.combine_weight.isfinite().all()
+    assert (rerouted.accepted.sum(dim=-1) == rerouted.token_mask).all()
+    is_barred = rerouted.expert_index[..., 0, None] == unchanged.plans[key].expert_index
+    assert not is_barred.any(dim=-1)[rerouted.token_mask].any()
+    torch.testing.assert_close(rerouted.combine_weight.sum(dim=-1), rerouted.token_mask.float())
+
+
+def test_the_peer_has_the_nearest_load():
+    assert nearest_load(torch.tensor([5, 100, 6, 80, 5])).tolist() == [4, 3, 0, 1, 0]
+
+
+# ---------------------------------------------------------------------------
+# The model afterwards, and wrong arguments
+
+
+def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch):
+    model = tiny_model().train()
+    model.model.encoder.eval()
+    modes = [module.training for module in model.modules()]
+    ablate_experts(model, traced(), {}, layers=[("decoder", 0)], progress=False)
+    assert [module.training for module in model.modules()] == modes
+    monkeypatch.setattr("moe.inspection.ablation.loss_change", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ablate_experts(model, traced(), {}, progress=False)
+    assert [module.training for module in model.modules()] == modes
+    for module in model.modules():
+        assert "forward" not in vars(module) and not module._forward_hooks
+        assert not getattr(module, "plan_edits", ())
+
+
+def test_an_error_inside_an_ablation_restores_the_blocks():
+    model = tiny_model(num_sparse_decoder_layers=3)
+    unchanged = run_unchanged(model, tiny_batch())
+
+    def refuse(scores, plan):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        loss_change(model, ("decoder", 2), unchanged, edit_routing(model, {("decoder", 2): refuse}))
+    assert torch.equal(losses(model, tiny_batch()), unchanged.losses)
+
+
+def test_blocks_that_somebody_else_wrapped_stay_wrapped():
+    model = tiny_model(num_sparse_decoder_layers=3)
+    block = model.model.decoder.blocks[0]
+    block.forward = wrapped = block.forward
+    unchanged = run_unchanged(model, tiny_batch())
+    loss_change(model, ("decoder", 2), unchanged, nullcontext())
+    assert vars(block)["forward"] is wrapped
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"intervention": "dorp"}, ConfigError, "intervention called 'dorp'. Did you mean 'drop'"),
+        ({"layers": [("encoder", 3)]}, ConfigError, r"no sparse layer \('encoder', 3\)"),
+        ({"layers": []}, ConfigError, r"layers to ablate is \[\]; expected at least one"),
+        ({"seed": -1}, ConfigError, "seed is -1; expected an integer of at least 0"),
+        ({"calibration": []}, ConfigError, r"calibration is \[\]; expected at least one batch"),
+        ({"classes": {"odd": torch.ones(3).bool()}}, DataError, r"expected <bool>\[38\]"),
+        ({"classes": {"odd": torch.ones(38)}}, DataError, "'odd' has dtype torch.float32"),
+        ({"classes": {"odd": [True]}}, DataError, r"class 'odd' is \[True\]; expected <bool>"),
+        ({"classes": {"all tokens": torch.ones(38).bool()}}, DataError, "Rename it"),
+        ({"input_classes": {"x": torch.ones(38).bool()}}, DataError, "46 tokens of the encoder"),
+        ({"batches": []}, DataError, "0 batches have no target token"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, text):
+    settings = {"batches": traced(), "classes": {}, "progress": False, **arguments}
+    with pytest.raises(error, match=text):
+        ablate_experts(tiny_model(), **settings)
+
+
+def test_batches_and_models_that_cannot_be_ablated_are_refused():
+    packed = {**tiny_batch(), "segment_ids": tiny_batch()["attention_mask"]}
+    with pytest.raises(DataError, match="needs labels and no segment_ids"):
+        ablate_experts(tiny_model(), traced(packed), {}, progress=False)
+    dense = tiny_model(**DENSE)
+    with pytest.raises(ConfigError, match=r"layers to ablate is \[\]; expected at least one"):
+        ablate_experts(dense, traced(), {}, progress=False)
+    shared = tiny_model()
+    for layer in sparse_layers(shared).values():
+        layer.set_parallel_axes(ExpertAxis(size=2, group=None), None)
+    with pytest.raises(ConfigError, match="shared by several ranks, and an ablation needs all"):
+        ablate_experts(shared, traced(), {}, progress=False)
+    mean = replace_by_mean(tiny_model(), ("encoder", 0), choices_of(0), torch.zeros(7, 3))
+    text = r"shape \(7, 3\), but \('encoder', 0\) has 7 experts"
+    with pytest.raises(DataError, match=text), mean:
+        pass
+
+
+def test_the_progress_bar_counts_experts(capsys):
+    ablate_experts(tiny_model(), traced(), {}, layers=[("encoder", 0)])
+    assert "7/7" in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""The verbs of `stmoe inspect`, on a model with words: what they print and write.
+
+Oracles: the functions that they call; the model itself, which replays its own routing exactly.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from moe import ConfigError, DataError
+from moe.data.tokenizer import load_tokenizer
+from moe.sparse.editing import sparse_layers
+from moe.tracing.trace_file import read_trace
+from scripts import inspect_router
+from tests.models.tiny import tiny_model
+from tests.training.tiny_run import MODEL, write_inputs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Returns a folder with a corpus, two models that differ in their routers, texts and pairs."""
+    folder = tmp_path_factory.mktemp("verbs")
+    paths = write_inputs(folder)
+    tokenizer = load_tokenizer(paths["tokenizer"])
+    for name, seed in (("model", 0), ("other", 1)):
+        model = tiny_model(vocab_size=MODEL["vocab_size"])
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for layer in sparse_layers(model).values():
+                layer.router.gate.normal_(generator=generator)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(str(folder / name))
+
+    paragraphs = [f"This is the sentence number {n}, and it has some words." for n in range(40)]
+    (folder / "mine.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in paragraphs)
+    )
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps({"inputs": text, "targets": "some words"}) + "\n" for text in paragraphs)
+    )
+    return folder
+
+
+def run(*arguments):
+    inspect_router.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def trace(folder):
+    out = folder / "trace"
+    run("record", "--model", folder / "model", "--corpus", folder / "corpus", "--out", out,
+        "--examples", 60, "--inputs-length", 24, "--best", 3)  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(
+    ("source", "examples", "domains"),
+    [
+        (["--text", "{0}/mine.jsonl"], 40, ["mine"]),
+        (["--text", "left={0}/mine.jsonl", "right={0}/mine.jsonl"], 50, ["left", "right"]),
+        (["--pairs", "{0}/pairs.jsonl"], 40, ["pairs"]),
+        (["--pairs", "{0}/pairs.jsonl", "--generate"], 40, ["pairs"]),
+        (["--task", "unicode_category"], 50, ["unicode_category"]),
+    ],
+)
+def test_every_kind_of_text_is_recorded(folder, tmp_path, capsys, source, examples, domains):
+    source = [text.format(folder) for text in source]
+    run("record", "--model", folder / "model", *source, "--examples", 50, "--out", tmp_path / "t")
+    facts = read_trace(tmp_path / "t").facts
+    assert facts.num_examples == examples
+    assert facts.domains == domains
+    assert facts.command.startswith("python -m scripts.inspect_router record --model")
+    assert f"{examples} examples" in capsys.readouterr().out
+
+
+def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp_path, capsys):
+    page = tmp_path / "view.html"
+    run("view", "--trace", trace, "--out", page, "--permutations", 19)
+    printed = capsys.readouterr().out
+    assert re.search(r"encoder 1 +\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", printed)
+    assert "punctuation" in page.read_text(encoding="utf-8")
+
+
+def test_a_model_replays_its_own_trace_exactly(trace, capsys):
+    run("replay", "--trace", trace)
+    assert "Every token's loss is the same." in capsys.readouterr().out
+
+
+def test_another_model_replays_it_and_is_compared(folder, trace, tmp_path, capsys):
+    run("replay", "--trace", trace, "--model", folder / "other")
+    assert "The losses differ." in capsys.readouterr().out
+
+    # The models have the same weights but for their routers.
+    page = tmp_path / "compare.html"
+    run("compare", "--trace", trace, "--model", folder / "other", "--out", page)
+    printed = capsys.readouterr().out
+    routing, weights = re.findall(r"difference by [a-z ]+?  +([-+]\d\.\d{4})", printed)
+    first, second = re.findall(r"loss of \S+ +(\d\.\d{4})", printed)
+    assert float(routing) + float(weights) == pytest.approx(float(second) - float(first), abs=3e-4)
+    assert page.is_file()
+
+
+def test_an_ablation_is_kept_and_shown(folder, trace, tmp_path, capsys):
+    out = tmp_path / "ablation.json"
+    run("ablate", "--trace", trace, "--kind", "reroute", "--out", out)
+    kept = json.loads(out.read_text())
+    num_experts = sum(layer.facts.num_experts for layer in read_trace(trace).layers)
+    assert len(kept["effects"]) == num_experts
+    assert kept["intervention"] == "reroute"
+    printed = capsys.readouterr().out
+    assert "encoder 1     1  " in printed
+    page = tmp_path / "view.html"
+    run("view", "--trace", trace, "--ablation", out, "--out", page, "--permutations", 19)
+    assert "reroute" in page.read_text(encoding="utf-8")
+
+    # An ablation of other examples says so.
+    other = tmp_path / "other"
+    run("record", "--model", folder / "model", "--pairs", folder / "pairs.jsonl", "--out", other)
+    with pytest.raises(DataError, match="is of inputs"):
+        run("view", "--trace", other, "--ablation", out, "--out", page)
+
+
+def test_a_traced_model_that_is_gone_is_asked_for(folder, trace, tmp_path, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(folder / "model", moved)
+    arguments = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
+    run("record", "--model", moved, *arguments, "--out", tmp_path / "trace")
+    moved.rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"was in .*moved, and is not there. Say where"):
+        run("replay", "--trace", tmp_path / "trace")
+    run("replay", "--trace", tmp_path / "trace", "--model", tmp_path / "away")
+
+
+def test_few_documents_have_no_p_values(folder, tmp_path, capsys):
+    text = tmp_path / "one.txt"
+    text.write_text("This is a text of some words, and of some more words. " * 20)
+    run("record", "--model", folder / "model", "--text", text, "--out", tmp_path / "trace")
+    run("view", "--trace", tmp_path / "trace", "--out", tmp_path / "view.html")
+    assert "The text has 1 documents; p-values" in capsys.readouterr().out
+
+
+def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
+    model = tmp_path / "model"
+    tiny_model(vocab_size=MODEL["vocab_size"]).save_pretrained(model)
+    tokenizer = load_tokenizer(folder / "model")
+    tokenizer.add_tokens(["entirely"])
+    tokenizer.save_pretrained(str(model))
+    tiny_model(vocab_size=MODEL["vocab_size"] + 1).save_pretrained(model)
+    with pytest.raises(DataError, match="the token ids would mean other words"):
+        run("replay", "--trace", trace, "--model", model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vew"], "no verb 'vew'. Did you mean 'view'"),
+        (["record", "--model", "m", "--out", "o"], "--corpus --text --pairs --task is required"),
+        (
+            ["record", "--model", "m", "--out", "o", "--text", "a", "--task", "b"],
+            "not allowed with",
+        ),
+        (["view", "--trace", "nowhere", "--out", "view.txt"], "expected a file that ends in .html"),
+        (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        run(*arguments)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_task_without_the_repository_is_refused(folder, tmp_path):
+    from moe.commands import inspect_router as installed
+
+    arguments = ["record", "--model", folder / "model", "--task", "boolq", "--out", tmp_path / "t"]
+    with pytest.raises(ConfigError, match="needs the tasks of eval/"):
+        installed.main([str(argument) for argument in arguments])
+
+
+def test_help_lists_the_verbs(capsys):
+    run("--help")
+    printed = capsys.readouterr().out
+    for verb in ("record", "view", "ablate", "compare", "replay", "report"):
+        assert f"\n  {verb} " in printed
