@@ -201,8 +201,9 @@ keep(
 # A *yes* needs three intervals above 0: the class loses by the expert's absence, loses more than
 # all other tokens do, and more than by as many random choices taken away. A *no* needs an interval
 # that lies below the margin. The rest is `?`: not shown, which is no answer, and with little text
-# the usual one. In the encoder a class is that of the sequences that hold such a token, since its
-# experts write nothing themselves.
+# the usual one. Experts of the encoder write nothing themselves: they are asked about the tokens
+# that the decoder writes, and about all of the sequences in which they could read such a token.
+# Grey is a class that is in every sequence, so that there are no others to compare with.
 
 # %%
 verdicts = class_verdicts(ablation)

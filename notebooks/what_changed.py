@@ -163,7 +163,7 @@ def same_share(layer, other_layer, members, document):
     counts = sums.index_add(0, document[has_both], torch.ones_like(is_same).double())
     estimates = mean_over_tokens(TokenSums(same, counts))
     low, high = estimates.interval(0.95)
-    return Estimate(float(estimates.value), float(low), float(high))
+    return Estimate(float(estimates.value), max(0.0, float(low)), min(1.0, float(high)))
 
 
 panels = []
@@ -246,21 +246,27 @@ for bits, name in ((16, "bfloat16"), (8, "8 bits"), (3, "3 bits")):
     MODELS[f"before, in {name}"] = rounded(first, bits)
 MODELS["before, a third of the expert weights pruned"] = pruned(first, share=1 / 3)
 
-rows = []
+panels = {"The model after": [], "Copies of the model before": []}
 losses = []
 for name, model in MODELS.items():
     split = split_loss(first, model, trace, batches)
+    rows = panels["The model after" if model is second else "Copies of the model before"]
     rows.append(Row(name, "by routing", Estimate(*split.routing)))
     rows.append(Row(name, "by other weights", Estimate(*split.weights)))
     numbers = (split.first, split.second, split.replayed)
     losses.append([name, *(f"{number:.4f}" for number in numbers)])
 print(format_table(["nats a token", "before", "after", "after, routed as before"], losses))
-drawing = draw_intervals(
-    [IntervalPanel("Why the losses differ", rows)],
-    label="change of the loss (nats a token)",
-    from_zero=True,
-)
-keep("loss_split.svg", drawing)
+
+drawings = []
+for title, rows in panels.items():
+    drawing = draw_intervals(
+        [IntervalPanel(title, rows)], label="change of the loss (nats a token)", from_zero=True
+    )
+    drawings.append(drawing)
+keep("loss_split.svg", drawings[0])
+
+# %%
+keep("copies.svg", drawings[1])
 
 # %% [markdown]
 # ## Replay
