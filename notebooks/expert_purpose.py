@@ -24,30 +24,35 @@ import torch
 
 from moe.checksums import model_fingerprint
 from moe.commands.routing_inputs import load_inspected
-from moe.inspection.ablation import ablate_experts
-from moe.inspection.ablation_table import MARGIN, class_verdicts, expert_effects, top_effects
-from moe.inspection.ablation_text import top_effects_text, verdict_table
-from moe.inspection.figures import (
+from moe.inspection.ablation.ablate import ablate_experts
+from moe.inspection.ablation.ablation_table import (
+    MARGIN,
+    class_verdicts,
+    expert_effects,
+    top_effects,
+)
+from moe.inspection.ablation.ablation_text import top_effects_text, verdict_table
+from moe.inspection.ablation.loss_split import mean_change, token_losses
+from moe.inspection.ablation.target_sets import list_targets
+from moe.inspection.drawings import (
     HeatMap,
     IntervalPanel,
     Row,
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.loss_split import mean_change, token_losses
-from moe.inspection.permutations import (
+from moe.inspection.statistics.permutations import (
     LEAST_DOCUMENTS,
     DocumentShuffle,
     TokenShuffle,
     token_places,
 )
-from moe.inspection.specialization import class_table, specialization_test
+from moe.inspection.statistics.specialization import class_table, specialization_test
+from moe.inspection.statistics.token_classes import TOKEN_CLASSES, classify
 from moe.inspection.tables import format_table
-from moe.inspection.target_sets import list_targets
-from moe.inspection.token_classes import TOKEN_CLASSES, classify
-from moe.inspection.view import routing_view
-from moe.inspection.view_data import Estimate
-from moe.inspection.view_statistics import ablation_bars
+from moe.inspection.view.view import routing_view
+from moe.inspection.view.view_data import Estimate
+from moe.inspection.view.view_statistics import ablation_bars
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, SwapExperts
 from moe.tracing.examples import corrupted_batches

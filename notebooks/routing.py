@@ -22,8 +22,7 @@ import torch
 
 from moe.checksums import model_fingerprint
 from moe.commands.routing_inputs import load_inspected
-from moe.inspection.coactivation import coactivation, layer_flows
-from moe.inspection.figures import (
+from moe.inspection.drawings import (
     Curve,
     CurvePanel,
     Drawing,
@@ -34,22 +33,23 @@ from moe.inspection.figures import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.margins import choice_margins, noise_stability
-from moe.inspection.permutations import (
+from moe.inspection.report.plots import plot_load
+from moe.inspection.statistics.coactivation import coactivation, layer_flows
+from moe.inspection.statistics.margins import choice_margins, noise_stability
+from moe.inspection.statistics.permutations import (
     LEAST_DOCUMENTS,
     DocumentShuffle,
     TokenShuffle,
     token_places,
 )
-from moe.inspection.plots import plot_load
-from moe.inspection.routing_entropy import sentinel_entropies
+from moe.inspection.statistics.routing_entropy import sentinel_entropies
+from moe.inspection.statistics.token_classes import DEFAULT_CLASSES
+from moe.inspection.statistics.vocabulary import vocabulary_table
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, load_shares
-from moe.inspection.token_classes import DEFAULT_CLASSES
 from moe.inspection.token_counts import count_tokens
-from moe.inspection.view import routing_view
-from moe.inspection.view_data import Estimate
-from moe.inspection.view_statistics import view_classes
-from moe.inspection.vocabulary import vocabulary_table
+from moe.inspection.view.view import routing_view
+from moe.inspection.view.view_data import Estimate
+from moe.inspection.view.view_statistics import view_classes
 from moe.tracing.examples import SourceText, corrupted_batches
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.texts import find_texts

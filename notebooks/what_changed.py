@@ -28,8 +28,9 @@ import torch
 from moe.checksums import model_fingerprint
 from moe.commands.routing_inputs import load_inspected
 from moe.commands.routing_trace import tokenizer_fingerprint
-from moe.inspection.document_intervals import TokenSums, mean_over_tokens
-from moe.inspection.figures import (
+from moe.inspection.ablation.loss_split import mean_change, split_loss, token_losses
+from moe.inspection.ablation.target_sets import list_targets
+from moe.inspection.drawings import (
     Curve,
     CurvePanel,
     HeatMap,
@@ -39,15 +40,14 @@ from moe.inspection.figures import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.loss_split import mean_change, split_loss, token_losses
-from moe.inspection.matching import match_traces
-from moe.inspection.saturation import choice_agreement
+from moe.inspection.statistics.document_intervals import TokenSums, mean_over_tokens
+from moe.inspection.statistics.matching import match_traces
+from moe.inspection.statistics.saturation import choice_agreement
+from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import format_table
-from moe.inspection.target_sets import list_targets
-from moe.inspection.token_classes import classify
-from moe.inspection.view import routing_view
-from moe.inspection.view_data import Estimate
-from moe.inspection.view_statistics import view_saturation
+from moe.inspection.view.view import routing_view
+from moe.inspection.view.view_data import Estimate
+from moe.inspection.view.view_statistics import view_saturation
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import corrupted_batches
 from moe.tracing.probe_file import has_probes

@@ -159,7 +159,8 @@ def notebook_page(name: str, content: dict[str, Any], made_from: str) -> Page:
             continue
 
         # Code, and what came out of it.
-        blocks.append(f"```python\n{source}\n```")
+        code = f"```python\n{source}\n```"
+        blocks.append(_folded(code) if source.startswith("import ") else code)
         for output in cell["outputs"]:
             data = output.get("data", {})
             if output["output_type"] == "stream" and output["name"] == "stdout":
@@ -175,6 +176,11 @@ def notebook_page(name: str, content: dict[str, Any], made_from: str) -> Page:
     title, _, rest = blocks[0].partition("\n")
     note = f"A copy of `notebooks/{name}.py` as Jupyter ran it. {made_from}"
     return Page("\n\n".join([title, note, rest.strip(), *blocks[1:]]) + "\n", figures)
+
+
+def _folded(code: str) -> str:
+    """Returns code that is shown on demand: imports are long, and nobody reads them first."""
+    return f"<details><summary>Imports and settings</summary>\n\n{code}\n\n</details>"
 
 
 def _frame(name: str) -> str:

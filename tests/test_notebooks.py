@@ -222,6 +222,7 @@ def test_a_page_has_text_code_output_figures_and_a_frame():
                 {"output_type": "stream", "name": "stderr", "text": ["A warning\n"]},
                 {"output_type": "execute_result", "data": {"image/svg+xml": [svg]}},
             ),
+            cell("code", "import math"),
             cell("markdown", "## See it"),
             cell("code", "view", {"output_type": "execute_result", "data": {"text/html": ["<p>"]}}),
         ]
@@ -233,6 +234,7 @@ def test_a_page_has_text_code_output_figures_and_a_frame():
         "```python\nprint(1)\ndraw()\n```\n\n```text\n1\n2\n```\n\n![Title](mine_1.svg)"
         in page.text
     )
+    assert "</summary>\n\n```python\nimport math\n```\n\n</details>" in page.text
     assert "A warning" not in page.text
     assert page.text.index("## See it") < page.text.index('src="../_static/notebooks/mine.html"')
     assert page.figures == {"mine_1.svg": small_svg(svg)}

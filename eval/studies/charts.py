@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from eval.studies.analysis import ContrastResult, StudyResult, by_arm_and_value
 from eval.studies.outcomes import RunOutcome
-from moe.inspection.plots import COLOURS, STYLE, figure_svg
+from moe.inspection.figures import COLOURS, STYLE, figure_svg
 
 _DASHES = ("-", "--", ":")  # one for each round of the colours
 _WIDTH = 7.8  # inches

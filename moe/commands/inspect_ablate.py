@@ -10,13 +10,13 @@ from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
 from moe.files import output_path
-from moe.inspection.ablation import ablate_experts
-from moe.inspection.ablation_file import keep_ablation, write_ablation
-from moe.inspection.ablation_table import class_verdicts, top_effects
-from moe.inspection.ablation_text import effect_table, top_effects_text, verdict_table
+from moe.inspection.ablation.ablate import ablate_experts
+from moe.inspection.ablation.ablation_table import class_verdicts, top_effects
+from moe.inspection.ablation.ablation_text import effect_table, top_effects_text, verdict_table
+from moe.inspection.ablation.interventions import INTERVENTIONS
 from moe.inspection.html_page import printable
-from moe.inspection.interventions import INTERVENTIONS
-from moe.inspection.token_classes import classify
+from moe.inspection.statistics.token_classes import classify
+from moe.inspection.view.ablation_file import keep_ablation, write_ablation
 from moe.tracing.trace_file import read_trace
 
 

@@ -8,7 +8,7 @@ import torch
 from moe.cli import Parser, path
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
-from moe.inspection.loss_split import token_losses
+from moe.inspection.ablation.loss_split import token_losses
 from moe.inspection.tables import format_table
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace_file import read_trace

@@ -26,8 +26,8 @@ from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.html_page import printable
-from moe.inspection.report import GENERATOR, write_report
-from moe.inspection.report_data import (
+from moe.inspection.report.report import GENERATOR, write_report
+from moe.inspection.report.report_data import (
     TracedModel,
     TracedText,
     find_recipe,

@@ -8,14 +8,18 @@ from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_trace, load_traced
 from moe.files import output_path
-from moe.inspection.ablation_file import read_ablation
 from moe.inspection.html_page import printable
-from moe.inspection.permutations import LEAST_DOCUMENTS
-from moe.inspection.routing_entropy import EntropyEstimate, SentinelEntropy, sentinel_entropies
+from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
+from moe.inspection.statistics.routing_entropy import (
+    EntropyEstimate,
+    SentinelEntropy,
+    sentinel_entropies,
+)
 from moe.inspection.tables import format_table
-from moe.inspection.view import routing_view
-from moe.inspection.view_data import LayerClasses
-from moe.inspection.view_statistics import view_classes, view_saturation
+from moe.inspection.view.ablation_file import read_ablation
+from moe.inspection.view.view import routing_view
+from moe.inspection.view.view_data import LayerClasses
+from moe.inspection.view.view_statistics import view_classes, view_saturation
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
 

@@ -4,7 +4,7 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from moe.data.tokenizer import to_transformers
-from moe.inspection.permutations import TokenPlaces
+from moe.inspection.statistics.permutations import TokenPlaces
 from moe.sparse.stats import RouterStats
 from moe.tracing.trace import (
     ACCEPTED,

@@ -168,11 +168,20 @@ class Browser:
         self._move_to(selector)
 
     def _move_to(self, selector: str) -> dict[str, float]:
-        box = self.run(
+        # Figures are drawn when they are first seen, which moves what is below them.
+        before = None
+        box = self._middle_of(selector)
+        while box != before:
+            before = box
+            self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
+            box = self._middle_of(selector)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", **box)
+        return box
+
+    def _middle_of(self, selector: str) -> dict[str, float]:
+        return self.run(
             f"(() => {{ const element = document.querySelector({json.dumps(selector)});"
             "element.scrollIntoView({block: 'center', behavior: 'instant'});"
             "const box = element.getBoundingClientRect();"
             "return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
         )
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", **box)
-        return box

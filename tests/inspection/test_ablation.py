@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 from moe import ConfigError, DataError
 from moe.distributed.mesh import ExpertAxis
-from moe.inspection.ablation import ablate_experts, nearest_load
-from moe.inspection.ablation_runs import loss_change, run_unchanged
-from moe.inspection.ablation_table import class_verdicts, expert_effects, top_effects
-from moe.inspection.choices import as_many_at_random, choices_of
-from moe.inspection.expert_measures import measure_experts, observe_layers, target_losses
-from moe.inspection.interventions import INTERVENTIONS, AblatedLayer
-from moe.inspection.mean_output import replace_by_mean
+from moe.inspection.ablation.ablate import ablate_experts, nearest_load
+from moe.inspection.ablation.ablation_runs import loss_change, run_unchanged
+from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, top_effects
+from moe.inspection.ablation.choices import as_many_at_random, choices_of
+from moe.inspection.ablation.expert_measures import measure_experts, observe_layers, target_losses
+from moe.inspection.ablation.interventions import INTERVENTIONS, AblatedLayer
+from moe.inspection.ablation.mean_output import replace_by_mean
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import DropExperts, SwapExperts
 from moe.sparse.plan import router_scores
@@ -460,7 +460,7 @@ def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch):
     modes = [module.training for module in model.modules()]
     ablate_experts(model, traced(), {}, layers=[("decoder", 0)], progress=False)
     assert [module.training for module in model.modules()] == modes
-    monkeypatch.setattr("moe.inspection.ablation.loss_change", lambda *_: 1 / 0)
+    monkeypatch.setattr("moe.inspection.ablation.ablate.loss_change", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ablate_experts(model, traced(), {}, progress=False)
     assert [module.training for module in model.modules()] == modes

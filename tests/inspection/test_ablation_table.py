@@ -7,15 +7,15 @@ import scipy.stats
 import torch
 
 from moe import ConfigError
-from moe.inspection.ablation import Ablation, LayerAblation, nearest_load
-from moe.inspection.ablation_table import (
+from moe.inspection.ablation.ablate import Ablation, LayerAblation, nearest_load
+from moe.inspection.ablation.ablation_table import (
     class_verdicts,
     expert_effects,
     rank_correlations,
     top_effects,
 )
-from moe.inspection.ablation_text import effect_table, top_effects_text, verdict_table
-from moe.inspection.target_sets import ALL_TOKENS
+from moe.inspection.ablation.ablation_text import effect_table, top_effects_text, verdict_table
+from moe.inspection.ablation.target_sets import ALL_TOKENS
 
 E, C, G = 5, 3, 31
 CLASSES = ("numbers", "names", "verbs")

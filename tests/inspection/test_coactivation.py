@@ -7,8 +7,8 @@ import torch
 from sklearn.metrics import homogeneity_score, mutual_info_score
 
 from moe import DataError
-from moe.inspection.coactivation import coactivation, layer_flows
-from moe.inspection.permutations import TokenShuffle
+from moe.inspection.statistics.coactivation import coactivation, layer_flows
+from moe.inspection.statistics.permutations import TokenShuffle
 from tests.inspection.by_hand import a_layer, a_stack, places_of, renamed
 
 

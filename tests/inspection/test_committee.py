@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import silhouette_score
 
 from moe import ConfigError, DataError
-from moe.inspection.committee import domain_silhouette, expert_gates, standing_committees
+from moe.inspection.statistics.committee import domain_silhouette, expert_gates, standing_committees
 from tests.inspection.by_hand import a_layer, a_stack, a_trace, renamed
 
 DOMAINS = ["prose", "code", "law"]

@@ -6,7 +6,7 @@ import pytest
 import scipy.stats
 import torch
 
-from moe.inspection.document_intervals import (
+from moe.inspection.statistics.document_intervals import (
     TokenSums,
     difference_of_means,
     mean_over_tokens,

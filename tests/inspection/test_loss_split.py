@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe import DataError
-from moe.inspection.loss_split import split_loss
+from moe.inspection.ablation.loss_split import split_loss
 from moe.sparse.editing import sparse_layers
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.tracing.models import build_batch, build_model

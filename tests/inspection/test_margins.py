@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection.margins import choice_margins, noise_stability
+from moe.inspection.statistics.margins import choice_margins, noise_stability
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.inspection.by_hand import a_layer
 from tests.models.tiny import tiny_batch, tiny_model

@@ -8,7 +8,12 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 
 from moe import DataError
-from moe.inspection.matching import adjusted_rand, best_assignment, match_experts, match_traces
+from moe.inspection.statistics.matching import (
+    adjusted_rand,
+    best_assignment,
+    match_experts,
+    match_traces,
+)
 from tests.inspection.by_hand import a_layer, a_stack, a_trace, renamed
 
 

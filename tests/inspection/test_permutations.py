@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection.permutations import (
+from moe.inspection.statistics.permutations import (
     DocumentShuffle,
     TokenShuffle,
     check_permutations,

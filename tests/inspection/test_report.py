@@ -18,7 +18,7 @@ from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.inspection.plots import plot_load
+from moe.inspection.report.plots import plot_load
 from scripts import inspect_router
 from tests.models.tiny import DENSE, tiny_model
 from tests.training.tiny_run import write_inputs

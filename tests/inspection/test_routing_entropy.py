@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection.routing_entropy import class_entropy, corrected_entropy, sentinel_entropies
+from moe.inspection.statistics.routing_entropy import (
+    class_entropy,
+    corrected_entropy,
+    sentinel_entropies,
+)
 from tests.inspection.by_hand import (
     a_layer,
     a_stack,

@@ -8,7 +8,7 @@ from scipy.spatial.distance import jensenshannon
 from sklearn.metrics import cohen_kappa_score
 
 from moe import DataError
-from moe.inspection.saturation import (
+from moe.inspection.statistics.saturation import (
     Snapshot,
     choice_agreement,
     churn,

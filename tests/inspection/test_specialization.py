@@ -11,12 +11,12 @@ from scipy.stats import t as student
 from sklearn.metrics import homogeneity_score, mutual_info_score
 
 from moe import ConfigError, DataError
-from moe.inspection.contingency import mutual_information
-from moe.inspection.intervals import student_quantile, wilson_interval
-from moe.inspection.permutations import DocumentShuffle, TokenShuffle
-from moe.inspection.specialization import class_table, specialization_test
-from moe.inspection.token_classes import TokenClasses, domain_classes
-from moe.inspection.vocabulary import vocabulary_table
+from moe.inspection.statistics.contingency import mutual_information
+from moe.inspection.statistics.intervals import student_quantile, wilson_interval
+from moe.inspection.statistics.permutations import DocumentShuffle, TokenShuffle
+from moe.inspection.statistics.specialization import class_table, specialization_test
+from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
+from moe.inspection.statistics.vocabulary import vocabulary_table
 from tests.inspection.by_hand import a_layer, a_stack, a_trace, places_of, renamed
 
 NULLS = (TokenShuffle, DocumentShuffle)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moe.inspection.coactivation import coactivation, layer_flows
-from moe.inspection.matching import match_traces
-from moe.inspection.permutations import TokenShuffle, token_places
-from moe.inspection.routing_entropy import sentinel_entropies
-from moe.inspection.saturation import saturation_curve, snapshot
-from moe.inspection.specialization import class_table, specialization_test
-from moe.inspection.token_classes import classify
+from moe.inspection.statistics.coactivation import coactivation, layer_flows
+from moe.inspection.statistics.matching import match_traces
+from moe.inspection.statistics.permutations import TokenShuffle, token_places
+from moe.inspection.statistics.routing_entropy import sentinel_entropies
+from moe.inspection.statistics.saturation import saturation_curve, snapshot
+from moe.inspection.statistics.specialization import class_table, specialization_test
+from moe.inspection.statistics.token_classes import classify
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.inspection.by_hand import a_tokenizer
 from tests.models.tiny import tiny_batch, tiny_model

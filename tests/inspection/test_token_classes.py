@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection import word_lists
-from moe.inspection.token_classes import (
+from moe.inspection.statistics import word_lists
+from moe.inspection.statistics.token_classes import (
     DEFAULT_CLASSES,
     TOKEN_CLASSES,
     classify,
     domain_classes,
 )
-from moe.inspection.token_text import read_tokens
+from moe.inspection.statistics.token_text import read_tokens
 from tests.inspection.by_hand import a_stack, a_tokenizer, a_trace, ids_of
 
 SENTENCE = [

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection.view import routing_view
-from moe.inspection.view_data import AblationBar, ClassRow, LayerClasses, SaturationPoint
+from moe.inspection.view.view import routing_view
+from moe.inspection.view.view_data import AblationBar, ClassRow, LayerClasses, SaturationPoint
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED
 from tests.inspection.tiny_view import (
     content_of,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe.inspection.view import routing_view
+from moe.inspection.view.view import routing_view
 from tests.inspection.chromium import Browser, find_chromium
 from tests.inspection.tiny_view import (
     long_trace,
@@ -231,8 +231,9 @@ def test_examples_layers_and_experts_are_chosen_by_buttons(browser, page, trace)
     assert "go on to expert" not in text(browser, "#flow")
     browser.click("#load figure:nth-of-type(1) .bar-group:nth-of-type(4)")
     browser.run("document.querySelector('#flow').scrollIntoView({behavior: 'instant'})")
-    browser.wait_for("document.querySelectorAll('#flow .followed').length > 0")
-    assert "Of the tokens of encoder 1, expert 4, in encoder 2" in text(browser, "#flow")
+    sentence = "Of the tokens of encoder 1, expert 4, in encoder 2"
+    browser.wait_for(f"document.querySelector('#flow').textContent.includes('{sentence}')")
+    assert browser.run("document.querySelectorAll('#flow .followed').length") > 0
 
     # Figures follow the slider.
     browser.run("document.querySelector('#layer-encoder').focus()")

@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.view import routing_view
-from moe.inspection.view_data import (
+from moe.inspection.view.view import routing_view
+from moe.inspection.view.view_data import (
     AblationBar,
     ClassRow,
     Estimate,

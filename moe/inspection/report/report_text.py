@@ -6,7 +6,7 @@ Every sentence about a result is made from numbers of this trace, these metrics 
 import math
 
 from moe.inspection.formatting import format_versions
-from moe.inspection.report_data import (
+from moe.inspection.report.report_data import (
     Evaluation,
     Line,
     Stage,

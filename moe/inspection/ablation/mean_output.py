@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from moe.errors import DataError
-from moe.inspection.choices import ChoiceMask
+from moe.inspection.ablation.choices import ChoiceMask
 from moe.sparse.editing import LayerKey, check_layer, edit_routing, sparse_layers
 from moe.sparse.edits import drop_choices
 from moe.sparse.layer import RouterOutput

@@ -18,17 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from moe.checks import check, check_integer
 from moe.errors import DataError
 from moe.files import output_path, write_text
+from moe.inspection.figures import COLOURS
 from moe.inspection.html_page import printable, render_page
-from moe.inspection.plots import COLOURS
-from moe.inspection.view_content import ModelContent, PageContent, script_json
-from moe.inspection.view_data import (
+from moe.inspection.view.view_content import ModelContent, PageContent, script_json
+from moe.inspection.view.view_data import (
     AblationBar,
     LayerClasses,
     SaturationPoint,
     check_statistics,
 )
-from moe.inspection.view_size import fitting_page
-from moe.inspection.view_trace import (
+from moe.inspection.view.view_size import fitting_page
+from moe.inspection.view.view_trace import (
     Shown,
     agreements,
     flows,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.inspection.document_intervals import TokenSums, mean_over_tokens
-from moe.inspection.expert_measures import target_losses
-from moe.inspection.target_sets import Targets, list_targets
+from moe.inspection.ablation.expert_measures import target_losses
+from moe.inspection.ablation.target_sets import Targets, list_targets
+from moe.inspection.statistics.document_intervals import TokenSums, mean_over_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import TracedBatch, evaluation_mode

@@ -14,9 +14,9 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from moe.checks import check_choice, check_number
-from moe.inspection.contingency import normalized_information
-from moe.inspection.intervals import wilson_interval
-from moe.inspection.permutations import (
+from moe.inspection.statistics.contingency import normalized_information
+from moe.inspection.statistics.intervals import wilson_interval
+from moe.inspection.statistics.permutations import (
     DocumentShuffle,
     Shuffle,
     TokenPlaces,
@@ -25,7 +25,7 @@ from moe.inspection.permutations import (
     share_at_least,
     shuffled_tables,
 )
-from moe.inspection.token_classes import TokenClasses
+from moe.inspection.statistics.token_classes import TokenClasses
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace
 

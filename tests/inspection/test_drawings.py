@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from moe import ConfigError
-from moe.inspection.figures import (
+from moe.inspection.drawings import (
     Curve,
     CurvePanel,
     HeatMap,
@@ -17,7 +17,7 @@ from moe.inspection.figures import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.view_data import Estimate
+from moe.inspection.view.view_data import Estimate
 
 
 def words(drawing):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from moe.errors import DataError
-from moe.inspection.view_trace import Shown
+from moe.inspection.view.view_trace import Shown
 from moe.tracing.trace import STACKS, Trace
 
 _PROBED_EXAMPLES = 16

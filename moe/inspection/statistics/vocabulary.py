@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe.checks import check_integer
 from moe.errors import DataError
-from moe.inspection.permutations import (
+from moe.inspection.statistics.permutations import (
     DocumentShuffle,
     Shuffle,
     TokenPlaces,
@@ -19,7 +19,7 @@ from moe.inspection.permutations import (
     share_at_least,
     shuffled_tables,
 )
-from moe.inspection.token_classes import token_ids
+from moe.inspection.statistics.token_classes import token_ids
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace, StackTrace
 
@@ -78,7 +78,7 @@ def vocabulary_table(
         places: Where the tokens stand, see `token_places`.
         tokens: `input`, or for the decoder `target`: the label at each position.
         min_occurrences: Rarer ids are left out; a smaller value gives more rows, and more by chance.
-        null: What is exchanged; see `moe.inspection.permutations`.
+        null: What is exchanged; see `moe.inspection.statistics.permutations`.
         num_permutations: Shuffles.
         seed: Of the shuffles.
 

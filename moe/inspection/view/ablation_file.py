@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from moe.errors import DataError
 from moe.files import write_text
-from moe.inspection.ablation import Ablation
-from moe.inspection.ablation_table import class_verdicts
-from moe.inspection.view_data import AblationBar
-from moe.inspection.view_statistics import ablation_bars
+from moe.inspection.ablation.ablate import Ablation
+from moe.inspection.ablation.ablation_table import class_verdicts
+from moe.inspection.view.view_data import AblationBar
+from moe.inspection.view.view_statistics import ablation_bars
 from moe.parsing import read_record
 from moe.sparse.editing import Stack
 from moe.tracing.trace import Trace

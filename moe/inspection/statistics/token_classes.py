@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check, check_choice
 from moe.errors import ConfigError, DataError
-from moe.inspection import word_lists
-from moe.inspection.token_text import TokenText, is_all_marks, read_tokens
-from moe.inspection.word_lists import plain_form
+from moe.inspection.statistics import word_lists
+from moe.inspection.statistics.token_text import TokenText, is_all_marks, read_tokens
+from moe.inspection.statistics.word_lists import plain_form
 from moe.registry import Registry
 from moe.sparse.editing import Stack
 from moe.tracing.trace import StackTrace, Trace

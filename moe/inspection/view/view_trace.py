@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moe.inspection.view_content import (
+from moe.inspection.view.view_content import (
     Agreement,
     Flow,
     LayerTokens,
@@ -20,7 +20,7 @@ from moe.inspection.view_content import (
     StackText,
     pack,
 )
-from moe.inspection.visible_text import START, visible_tokens
+from moe.inspection.view.visible_text import START, visible_tokens
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
 

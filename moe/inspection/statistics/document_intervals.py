@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.inspection.intervals import student_quantile
+from moe.inspection.statistics.intervals import student_quantile
 
 
 class Estimates(NamedTuple):

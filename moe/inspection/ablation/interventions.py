@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe.inspection.choices import ChoiceMask, choices_of
-from moe.inspection.mean_output import replace_by_mean
+from moe.inspection.ablation.choices import ChoiceMask, choices_of
+from moe.inspection.ablation.mean_output import replace_by_mean
 from moe.registry import Registry
 from moe.sparse.editing import LayerEdit, LayerKey, PlanEdit, edit_routing
 from moe.sparse.edits import RerouteExperts, choose_again, drop_choices

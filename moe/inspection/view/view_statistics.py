@@ -10,14 +10,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.ablation import Ablation
-from moe.inspection.ablation_table import expert_effects, top_effects
-from moe.inspection.permutations import LEAST_DOCUMENTS, token_places
-from moe.inspection.routing_entropy import EntropyEstimate, class_entropy
-from moe.inspection.saturation import Snapshot, saturation_curve
-from moe.inspection.specialization import class_table, specialization_test
-from moe.inspection.token_classes import TokenClasses, classify, domain_classes
-from moe.inspection.view_data import (
+from moe.inspection.ablation.ablate import Ablation
+from moe.inspection.ablation.ablation_table import expert_effects, top_effects
+from moe.inspection.statistics.permutations import LEAST_DOCUMENTS, token_places
+from moe.inspection.statistics.routing_entropy import EntropyEstimate, class_entropy
+from moe.inspection.statistics.saturation import Snapshot, saturation_curve
+from moe.inspection.statistics.specialization import class_table, specialization_test
+from moe.inspection.statistics.token_classes import TokenClasses, classify, domain_classes
+from moe.inspection.view.view_data import (
     AblationBar,
     ClassRow,
     Estimate,

@@ -5,8 +5,8 @@ Comes after `ablation_table`.
 
 from collections.abc import Iterable
 
-from moe.inspection.ablation import Ablation
-from moe.inspection.ablation_table import (
+from moe.inspection.ablation.ablate import Ablation
+from moe.inspection.ablation.ablation_table import (
     CONFIDENCE,
     NOTHING_SHOWN,
     ClassVerdict,

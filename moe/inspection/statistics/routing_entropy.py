@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_number
-from moe.inspection.intervals import student_quantile
-from moe.inspection.permutations import check_tokens
-from moe.inspection.specialization import chosen_experts
-from moe.inspection.token_classes import classify
+from moe.inspection.statistics.intervals import student_quantile
+from moe.inspection.statistics.permutations import check_tokens
+from moe.inspection.statistics.specialization import chosen_experts
+from moe.inspection.statistics.token_classes import classify
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import STACKS, LayerTrace, Trace
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.data.pipeline import Batch
-from moe.inspection.expert_measures import observe_layers, target_losses
+from moe.inspection.ablation.expert_measures import observe_layers, target_losses
 from moe.models.blocks import Block, BlockOutput
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration

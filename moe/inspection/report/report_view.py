@@ -1,6 +1,6 @@
 """What templates/router_report.html shows, as records of texts.
 
-`moe.inspection.report` builds them; the template arranges them.
+`moe.inspection.report.report` builds them; the template arranges them.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
-from moe.inspection.ablation import Ablation, LayerAblation
-from moe.inspection.document_intervals import (
+from moe.inspection.ablation.ablate import Ablation, LayerAblation
+from moe.inspection.statistics.document_intervals import (
     Estimates,
     TokenSums,
     difference_of_means,

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.tokenizer import SpecialIds
 from moe.files import write_text
-from moe.inspection import plots, report_text
 from moe.inspection.formatting import format_interval, format_score, format_versions
 from moe.inspection.html_page import printable, render_page
-from moe.inspection.report_data import ReadEvaluation, Stage, TracedModel, TracedText
-from moe.inspection.report_view import (
+from moe.inspection.report import plots, report_text
+from moe.inspection.report.report_data import ReadEvaluation, Stage, TracedModel, TracedText
+from moe.inspection.report.report_view import (
     Card,
     EvaluationView,
     ExpertView,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.inspection.contingency import mutual_information, normalized_information
-from moe.inspection.permutations import (
+from moe.inspection.statistics.contingency import mutual_information, normalized_information
+from moe.inspection.statistics.permutations import (
     DocumentShuffle,
     Shuffle,
     TokenPlaces,
@@ -21,7 +21,7 @@ from moe.inspection.permutations import (
     share_at_least,
     shuffled_tables,
 )
-from moe.inspection.specialization import chosen_experts
+from moe.inspection.statistics.specialization import chosen_experts
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace, StackTrace
 
@@ -151,7 +151,7 @@ def layer_flows(
     Args:
         stack: The stack's part of a trace.
         places: Where its tokens stand, see `token_places`.
-        null: What is exchanged; see `moe.inspection.permutations`.
+        null: What is exchanged; see `moe.inspection.statistics.permutations`.
         num_permutations: Shuffles.
         seed: Of the shuffles.
 

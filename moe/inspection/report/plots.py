@@ -1,41 +1,20 @@
-"""Plots as SVG text, to stand inside a page."""
+"""Plots of the report, as SVG text."""
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from moe.inspection.report_data import LOSSES, Line, Stage, metric_names
-
-# Okabe and Ito's colours, which colour-blind people tell apart.
-_BLUE = "#0072B2"
-_ORANGE = "#D55E00"
-_GREEN = "#009E73"
-_PINK = "#CC79A7"
-_GREY = "#666666"
-COLOURS = (_BLUE, _ORANGE, _GREEN, _PINK, "#56B4E9", "#E69F00", _GREY)
-"""Of figures with many lines, in this order."""
+from moe.inspection.figures import BLUE, COLOURS, GREEN, GREY, ORANGE, STYLE, figure_svg
+from moe.inspection.report.report_data import LOSSES, Line, Stage, metric_names
 
 _WIDTH = 7.8  # inches
 _LOSS_HEIGHT = 3.4
 _ROUTER_HEIGHT = 2.4
 _LABELLED_EXPERTS = 16
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "moe",
-    "font.family": "sans-serif",
-}
 
 
 # ---------------------------------------------------------------------------
@@ -116,15 +95,15 @@ def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
     """Draws the cross-entropies of a run, and what a model of frequencies alone would reach."""
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy (nats per token)")
-    _draw_curve(axes, lines, "train/ce_loss", _GREY, "training, all targets", alpha=0.5)
-    _draw_curve(axes, lines, "heldout/loss", _BLUE, "held-out, all targets", marker="o")
-    _draw_curve(axes, lines, "heldout/text_loss", _ORANGE, "held-out, text tokens", marker="s")
+    _draw_curve(axes, lines, "train/ce_loss", GREY, "training, all targets", alpha=0.5)
+    _draw_curve(axes, lines, "heldout/loss", BLUE, "held-out, all targets", marker="o")
+    _draw_curve(axes, lines, "heldout/text_loss", ORANGE, "held-out, text tokens", marker="s")
 
     # What is known without a model: the entropy of token frequencies.
     _, entropy = _steps_and_values(lines, "heldout/unigram_entropy")
     if entropy and math.isfinite(entropy[-1]):
         label = f"token frequencies alone (unigram entropy), {entropy[-1]:.2f}"
-        axes.axhline(entropy[-1], color=_GREEN, linestyle="--", label=label)
+        axes.axhline(entropy[-1], color=GREEN, linestyle="--", label=label)
     _add_legend(axes)
 
 
@@ -134,7 +113,7 @@ def _draw_entropy(axes: Axes, lines: Sequence[Line], num_experts: int | None) ->
     if num_experts:
         largest = even_entropy(num_experts)
         label = f"most possible, ln {num_experts} = {largest:.2f}"
-        axes.axhline(largest, color=_GREEN, linestyle="--", label=label)
+        axes.axhline(largest, color=GREEN, linestyle="--", label=label)
     axes.set_ylim(bottom=0)
     _add_legend(axes)
 
@@ -150,8 +129,8 @@ def _draw_router_metric(axes: Axes, lines: Sequence[Line], metric: str, label: s
     """Draws a router metric of both stacks."""
     axes.set_xlabel("step")
     axes.set_ylabel(label)
-    _draw_curve(axes, lines, f"router/encoder/{metric}", _BLUE, "encoder")
-    _draw_curve(axes, lines, f"router/decoder/{metric}", _ORANGE, "decoder")
+    _draw_curve(axes, lines, f"router/encoder/{metric}", BLUE, "encoder")
+    _draw_curve(axes, lines, f"router/decoder/{metric}", ORANGE, "decoder")
 
 
 def _draw_curve(
@@ -248,12 +227,3 @@ def _add_legend(axes: Axes) -> None:
     handles, _ = axes.get_legend_handles_labels()
     if handles:
         axes.legend(fontsize=9)
-
-
-def figure_svg(figure: Figure) -> str:
-    """Returns the figure as an <svg> element."""
-    file = io.StringIO()
-    with rc_context(STYLE):
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :]

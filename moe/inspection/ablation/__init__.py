@@ -1,0 +1,1 @@
+"""What experts do: taken away, one by one."""

@@ -1,0 +1,1 @@
+"""The report on a model and its training."""

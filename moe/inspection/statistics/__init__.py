@@ -1,0 +1,1 @@
+"""What chance would give, and what is beyond it: classes, domains, time, other models."""

@@ -1,0 +1,1 @@
+"""The routing view: one interactive page on a trace."""
