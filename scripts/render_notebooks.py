@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ("routing", "expert_purpose", "what_changed")
 VIEW_FILE = "view.html"
 
+_JUPYTER = ("jupytext", "nbconvert", "ipykernel")
+_OPTIONS = ("--to", "ipynb", "--set-kernel", "python3", "--execute")
 _FRAME_HEIGHT = 900  # pixels
 _ADVICE = "Install the optional dependencies: `make notebooks`, or pip install '.[notebooks]'."
 
@@ -93,21 +96,23 @@ def render(name: str, variables: dict[str, str], docs: Path, made_from: str) -> 
     with tempfile.TemporaryDirectory(prefix="notebook-") as scratch:
         out = Path("runs/notebooks", name)
         notebook = Path(scratch, f"{name}.ipynb")
-        run_notebook(ROOT / "notebooks" / f"{name}.py", notebook, variables | {"MOE_OUT": str(out)})
+        source = ROOT / "notebooks" / f"{name}.py"
+        run_notebook(source, notebook, variables | {"MOE_OUT": str(out)})
         content = json.loads(notebook.read_text(encoding="utf-8"))
 
     # Files of an earlier rendering go first, so that none is left over.
     folder = docs / "notebooks"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob(f"{name}_*.svg"):
         earlier.unlink()
 
+    # The page, its figures, and the view beside it.
     page = notebook_page(name, content, made_from)
     write_text(folder / f"{name}.md", page.text)
     for file, svg in page.figures.items():
         write_text(folder / file, svg)
     view = docs / "_static/notebooks" / f"{name}.html"
-    view.parent.mkdir(exist_ok=True)
+    view.parent.mkdir(parents=True, exist_ok=True)
     write_text(view, (out / VIEW_FILE).read_text(encoding="utf-8"))
     print(f"The page is {os.path.relpath(folder / name)}.md.")
 
@@ -119,18 +124,18 @@ def run_notebook(source: Path, target: Path, variables: dict[str, str]) -> None:
         ConfigError: When Jupyter is not installed.
         DataError: When a cell fails.
     """
-    options = ["--to", "ipynb", "--set-kernel", "python3", "--execute"]
-    words = [sys.executable, "-m", "jupytext", *options, "--run-path", str(ROOT)]
+    missing = [name for name in _JUPYTER if find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        raise ConfigError(f"{names}: not installed for {sys.executable}. {_ADVICE}")
+
+    # The modules that it imports are those of this repository.
     search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*words, "--output", str(target), str(source)],
-        env={**os.environ, **variables, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "No module named" in done.stderr and ("jupytext" in done.stderr or "nbc" in done.stderr):
-        raise ConfigError(f"Jupyter is not installed for {sys.executable}. {_ADVICE}")
+    environment = {**os.environ, **variables, "PYTHONPATH": search}
+    words = [sys.executable, "-m", "jupytext", *_OPTIONS]
+    words += ["--run-path", str(ROOT)]
+    words += ["--output", str(target), str(source)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DataError(f"The notebook {source.name} failed:\n{done.stderr[-2000:]}")
 
@@ -154,8 +159,8 @@ def notebook_page(name: str, content: dict[str, Any], made_from: str) -> Page:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             blocks.append(source)
-            titles = re.findall(r"^#+ (.+)$", source, re.MULTILINE)
-            heading = titles[-1] if titles else heading
+            headings = re.findall(r"^#+ (.+)$", source, re.MULTILINE)
+            heading = [heading, *headings][-1]
             continue
 
         # Code, and what came out of it.
@@ -163,11 +168,14 @@ def notebook_page(name: str, content: dict[str, Any], made_from: str) -> Page:
         blocks.append(_folded(code) if source.startswith("import ") else code)
         for output in cell["outputs"]:
             data = output.get("data", {})
-            if output["output_type"] == "stream" and output["name"] == "stdout":
-                blocks.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            if output.get("name") == "stdout":
+                printed = "".join(output["text"]).rstrip()
+                blocks.append(f"```text\n{printed}\n```")
             elif "image/svg+xml" in data:
+                # A figure is a file of its own.
                 file = f"{name}_{len(figures) + 1}.svg"
-                figures[file] = small_svg("".join(data["image/svg+xml"]))
+                svg = "".join(data["image/svg+xml"])
+                figures[file] = small_svg(svg)
                 blocks.append(f"![{heading}]({file})")
             elif "text/html" in data:
                 blocks.append(_frame(name))

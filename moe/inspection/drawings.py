@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
@@ -25,6 +25,7 @@ _CURVE_HEIGHT = 2.6
 _FRAME_HEIGHT = 0.9  # of the title and the axis of a panel
 _MOST_COLUMNS = 10  # of two heat maps side by side
 _LABELLED_COLUMNS = 20
+_MARKED_POINTS = 20
 _STEPS_OF_COLOUR = 21
 _DEEP = 0.55  # of the way to either end of the colours, from which text is white
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -117,6 +118,8 @@ def draw_heat_maps(
         axes.set_ylabel(y_label)
 
     figure = _draw_panels(panels, per_row, height, draw, extra=0.5)
+
+    # One scale of colours below all of them.
     bar = figure.colorbar(
         figure.axes[0].collections[0],
         ax=figure.axes,
@@ -219,7 +222,11 @@ def draw_intervals(
         most_rows = max(most_rows, len({row.name for row in panel.rows}))
 
     # A series has the same colour in all panels.
-    series = list(dict.fromkeys(row.series for panel in panels for row in panel.rows))
+    series: list[str] = []
+    for panel in panels:
+        for row in panel.rows:
+            if row.series not in series:
+                series.append(row.series)
     height = _ROW_HEIGHT * most_rows * max(1.0, 0.6 * len(series)) + _FRAME_HEIGHT
 
     def draw(axes: Axes, panel: IntervalPanel) -> None:
@@ -241,32 +248,42 @@ def _draw_estimates(
     axes: Axes, panel: IntervalPanel, series: Sequence[str], from_zero: bool
 ) -> None:
     """Draws the estimates of a panel, those of one name side by side."""
+    # A line for each name, the first at the top.
     names = list(dict.fromkeys(row.name for row in panel.rows))
     thickness = 0.8 / len(series)
     axes.grid(visible=False, axis="y")
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)
+
+    # What values are compared with.
     if from_zero:
         axes.axvline(0, color="black", linewidth=0.8)
     if panel.line is not None:
         label = panel.line_label or None
         axes.axvline(panel.line, color=COLOURS[2], linestyle="--", label=label)
 
+    # The estimates of a series lie a little beside the others of their names.
     for number, name in enumerate(series):
         rows = [row for row in panel.rows if row.series == name]
         shift = (number - (len(series) - 1) / 2) * thickness
-        values = [row.estimate.value for row in rows]
         heights = [names.index(row.name) + shift for row in rows]
+        values = [row.estimate.value for row in rows]
         colour = COLOURS[number % len(COLOURS)]
         if from_zero:
-            axes.barh(heights, values, height=0.9 * thickness, color=colour, alpha=0.55)
+            width = 0.9 * thickness
+            axes.barh(heights, values, width, color=colour, alpha=0.55)
+
+        # Whiskers reach from each value to both ends.
+        to_low = []
+        to_high = []
+        for row in rows:
+            value, low, high = row.estimate
+            to_low.append(_whisker(value, low))
+            to_high.append(_whisker(value, high))
         axes.errorbar(
             values,
             heights,
-            xerr=[
-                [_whisker(row.estimate.value, row.estimate.low) for row in rows],
-                [_whisker(row.estimate.value, row.estimate.high) for row in rows],
-            ],
+            xerr=[to_low, to_high],
             fmt=_MARKERS[number % len(_MARKERS)],
             color=colour,
             markersize=4,
@@ -279,7 +296,9 @@ def _draw_estimates(
 def _whisker(value: float, end: float) -> float:
     """Returns how long the line from a value to an end of its interval is; 0 where it is unknown."""
     length = abs(end - value)
-    return length if math.isfinite(length) else 0.0
+    if not math.isfinite(length):
+        return 0.0
+    return length
 
 
 # ---------------------------------------------------------------------------
@@ -325,9 +344,12 @@ def draw_curves(
 
     def draw(axes: Axes, panel: CurvePanel) -> None:
         for number, curve in enumerate(panel.curves):
-            colour = COLOURS[number % len(COLOURS)]
-            marker = _MARKERS[number % len(_MARKERS)] if len(curve.x) <= _LABELLED_COLUMNS else ""
-            axes.plot(curve.x, curve.y, color=colour, marker=marker, markersize=4, label=curve.name)
+            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "markersize": 4}
+            if len(curve.x) <= _MARKED_POINTS:
+                style["marker"] = _MARKERS[number % len(_MARKERS)]
+            axes.plot(curve.x, curve.y, label=curve.name, **style)
+
+        # Axes are alike in all panels.
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         if log_x:
@@ -342,12 +364,14 @@ def draw_curves(
 # ---------------------------------------------------------------------------
 # Panels
 
+_Panel = TypeVar("_Panel", HeatMap, IntervalPanel, CurvePanel)
+
 
 def _draw_panels(
-    panels: Sequence,
+    panels: Sequence[_Panel],
     per_row: int,
     height: float,
-    draw: Callable[[Axes, NamedTuple], None],
+    draw: Callable[[Axes, _Panel], None],
     extra: float = 0.0,
 ) -> Figure:
     """Returns a figure of panels, so many in a row, with one legend of each that has names.
@@ -377,10 +401,9 @@ def _draw_panels(
             handles, labels = axes.get_legend_handles_labels()
             names |= dict(zip(labels, handles, strict=True))
         if names:
-            columns = min(4, len(names))
-            figure.legend(
-                names.values(), names.keys(), loc="outside lower center", ncols=columns, fontsize=8
-            )
+            handles = list(names.values())
+            place = "outside lower center"
+            figure.legend(handles, list(names), loc=place, ncols=4, fontsize=8)
     return figure
 
 
