@@ -11,8 +11,9 @@ import pytest
 from eval.task import TASKS
 from moe import ConfigError
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
+from scripts.notebook_page import notebook_page, small_svg
 from scripts.render_notebooks import NOTEBOOKS as RENDERED
-from scripts.render_notebooks import notebook_page, run_notebook, small_svg
+from scripts.render_notebooks import run_notebook
 from tests.models.tiny import tiny_model
 from tests.processes import run_command
 from tests.training.tiny_run import write_texts
@@ -250,5 +251,5 @@ def test_a_small_figure_keeps_its_texts():
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jupytext") is not None, reason="Jupyter is installed")
 def test_without_jupyter_it_is_said_how_to_install_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"not installed.*make notebooks"):
+    with pytest.raises(ConfigError, match=r"jupytext.*: not installed for .*make notebooks"):
         run_notebook(NOTEBOOKS[0], tmp_path / "out.ipynb", {})
