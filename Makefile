@@ -4,7 +4,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-fast check docs format clean
+.PHONY: demo test test-fast check docs notebooks format clean
 
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
@@ -28,6 +28,10 @@ docs: .venv/installed
 	rm -rf build/docs docs/api/modules
 	$(BIN)/sphinx-build -W --keep-going -n -j auto docs build/docs
 
+# Runs the notebooks on the demo's model (after `make demo`), and writes their copies into docs/.
+notebooks: .venv/notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.render_notebooks $(ARGS)
+
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -35,6 +39,10 @@ format: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/notebooks: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
 	touch $@
 
 clean:

@@ -149,6 +149,7 @@ def _mark_up(lines):
     for index in range(0, len(parts), 2):  # outside of backticks
         part = re.sub(r"(\w)_(?!\w)", r"\1\\_", parts[index])  # `name_` would be a reference
         part = re.sub(r"(?m)^(\s*\w+: )(\w\.)", r"\1\\\2", part)  # "E." would begin a list
+        part = part.replace("|", r"\|")  # |x| would be a substitution
         parts[index] = _SHAPE.sub(r"``\g<0>``", part)
     return "".join(parts).split("\n")
 

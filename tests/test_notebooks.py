@@ -1,12 +1,19 @@
-"""Every notebook runs from top to bottom on a small model."""
+"""Every notebook runs from top to bottom on a small model, and stands in the documentation."""
 
+import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from eval.task import TASKS
-from moe.data.tokenizer import train_tokenizer
+from moe import ConfigError
+from moe.data.tokenizer import load_tokenizer, train_tokenizer
+from scripts.notebook_page import notebook_page, small_svg
+from scripts.render_notebooks import NOTEBOOKS as RENDERED
+from scripts.render_notebooks import run_notebook
 from tests.models.tiny import tiny_model
 from tests.processes import run_command
 from tests.training.tiny_run import write_texts
@@ -15,63 +22,234 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
+class Places(NamedTuple):
+    """What a notebook reads and writes."""
+
+    texts: Path
+    model: Path
+    out: Path
+
+    @property
+    def variables(self):
+        return {
+            "MOE_MODEL": str(self.model),
+            "MOE_CORPUS": str(self.texts / "no corpus"),
+            "MOE_TEXT": str(self.texts),
+            "MOE_OUT": str(self.out),
+        }
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Returns what a notebook reads, for a model with so many experts; its tokenizer knows the
-    words of the task.
+def places(tmp_path_factory):
+    """Returns what a notebook reads and writes, for a model with so many experts; its tokenizer
+    knows the words of the task of fine_tune.
     """
     folder = tmp_path_factory.mktemp("notebooks")
-    texts = [file.read_text() for file in sorted(write_texts(folder / "texts").iterdir())]
+    written = write_texts(folder / "texts", 7)
+    texts = [file.read_text() for file in sorted(written.iterdir())]
     texts += [
         f"{example.inputs} {example.targets}."
         for example in TASKS.get("unicode_category").examples("train")[::5]
     ]
     tokenizer = train_tokenizer(texts, 230, folder / "tokenizer")
 
-    def for_experts(num_experts):
-        model = folder / str(num_experts)
-        places = min(2, num_experts)
+    def for_experts(num_experts, seed=0):
+        model = folder / f"{num_experts} {seed}"
+        num_choices = min(2, num_experts)
         tiny_model(
-            vocab_size=230, num_experts=num_experts, num_selected_experts=places
+            seed, vocab_size=230, num_experts=num_experts, num_selected_experts=num_choices
         ).save_pretrained(model)
         tokenizer.save_pretrained(str(model))
-        return {"MOE_MODEL": str(model), "MOE_OUT": str(folder / f"{num_experts} out")}
+        return Places(written, model, folder / f"{num_experts} out")
 
     return for_experts
 
 
-def run(path, environment):
-    return run_command(str(path), environment=environment)
+def run(name, variables):
+    return run_command(str(ROOT / "notebooks" / f"{name}.py"), environment=variables)
+
+
+def figures(places):
+    """Returns the names of the figures and pages, none of which is empty."""
+    files = list(places.out.iterdir())
+    assert all("</" in file.read_text(encoding="utf-8") for file in files)
+    return {file.name for file in files}
+
+
+def test_nothing_but_these_notebooks_is_tested():
+    assert {path.stem for path in NOTEBOOKS} == {*RENDERED, "fine_tune"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [7, 1])
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs(path, num_experts, environment):
-    done = run(path, environment(num_experts))
+def test_fine_tune_learns_its_task(num_experts, places):
+    done = run("fine_tune", places(num_experts).variables)
     assert done.returncode == 0, done.stderr
     assert "encoder 1" in done.stdout
     assert "<pad>" not in done.stdout  # padding goes to no expert
-    if path.stem == "fine_tune":
-        before, after = (
-            float(share)
-            for share in re.findall(r"^(?:before|after) +([\d.]+) %", done.stdout, re.MULTILINE)
-        )
-        assert before < 20
-        assert after > 60
-        assert "drop_rate:\n  encoder: " in done.stdout
-        assert re.search(
-            r"^asked +expected +generated\n(.+\n)*unicode category name: ",
-            done.stdout,
-            re.MULTILINE,
-        )
+    before, after = (
+        float(share)
+        for share in re.findall(r"^(?:before|after) +([\d.]+) %", done.stdout, re.MULTILINE)
+    )
+    assert before < 20
+    assert after > 60
+    assert "drop_rate:\n  encoder: " in done.stdout
+    assert re.search(
+        r"^asked +expected +generated\n(.+\n)*unicode category name: ", done.stdout, re.MULTILINE
+    )
+
+
+@pytest.mark.slow
+def test_routing_draws_every_figure(places, tmp_path):
+    read = places(7)._replace(out=tmp_path)
+    done = run("routing", read.variables)
+    assert done.returncode == 0, done.stderr
+    assert "11 documents, of which 11 are traced" in done.stdout  # 7 files and 4 sentences
+    assert re.search(r"^encoder 1 +0 of 7 ", done.stdout, re.MULTILINE)
+    names = "load classes entropy vocabulary coactivation margins noise"
+    assert figures(read) == {f"{name}.svg" for name in names.split()} | {"view.html"}
+    assert "*" in (tmp_path / "classes.svg").read_text()
+    assert f"Where the tokens go in {read.model}" in (tmp_path / "view.html").read_text()
+
+
+@pytest.mark.slow
+def test_routing_says_what_one_document_and_one_expert_cannot_show(places, tmp_path):
+    read = places(1)._replace(out=tmp_path)
+    text = read.texts / "0.txt"
+    done = run("routing", read.variables | {"MOE_TEXT": f"mine={text}"})
+    assert done.returncode == 0, done.stderr
+    assert "No stars: 5 documents are too few" in done.stdout
+    assert "these p-values are too small" in done.stdout
+    assert "there are no pairs" in done.stdout
+    assert "there is no next one" in done.stdout
+    names = "load classes entropy vocabulary noise"
+    assert figures(read) == {f"{name}.svg" for name in names.split()} | {"view.html"}
+
+
+@pytest.mark.slow
+def test_expert_purpose_answers_for_every_expert_and_class(places, tmp_path):
+    read = places(7)._replace(out=tmp_path / "out")
+    lines = [f"Returning the number {n}, reading it and raising others." for n in range(40)]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    done = run("expert_purpose", read.variables | {"MOE_TEXT": str(texts)})
+    assert done.returncode == 0, done.stderr
+    total, *answers = map(
+        int, re.search(r"(\d+) questions: (\d+) yes, (\d+) no, (\d+) not", done.stdout).groups()
+    )
+    assert total == sum(answers) == 7 * (12 + 6)  # of the encoder's sequences, too
+    names = "relation effects verdicts own_class edits"
+    assert figures(read) == {f"{name}.svg" for name in names.split()} | {"view.html"}
+    assert re.search(r"^ing form +[1-9]", done.stdout, re.MULTILINE)
+    assert re.search(r"^as it is ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_expert_purpose_needs_two_experts(places):
+    done = run("expert_purpose", places(1).variables)
+    assert done.returncode == 1
+    assert "has one expert a layer: there is nothing to compare it with" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_changed_rounds_a_copy_where_there_is_no_other_model(places, tmp_path):
+    read = places(7)._replace(out=tmp_path)
+    done = run("what_changed", read.variables)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^after: .*, rounded to 4 bits$", done.stdout, re.MULTILINE)
+    assert "The replay in the same model is bit-identical: True" in done.stdout
+    assert "There are no probes in" in done.stdout
+    names = "agreement matching loss_split copies replay"
+    assert figures(read) == {f"{name}.svg" for name in names.split()} | {"view.html"}
+
+
+@pytest.mark.slow
+def test_what_changed_compares_models_of_one_tokenizer_only(places, tmp_path):
+    first = places(7)
+    second = places(7, seed=1)
+    variables = first._replace(out=tmp_path).variables | {"MOE_OTHER": str(second.model)}
+    done = run("what_changed", variables)
+    assert done.returncode == 0, done.stderr
+    assert f"after:  {second.model}\n" in done.stdout
+
+    tokenizer = load_tokenizer(second.model)
+    tokenizer.add_tokens(["entirely"])
+    tokenizer.save_pretrained(str(second.model))
+    tiny_model(vocab_size=231).save_pretrained(second.model)
+    done = run("what_changed", variables)
+    assert done.returncode == 1
+    assert "have different tokenizers: no token is comparable" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_without_a_model_the_notebook_says_how_to_get_one(path, tmp_path, environment):
-    done = run(path, {"MOE_MODEL": str(tmp_path)})
+def test_without_a_model_the_notebook_says_how_to_get_one(path, tmp_path):
+    done = run(path.stem, {"MOE_MODEL": str(tmp_path)})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         ("There is no model in", "moe.errors.CheckpointError: ")
     )
+
+
+# ---------------------------------------------------------------------------
+# Their copies in the documentation
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_page_of_a_notebook_is_whole_and_small(name):
+    folder = ROOT / "docs/notebooks"
+    page = (folder / f"{name}.md").read_text(encoding="utf-8")
+    shown = re.findall(r"!\[.+\]\((.+)\)", page)
+    assert sorted(shown) == sorted(file.name for file in folder.glob(f"{name}_*.svg"))
+    assert f'src="../_static/notebooks/{name}.html"' in page
+    assert (ROOT / f"docs/_static/notebooks/{name}.html").stat().st_size <= 300_000
+    assert sum((folder / file).stat().st_size for file in shown) <= 700_000
+    assert "Traceback" not in page
+
+
+def cell(kind, source, *outputs):
+    return {"cell_type": kind, "source": source.splitlines(True), "outputs": list(outputs)}
+
+
+def test_a_page_has_text_code_output_figures_and_a_frame():
+    svg = "<svg><!-- 1 -->\n   <path d='' x=\"1.23456\"/><text>1.23456</text></svg>"
+    content = {
+        "cells": [
+            cell("markdown", "# Title\n\nWhat it is."),
+            cell(
+                "code",
+                "print(1)\ndraw()",
+                {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]},
+                {"output_type": "stream", "name": "stderr", "text": ["A warning\n"]},
+                {"output_type": "execute_result", "data": {"image/svg+xml": [svg]}},
+            ),
+            cell("code", "import math"),
+            cell("markdown", "## See it"),
+            cell("code", "view", {"output_type": "execute_result", "data": {"text/html": ["<p>"]}}),
+        ]
+    }
+    page = notebook_page("mine", json.loads(json.dumps(content)), "Made here.")
+    assert page.text.startswith("# Title\n\nA copy of `notebooks/mine.py`")
+    assert page.text.index("Made here.") < page.text.index("What it is.")
+    assert (
+        "```python\nprint(1)\ndraw()\n```\n\n```text\n1\n2\n```\n\n![Title](mine_1.svg)"
+        in page.text
+    )
+    assert "</summary>\n\n```python\nimport math\n```\n\n</details>" in page.text
+    assert "A warning" not in page.text
+    assert page.text.index("## See it") < page.text.index('src="../_static/notebooks/mine.html"')
+    assert page.figures == {"mine_1.svg": small_svg(svg)}
+
+
+def test_a_small_figure_keeps_its_texts():
+    svg = (
+        '<svg>\n   <!-- 0.125 -->\n   <path d="M 1.23456 -0.98765"/>\n   <text>0.12345</text></svg>'
+    )
+    assert small_svg(svg) == '<svg>\n<path d="M 1.23 -0.98"/>\n<text>0.12345</text></svg>'
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jupytext") is not None, reason="Jupyter is installed")
+def test_without_jupyter_it_is_said_how_to_install_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"jupytext.*: not installed for .*make notebooks"):
+        run_notebook(NOTEBOOKS[0], tmp_path / "out.ipynb", {})

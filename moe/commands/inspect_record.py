@@ -53,7 +53,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         text=describe_inputs(options),
         model=str(options.model),
         model_fingerprint=model_fingerprint(options.model),
-        tokenizer_fingerprint=tokenizer_fingerprint(options.model),
+        tokenizer_fingerprint=tokenizer_fingerprint(inspected.tokenizer),
         command=shlex.join(["python", "-m", "scripts.inspect_router", "record", *argv]),
     )
     facts = record_to_folder(

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import load_complete
 from moe.cli import Parser, integer, path
-from moe.data.corpus import load_corpus
-from moe.data.documents import Document, read_files, read_pairs
+from moe.data.documents import read_pairs
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.errors import ConfigError, DataError
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -22,6 +21,7 @@ from moe.tracing.examples import (
     paired_batches,
 )
 from moe.tracing.recorder import TracedBatch
+from moe.tracing.texts import corpus_texts, file_texts
 
 TaskReader = Callable[[str, str], list[SourceText]]
 """Returns the pairs of a split of a task, by its name."""
@@ -153,23 +153,7 @@ def read_batches(
 
 def _read_texts(options: Namespace) -> list[SourceText]:
     """Returns the documents of a corpus' held-out part, or of the user's files."""
-    if options.corpus:
-        held_out = load_corpus(options.corpus).held_out
-        rows = zip(held_out["text"], held_out["package"], strict=True)
-        texts = enumerate(rows)
-        return [SourceText(text, "", number, domain) for number, (text, domain) in texts]
-
-    # NAME=FILE, or a file by itself.
-    documents: list[tuple[Document, str]] = []
-    for item in options.text:
-        name, separator, file = item.partition("=")
-        domain = name if separator else Path(item).stem
-        for document in read_files([file if separator else item]):
-            documents.append((document, domain))
-    texts = []
-    for number, (document, domain) in enumerate(documents):
-        texts.append(SourceText(document.text, "", number, domain))
-    return texts
+    return corpus_texts(options.corpus) if options.corpus else file_texts(options.text)
 
 
 def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:

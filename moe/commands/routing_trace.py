@@ -1,12 +1,14 @@
 """What the verbs of `stmoe inspect` make of a trace: its model, its tokenizer, its batches."""
 
+import hashlib
+import json
 from argparse import Namespace
 from pathlib import Path
 
-from moe.checksums import sha256_of
+from transformers import PreTrainedTokenizerFast
+
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import InspectedModel, load_inspected
-from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import DataError
 from moe.tracing.examples import batches_of
 from moe.tracing.recorder import TracedBatch
@@ -51,7 +53,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
 
     # A model with the same words.
     inspected = load_inspected(folder, dropless=dropless)
-    fingerprint = tokenizer_fingerprint(inspected.folder)
+    fingerprint = tokenizer_fingerprint(inspected.tokenizer)
     if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
         raise DataError(
             f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
@@ -61,9 +63,13 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
     return inspected
 
 
-def tokenizer_fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that tell the tokenizer of a folder from others."""
-    return sha256_of(folder / TOKENIZER_FILE)[:16]
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Returns 16 hexadecimal digits that tell what the ids of a tokenizer mean from others.
+
+    What it puts at the end of a text does not count: fine-tuning may have changed that.
+    """
+    tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 
 
 def read_again(trace: Trace, options: Namespace) -> list[TracedBatch]:

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from tokenizers import processors
 
 from moe import ConfigError, DataError
 from moe.data.tokenizer import load_tokenizer
@@ -145,6 +146,22 @@ def test_few_documents_have_no_p_values(folder, tmp_path, capsys):
     run("record", "--model", folder / "model", "--text", text, "--out", tmp_path / "trace")
     run("view", "--trace", tmp_path / "trace", "--out", tmp_path / "view.html")
     assert "The text has 1 documents; p-values" in capsys.readouterr().out
+
+
+def test_what_a_tokenizer_adds_to_texts_does_not_make_it_another_one(folder, trace, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    tokenizer = load_tokenizer(model)
+    before = tokenizer("words").input_ids
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <extra_id_0> </s>",
+        special_tokens=[
+            (name, tokenizer.convert_tokens_to_ids(name)) for name in ("<extra_id_0>", "</s>")
+        ],
+    )
+    tokenizer.save_pretrained(str(model))
+    assert load_tokenizer(model)("words").input_ids != before
+    run("replay", "--trace", trace, "--model", model)
 
 
 def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):

@@ -81,8 +81,8 @@ def split_loss(
         first=float(first_losses.mean()),
         second=float(second_losses.mean()),
         replayed=float(replayed_losses.mean()),
-        routing=_part(second_losses - replayed_losses, targets, confidence),
-        weights=_part(replayed_losses - first_losses, targets, confidence),
+        routing=mean_change(second_losses - replayed_losses, targets, confidence),
+        weights=mean_change(replayed_losses - first_losses, targets, confidence),
     )
 
 
@@ -102,8 +102,14 @@ def token_losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedB
     return torch.cat(losses)
 
 
-def _part(change: Tensor, targets: Targets, confidence: float) -> Part:
-    """Returns the mean of a change <float64>[N] of the loss of each target token."""
+def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> Part:
+    """Returns the mean of a change of the loss of each target token, with its interval.
+
+    Args:
+        change: <float64>[N] in nats, e.g. the difference of two `token_losses`.
+        targets: Where the tokens come from, see `list_targets`.
+        confidence: Share of intervals that hold the truth.
+    """
     # Tokens of a document are not independent: documents are the units.
     sums = torch.zeros(targets.num_documents, dtype=torch.float64)
     counts = sums.index_add(0, targets.document, torch.ones_like(change))

@@ -1,0 +1,83 @@
+"""Texts to trace: the user's files, held-out text of a corpus, Python's own language reference.
+
+Comes before `examples`, which makes batches of them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe.data.corpus import load_corpus
+from moe.data.docstrings import language_topics
+from moe.data.documents import Document, read_files
+from moe.data.prose import prose_paragraphs
+from moe.errors import DataError
+from moe.tracing.examples import SourceText
+
+REFERENCE = "language reference"
+"""Domain of the texts that every Python carries."""
+
+
+def find_texts(files: Sequence[str], corpus: Path) -> list[SourceText]:
+    """Returns the user's files; without any, held-out text of a corpus, or what Python carries.
+
+    Args:
+        files: See `file_texts`; empty for none.
+        corpus: Folder made by stmoe corpus, which need not be there.
+
+    Raises:
+        DataError: When a file is missing or no text, the corpus is damaged, or there is nothing.
+    """
+    if files:
+        return file_texts(files)
+    if corpus.exists():
+        return corpus_texts(corpus)
+    return reference_texts()
+
+
+def file_texts(items: Sequence[str]) -> list[SourceText]:
+    """Returns the documents of files.
+
+    Args:
+        items: Files or folders, or NAME=FILE for each kind of text; see `read_files`.
+
+    Raises:
+        DataError: When a file is missing or no text.
+    """
+    documents: list[tuple[Document, str]] = []
+    for item in items:
+        name, separator, file = item.partition("=")
+        domain = name if separator else Path(item).stem
+        for document in read_files([file if separator else item]):
+            documents.append((document, domain))
+
+    texts = []
+    for number, (document, domain) in enumerate(documents):
+        texts.append(SourceText(document.text, "", number, domain))
+    return texts
+
+
+def corpus_texts(folder: Path) -> list[SourceText]:
+    """Returns the held-out documents of a folder made by stmoe corpus; a package is a domain.
+
+    Raises:
+        DataError: When there is no corpus, or it is damaged.
+    """
+    held_out = load_corpus(folder).held_out
+    rows = zip(held_out["text"], held_out["package"], strict=True)
+    return [SourceText(text, "", number, domain) for number, (text, domain) in enumerate(rows)]
+
+
+def reference_texts() -> list[SourceText]:
+    """Returns the language reference that `help("topic")` shows, a document for each topic.
+
+    Raises:
+        DataError: When Python comes without it.
+    """
+    texts = []
+    for _, page in sorted(language_topics().items()):
+        text = "\n\n".join(prose_paragraphs(page))
+        if text:
+            texts.append(SourceText(text, "", len(texts), REFERENCE))
+    if not texts:
+        raise DataError("This Python comes without its language reference. Give files of text.")
+    return texts

@@ -1,0 +1,107 @@
+"""Figures of notebooks: what is written on them, and what is refused."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from moe import ConfigError
+from moe.inspection.drawings import (
+    Curve,
+    CurvePanel,
+    HeatMap,
+    IntervalPanel,
+    Row,
+    draw_curves,
+    draw_heat_maps,
+    draw_intervals,
+)
+from moe.inspection.view.view_data import Estimate
+
+
+def words(drawing):
+    """Returns the texts of a figure."""
+    root = ElementTree.fromstring(drawing.svg)
+    return ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def heat_map(num_columns=3, title="encoder 1"):
+    columns = [f"c{column}" for column in range(num_columns)]
+    texts = [[f"{row}:{column}" for column in range(num_columns)] for row in range(2)]
+    values = [[float(column) for column in range(num_columns)], [math.nan] * num_columns]
+    return HeatMap(title, ["upper", "lower"], columns, values, texts)
+
+
+def test_a_heat_map_names_rows_columns_cells_and_colours():
+    options = {"label": "lift (1 is even)", "x_label": "expert", "limits": (-1, 2)}
+    found = words(draw_heat_maps([heat_map(), heat_map(title="decoder 1")], **options))
+    for word in ("upper", "lower", "c0", "c2", "0:0", "1:2", "lift (1 is even)", "expert"):
+        assert word in found
+    assert found.count("encoder 1") == found.count("decoder 1") == 1
+
+
+def test_of_many_columns_some_are_named_and_no_cell():
+    found = words(draw_heat_maps([heat_map(53)], label="lift", x_label="expert", limits=(-1, 2)))
+    named = [word for word in found if re.fullmatch(r"c\d+", word)]
+    assert named[:2] == ["c0", "c3"]
+    assert not [word for word in found if ":" in word]
+
+
+def interval_panel(*estimates):
+    rows = [Row(f"row {number}", "drop", estimate) for number, estimate in enumerate(estimates)]
+    return IntervalPanel("encoder 1", rows, 0.5, "by chance")
+
+
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_unknown_ends_of_an_interval_are_not_drawn(from_zero):
+    known = Estimate(0.5, 0.25, 1.0)
+    unknown = Estimate(0.5, -math.inf, math.nan)
+    drawing = draw_intervals([interval_panel(known, unknown)], label="nats", from_zero=from_zero)
+    assert {"row 0", "row 1", "drop", "by chance", "nats", "encoder 1"} <= set(words(drawing))
+    assert not re.search(r"\b(inf|nan)\b", drawing.svg)
+
+
+def test_panels_of_intervals_have_one_scale():
+    small = interval_panel(Estimate(0.0, -0.1, 0.1))
+    large = interval_panel(Estimate(40.0, 30.0, 50.0))
+    found = words(draw_intervals([small, large], label="nats"))
+    assert found.count("40") == 2
+
+
+def test_curves_have_names_and_axes():
+    panel = CurvePanel("Saturation", [Curve("encoder 1", [1, 2, 3], [0.1, 0.5, math.nan])])
+    drawing = draw_curves([panel], x_label="step", y_label="share", y_limits=(0, 1), log_x=True)
+    assert {"Saturation", "encoder 1", "step", "share"} <= set(words(drawing))
+
+
+def test_the_same_figure_is_the_same_text():
+    first, second = (
+        draw_heat_maps([heat_map()], label="lift", x_label="expert", limits=(0, 1))
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_a_drawing_shows_itself_and_is_saved(tmp_path):
+    drawing = draw_intervals([interval_panel(Estimate(0.5, 0.25, 1.0))], label="nats")
+    assert drawing._repr_svg_() == drawing.svg
+    assert drawing.save(tmp_path / "new/figure.svg").read_text() == drawing.svg
+    with pytest.raises(ConfigError, match=r"\.svg"):
+        drawing.save(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: draw_curves([], x_label="", y_label=""), "at least one panel"),
+        (lambda: draw_intervals([interval_panel()], label=""), "rows of encoder 1 .* estimate"),
+        (
+            lambda: draw_heat_maps([heat_map()], label="", x_label="", limits=(1, 1)),
+            "limits .* smaller one first",
+        ),
+    ],
+)
+def test_an_empty_figure_is_refused(draw, message):
+    with pytest.raises(ConfigError, match=message):
+        draw()
