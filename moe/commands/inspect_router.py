@@ -5,6 +5,7 @@ stmoe inspect report --model runs/demo/model --corpus runs/demo/corpus --out rep
 """
 
 import importlib
+import sys
 
 from moe.commands.routing_inputs import TaskReader
 from moe.errors import ConfigError, did_you_mean
@@ -31,7 +32,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())
-        return
+        sys.exit(0)
 
     name = argv[0]
     if name not in VERBS:

@@ -204,7 +204,9 @@ def test_a_task_without_the_repository_is_refused(folder, tmp_path):
 
 
 def test_help_lists_the_verbs(capsys):
-    run("--help")
+    with pytest.raises(SystemExit) as end:
+        run("--help")
+    assert not end.value.code
     printed = capsys.readouterr().out
     for verb in ("record", "view", "ablate", "compare", "replay", "report"):
         assert f"\n  {verb} " in printed
