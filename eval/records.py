@@ -4,10 +4,8 @@
 compare.json and compare.md are views of them. The fields stand in the order of the JSON files.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from eval.answers.cost import Cost, Timing, find_speed
 from eval.answers.inference import AS_SAVED, Inference, identity
@@ -20,7 +18,6 @@ from eval.scores.intervals import Score
 from eval.submission import Submission
 from eval.task import Decoding
 from moe.data.overlap import SplitOverlap
-from moe.inspection.html_page import printable
 
 # ---------------------------------------------------------------------------
 # Scores
@@ -497,42 +494,3 @@ class Comparison:
     b: ComparedModel
     tasks: Sequence[TaskComparison]
     left_out: Sequence[str]
-
-
-# ---------------------------------------------------------------------------
-# Records as JSON
-
-
-def to_json(value: Any) -> Any:
-    """Returns a record as plain values: what `json.dumps` writes and other programs read.
-
-    Numbers that are not finite become None, which JSON knows. Bytes of paths that are not UTF-8
-    become escapes, so that every text can be encoded.
-
-    Args:
-        value: A record, or what a field of a record holds.
-    """
-    if is_dataclass(value):
-        return _fields_to_json(value)
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return to_json(value._asdict())  # type: ignore[attr-defined]
-    if isinstance(value, Mapping):
-        return {to_json(name): to_json(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(part) for part in value]
-
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _fields_to_json(record: Any) -> dict[str, Any]:
-    content = {}
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if item.metadata.get("elsewhere") or (value is None and item.metadata.get("optional")):
-            continue
-        content[item.metadata.get("json", item.name)] = to_json(value)
-    return content

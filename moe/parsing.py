@@ -1,11 +1,14 @@
-"""Reads JSON, JSON lines and YAML into values and typed records, or refuses them with one message.
+"""Reads JSON, JSON lines and YAML into values and typed records, or refuses them with one message;
+`to_json` is the way back.
 
 Nothing that is read here runs code, and nothing in it is trusted: bytes that are no UTF-8, halves
 of characters, numbers of thousands of digits, endless nesting and other types than expected all
 end in an error of this library.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -315,3 +318,47 @@ class _StrictLoader(yaml.SafeLoader):
 def _reader(kind: Any) -> TypeAdapter[Any]:
     """Returns what reads records of a type; making one takes longer than using it."""
     return TypeAdapter(kind)
+
+
+# ---------------------------------------------------------------------------
+# Records as JSON
+
+
+def to_json(value: Any) -> Any:
+    """Returns a record as plain values: what `json.dumps` writes and other programs read.
+
+    Numbers that are not finite become None, which JSON knows. Bytes of paths that are not UTF-8
+    become escapes, so that every text can be encoded.
+
+    Args:
+        value: A record, or what a field of a record holds.
+    """
+    if is_dataclass(value):
+        return _fields_to_json(value)
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return to_json(value._asdict())  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return {to_json(name): to_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(part) for part in value]
+
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _fields_to_json(record: Any) -> dict[str, Any]:
+    content = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if item.metadata.get("elsewhere") or (value is None and item.metadata.get("optional")):
+            continue
+        content[item.metadata.get("json", item.name)] = to_json(value)
+    return content
+
+
+def printable(value: Path | str) -> str:
+    """Returns a path or text that can be printed: bytes that are not UTF-8 become escapes."""
+    return str(value).encode(errors="backslashreplace").decode()

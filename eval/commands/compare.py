@@ -16,7 +16,6 @@ from eval.records import (
     ExampleDifference,
     MetricComparison,
     TaskComparison,
-    to_json,
 )
 from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
 from eval.run_folder import (
@@ -33,7 +32,7 @@ from eval.task import TASKS, Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.formatting import format_score
-from moe.inspection.html_page import printable
+from moe.parsing import printable, to_json
 
 _SHOWN_EXAMPLES = 10
 _WRITTEN_CHARACTERS = 500

@@ -6,7 +6,7 @@ from eval.answers.predict import MODES
 from eval.records import MetricScore, Report, SystemResult, TaskResult
 from eval.reports.formatting import NOTED, format_marked_interval, markdown_table
 from moe.inspection.formatting import format_score
-from moe.inspection.html_page import printable
+from moe.parsing import printable
 
 _HEADER = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]
 

@@ -15,7 +15,7 @@ import torch
 from eval.answers.cost import TIMING
 from eval.answers.inference import AS_SAVED, describe_capacity
 from eval.answers.seq2seq import Seq2Seq
-from eval.records import ModelInfo, Report, Selection, to_json
+from eval.records import ModelInfo, Report, Selection
 from eval.reports.card import model_card
 from eval.reports.html_report import html_report
 from eval.reports.markdown_report import markdown_report
@@ -31,9 +31,8 @@ from eval.sealed_json import seal
 from moe.checks import is_kind
 from moe.errors import CheckpointError
 from moe.files import write_text
-from moe.inspection.html_page import printable
 from moe.models.configuration import STMoEConfig
-from moe.parsing import read_json, to_record
+from moe.parsing import printable, read_json, to_json, to_record
 
 _LIBRARIES = (
     "stmoe",

@@ -7,7 +7,6 @@ import json
 import statistics
 from pathlib import Path
 
-from eval.records import to_json
 from eval.reports.formatting import markdown_list, markdown_table
 from eval.studies.analysis import (
     ArmNumber,
@@ -19,7 +18,7 @@ from eval.studies.analysis import (
 from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, sweep_chart
 from moe.files import write_text
 from moe.inspection.html_page import render_page
-from moe.parsing import read_record
+from moe.parsing import read_record, to_json
 
 STUDY_JSON = "study.json"
 

@@ -14,9 +14,9 @@ from moe.inspection.ablation.ablate import ablate_experts
 from moe.inspection.ablation.ablation_table import class_verdicts, top_effects
 from moe.inspection.ablation.ablation_text import effect_table, top_effects_text, verdict_table
 from moe.inspection.ablation.interventions import INTERVENTIONS
-from moe.inspection.html_page import printable
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.view.ablation_file import keep_ablation, write_ablation
+from moe.parsing import printable
 from moe.tracing.trace_file import read_trace
 
 

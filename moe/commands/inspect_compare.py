@@ -10,11 +10,11 @@ from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, Part, split_loss
-from moe.inspection.html_page import printable
 from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.inspection.statistics.saturation import choice_agreement
 from moe.inspection.tables import format_table
 from moe.inspection.view.view import routing_view
+from moe.parsing import printable
 from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.trace import Trace, layer_name

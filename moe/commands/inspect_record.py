@@ -19,9 +19,9 @@ from moe.commands.routing_inputs import (
 )
 from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.files import check_kind, output_path
-from moe.inspection.html_page import printable
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.token_counts import count_tokens
+from moe.parsing import printable
 from moe.tracing.recorder import Provenance
 from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
 

@@ -25,7 +25,6 @@ from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
-from moe.inspection.html_page import printable
 from moe.inspection.report.report import GENERATOR, write_report
 from moe.inspection.report.report_data import (
     TracedModel,
@@ -37,6 +36,7 @@ from moe.inspection.report.report_data import (
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.inspection.token_counts import count_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import printable
 from moe.tracing.recorder import record_routing, traced_batches
 
 _BATCH_SIZE = 64

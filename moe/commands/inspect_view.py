@@ -5,15 +5,12 @@ stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation run
 """
 
 import json
-import math
 import shlex
-from typing import Any
 
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.routing_trace import add_trace, load_traced
 from moe.files import output_path, write_text
-from moe.inspection.html_page import printable
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import (
     EntropyEstimate,
@@ -25,6 +22,7 @@ from moe.inspection.view.ablation_file import read_ablation
 from moe.inspection.view.view import routing_view
 from moe.inspection.view.view_data import LayerClasses
 from moe.inspection.view.view_statistics import view_classes, view_saturation
+from moe.parsing import printable, to_json
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
 
@@ -92,20 +90,13 @@ def tables_json(
     """Returns the numbers of the tables as JSON; experts stand in their order, null is not known."""
     sentinels = []
     for row in entropies:
-        estimates = {
-            "sentinels": row.sentinels._asdict(),
-            "all_tokens": row.all_tokens._asdict(),
-        }
+        estimates = {"sentinels": row.sentinels, "all_tokens": row.all_tokens}
         sentinels.append({"layer": layer_name(row.layer), "even": row.even, **estimates})
 
     of_classes = []
     for table in classes:
         for row in table.rows:
-            columns = {
-                "shares": list(row.shares),
-                "lifts": list(row.lifts),
-                "p_values": list(row.p_values),
-            }
+            columns = {"shares": row.shares, "lifts": row.lifts, "p_values": row.p_values}
             of_class = {"layer": layer_name(table.key), "class": row.name, "tokens": row.num_tokens}
             of_classes.append({**of_class, **columns})
 
@@ -117,16 +108,7 @@ def tables_json(
         "sentinels": sentinels,
         "classes": of_classes,
     }
-    return json.dumps(_without_nan(content), indent=1) + "\n"
-
-
-def _without_nan(value: Any) -> Any:
-    """Returns plain values with None in the place of NaN, which JSON does not know."""
-    if isinstance(value, dict):
-        return {name: _without_nan(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(part) for part in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return json.dumps(to_json(content), indent=1) + "\n"
 
 
 def sentinel_table(rows: list[SentinelEntropy]) -> str:

@@ -38,8 +38,3 @@ def render_page(template: str, folder: Path | None = None, **values: object) -> 
 def code_spans(text: str) -> Markup:
     """Returns a text as HTML, in which `names` in backquotes are set as code."""
     return Markup(_CODE_SPAN.sub(r"<code>\1</code>", str(escape(text))))
-
-
-def printable(value: Path | str) -> str:
-    """Returns a path or text that can be printed: bytes that are not UTF-8 become escapes."""
-    return str(value).encode(errors="backslashreplace").decode()

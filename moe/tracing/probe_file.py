@@ -27,7 +27,7 @@ from moe.errors import DataError
 from moe.files import whole_file, write_text
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.parsing import read_record
+from moe.parsing import read_record, to_json
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.recorder import layer_facts, stack_inputs, unpacked
 from moe.tracing.trace import STACKS, LayerFacts, StackTrace, expert_dtype
@@ -221,9 +221,7 @@ def begin_probes(
 
     with whole_file(folder / TEXT_FILE) as partial:
         partial.write_bytes(save(_text_tensors(text)))
-    content = facts._asdict()
-    content["layers"] = [layer._asdict() for layer in facts.layers]
-    write_text(folder / FACTS_FILE, json.dumps(content, indent=1) + "\n")
+    write_text(folder / FACTS_FILE, json.dumps(to_json(facts), indent=1) + "\n")
 
 
 def write_probe(folder: Path, probe: Probe, facts: ProbeFacts) -> None:

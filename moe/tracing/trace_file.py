@@ -19,7 +19,7 @@ from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.parsing import read_record
+from moe.parsing import read_record, to_json
 from moe.tracing.recorder import FORMAT_VERSION, Provenance, Recording, TracedBatch
 from moe.tracing.trace import (
     ACCEPTED,
@@ -98,8 +98,8 @@ def save_trace(trace: Trace, folder: Path) -> None:
 
 
 def _write_facts(facts: TraceFacts, folder: Path) -> None:
-    record = facts._asdict() | {"layers": [layer._asdict() for layer in facts.layers]}
-    (folder / FACTS_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    content = json.dumps(to_json(facts), indent=1) + "\n"
+    (folder / FACTS_FILE).write_text(content, encoding="utf-8")
 
 
 class _RowStream(ExitStack):

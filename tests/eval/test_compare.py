@@ -7,13 +7,13 @@ import pytest
 from eval.answers.likelihood import ChoiceLikelihood, Scoring
 from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
 from eval.commands.compare import compare_runs, comparison_markdown
-from eval.records import to_json
 from eval.reports.task_summary import score_system
 from eval.run_folder import examples_path, predictions_path, write_examples
 from eval.sealed_json import seal
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from moe.files import write_text
+from moe.parsing import to_json
 from tests.eval.conftest import colour_task
 
 

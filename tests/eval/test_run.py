@@ -15,7 +15,7 @@ from eval.answers.seq2seq import load_seq2seq
 from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
 from eval.commands.compare import compare_runs
 from eval.dev_scores import read_tasks
-from eval.records import FailedTask, to_json
+from eval.records import FailedTask
 from eval.reports import task_summary
 from eval.reports.task_summary import score_system
 from eval.run import check_tasks, evaluate, read_task
@@ -32,6 +32,7 @@ from moe import ConfigError, DataError
 from moe.data.corpus import build_corpus, save_corpus
 from moe.data.documents import Document
 from moe.data.mixture import choose_examples
+from moe.parsing import to_json
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -31,7 +31,6 @@ from eval.records import (
     SystemResult,
     TaskResult,
     WorstAnswer,
-    to_json,
 )
 from eval.reports.card import model_card
 from eval.reports.charts import bar_chart
@@ -53,6 +52,7 @@ from eval.reports.task_summary import (
 from eval.scores.calibration import Calibration
 from eval.scores.superglue import SUPERGLUE
 from eval.task import GREEDY, TASKS, Example, limit_examples
+from moe.parsing import to_json
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

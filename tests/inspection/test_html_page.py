@@ -3,7 +3,8 @@
 import pytest
 from jinja2 import UndefinedError
 
-from moe.inspection.html_page import code_spans, printable, render_page
+from moe.inspection.html_page import code_spans, render_page
+from moe.parsing import printable
 
 
 def test_a_text_is_escaped_wherever_it_stands(tmp_path):

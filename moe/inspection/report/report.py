@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.data.tokenizer import SpecialIds
 from moe.files import write_text
 from moe.inspection.formatting import format_interval, format_score, format_versions
-from moe.inspection.html_page import printable, render_page
+from moe.inspection.html_page import render_page
 from moe.inspection.report import plots, report_text
 from moe.inspection.report.report_data import ReadEvaluation, Stage, TracedModel, TracedText
 from moe.inspection.report.report_view import (
@@ -43,7 +43,7 @@ from moe.inspection.tables import (
 )
 from moe.inspection.token_counts import LayerCounts, RoutingCounts
 from moe.models.configuration import STMoEConfig
-from moe.parsing import read_text
+from moe.parsing import printable, read_text
 from moe.sparse.stats import summarize
 from moe.tracing.trace import layer_name
 

@@ -14,7 +14,7 @@ from moe.inspection.ablation.ablate import Ablation
 from moe.inspection.ablation.ablation_table import class_verdicts
 from moe.inspection.view.view_data import AblationBar
 from moe.inspection.view.view_statistics import ablation_bars
-from moe.parsing import read_record
+from moe.parsing import read_record, to_json
 from moe.sparse.editing import Stack
 from moe.tracing.trace import Trace
 
@@ -87,12 +87,9 @@ class KeptAblation(NamedTuple):
 
 def keep_ablation(ablation: Ablation, trace: Trace, command: str = "") -> KeptAblation:
     """Returns what is kept of an ablation on the examples of a trace."""
-    # JSON has no infinity: an end that nothing is known of is null.
     effects = []
     for bar in ablation_bars(ablation):
-        low = _finite(bar.low)
-        high = _finite(bar.high)
-        effects.append(KeptEffect(*bar.key, bar.expert, bar.effect, low, high, bar.verdict))
+        effects.append(KeptEffect(*bar.key, bar.expert, bar.effect, bar.low, bar.high, bar.verdict))
 
     verdicts = []
     for verdict in class_verdicts(ablation):
@@ -102,7 +99,7 @@ def keep_ablation(ablation: Ablation, trace: Trace, command: str = "") -> KeptAb
                 verdict.expert,
                 verdict.token_class,
                 verdict.num_tokens,
-                _finite(verdict.effect.value),
+                verdict.effect.value,
                 verdict.answer,
             )
         )
@@ -119,16 +116,10 @@ def keep_ablation(ablation: Ablation, trace: Trace, command: str = "") -> KeptAb
     )
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def write_ablation(kept: KeptAblation, path: Path) -> None:
     """Writes an ablation, whole or not at all."""
-    record = kept._asdict()
-    record["effects"] = [effect._asdict() for effect in kept.effects]
-    record["verdicts"] = [verdict._asdict() for verdict in kept.verdicts]
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    # JSON has no infinity: an end that nothing is known of is null.
+    write_text(path, json.dumps(to_json(kept), indent=1) + "\n")
 
 
 def read_ablation(path: Path, trace: Trace) -> KeptAblation:

@@ -19,7 +19,7 @@ from moe.checks import check, check_integer
 from moe.errors import DataError
 from moe.files import output_path, write_text
 from moe.inspection.figures import COLOURS
-from moe.inspection.html_page import printable, render_page
+from moe.inspection.html_page import render_page
 from moe.inspection.view.view_content import ModelContent, PageContent, script_json
 from moe.inspection.view.view_data import (
     AblationBar,
@@ -37,6 +37,7 @@ from moe.inspection.view.view_trace import (
     shown_rows,
     shown_text,
 )
+from moe.parsing import printable
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import STACKS, Trace, layer_name
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe.inspection.html_page import printable
 from moe.inspection.view.view_data import AblationBar, LayerClasses, SaturationPoint
+from moe.parsing import printable
 
 # Inside a script element these could end it, or begin a comment or an entity.
 _ESCAPED = {
