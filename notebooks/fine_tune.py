@@ -18,7 +18,6 @@ from eval.task import TASKS
 from moe import RouterStatsCallback, STMoEForConditionalGeneration, add_stats, load_complete
 from moe.data.tokenizer import load_tokenizer
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
-from moe.inspection.token_counts import count_tokens
 from moe.tracing.recorder import record_routing, traced_batches
 
 folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
@@ -140,8 +139,7 @@ for batch in trainer.get_eval_dataloader():
     batch.pop("decoder_input_ids", None)
     batches.append({name: value.to(model.device) for name, value in batch.items()})
 trace = record_routing(model, traced_batches(batches))
-counts = count_tokens(trace, model.config.vocab_size)
-print(format_table(HEALTH_HEADER, health_rows(counts)))
+print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
 
 # %% [markdown]
 # ## Save, load, generate

@@ -4,11 +4,9 @@ stmoe inspect ablate --trace runs/trace --out runs/ablation.json
 stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
 """
 
-import shlex
-
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import TaskReader
-from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, command_text
+from moe.commands.routing_trace import add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
 from moe.inspection.ablation.ablation_table import class_verdicts, top_effects
@@ -36,8 +34,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Ablates every expert, prints the tables and writes the file; it reads no task."""
+def main(argv: list[str]) -> None:
+    """Ablates every expert, prints the tables and writes the file."""
     options = build_parser().parse_args(argv)
     out = output_path(options.out, suffix=".json", inputs=[options.trace, options.model])
     trace = read_trace(options.trace)
@@ -57,7 +55,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     )
 
     # All of it is kept; what was shown is printed.
-    command = shlex.join(["python", "-m", "scripts.inspect_router", "ablate", *argv])
+    command = command_text("ablate", argv)
     write_ablation(keep_ablation(ablation, trace, command), out)
     print(effect_table(ablation))
     print()

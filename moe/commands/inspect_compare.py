@@ -6,8 +6,8 @@ stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/
 from collections.abc import Mapping
 
 from moe.cli import Parser, path
-from moe.commands.routing_inputs import TaskReader
-from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches
+from moe.commands.routing_trace import add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, Part, split_loss
 from moe.inspection.statistics.matching import ExpertMatching, match_traces
@@ -37,8 +37,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Prints why the losses differ, and writes the view of both; it reads no task."""
+def main(argv: list[str]) -> None:
+    """Prints why the losses differ, and writes the view of both."""
     # What can be refused before a model is loaded.
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.traced_model]

@@ -4,8 +4,6 @@ stmoe inspect record --model runs/demo/model --corpus runs/demo/corpus --out run
 stmoe inspect record --model runs/demo/model --text news=a.txt code=b.md --best 4 --out runs/trace
 """
 
-import shlex
-
 from tqdm import tqdm
 
 from moe.checksums import model_fingerprint
@@ -13,6 +11,7 @@ from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import (
     TaskReader,
     add_inputs,
+    command_text,
     describe_inputs,
     load_inspected,
     read_batches,
@@ -20,7 +19,6 @@ from moe.commands.routing_inputs import (
 from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.files import check_kind, output_path
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
-from moe.inspection.token_counts import count_tokens
 from moe.parsing import printable
 from moe.tracing.recorder import Provenance
 from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
@@ -39,7 +37,12 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Records, and prints what the routers did."""
+    """Records, and prints what the routers did.
+
+    Args:
+        argv: The options.
+        read_task: Reads the pairs of a task of eval/; None where there is none.
+    """
     options = build_parser().parse_args(argv)
     # What can be refused before a model is loaded.
     inputs = [options.model, options.corpus, options.pairs]
@@ -54,7 +57,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         model=str(options.model),
         model_fingerprint=model_fingerprint(options.model),
         tokenizer_fingerprint=tokenizer_fingerprint(inspected.tokenizer),
-        command=shlex.join(["python", "-m", "scripts.inspect_router", "record", *argv]),
+        command=command_text("record", argv),
     )
     facts = record_to_folder(
         inspected.model,
@@ -66,10 +69,9 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
 
     # What the routers did, and how much of it there is.
     trace = read_trace(out)
-    counts = count_tokens(trace, inspected.model.config.vocab_size)
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
     megabytes = (out / TENSORS_FILE).stat().st_size / 1e6
-    print(format_table(HEALTH_HEADER, health_rows(counts)))
+    print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
     print(
         f"{facts.num_examples:,} examples, {num_tokens:,} tokens, {megabytes:.1f} MB. "
         f"The trace is in {printable(out)}."

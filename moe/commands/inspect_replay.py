@@ -6,8 +6,8 @@ stmoe inspect replay --trace runs/trace --model runs/quantised/model
 import torch
 
 from moe.cli import Parser, path
-from moe.commands.routing_inputs import TaskReader
-from moe.commands.routing_trace import add_batches, add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches
+from moe.commands.routing_trace import add_trace, load_traced, read_again
 from moe.inspection.ablation.loss_split import token_losses
 from moe.inspection.tables import format_table
 from moe.tracing.replay import replay_routing
@@ -32,8 +32,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Prints the loss with the model's own routing and with that of the trace; it reads no task."""
+def main(argv: list[str]) -> None:
+    """Prints the loss with the model's own routing and with that of the trace."""
     options = build_parser().parse_args(argv)
     trace = read_trace(options.trace)
     model = load_traced(trace, options.model, dropless=options.dropless).model

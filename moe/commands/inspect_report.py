@@ -6,7 +6,6 @@ stmoe inspect report --model runs/demo/pretrain/model --corpus runs/demo/corpus 
 """
 
 import platform
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check_integer
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import TaskReader, load_inspected
+from moe.commands.routing_inputs import command_text, load_inspected
 from moe.data.corpus import Corpus, corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
@@ -71,8 +70,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Traces held-out text and writes the report; it reads no task."""
+def main(argv: list[str]) -> None:
+    """Traces held-out text and writes the report."""
     options = build_parser().parse_args(argv)
 
     # What can be refused before a model is loaded.
@@ -104,7 +103,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         counts=counts,
         model=describe_model(options.model, model),
         text=describe_text(options.corpus, corpus, source, tokens.size, options.batches),
-        command=shlex.join(["python", "-m", "scripts.inspect_router", "report", *argv]),
+        command=command_text("report", argv),
         stages=stages,
         evaluation=evaluation,
     )

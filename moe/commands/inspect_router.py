@@ -4,20 +4,27 @@ stmoe inspect record --model runs/demo/model --corpus runs/demo/corpus --out run
 stmoe inspect report --model runs/demo/model --corpus runs/demo/corpus --out report.html
 """
 
-import importlib
 import sys
 
 from moe.commands.routing_inputs import TaskReader
-from moe.errors import ConfigError, did_you_mean
+from moe.commands.verbs import Verb, verb_lines, verb_main
 
 VERBS = {
-    "record": "write down which expert every token of a text goes to",
-    "view": "show a trace: an interactive page, and tables with their significance",
-    "ablate": "say what the loss becomes without each expert, and what experts are for",
-    "compare": "compare the routing of two models on the text of a trace",
-    "replay": "run a model with the routing of a trace",
-    "report": "explain the routers on held-out text, with the training that made them",
+    "record": Verb("inspect_record", "write down which expert every token of a text goes to"),
+    "view": Verb(
+        "inspect_view", "show a trace: an interactive page, and tables with their significance"
+    ),
+    "ablate": Verb(
+        "inspect_ablate", "say what the loss becomes without each expert, and what experts are for"
+    ),
+    "compare": Verb("inspect_compare", "compare the routing of two models on the text of a trace"),
+    "replay": Verb("inspect_replay", "run a model with the routing of a trace"),
+    "report": Verb(
+        "inspect_report", "explain the routers on held-out text, with the training that made them"
+    ),
 }
+
+_READ_TASKS = ("record",)
 
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
@@ -34,18 +41,13 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         print(_help())
         sys.exit(0)
 
+    # Tasks are read only where something is recorded.
     name = argv[0]
-    if name not in VERBS:
-        raise ConfigError(
-            f"stmoe inspect has no verb {name!r}.{did_you_mean(name, VERBS)} stmoe inspect --help lists all of them."
-        )
-    module = importlib.import_module(f"moe.commands.inspect_{name}")
-    module.main(argv[1:], read_task)
+    run = verb_main("stmoe inspect", name, VERBS)
+    further = [read_task] if name in _READ_TASKS else []
+    run(argv[1:], *further)
 
 
 def _help() -> str:
-    lines = ["usage: stmoe inspect VERB [OPTION ...]", ""]
-    for name, summary in VERBS.items():
-        lines.append(f"  {name:<9}{summary}")
-    lines += ["", "stmoe inspect VERB --help explains the options of a verb."]
-    return "\n".join(lines)
+    lines = ["usage: stmoe inspect VERB [OPTION ...]", "", *verb_lines(VERBS), ""]
+    return "\n".join([*lines, "stmoe inspect VERB --help explains the options of a verb."])

@@ -5,10 +5,9 @@ stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation run
 """
 
 import json
-import shlex
 
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import TaskReader
+from moe.commands.routing_inputs import command_text
 from moe.commands.routing_trace import add_trace, load_traced
 from moe.files import output_path, write_text
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
@@ -51,8 +50,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Writes the page, and prints the tables; it reads no task."""
+def main(argv: list[str]) -> None:
+    """Writes the page, and prints the tables."""
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.probe, options.ablation]
     out = output_path(options.out, suffix=".html", inputs=inputs)
@@ -76,7 +75,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     # The same as text, and as numbers.
     entropies = sentinel_entropies(trace, inspected.tokenizer)
     if numbers is not None:
-        command = shlex.join(["python", "-m", "scripts.inspect_router", "view", *argv])
+        command = command_text("view", argv)
         write_text(numbers, tables_json(trace, entropies, classes, command))
     print(sentinel_table(entropies))
     print()
@@ -135,6 +134,13 @@ def _entropy(estimate: EntropyEstimate) -> str:
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
     """Returns for each class the expert that stands out most, where one does beyond chance."""
+    num_documents = trace.document.unique().numel()
+    if num_documents < LEAST_DOCUMENTS:
+        return (
+            f"The text has {num_documents} documents; p-values of classes need {LEAST_DOCUMENTS} at least, since "
+            "tokens of one document are not independent."
+        )
+
     # Of the experts beyond chance, the one of the largest lift.
     cells = []
     for table in classes:
@@ -158,12 +164,6 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
                     f"{row.p_values[expert]:.3f}",
                 ]
             )
-    num_documents = trace.document.unique().numel()
-    if num_documents < LEAST_DOCUMENTS:
-        return (
-            f"The text has {num_documents} documents; p-values of classes need {LEAST_DOCUMENTS} at least, since "
-            "tokens of one document are not independent."
-        )
     if not cells:
         return "No class of tokens was shown to prefer an expert."
     return format_table(CLASS_HEADER, cells)

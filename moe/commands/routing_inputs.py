@@ -1,7 +1,8 @@
 """What the verbs of `stmoe inspect` read: texts or pairs to trace, and the model that reads them."""
 
+import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,12 +87,22 @@ def add_inputs(parser: Parser) -> None:
     parser.add_argument("--generate", action="store_true", help=explanation)
     explanation = "most examples, taken evenly (1024)"
     parser.add_argument("--examples", type=integer(least=1), default=1024, help=explanation)
-    explanation = "examples of a batch, which share the experts' slots (32)"
-    parser.add_argument("--batch-size", type=integer(least=1), default=32, help=explanation)
     explanation = "most encoder tokens of an example (64)"
     parser.add_argument("--inputs-length", type=integer(least=4), default=64, help=explanation)
+    add_batches(parser)
+
+
+def add_batches(parser: Parser) -> None:
+    """Adds the options that say how a model reads examples."""
+    explanation = "examples of a batch, which share the experts' slots (32)"
+    parser.add_argument("--batch-size", type=integer(least=1), default=32, help=explanation)
     explanation = "give every expert room for all tokens"
     parser.add_argument("--dropless", action="store_true", help=explanation)
+
+
+def command_text(verb: str, argv: Sequence[str]) -> str:
+    """Returns the command of a verb as it is typed in the repository, for what it writes."""
+    return shlex.join(["python", "-m", "scripts.inspect_router", verb, *argv])
 
 
 def describe_inputs(options: Namespace) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from moe.cli import Parser, integer, path
+from moe.cli import Parser, path
 from moe.commands.routing_inputs import InspectedModel, load_inspected
 from moe.errors import DataError
 from moe.tracing.examples import batches_of
@@ -23,14 +23,6 @@ def add_trace(parser: Parser) -> None:
     """Adds the options that say what is looked at."""
     explanation = "folder made by stmoe inspect record"
     parser.add_argument("--trace", type=path, required=True, help=explanation)
-
-
-def add_batches(parser: Parser) -> None:
-    """Adds the options that say how a model reads the examples of a trace again."""
-    explanation = "examples of a batch, which share the experts' slots (32)"
-    parser.add_argument("--batch-size", type=integer(least=1), default=32, help=explanation)
-    explanation = "give every expert room for all tokens"
-    parser.add_argument("--dropless", action="store_true", help=explanation)
 
 
 def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) -> InspectedModel:

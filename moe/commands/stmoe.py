@@ -6,29 +6,11 @@
 The same functions run as `python -m scripts.VERB` in the repository.
 """
 
-import importlib
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
-from typing import NamedTuple
 
 from moe.cli import AGAIN, RESUME, run_main
-from moe.errors import ConfigError, did_you_mean
-
-
-class Verb(NamedTuple):
-    """A verb of `stmoe`.
-
-    Attributes:
-        module: Module in moe.commands whose `main` it runs; imported when the verb is given.
-        summary: What it does, for --help.
-        interrupted: How the user goes on after Ctrl-C.
-    """
-
-    module: str
-    summary: str
-    interrupted: str = AGAIN
-
+from moe.commands.verbs import Verb, verb_lines, verb_main
 
 VERBS = {
     "corpus": Verb("build_corpus", "build a corpus from your text, or from installed packages"),
@@ -37,7 +19,7 @@ VERBS = {
     "pretrain": Verb("pretrain", "pre-train a model by span corruption", RESUME),
     "finetune": Verb("finetune", "fine-tune a model on pairs of texts", RESUME),
     "generate": Verb("generate", "answer texts with a model"),
-    "inspect": Verb("inspect_router", "explain the routers of a model on held-out text"),
+    "inspect": Verb("inspect_router", "see, replay and edit what the routers of a model do"),
     "convert": Verb("convert", "convert a checkpoint of T5, Switch, T5X or ours"),
 }
 
@@ -54,22 +36,11 @@ def main(argv: list[str]) -> None:
     if argv[0] == "--version":
         print(f"stmoe {version('stmoe')}")
         return
-    _main_of(argv[0])(argv[1:])
-
-
-def _main_of(name: str) -> Callable[[list[str]], None]:
-    if name not in VERBS:
-        raise ConfigError(
-            f"There is no verb {name!r}.{did_you_mean(name, VERBS)} stmoe --help lists all of them."
-        )
-    module = importlib.import_module(f"moe.commands.{VERBS[name].module}")
-    return module.main
+    verb_main("stmoe", argv[0], VERBS)(argv[1:])
 
 
 def _help() -> str:
-    lines = ["usage: stmoe VERB [OPTION ...]", ""]
-    for name, verb in VERBS.items():
-        lines.append(f"  {name:<11}{verb.summary}")
+    lines = ["usage: stmoe VERB [OPTION ...]", "", *verb_lines(VERBS)]
     lines += ["", "stmoe VERB --help explains the options of a verb; stmoe --version prints ours."]
     return "\n".join(lines)
 

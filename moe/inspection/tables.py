@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.token_counts import LayerCounts, RoutingCounts
+from moe.inspection.token_counts import LayerCounts
 from moe.sparse.stats import summarize
-from moe.tracing.trace import layer_name
+from moe.tracing.trace import LayerTrace, layer_name
 
 _SMOOTHING = 20
 """Occurrences, routed as all tokens are, that lift adds to those of a token: a rare token then needs more evidence."""
@@ -159,15 +159,15 @@ def load_shares(layer: LayerCounts) -> list[float]:
     return (load / load.sum().clamp(min=1)).tolist()
 
 
-def health_rows(counts: RoutingCounts) -> list[list[str]]:
-    """Returns a row for each layer under HEALTH_HEADER.
+def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
+    """Returns a row for each layer, counted or traced, under HEALTH_HEADER.
 
     Entropy stands beside ln E, the largest there is.
     """
     rows = []
-    for layer in counts:
+    for layer in layers:
         summary = summarize(layer.stats)
-        num_experts = layer.accepted.shape[1]
+        num_experts = layer.stats.expert_load.numel()
         rows.append(
             [
                 layer_name(layer.key),
