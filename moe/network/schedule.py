@@ -1,0 +1,301 @@
+"""A collective as a value: a table of transfers between ranks, with what it begins and ends with.
+
+Every rank has a buffer of the same units, a unit being an element of the payload. A transfer takes
+an interval of one rank's buffer to the same interval of another's, where it is copied or added.
+An all-to-all fits too: its units are those of all pairs of ranks, one after the other, and a rank
+begins with the units that it sends and ends with those that it receives.
+
+One promise covers all collectives. A unit that a rank must end with is the sum of that unit over
+all ranks that began with it: in an all-reduce all begin and end with all units; in a reduce-scatter
+each ends with its shard; in an all-gather each begins with it, and in an all-to-all a unit begins
+at one rank and ends at another, so that the sum has one term.
+
+Next: `rings` builds schedules, `verify` checks their promise.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe.checks import check, check_integer
+
+IntArray = NDArray[np.int64]
+
+
+class Intervals(NamedTuple):
+    """Intervals of ranks' buffers, a row each.
+
+    Attributes:
+        rank: <int64>[I] whose buffer.
+        low: <int64>[I] first unit.
+        high: <int64>[I] unit after the last.
+    """
+
+    rank: IntArray
+    low: IntArray
+    high: IntArray
+
+
+class Transfers(NamedTuple):
+    """Transfers, a row each, sorted by step.
+
+    All that is sent in a step is read before anything that arrives in it is written, and what
+    arrives is added in the order of the rows. Steps group messages and order reads and writes of
+    the same units; they are no barriers: a rank goes on when what it sends is there.
+
+    Attributes:
+        step: <int64>[T] from 0.
+        source: <int64>[T] rank that sends.
+        destination: <int64>[T] rank that receives.
+        low: <int64>[T] first unit.
+        high: <int64>[T] unit after the last.
+        adds: <bool>[T] whether the units are added to those of the destination; else they are
+            copied over them.
+    """
+
+    step: IntArray
+    source: IntArray
+    destination: IntArray
+    low: IntArray
+    high: IntArray
+    adds: NDArray[np.bool_]
+
+    def select(self, rows: NDArray[Any]) -> "Transfers":
+        """Returns some rows: a mask, or indices."""
+        return Transfers(
+            step=self.step[rows],
+            source=self.source[rows],
+            destination=self.destination[rows],
+            low=self.low[rows],
+            high=self.high[rows],
+            adds=self.adds[rows],
+        )
+
+
+def intervals(rank: ArrayLike, low: ArrayLike, high: ArrayLike) -> Intervals:
+    """Returns intervals from columns of equal or broadcastable shapes; empty ones are dropped."""
+    columns = np.broadcast_arrays(*(np.asarray(column, np.int64) for column in (rank, low, high)))
+    flat = [column.ravel() for column in columns]
+    is_filled = flat[1] < flat[2]
+    return Intervals(*(column[is_filled] for column in flat))
+
+
+def transfers(
+    step: ArrayLike,
+    source: ArrayLike,
+    destination: ArrayLike,
+    low: ArrayLike,
+    high: ArrayLike,
+    *,
+    adds: ArrayLike,
+) -> Transfers:
+    """Returns transfers from columns of equal or broadcastable shapes, sorted by step.
+
+    Transfers of no units are dropped, so that any payload can be split among any number of ranks.
+    """
+    columns = (step, source, destination, low, high)
+    arrays = [np.asarray(column, np.int64) for column in columns]
+    *numbers, added = np.broadcast_arrays(*arrays, np.asarray(adds, np.bool_))
+    flat = [column.ravel() for column in numbers]
+    table = Transfers(*flat, adds=added.ravel())
+
+    # Rows of the same step keep their order.
+    rows = np.flatnonzero(table.low < table.high)
+    rows = rows[np.argsort(table.step[rows], kind="stable")]
+    return table.select(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Who sends what to whom, and what that promises. See the module.
+
+    Attributes:
+        num_ranks: Ranks are numbered from 0; some may take no part, as those that are dead.
+        num_units: Units of every buffer.
+        transfers: What is sent.
+        before: Units that ranks begin with.
+        after: Units that ranks end with: each the sum over all ranks that began with it.
+
+    Raises:
+        ConfigError: When a transfer or an interval leaves the ranks or the units.
+    """
+
+    num_ranks: int
+    num_units: int
+    transfers: Transfers
+    before: Intervals
+    after: Intervals
+
+    def __post_init__(self) -> None:
+        check_integer("num_ranks", self.num_ranks, least=1)
+        check_integer("num_units", self.num_units, least=0)
+
+        table = self.transfers
+        everyone = (table.source, table.destination, self.before.rank, self.after.rank)
+        for ranks in everyone:
+            is_known = not len(ranks) or (ranks.min() >= 0 and ranks.max() < self.num_ranks)
+            check(
+                is_known, "a rank of the schedule", _extremes(ranks), f"0 to {self.num_ranks - 1}"
+            )
+        for low, high in ((part.low, part.high) for part in (table, self.before, self.after)):
+            is_inside = not len(low) or (low.min() >= 0 and high.max() <= self.num_units)
+            check(
+                is_inside, "units of the schedule", _extremes(low, high), f"0 to {self.num_units}"
+            )
+        sends_to_itself = bool((table.source == table.destination).any())
+        check(not sends_to_itself, "a transfer", "from a rank to itself", "two different ranks")
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps; a rank of which nothing is asked in a step passes over it."""
+        steps = self.transfers.step
+        return int(steps[-1]) + 1 if len(steps) else 0
+
+    @cached_property
+    def step_offsets(self) -> IntArray:
+        """<int64>[steps + 1] row at which each step begins."""
+        return np.searchsorted(self.transfers.step, np.arange(self.num_steps + 1))
+
+    def then(self, following: "Schedule") -> "Schedule":
+        """Returns this schedule followed by another one, which begins with what this one ends with.
+
+        A reduce-scatter and then an all-gather of the same shards is an all-reduce.
+        """
+        self._check_same_buffers(following)
+        later = following.transfers
+        later = later._replace(step=later.step + self.num_steps)
+        joined = _concatenate_transfers([self.transfers, later])
+        return replace(self, transfers=joined, after=following.after)
+
+    def reversed(self) -> "Schedule":
+        """Returns the schedule run backwards, copies in the place of sums.
+
+        That of a reduce-scatter is an all-gather, that of a dispatch (all-to-all) its combine.
+        """
+        table = self.transfers
+        backwards = transfers(
+            step=self.num_steps - 1 - table.step,
+            source=table.destination,
+            destination=table.source,
+            low=table.low,
+            high=table.high,
+            adds=False,
+        )
+        return replace(self, transfers=backwards, before=self.after, after=self.before)
+
+    def at(self, low: int, num_units: int) -> "Schedule":
+        """Returns the schedule on the units from `low` on, of a buffer of `num_units` units."""
+        table = self.transfers
+        moved = table._replace(low=table.low + low, high=table.high + low)
+        return replace(
+            self,
+            num_units=num_units,
+            transfers=moved,
+            before=_moved(self.before, low),
+            after=_moved(self.after, low),
+        )
+
+    def among(self, ranks: Sequence[int], num_ranks: int) -> "Schedule":
+        """Returns the schedule with rank i in the place of its i-th rank, of `num_ranks` ranks."""
+        names = np.asarray(ranks, np.int64)
+        check(len(names) == self.num_ranks, "ranks", len(names), f"{self.num_ranks} of them")
+        table = self.transfers
+        renamed = table._replace(
+            source=names[table.source],
+            destination=names[table.destination],
+        )
+        return replace(
+            self,
+            num_ranks=num_ranks,
+            transfers=renamed,
+            before=self.before._replace(rank=names[self.before.rank]),
+            after=self.after._replace(rank=names[self.after.rank]),
+        )
+
+    def delayed(self, num_steps: int) -> "Schedule":
+        """Returns the schedule with all its steps later by so many."""
+        later = self.transfers._replace(step=self.transfers.step + num_steps)
+        return replace(self, transfers=later)
+
+    def _check_same_buffers(self, other: "Schedule") -> None:
+        ours = (self.num_ranks, self.num_units)
+        theirs = (other.num_ranks, other.num_units)
+        check(ours == theirs, "(ranks, units) of a schedule", theirs, f"those of the other: {ours}")
+
+
+def beside(schedules: Sequence[Schedule]) -> Schedule:
+    """Returns schedules that go on at the same time: of different ranks, or of different units."""
+    check(len(schedules) > 0, "schedules", list(schedules), "at least one")
+    first = schedules[0]
+    for schedule in schedules[1:]:
+        first._check_same_buffers(schedule)
+
+    joined = _concatenate_transfers([schedule.transfers for schedule in schedules])
+    return replace(
+        first,
+        transfers=joined,
+        before=_concatenate_intervals([schedule.before for schedule in schedules]),
+        after=_concatenate_intervals([schedule.after for schedule in schedules]),
+    )
+
+
+def sliced(build: Callable[[int], Schedule], num_units: int, num_slices: int) -> Schedule:
+    """Returns a schedule on slices of the payload, each a step behind the one before it.
+
+    Where a schedule uses one set of links after the other (rows, then columns), a slice uses the
+    second while the next one uses the first.
+
+    Args:
+        build: Makes the schedule for a number of units.
+        num_units: Units of the whole payload.
+        num_slices: Slices; more cost latency, fewer leave links idle.
+    """
+    check_integer("num_slices", num_slices, least=1)
+    bounds = split_evenly(num_units, num_slices)
+    slices = []
+    for index in range(num_slices):
+        size = int(bounds[index + 1] - bounds[index])
+        if size:
+            part = build(size).at(int(bounds[index]), num_units)
+            slices.append(part.delayed(index))
+    return beside(slices) if slices else build(num_units)
+
+
+def split_evenly(num_units: int, num_parts: int) -> IntArray:
+    """Returns the <int64>[num_parts + 1] bounds of parts whose sizes differ by at most one."""
+    return np.arange(num_parts + 1, dtype=np.int64) * num_units // num_parts
+
+
+def _moved(old: Intervals, low: int) -> Intervals:
+    return old._replace(low=old.low + low, high=old.high + low)
+
+
+def _concatenate_intervals(parts: Sequence[Intervals]) -> Intervals:
+    return Intervals(
+        rank=np.concatenate([part.rank for part in parts]),
+        low=np.concatenate([part.low for part in parts]),
+        high=np.concatenate([part.high for part in parts]),
+    )
+
+
+def _concatenate_transfers(parts: Sequence[Transfers]) -> Transfers:
+    return transfers(
+        step=np.concatenate([part.step for part in parts]),
+        source=np.concatenate([part.source for part in parts]),
+        destination=np.concatenate([part.destination for part in parts]),
+        low=np.concatenate([part.low for part in parts]),
+        high=np.concatenate([part.high for part in parts]),
+        adds=np.concatenate([part.adds for part in parts]),
+    )
+
+
+def _extremes(*columns: IntArray) -> str:
+    """Returns the smallest and the largest number of some columns."""
+    filled = [column for column in columns if len(column)]
+    if not filled:
+        return "empty"
+    return f"{min(int(c.min()) for c in filled)} to {max(int(c.max()) for c in filled)}"

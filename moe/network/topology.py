@@ -1,0 +1,221 @@
+"""The links between ranks: bandwidth, latency, and the route that a message takes.
+
+Links are directed. Beside the ranks a network may have nodes that are none, such as switches; they
+are numbered after the ranks. What is dead has no links: messages go around it.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.checks import check, check_integer, check_number
+from moe.errors import ConfigError
+from moe.network.schedule import IntArray
+
+FloatArray = NDArray[np.float64]
+
+
+class Links(NamedTuple):
+    """Directed links, a row each.
+
+    Attributes:
+        source: <int64>[links] node that sends.
+        destination: <int64>[links] node that receives.
+        bandwidth: <float64>[links] bytes a second.
+        latency: <float64>[links] seconds from the first byte sent to the first one received.
+    """
+
+    source: IntArray
+    destination: IntArray
+    bandwidth: FloatArray
+    latency: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Nodes, links and routes.
+
+    Attributes:
+        name: Shown in tables.
+        num_ranks: Nodes that take part in collectives, numbered first.
+        num_nodes: All nodes.
+        links: The links that work.
+        shape: Size of each axis of a grid of ranks, slowest first; empty for other networks.
+        wraps: Whether the ends of each axis of the grid are joined.
+        dead: Ranks that have failed.
+    """
+
+    name: str
+    num_ranks: int
+    num_nodes: int
+    links: Links
+    shape: tuple[int, ...] = ()
+    wraps: tuple[bool, ...] = ()
+    dead: frozenset[int] = frozenset()
+    _routes: dict[tuple[int, int], IntArray] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def live_ranks(self) -> IntArray:
+        """<int64>[live] ranks that have not failed."""
+        return np.array([rank for rank in range(self.num_ranks) if rank not in self.dead], np.int64)
+
+    def without(
+        self,
+        ranks: Iterable[int] = (),
+        links: Iterable[tuple[int, int]] = (),
+    ) -> "Topology":
+        """Returns the network after failures.
+
+        Args:
+            ranks: Ranks that fail, with all their links.
+            links: (source, destination) of links that fail.
+
+        Raises:
+            ConfigError: For a rank or a link that there is not.
+        """
+        failed_ranks = frozenset(ranks)
+        for rank in failed_ranks:
+            check_integer("a dead rank", rank, least=0, most=self.num_ranks - 1)
+        failed_links = set(links)
+        for link in failed_links:
+            check(link in self._link_of, "a dead link", link, f"a link of {self.name}")
+
+        old = self.links
+        is_live = ~np.isin(old.source, list(failed_ranks))
+        is_live &= ~np.isin(old.destination, list(failed_ranks))
+        for link in failed_links:
+            is_live[self._link_of[link]] = False
+        working = Links(
+            source=old.source[is_live],
+            destination=old.destination[is_live],
+            bandwidth=old.bandwidth[is_live],
+            latency=old.latency[is_live],
+        )
+        return replace(self, links=working, dead=self.dead | failed_ranks, _routes={})
+
+    def route(self, source: int, destination: int) -> IntArray:
+        """Returns the <int64>[hops] links that a message crosses, in order.
+
+        On a grid it goes along the last axis first, the shorter way around each; where that way is
+        broken, and on all other networks, it takes a path of the fewest links.
+
+        Raises:
+            ConfigError: When no path is left.
+        """
+        pair = (int(source), int(destination))
+        route = self._routes.get(pair)
+        if route is None:
+            nodes = self._grid_path(*pair) or self._shortest_path(*pair)
+            hops = [self._link_of[hop] for hop in itertools.pairwise(nodes)]
+            route = np.array(hops, np.int64)
+            self._routes[pair] = route
+        return route
+
+    @cached_property
+    def _link_of(self) -> dict[tuple[int, int], int]:
+        """Index of each link by its two nodes."""
+        pairs = zip(self.links.source.tolist(), self.links.destination.tolist(), strict=True)
+        return {pair: index for index, pair in enumerate(pairs)}
+
+    @cached_property
+    def _neighbours(self) -> dict[int, list[int]]:
+        """Nodes that each node has a link to."""
+        neighbours: dict[int, list[int]] = {}
+        for source, destination in self._link_of:
+            neighbours.setdefault(source, []).append(destination)
+        return neighbours
+
+    def _grid_path(self, source: int, destination: int) -> list[int]:
+        """Returns the nodes of the way by axes; empty when it is broken or there is no grid."""
+        if not self.shape:
+            return []
+        here = list(np.unravel_index(source, self.shape))
+        target = np.unravel_index(destination, self.shape)
+        nodes = [source]
+        for axis in reversed(range(len(self.shape))):
+            size = self.shape[axis]
+            distance = int(target[axis] - here[axis])
+            if self.wraps[axis]:
+                distance = (distance + (size - 1) // 2) % size - (size - 1) // 2
+            for _ in range(abs(distance)):
+                here[axis] = (here[axis] + np.sign(distance)) % size
+                nodes.append(int(np.ravel_multi_index(here, self.shape)))
+        is_whole = all(hop in self._link_of for hop in itertools.pairwise(nodes))
+        return nodes if is_whole else []
+
+    def _shortest_path(self, source: int, destination: int) -> list[int]:
+        """Returns the nodes of a path of the fewest links, found breadth first."""
+        previous = {source: source}
+        queue = deque([source])
+        while queue and destination not in previous:
+            node = queue.popleft()
+            for neighbour in self._neighbours.get(node, ()):
+                if neighbour not in previous:
+                    previous[neighbour] = node
+                    queue.append(neighbour)
+        if destination not in previous:
+            raise ConfigError(
+                f"{self.name} has no path left from rank {source} to rank {destination}. Declare "
+                "ranks dead that cannot be reached."
+            )
+
+        # Back from the destination.
+        nodes = [destination]
+        while nodes[-1] != source:
+            nodes.append(previous[nodes[-1]])
+        return nodes[::-1]
+
+
+def grid(
+    shape: Sequence[int],
+    *,
+    wraps: bool | Sequence[bool],
+    bandwidth: float,
+    latency: float,
+    name: str = "",
+) -> Topology:
+    """Returns a grid of ranks with links between neighbours along each axis, both ways.
+
+    Args:
+        shape: Size of each axis, slowest first, as of an array: rank = y * X + x for (Y, X).
+        wraps: Whether the ends of each axis are joined (a torus); one for all, or one an axis. An
+            axis of two ranks has no second link between them.
+        bandwidth: Bytes a second of a link in each direction.
+        latency: Seconds of a link.
+        name: For tables.
+    """
+    sizes = tuple(shape)
+    check(len(sizes) > 0, "shape of a grid", sizes, "at least one axis")
+    for size in sizes:
+        check_integer("size of an axis", size, least=1)
+    check_number("bandwidth", bandwidth, above=0)
+    check_number("latency", latency, least=0)
+    rings = (wraps,) * len(sizes) if isinstance(wraps, bool) else tuple(wraps)
+    check(len(rings) == len(sizes), "wraps", rings, f"one for each of {len(sizes)} axes")
+
+    # Pairs of neighbours along each axis; the last rank's neighbour is the first where it wraps.
+    ranks = np.arange(int(np.prod(sizes))).reshape(sizes)
+    source: list[IntArray] = []
+    destination: list[IntArray] = []
+    for axis, size in enumerate(sizes):
+        num_pairs = size if rings[axis] and size > 2 else size - 1
+        near = np.take(ranks, np.arange(num_pairs), axis).ravel()
+        far = np.take(ranks, (np.arange(num_pairs) + 1) % size, axis).ravel()
+        source += [near, far]
+        destination += [far, near]
+
+    num_links = sum(len(column) for column in source)
+    links = Links(
+        source=np.concatenate(source),
+        destination=np.concatenate(destination),
+        bandwidth=np.full(num_links, float(bandwidth)),
+        latency=np.full(num_links, float(latency)),
+    )
+    default = " x ".join(str(size) for size in sizes) + (" torus" if all(rings) else " mesh")
+    return Topology(name or default, ranks.size, ranks.size, links, sizes, rings)
