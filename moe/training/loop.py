@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -29,13 +26,14 @@ from moe.distributed.collectives import (
     is_rank_zero,
 )
 from moe.distributed.mesh import MeshConfig
-from moe.errors import CheckpointError, DataError, DivergenceError, NonFiniteError
+from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
+from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
 from moe.training.probe import (
     PROBE_FOLDER,
@@ -119,6 +117,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
+        Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is whole.
         ConfigError: When the recipe's numbers do not go together.
     """
     model_folder = run.folder / MODEL_FOLDER
@@ -138,14 +137,14 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
         keep = run.recipe.training.keep_checkpoints
         with (
-            _interrupts_between_steps() as raise_if_interrupted,
+            stop_requests() as stop_requested,
             _open_metrics(run.folder, first_step) as writer,
             CheckpointWriter(
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
             reporter = _Reporter(run, writer, probe, description)
-            _run_steps(run, optimizer, first_step, reporter, checkpoints, raise_if_interrupted)
+            _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
 
         # The model's folder is what tells a complete run from one that was stopped.
         export_model(model, layouts, mesh, model_folder, run.tokenizer)
@@ -162,7 +161,7 @@ def _run_steps(
     first_step: int,
     reporter: "_Reporter",
     checkpoints: CheckpointWriter,
-    raise_if_interrupted: Callable[[], None],
+    stop_requested: Callable[[], int | None],
 ) -> None:
     """Takes all steps from `first_step` on, reporting and saving as often as the recipe says."""
     model, layouts, mesh = run.built
@@ -193,9 +192,16 @@ def _run_steps(
                     reporter.restart_clock()
                 reporter.report_probe(done)
 
-            if _is_due(done, training.checkpoint_every, training.steps):
-                checkpoints.save(model, optimizer, layouts, _run_state(run, done))
-            raise_if_interrupted()
+            # A run that is asked to end keeps what it has done.
+            signal_number = stop_requested()
+            is_due = _is_due(done, training.checkpoint_every, training.steps)
+            if is_due or signal_number is not None:
+                checkpoint = checkpoints.save(model, optimizer, layouts, _run_state(run, done))
+                if signal_number is not None:
+                    checkpoints.wait()
+                    raise Interrupted(
+                        f"Stopped after step {done:,}; {checkpoint} is whole.", signal_number
+                    )
 
 
 def _is_due(step: int, every: int, last_step: int) -> bool:
@@ -469,7 +475,7 @@ def _run_state(run: Run, step: int) -> RunState:
 
 
 # ---------------------------------------------------------------------------
-# The folder, and Ctrl-C
+# The folder
 
 
 def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]:
@@ -500,42 +506,3 @@ def refuse_to_overwrite(folder: Path, resume: bool) -> None:
         raise DataError(
             f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
         )
-
-
-class _PendingInterrupt:
-    """Remembers a Ctrl-C until it is asked for; a second one acts at once."""
-
-    def __init__(self) -> None:
-        self._received = False
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT."""
-        if self._received:
-            raise KeyboardInterrupt
-        self._received = True
-
-    def raise_if_received(self) -> None:
-        """Raises the KeyboardInterrupt that was held back."""
-        if self._received:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called; a second Ctrl-C acts at once.
-
-    An interrupt in the middle of an exchange would leave other ranks waiting, and in the middle of
-    a line of metrics half of it.
-    """
-    pending = _PendingInterrupt()
-
-    # Only the main thread may handle signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield pending.raise_if_received
-        return
-
-    previous = signal.signal(signal.SIGINT, pending.receive)
-    try:
-        yield pending.raise_if_received
-    finally:
-        signal.signal(signal.SIGINT, previous)
