@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -19,6 +19,7 @@ from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
+from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import ALL_ROWS, BatchSource
 from moe.distributed.collectives import (
     broadcast_from_rank_zero,
@@ -65,6 +66,7 @@ _CHANGEABLE_SETTINGS = frozenset(
         "training.checkpoint_every",
         "training.keep_checkpoints",
         "training.micro_batch_size",
+        "data.workers",
         *(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig)),
     }
 )
@@ -86,6 +88,7 @@ class Run(NamedTuple):
         dev: Scores models at every evaluation; the best stays in best/, see best_model.py. None
             for no scores.
         probe_source: Held-out batches, not packed, of which the first are probed; None for none.
+        workers: Processes that make batches ahead; see `batches_ahead`.
     """
 
     folder: Path
@@ -97,6 +100,7 @@ class Run(NamedTuple):
     earlier_checkpoints: Path | None = None
     dev: DevEvaluation | None = None
     probe_source: BatchSource | None = None
+    workers: int | None = 0
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -174,10 +178,13 @@ def _run_steps(
         reporter.report_held_out(0)
         reporter.report_probe(0)
 
-    with reporter.progress_bar(first_step) as bar:
+    steps = range(first_step, training.steps)
+    made = batches_ahead(run.source, rows, steps, workers=run.workers)
+    with closing(made) as batches, reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
-        for step in range(first_step, training.steps):
-            batch = to_device(run.source.batch(step, rows), model.device)
+        for step in steps:
+            with reporter.waiting_for_data():
+                batch = to_device(next(batches), model.device)
             done = step + 1
             with _divergence_where_not_finite(done, run.folder):
                 metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
@@ -292,6 +299,16 @@ class _Reporter:
         """Begins to count tokens and seconds anew, after something that is not training."""
         self._started = time.perf_counter()
         self._tokens = 0.0
+        self._data_seconds = 0.0
+        self._num_steps = 0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the seconds of the block as those for which a step waits for its batch."""
+        started = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - started
+        self._num_steps += 1
 
     def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
         """Counts an update, and writes its metrics when they are due."""
@@ -299,7 +316,8 @@ class _Reporter:
         self._tokens += float(metrics.tokens)
         if self._writer is not None and _is_due(step, training.log_every, training.steps):
             tokens_per_second = self._tokens / (time.perf_counter() - self._started)
-            self._writer.write(step, step_values(metrics, tokens_per_second))
+            data_wait = self._data_seconds / self._num_steps
+            self._writer.write(step, step_values(metrics, tokens_per_second, data_wait))
             self._health.observe(step, metrics.layer_stats)
             ce_loss = f"{float(metrics.ce_loss):.3f}"
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)

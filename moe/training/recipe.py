@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
+from moe.data.batches_ahead import check_workers
 from moe.data.mixture import check_rates
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
 from moe.data.pipeline import LARGEST_BATCH, WHY_LARGEST_BATCH, Sentinels
@@ -195,6 +196,8 @@ class SpanCorruptionRecipe:
             follows.
         noise_density: Share of tokens that are masked.
         mean_noise_span_length: Mean length of a masked span in tokens.
+        workers: Processes of every rank that make batches ahead of the steps; no number changes a
+            batch. 0 makes them between the steps; null for one to each four cores of a rank.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: 512 and 114 tokens; T5's span corruption.
@@ -203,8 +206,10 @@ class SpanCorruptionRecipe:
     inputs_length: int = 512
     noise_density: float = 0.15
     mean_noise_span_length: float = 3.0
+    workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_workers(self.workers)
         check_integer(
             "data.inputs_length",
             self.inputs_length,
@@ -226,6 +231,7 @@ class PairsRecipe:
         sentinels: `one` ends every input and begins every target with the first sentinel, as
             pre-training does; the saved model and tokenizer do the same by themselves. `none`
             leaves the texts alone.
+        workers: Processes of every rank that make batches ahead; see `SpanCorruptionRecipe`.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster and is no better in general.
@@ -235,8 +241,10 @@ class PairsRecipe:
     targets_length: int = 114
     pack: bool = False
     sentinels: Sentinels = "none"
+    workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_workers(self.workers)
         check_field_types(self, prefix="data.")
         for name in ("inputs_length", "targets_length"):
             check_integer(
