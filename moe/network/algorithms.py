@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe.network import all_reduces
-from moe.network.schedule import Schedule
+from moe.network.all_reduces import Build, in_halves, reason_against
 from moe.network.topology import Topology
 from moe.registry import Registry
 
@@ -29,7 +29,7 @@ class Algorithm:
     """
 
     summary: str
-    build: Callable[[Topology, int], Schedule]
+    build: Build
     unfit: Callable[[Topology], str] = fits_all
 
 
@@ -40,36 +40,81 @@ ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 """Ways to send a part of every live rank's payload to every other one."""
 
 
-def _add_all_reduce(name: str, summary: str, build: all_reduces.Build) -> None:
-    ALL_REDUCE.add(name, Algorithm(summary, build, all_reduces.reason_against(build)))
+def _add_all_reduce(name: str, build: Build, summary: str) -> None:
+    """Adds an all-reduce whose builder says itself what speaks against a network."""
+    unfit = reason_against(build)
+    ALL_REDUCE.add(name, Algorithm(summary, build, unfit))
 
 
-_add_all_reduce("ring", "one ring, messages routed", all_reduces.ring)
-_add_all_reduce("two_way_ring", "one ring, both ways around", all_reduces.two_way_ring)
-_add_all_reduce("neighbour_ring", "one ring of neighbours, both ways", all_reduces.neighbours)
-_add_all_reduce("torus", "rings along one axis after the other", all_reduces.torus)
-_add_all_reduce("torus_all_axes", "rings along all axes at once", all_reduces.torus_on_all_axes)
-_add_all_reduce("row_pairs", "rings of two rows, then across them", all_reduces.row_pairs)
-_add_all_reduce("column_pairs", "rings of two columns, then across", all_reduces.column_pairs)
+# One ring of all live ranks.
+_add_all_reduce(
+    "ring",
+    all_reduces.ring,
+    "one ring, messages routed",
+)
+_add_all_reduce(
+    "two_way_ring",
+    all_reduces.two_way_ring,
+    "one ring, messages routed, both ways around",
+)
+_add_all_reduce(
+    "neighbour_ring",
+    all_reduces.neighbours,
+    "one ring of neighbours, both ways around",
+)
+
+# Rings along the axes of a torus.
+_add_all_reduce(
+    "torus",
+    all_reduces.torus,
+    "rings along one axis after the other",
+)
+_add_all_reduce(
+    "torus_all_axes",
+    all_reduces.torus_on_all_axes,
+    "rings along all axes at once",
+)
+
+# Pairs of lines, on a mesh that does not wrap.
+_add_all_reduce(
+    "row_pairs",
+    all_reduces.row_pairs,
+    "rings of two rows, then across",
+)
+_add_all_reduce(
+    "column_pairs",
+    all_reduces.column_pairs,
+    "rings of two columns, then across",
+)
 _add_all_reduce(
     "row_and_column_pairs",
+    in_halves(all_reduces.row_pairs, all_reduces.column_pairs),
     "rings of two rows and of two columns at once",
-    all_reduces.in_halves(all_reduces.row_pairs, all_reduces.column_pairs),
+)
+
+# The same in finer chunks, and around holes.
+_add_all_reduce(
+    "row_bands",
+    all_reduces.row_bands,
+    "rings of two rows, of four at a hole",
 )
 _add_all_reduce(
-    "row_bands", "row pairs in finer chunks, four rows at a hole", all_reduces.row_bands
+    "column_bands",
+    all_reduces.column_bands,
+    "rings of two columns, of four at a hole",
 )
-_add_all_reduce("column_bands", "column pairs, four columns at a hole", all_reduces.column_bands)
 _add_all_reduce(
     "row_and_column_bands",
+    in_halves(all_reduces.row_bands, all_reduces.column_bands),
     "row bands and column bands at once",
-    all_reduces.in_halves(all_reduces.row_bands, all_reduces.column_bands),
 )
+
+# Around holes, for a few numbers of slices: which one is best depends on the payload.
 for _num_slices in (1, 2, 4, 8):
     _add_all_reduce(
         f"row_pair_clients_{_num_slices}",
-        f"row pairs, broken ones as clients, slices: {_num_slices}",
         all_reduces.row_pair_clients(_num_slices),
+        f"rings of two rows, the rest as clients, slices: {_num_slices}",
     )
 
 
@@ -77,4 +122,5 @@ def multi_ring(*levels: int) -> Algorithm:
     """Returns the all-reduce in levels of the live ranks, the fastest level first."""
     build = all_reduces.multi_ring(*levels)
     sizes = " x ".join(str(size) for size in levels)
-    return Algorithm(f"rings in levels of {sizes}", build, all_reduces.reason_against(build))
+    unfit = reason_against(build)
+    return Algorithm(f"rings in levels of {sizes}", build, unfit)
