@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe.network import all_reduces
-from moe.network.all_reduces import Build, in_halves, reason_against
+from moe.network.all_reduces import Build, reason_against
 from moe.network.topology import Topology
 from moe.registry import Registry
 
@@ -86,11 +86,6 @@ _add_all_reduce(
     all_reduces.column_pairs,
     "rings of two columns, then across",
 )
-_add_all_reduce(
-    "row_and_column_pairs",
-    in_halves(all_reduces.row_pairs, all_reduces.column_pairs),
-    "rings of two rows and of two columns at once",
-)
 
 # The same in finer chunks, and around holes.
 _add_all_reduce(
@@ -102,11 +97,6 @@ _add_all_reduce(
     "column_bands",
     all_reduces.column_bands,
     "rings of two columns, of four at a hole",
-)
-_add_all_reduce(
-    "row_and_column_bands",
-    in_halves(all_reduces.row_bands, all_reduces.column_bands),
-    "row bands and column bands at once",
 )
 
 # Around holes, for a few numbers of slices: which one is best depends on the payload.

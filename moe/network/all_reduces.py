@@ -28,7 +28,7 @@ from moe.network.row_pair_clients import (
     pair_rows_around_holes,
     row_pair_client_all_reduce,
 )
-from moe.network.schedule import IntArray, Schedule, beside
+from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 
 Build = Callable[[Topology, int], Schedule]
@@ -119,20 +119,6 @@ def column_bands(topology: Topology, num_units: int) -> Schedule:
     grid = mesh_of(topology)
     wraps = all(topology.wraps[1:])
     return _bands(topology, grid.T, num_units, wraps=wraps)
-
-
-def in_halves(first: Build, second: Build) -> Build:
-    """Returns the builder of two schedules at once, half of the payload each."""
-
-    def build(topology: Topology, num_units: int) -> Schedule:
-        middle = num_units // 2
-
-        # The first units to the one, the others to the other.
-        head = first(topology, middle).at(0, num_units)
-        tail = second(topology, num_units - middle).at(middle, num_units)
-        return beside([head, tail])
-
-    return build
 
 
 def row_pair_clients(num_slices: int) -> Build:
