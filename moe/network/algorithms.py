@@ -1,0 +1,116 @@
+"""Algorithms by name: what builds a schedule for a network, or says why it cannot.
+
+A planner tries all of a registry. A new algorithm is a builder in a file of its own and an entry
+here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moe.network import all_reduces
+from moe.network.all_reduces import Build, reason_against
+from moe.network.topology import Topology
+from moe.registry import Registry
+
+
+def fits_all(topology: Topology) -> str:
+    """Returns "": nothing speaks against any network."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to carry out a collective on a network.
+
+    Attributes:
+        summary: What it does, in a line for tables.
+        build: Returns its schedule among the live ranks of a network, for a number of units.
+        unfit: Returns why it cannot be built on a network, in a sentence; "" where it can.
+    """
+
+    summary: str
+    build: Build
+    unfit: Callable[[Topology], str] = fits_all
+
+
+ALL_REDUCE: Registry[Algorithm] = Registry("all-reduce algorithm")
+"""Ways to sum one payload over all live ranks."""
+
+ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
+"""Ways to send a part of every live rank's payload to every other one."""
+
+
+def _add_all_reduce(name: str, build: Build, summary: str) -> None:
+    """Adds an all-reduce whose builder says itself what speaks against a network."""
+    unfit = reason_against(build)
+    ALL_REDUCE.add(name, Algorithm(summary, build, unfit))
+
+
+# One ring of all live ranks.
+_add_all_reduce(
+    "ring",
+    all_reduces.ring,
+    "one ring, messages routed",
+)
+_add_all_reduce(
+    "two_way_ring",
+    all_reduces.two_way_ring,
+    "one ring, messages routed, both ways around",
+)
+_add_all_reduce(
+    "neighbour_ring",
+    all_reduces.neighbours,
+    "one ring of neighbours, both ways around",
+)
+
+# Rings along the axes of a torus.
+_add_all_reduce(
+    "torus",
+    all_reduces.torus,
+    "rings along one axis after the other",
+)
+_add_all_reduce(
+    "torus_all_axes",
+    all_reduces.torus_on_all_axes,
+    "rings along all axes at once",
+)
+
+# Pairs of lines, on a mesh that does not wrap.
+_add_all_reduce(
+    "row_pairs",
+    all_reduces.row_pairs,
+    "rings of two rows, then across",
+)
+_add_all_reduce(
+    "column_pairs",
+    all_reduces.column_pairs,
+    "rings of two columns, then across",
+)
+
+# The same in finer chunks, and around holes.
+_add_all_reduce(
+    "row_bands",
+    all_reduces.row_bands,
+    "rings of two rows, of four at a hole",
+)
+_add_all_reduce(
+    "column_bands",
+    all_reduces.column_bands,
+    "rings of two columns, of four at a hole",
+)
+
+# Around holes, for a few numbers of slices: which one is best depends on the payload.
+for _num_slices in (1, 2, 4, 8):
+    _add_all_reduce(
+        f"row_pair_clients_{_num_slices}",
+        all_reduces.row_pair_clients(_num_slices),
+        f"rings of two rows, the rest as clients, slices: {_num_slices}",
+    )
+
+
+def multi_ring(*levels: int) -> Algorithm:
+    """Returns the all-reduce in levels of the live ranks, the fastest level first."""
+    build = all_reduces.multi_ring(*levels)
+    sizes = " x ".join(str(size) for size in levels)
+    unfit = reason_against(build)
+    return Algorithm(f"rings in levels of {sizes}", build, unfit)
