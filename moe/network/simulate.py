@@ -281,6 +281,7 @@ class _Queues:
             messages: The step's.
             hops: Their routes.
             ready: <float64>[N] when each could start, were all links free.
+
         Returns:
             <float64>[N] seconds, and <int64>[N] the row that holds a link; -1 for none.
         """
