@@ -59,10 +59,10 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
 
     # Step back to what let this row start, until a row that nothing held up.
     while timeline.start[row] > 0:
-        started = timeline.start[row]
+        started = float(timeline.start[row])
         if timeline.blocker[row] >= 0:
             row = int(timeline.blocker[row])
-            waiting += float(started - timeline.start[row])
+            waiting += started - float(timeline.start[row])
         else:
             row, by_arrival = events.cause(row)
             bandwidth += float(timeline.released[row] - timeline.start[row])

@@ -90,7 +90,7 @@ def test_times_are_those_of_a_simulation_unit_by_unit(
     np.testing.assert_allclose(simulation.start, expected_start, rtol=1e-12)
     np.testing.assert_allclose(simulation.finish, expected_finish, rtol=1e-12)
     links = range(len(simulation.link_bytes))
-    expected_bytes = [clock.queues[link].bytes for link in links]
+    expected_bytes = [clock.links[link].bytes for link in links]
     np.testing.assert_allclose(simulation.link_bytes, expected_bytes, rtol=1e-12)
 
 

@@ -1,30 +1,44 @@
 """The time of a schedule, one transfer and one unit at a time: slow, and obvious.
 
-No pieces, no arrays, no turns: a dictionary of times for each unit of each rank, and one of queues
-for each link, which messages join one after the other.
+No pieces, no arrays, no turns: a dictionary of times for each unit of each rank, and a list of the
+slots that each link has given to messages, one message after the other.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from moe.network.schedule import Schedule
 from moe.network.topology import Topology
 
+PICOSECOND = 1e-12
+
 
 @dataclass
-class Queue:
-    """What a link has still to do.
+class Link:
+    """What a link does, and when.
 
     Attributes:
-        end: When it has sent all.
-        last_start: When the last message in it started.
+        slots: (begin, end) of every message's time, sorted.
         bytes: All that it carries.
     """
 
-    end: float = 0.0
-    last_start: float = 0.0
+    slots: list[tuple[float, float]] = field(default_factory=list)
     bytes: float = 0.0
+
+    def slot(self, start: float, slack: float, work: float) -> float | None:
+        """Returns when the slot of a message begins that starts at some time, if there is one.
+
+        It begins no earlier than the message, and `slack` seconds later at most.
+        """
+        opens = 0.0
+        for begin, end in [*sorted(self.slots), (math.inf, math.inf)]:
+            slot = max(opens, start)
+            if slot <= start + slack + PICOSECOND and slot + work <= begin + PICOSECOND:
+                return slot
+            opens = max(opens, end)
+        return None
 
 
 @dataclass
@@ -34,14 +48,14 @@ class Clock:
     Attributes:
         final: Of each (rank, unit): when its last write arrives.
         free: Of each (rank, unit): when its last read or write is done.
-        queues: Of each link.
+        links: Of each link.
         start: Of each row of the table.
         finish: Of each row of the table.
     """
 
     final: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     free: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-    queues: dict[int, Queue] = field(default_factory=lambda: defaultdict(Queue))
+    links: dict[int, Link] = field(default_factory=lambda: defaultdict(Link))
     start: dict[int, float] = field(default_factory=dict)
     finish: dict[int, float] = field(default_factory=dict)
 
@@ -56,7 +70,7 @@ def simulate_slowly(schedule: Schedule, topology: Topology, payload_bytes: float
         # What a step waits for was done by earlier steps.
         ready = {row: _ready(schedule, clock, row) for row in rows}
         released = {}
-        for row in sorted(rows, key=lambda row: (round(ready[row] / 1e-12), row)):
+        for row in sorted(rows, key=lambda row: (round(ready[row] / PICOSECOND), row)):
             released[row] = _send(schedule, topology, payload_bytes, clock, row, ready[row])
 
         # And is waited for by later ones.
@@ -83,7 +97,7 @@ def _send(
     row: int,
     ready: float,
 ) -> float:
-    """Puts a message into the queues of its links; returns when its last byte has left."""
+    """Gives a message its slots on its links; returns when its last byte has left."""
     table = schedule.transfers
     num_units = int(table.high[row] - table.low[row])
     num_bytes = num_units * (payload_bytes / schedule.num_units)
@@ -91,16 +105,24 @@ def _send(
     bandwidths = [float(topology.links.bandwidth[link]) for link in route]
     flow = num_bytes / min(bandwidths)
 
-    # It starts when every queue ends in time for its last byte, and in its turn.
-    start = ready
-    for link, bandwidth in zip(route, bandwidths, strict=True):
-        queue = clock.queues[int(link)]
-        start = max(start, queue.last_start, queue.end - (flow - num_bytes / bandwidth))
-    for link, bandwidth in zip(route, bandwidths, strict=True):
-        queue = clock.queues[int(link)]
-        queue.end = max(queue.end, start) + num_bytes / bandwidth
-        queue.last_start = start
-        queue.bytes += num_bytes
+    # It may start when it is ready, or when a slot of another message ends in time.
+    hops = []
+    moments = [ready]
+    for index, bandwidth in zip(route, bandwidths, strict=True):
+        link = clock.links[int(index)]
+        work = num_bytes / bandwidth
+        slack = flow - work
+        hops.append((link, slack, work))
+        moments += [end - slack for _, end in link.slots if end - slack > ready]
+
+    # It starts at the first of those moments at which every link has a slot.
+    for start in sorted(moments):
+        slots = [link.slot(start, slack, work) for link, slack, work in hops]
+        if None not in slots:
+            break
+    for (link, _, work), slot in zip(hops, slots, strict=True):
+        link.slots.append((slot, slot + work))
+        link.bytes += num_bytes
 
     latency = 0.0
     for link in route:
