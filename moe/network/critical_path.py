@@ -36,7 +36,8 @@ class CriticalPath(NamedTuple):
         rows: <int64>[N] rows of the table, first to last.
         latency: Seconds that bytes of these transfers spend on the way.
         bandwidth: Seconds that their bytes flow.
-        waiting: Seconds for which they wait for others to leave a link.
+        waiting: Seconds for which they wait for others to leave a link. Where links differ a slow
+            message may start before a fast one that has its slot first; such time counts back.
     """
 
     rows: IntArray
