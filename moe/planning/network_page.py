@@ -84,6 +84,7 @@ def render_network_page(page: NetworkPage) -> str:
         summaries=[_summary(name, part) for name, part in page.simulations.items()],
         ranges=ranges,
         chart=draw_chart(page.curves, ranges) if page.curves else None,
+        num_axes=len(page.topology.shape),
         chart_width=WIDTH,
         chart_height=HEIGHT,
     )

@@ -18,7 +18,7 @@ from moe.planning.table import show_bytes
 WIDTH = 760
 HEIGHT = 380
 _LEFT = 70
-_RIGHT = 16
+_RIGHT = 36
 _TOP = 14
 _BOTTOM = 44
 
@@ -76,9 +76,9 @@ def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
         heights = [np.interp(middle, x, line) for line in y]
         name = curves[int(np.argmin(heights))].name
         if ranges and ranges[-1].name == name:
-            ranges[-1] = ranges[-1]._replace(high=math.exp(high))
+            ranges[-1] = ranges[-1]._replace(high=_number(high))
         else:
-            ranges.append(Range(name, math.exp(low), math.exp(high)))
+            ranges.append(Range(name, _number(low), _number(high)))
     return ranges
 
 
@@ -103,6 +103,11 @@ def _checked_payloads(curves: Sequence[Curve]) -> tuple[float, ...]:
         ascends = all(low < high for low, high in pairwise(payloads))
         check(ascends, f"payloads of {curve.name}", payloads, "ascending ones")
     return payloads
+
+
+def _number(logarithm: float) -> float:
+    """Returns the number of a logarithm, to nine digits: 1 GiB is no byte less."""
+    return float(f"{math.exp(logarithm):.9g}")
 
 
 def _crossings(x: FloatArray, difference: FloatArray) -> set[float]:
@@ -227,6 +232,8 @@ class _Scale:
 
 def show_seconds(seconds: float) -> str:
     """Returns a time with its unit."""
+    if seconds == 0:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -103,11 +103,11 @@ def _place_lanes(topology: Topology, shape: tuple[int, ...], chips: FloatArray) 
     forward = (hop > 0) != is_wrap
     length = np.where(is_wrap, _STUB, _GAP)
     along = np.where(forward, _CHIP, -length)
-    across = np.where(forward, 0.4, _CHIP - _LANE - 0.4)
 
-    # Along the last axis to the right or left, along the one before it down or up.
+    # Along the last axis to the right or left, along the one before it down or up: on the right.
     left, top = chips[topology.links.source, :2].T
     is_column = axis == len(shape) - 1
+    across = np.where(forward == is_column, _CHIP - _LANE - 0.4, 0.4)
     x = left + np.where(is_column, along, across)
     y = top + np.where(is_column, across, along)
     width = np.where(is_column, length, _LANE)

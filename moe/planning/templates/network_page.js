@@ -69,7 +69,7 @@ function heatScale() {
 
 function drawMap() {
   const available = map.parentElement.clientWidth;
-  cell = Math.max(Math.min(available / numbers.width, 4), 0.9);
+  cell = Math.max(Math.min(available / numbers.width, 5), numbers.strips.length ? 1.6 : 0.9);
   const ratio = window.devicePixelRatio || 1;
   map.style.width = `${numbers.width * cell}px`;
   map.style.height = `${numbers.height * cell}px`;
@@ -90,7 +90,7 @@ function drawMap() {
     pen.fillRect(x, y, width, height);
   });
   pen.fillStyle = colour("--ink");
-  pen.font = "4.5px system-ui, sans-serif";
+  pen.font = `${12 / cell}px system-ui, sans-serif`;
   for (const [title, y] of numbers.strips) pen.fillText(title, 0, y);
 
   if (showPath.checked) outline(pen, shown.pathLinks, colour("--path"), 0.7);
@@ -203,7 +203,8 @@ function drawPath() {
     const part = document.createElement("span");
     part.style.width = `${share}%`;
     part.style.padding = share < 1 ? "0" : "";
-    part.textContent = share > 12 ? `${names[index]} ${share.toFixed(0)} %` : "";
+    const percent = `${share.toFixed(0)} %`;
+    part.textContent = share > 35 ? `${names[index]} ${percent}` : share > 10 ? percent : "";
     part.title = parts[index];
     bar.append(part);
   });
