@@ -93,12 +93,12 @@ class Claim:
         return Row(
             id=self.id,
             what=self.what,
-            predicted=predicted,
+            predicted=float(predicted),
             published=published,
             unit=self.unit,
             tolerance=tolerance,
             confidence=self.confidence,
-            passes=passes,
+            passes=None if passes is None else bool(passes),
         )
 
 
