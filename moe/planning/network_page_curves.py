@@ -117,8 +117,8 @@ def _checked_payloads(curves: Sequence[Curve]) -> tuple[float, ...]:
 
 
 def _number(logarithm: float) -> float:
-    """Returns the number of a logarithm, to nine digits: 1 GiB is no byte less."""
-    return float(f"{math.exp(logarithm):.9g}")
+    """Returns the number of a logarithm, to twelve digits: 1 GiB is no byte less."""
+    return float(f"{math.exp(logarithm):.12g}")
 
 
 def _crossings(x: FloatArray, difference: FloatArray) -> set[float]:

@@ -163,6 +163,8 @@ def test_the_fastest_algorithm_changes_where_the_curves_cross() -> None:
     assert first.high == second.low == pytest.approx(18e6, rel=1e-3)
     assert second.high == 1e9
     assert fastest_ranges([small]) == [Range("small", 1e5, 1e9)]
+    gibibyte = Curve("whole", (1024.0, 2.0**30), (1.0, 2.0))
+    assert fastest_ranges([gibibyte]) == [Range("whole", 1024.0, 2.0**30)]
     assert fastest_ranges([]) == []
 
 
