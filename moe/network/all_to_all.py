@@ -22,7 +22,17 @@ from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer, check_number
 from moe.errors import ConfigError
-from moe.network.axis_lanes import Grid, Lane, Order, grid_of, lanes_of_axis, num_steps, ring_of
+from moe.network.axis_lanes import (
+    BALANCED,
+    Detour,
+    Grid,
+    Lane,
+    Order,
+    grid_of,
+    lanes_of_axis,
+    num_steps,
+    ring_of,
+)
 from moe.network.line_hops import half_ring
 from moe.network.schedule import (
     IntArray,
@@ -87,7 +97,8 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
         counts: <int64>[N, N] units that each origin has for each target.
         topology: Its routes lead around what is dead; counts of dead ranks must be 0.
     """
-    table = _checked(counts, topology)
+    table = _checked(counts, topology.num_ranks)
+    _check_none(table, sorted(topology.dead), "dead ranks")
     num_ranks = topology.num_ranks
     shape = topology.shape or (num_ranks,)
     starts = _starts(table)
@@ -121,8 +132,10 @@ def around(
         order: Ranks in the order of the ring.
         ring: Hops around it.
     """
-    table = np.asarray(counts, np.int64)
+    table = _checked(counts, len(counts))
     grid = ring_of(order)
+    is_outside = ~np.isin(np.arange(len(table)), grid.names)
+    _check_none(table, np.flatnonzero(is_outside), "ranks outside the ring")
     part = _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
     return _assembled([part], [table], [0])
 
@@ -134,7 +147,7 @@ def along_axes(
     ring: Order = half_ring,
     num_slices: int = 1,
     rotates: bool = True,
-    line_share: float | None = None,
+    detour: Detour = BALANCED,
 ) -> AllToAll:
     """Returns the all-to-all along one axis of a grid after the other, on slices of the payload.
 
@@ -148,20 +161,20 @@ def along_axes(
         num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
         rotates: Whether each slice begins with the axis after that of the slice before it; else
             all begin with the last axis, one after the other.
-        line_share: How much of what a broken ring has to carry stays on it; the rest crosses to
-            the neighbouring rings of the other axes, and back. What loads all links equally,
-            unless given; 1 asks no neighbour.
+        detour: What a ring with a broken link does.
 
     Raises:
         ConfigError: When ranks are dead, or the network has no axes.
     """
-    table = _checked(counts, topology)
+    table = _checked(counts, topology.num_ranks)
+    _check_none(table, sorted(topology.dead), "dead ranks")
     reason = unfit_for_axes(topology)
     if reason:
         raise ConfigError(f"{topology.name} has no all-to-all along axes. {reason} Use `direct`.")
     check_integer("num_slices", num_slices, least=1)
-    if line_share is not None:
-        check_number("line_share", line_share, least=0, most=1)
+    check_integer("detour.sides", detour.sides, least=1, most=2)
+    if detour.kept is not None:
+        check_number("detour.kept", detour.kept, least=0, most=1)
 
     parts = []
     slices = []
@@ -170,7 +183,7 @@ def along_axes(
     num_axes = len(topology.shape)
     for index in range(num_slices):
         grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
-        stages = [lanes_of_axis(grid, axis, ring, line_share) for axis in range(num_axes)]
+        stages = [lanes_of_axis(grid, axis, ring, detour) for axis in range(num_axes)]
         part_of_pair = table * (index + 1) // num_slices - table * index // num_slices
         parts.append(_exchange(part_of_pair, grid, stages))
         slices.append(part_of_pair)
@@ -367,10 +380,9 @@ def _assembled(
     return AllToAll(beside(schedules), np.stack(starts), np.stack(counts))
 
 
-def _checked(counts: ArrayLike, topology: Topology) -> IntArray:
-    """Returns counts as integers, when they are those of the network's live ranks."""
+def _checked(counts: ArrayLike, num_ranks: int) -> IntArray:
+    """Returns counts as integers, when there is one for each pair of ranks."""
     table = np.asarray(counts)
-    num_ranks = topology.num_ranks
     check(
         table.shape == (num_ranks, num_ranks),
         "shape of counts",
@@ -379,10 +391,12 @@ def _checked(counts: ArrayLike, topology: Topology) -> IntArray:
     )
     is_whole = np.issubdtype(table.dtype, np.integer)
     check(is_whole, "type of counts", str(table.dtype), "an integer type")
-    least = int(table.min())
+    least = int(table.min(initial=0))
     check(least >= 0, "counts", least, "0 or more units for every pair")
-
-    dead = sorted(topology.dead)
-    num_lost = int(table[dead].sum() + table[:, dead].sum())
-    check(num_lost == 0, "units from or for dead ranks", num_lost, "0")
     return table.astype(np.int64)
+
+
+def _check_none(counts: IntArray, ranks: Sequence[int] | IntArray, whose: str) -> None:
+    """Raises when some ranks have something to send or to receive."""
+    num_units = int(counts[ranks].sum() + counts[:, ranks].sum())
+    check(num_units == 0, f"units from or for {whose}", num_units, "0")
