@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.network.line_hops import Hops, by_block, half_ring, line, straight
+from moe.network.line_hops import Hops, by_block, farthest_first, half_ring, line, straight
 from moe.network.schedule import IntArray
 from moe.network.topology import Topology
 
@@ -150,15 +150,17 @@ def lanes_of_axis(
     for end in np.unique(place):
         lines = broken[place == end]
         hops = line(size, (int(end) + 1) % size)
-        has_help = grid.wraps[axis] and size > 2 and detour.kept != 1
-        if not has_help:
+        if not grid.wraps[axis] or size < 3:
             lanes.append(Lane(lines, lines, lines, hops))
             continue
-        for number in lines:
-            neighbours = _neighbours(grid, axis, int(number), detour.sides)
+
+        # Whoever is far away keeps the middle of a broken ring busy from the start.
+        hops = farthest_first(by_block(hops), size)
+        for number in lines.tolist():
+            neighbours = _neighbours(grid, axis, number, detour.sides)
             helpers = np.intersect1d(neighbours, whole)
             kept = _part_kept(grid, axis, len(helpers), detour)
-            lanes += _shared_lanes(grid.shape[axis], int(number), hops, helpers, kept)
+            lanes += _shared_lanes(size, number, hops, helpers, kept)
     return lanes
 
 
@@ -192,12 +194,12 @@ def _shared_lanes(
     Args:
         size: Ranks of the ring.
         number: Which of its axis it is.
-        hops: Along what is left of it.
+        hops: Of its blocks along what is left of it.
         helpers: <int64>[K] neighbouring rings.
         kept: Which part of every block it keeps.
     """
     broken = np.array([number], np.int64)
-    lanes = [Lane(broken, broken, broken, by_block(hops), (0.0, kept))]
+    lanes = [Lane(broken, broken, broken, hops, (0.0, kept))]
 
     # Across, around, and back: a block arrives after as many steps as it is far.
     origin, target = np.nonzero(~np.eye(size, dtype=np.bool_))
@@ -229,7 +231,7 @@ def _part_kept(grid: Grid, axis: int, num_helpers: int, detour: Detour) -> float
 
     Loads are those of the busiest link of a line by what each of its ranks sends in all.
     """
-    if num_helpers == 0:
+    if num_helpers == 0 or detour.kept == 1:
         return 1.0
     if detour.kept is not None:
         return detour.kept

@@ -104,6 +104,17 @@ def by_block(hops: Hops) -> Hops:
     return each._replace(low=low, high=high)
 
 
+def farthest_first(hops: Hops, size: int) -> Hops:
+    """Returns single blocks in an order in which those that have the farthest to go come first.
+
+    A block that has to cross the busiest link does not wait for one that stays near.
+    """
+    block = hops.low // 2
+    goes_forwards = (hops.destination - hops.source) % size == 1
+    distance = np.where(goes_forwards, block - hops.source, hops.source - block) % size
+    return _select(hops, np.argsort(-distance, kind="stable"))
+
+
 def _runs(forward: IntArray) -> Hops:
     """Returns the hops when each origin sends so many half blocks forwards, and the rest back."""
     size = len(forward)

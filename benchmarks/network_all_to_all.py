@@ -1,0 +1,312 @@
+"""All-to-alls on tori: closed forms, published speed-ups and bandwidth, failed links, hot experts.
+
+The published simulations send a slice of the payload along one axis at a time, and no other slice
+along that axis meanwhile. A stage, one slice along one axis, is simulated here; stages follow each
+other as published: slices in turn take (slices + axes - 1) stages, slices that begin with different
+axes take as many as there are axes. Rows that say "free" are of whole schedules without that rule.
+
+Payloads are what each rank has for all ranks, itself included.
+
+Source: Optimizing All-to-All Collective Communication with Fault Tolerance on Torus Networks (MICRO
+    2025, doi:10.1145/3725843.3756057), and the settings of its artefact,
+    redbird-arch/micro2025-torus-ft-all2all-artifact@f49e224.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.network_rows import CLOSED_FORM, REPORTS, THIRD_PARTY, Claim, Row, published
+from moe.network.all_to_all import along_axes, around, direct, even_counts
+from moe.network.axis_lanes import Detour
+from moe.network.line_hops import half_ring, one_way_ring, two_way_ring
+from moe.network.schedule import IntArray, Schedule
+from moe.network.simulate import simulate
+from moe.network.topology import Topology, grid
+
+_UNITS_PER_PAIR = 600
+"""So many that slices, halves and shares are even."""
+
+_HELP = "dead link, other axes help"
+_HELP_AT_ONCE = "dead link, other axes help, unsliced"
+
+Seconds = Callable[[float], float]
+"""Time of what moves the bytes that each rank has for all."""
+
+
+def _time(schedule: Schedule, topology: Topology, num_senders: int = 0) -> Seconds:
+    """Returns the simulated time of a schedule by the bytes of each rank that sends."""
+    num_ranks = num_senders or topology.num_ranks
+
+    def seconds(num_bytes: float) -> float:
+        return simulate(schedule, topology, num_bytes * num_ranks).seconds
+
+    return seconds
+
+
+def _without_cable(topology: Topology, one: int, other: int) -> Topology:
+    return topology.without(links=[(one, other), (other, one)])
+
+
+def _even(topology: Topology) -> IntArray:
+    return even_counts(topology, _UNITS_PER_PAIR * topology.num_ranks**2)
+
+
+@REPORTS.register("all_to_all_laws")
+def law_rows() -> list[Row]:
+    """Returns A1 and A2: the time around a ring of N ranks, by what a rank has over a link's rate."""
+    rows = []
+    for size in (4, 5, 8, 9, 16):
+        topology = grid((size,), wraps=True, bandwidth=1.0, latency=0.0)
+        counts = _even(topology)
+        laws = (
+            ("all the way around, both ways", two_way_ring, (size - 1) / 4),
+            ("the shorter way around", half_ring, (size**2 - size % 2) / (8 * size)),
+        )
+        for name, ring, law in laws:
+            schedule = around(counts, range(size), ring=ring).schedule
+            claim = Claim("A1", f"all-to-all on a ring of {size}, {name}", "S/B", CLOSED_FORM)
+            rows.append(claim.close(_time(schedule, topology)(1.0), law, 1e-9))
+
+        # Without the cable from the last rank to the first.
+        broken = _without_cable(topology, size - 1, 0)
+        folded = around(counts, range(size), ring=one_way_ring).schedule
+        busiest = simulate(folded, broken, float(size)).link_busy_seconds.max()
+        what = f"ring of {size} folded at a dead link: busiest link"
+        rows.append(
+            Claim("A2", what, "S/B", CLOSED_FORM).close(float(busiest), (size - 1) / 2, 1e-9)
+        )
+        detour = along_axes(counts, broken).schedule
+        what = f"ring of {size} with a dead link, over what is left of it"
+        least = (size**2 - size % 2) / (4 * size)
+        claim = Claim("A2", what, "S/B", CLOSED_FORM)
+        rows.append(claim.between(_time(detour, broken)(1.0), least * (1 - 1e-9), size / 4))
+    return rows
+
+
+class _Setting:
+    """The published setting on tori of one size: times of stages, by the bytes of a slice.
+
+    Args:
+        numbers: Section of the published numbers.
+    """
+
+    def __init__(self, numbers: dict[str, float]) -> None:
+        self.size = int(numbers["ranks_of_an_axis"])
+        self.num_slices = int(numbers["slices"])
+        self._link = partial(
+            grid, wraps=True, bandwidth=numbers["bandwidth"], latency=numbers["latency"]
+        )
+        ring = self._link((self.size,))
+        counts = _even(ring)
+        order = range(self.size)
+        self.whole_ring = _time(around(counts, order, ring=two_way_ring).schedule, ring)
+        self.half_ring = _time(around(counts, order).schedule, ring)
+
+        broken = _without_cable(ring, self.size - 1, 0)
+        self.folded_ring = _time(around(counts, order, ring=one_way_ring).schedule, broken)
+
+    def torus(self, num_axes: int) -> Topology:
+        """Returns the torus of so many axes."""
+        return self._link((self.size,) * num_axes)
+
+    def broken_torus(self, num_axes: int) -> tuple[Topology, IntArray]:
+        """Returns the torus with a dead cable on one ring, and the ranks of that ring."""
+        torus = self.torus(num_axes)
+        ring = np.arange(self.size) * self.size ** (num_axes - 1)
+        return _without_cable(torus, int(ring[-1]), int(ring[0])), ring
+
+    def helped_stage(self, num_axes: int, num_slices: int) -> Seconds:
+        """Returns the time of the stage in which neighbours carry a broken ring's blocks.
+
+        As published one neighbour on each other axis helps, shares are by the speeds of a half ring
+        and of the folded one, and the other rings wait.
+
+        Args:
+            num_axes: Of the torus.
+            num_slices: What crosses to a neighbour, goes around and comes back in so many parts,
+                so that the three overlap.
+        """
+        topology, ring = self.broken_torus(num_axes)
+        counts = np.zeros((topology.num_ranks,) * 2, np.int64)
+        counts[np.ix_(ring, ring)] = _UNITS_PER_PAIR
+        folded_speed = (self.size**2 // 4 / (2 * self.size)) / ((self.size - 1) / 2)
+        kept = folded_speed / (num_axes - 1 + folded_speed)
+        exchange = along_axes(
+            counts,
+            topology,
+            num_slices=num_slices,
+            rotates=False,
+            detour=Detour(kept, sides=1),
+        )
+        return _time(exchange.schedule, topology, num_senders=self.size)
+
+    def in_turn(self, first: Seconds, others: Seconds, num_axes: int) -> Seconds:
+        """Returns the time of slices in turn, when the first axis is the slowest."""
+
+        def seconds(num_bytes: float) -> float:
+            part = num_bytes / self.num_slices
+            return self.num_slices * first(part) + (num_axes - 1) * others(part)
+
+        return seconds
+
+    def rotated(self, stage: Seconds, num_axes: int) -> Seconds:
+        """Returns the time of as many slices as axes, each of which begins with another one."""
+        return lambda num_bytes: num_axes * stage(num_bytes / num_axes)
+
+
+@REPORTS.register("all_to_all_speed_ups")
+def speed_up_rows() -> list[Row]:
+    """Returns A3: mean speed-ups over payloads and tori against whole rings in turn."""
+    numbers = published("all_to_all")["tori"]
+    setting = _Setting(numbers)
+    payloads = [numbers["least_bytes"] * 4**power for power in range(numbers["payloads"])]
+
+    by_name: dict[str, list[float]] = {}
+    for num_axes in numbers["axes"]:
+        times = _times(setting, num_axes)
+        baseline = setting.in_turn(setting.whole_ring, setting.whole_ring, num_axes)
+        for name, seconds in times.items():
+            by_name.setdefault(name, []).append(_mean_ratio(baseline, seconds, payloads))
+
+    rows = []
+    for name, theirs in numbers["speed_ups"].items():
+        claim = Claim("A3", f"all-to-all on tori, speed-up: {name}", "x", THIRD_PARTY)
+        rows.append(claim.close(float(np.mean(by_name[name])), theirs, 0.15))
+
+    # What is shared at once waits for the whole of it to cross.
+    claim = Claim("A3*", f"the same: {_HELP_AT_ONCE}", "x", THIRD_PARTY)
+    ours = float(np.mean(by_name[_HELP_AT_ONCE]))
+    rows.append(claim.reported(ours, numbers["speed_ups"][_HELP], "±15%"))
+    return rows + _free_rows(setting, numbers)
+
+
+def _times(setting: _Setting, num_axes: int) -> dict[str, Seconds]:
+    """Returns the times of the published algorithms on a torus."""
+    helped = setting.helped_stage(num_axes, setting.num_slices)
+    helped_at_once = setting.helped_stage(num_axes, 1)
+
+    def half_ring_and_help(num_bytes: float) -> float:
+        return setting.half_ring(num_bytes) + helped(num_bytes)
+
+    def half_ring_and_help_at_once(num_bytes: float) -> float:
+        return setting.half_ring(num_bytes) + helped_at_once(num_bytes)
+
+    return {
+        "half rings in turn": setting.in_turn(setting.half_ring, setting.half_ring, num_axes),
+        "whole rings, rotated": setting.rotated(setting.whole_ring, num_axes),
+        "half rings, rotated": setting.rotated(setting.half_ring, num_axes),
+        "dead link, folded ring": setting.in_turn(setting.folded_ring, setting.half_ring, num_axes),
+        _HELP: setting.rotated(half_ring_and_help, num_axes),
+        _HELP_AT_ONCE: setting.rotated(half_ring_and_help_at_once, num_axes),
+    }
+
+
+def _mean_ratio(baseline: Seconds, seconds: Seconds, payloads: Sequence[float]) -> float:
+    ratios = [baseline(payload) / seconds(payload) for payload in payloads]
+    return float(np.mean(ratios))
+
+
+def _free_rows(setting: _Setting, numbers: dict[str, float]) -> list[Row]:
+    """Returns what our schedules reach for the largest payload when no slice waits for another."""
+    payload = numbers["least_bytes"] * 4.0 ** (numbers["payloads"] - 1)
+    rows = []
+    for num_axes in (2, 3):
+        baseline = setting.in_turn(setting.whole_ring, setting.whole_ring, num_axes)
+        broken, _ = setting.broken_torus(num_axes)
+        networks = {"half rings, rotated": setting.torus(num_axes), _HELP: broken}
+        for name, topology in networks.items():
+            exchange = along_axes(_even(topology), topology, num_slices=num_axes)
+            ours = baseline(payload) / _time(exchange.schedule, topology)(payload)
+            what = f"free, {num_axes} axes, {payload / 1e9:.1f} GB: {name}"
+            claim = Claim("A3*", what, "x", THIRD_PARTY)
+            rows.append(claim.reported(ours, numbers["speed_ups"][name], "ours"))
+    return rows
+
+
+def _cube() -> Topology:
+    numbers = published("all_to_all")["tpu_v4"]
+    return grid(
+        numbers["shape"],
+        wraps=True,
+        bandwidth=numbers["bandwidth"],
+        latency=numbers["latency"],
+    )
+
+
+@REPORTS.register("all_to_all_tpu_v4")
+def cube_rows() -> list[Row]:
+    """Returns A4 and A5: a TPU v4 of 4 x 4 x 4 chips, routed and along rotated axes."""
+    numbers = published("all_to_all")["tpu_v4"]
+    cube = _cube()
+    routed = _time(direct(_even(cube), cube).schedule, cube)
+    largest = numbers["payloads"][-1]
+
+    claim = Claim("A4", "4 x 4 x 4 chips, routed: bandwidth of a chip", "GB/s", THIRD_PARTY)
+    rows = [claim.close(largest / routed(largest) / 1e9, numbers["measured"] / 1e9, 0.15)]
+    loads = simulate(direct(_even(cube), cube).schedule, cube, largest * cube.num_ranks)
+    claim = Claim("A4", "the same, by the load of the busiest link", "GB/s", THIRD_PARTY)
+    busiest = float(loads.link_busy_seconds.max())
+    rows.append(claim.close(largest / busiest / 1e9, numbers["measured"] / 1e9, 0.15))
+
+    # Against half rings on rotated axes, whole and with a dead link on each axis.
+    healthy = _geometric_mean_ratio(cube, numbers["payloads"])
+    claim = Claim("A5", "4 x 4 x 4: rotated half rings against routed", "x", THIRD_PARTY)
+    rows.append(claim.close(healthy, numbers["healthy_speed_up"], 0.2))
+    faulty = []
+    for neighbour in (1, 4, 16):
+        broken = _without_cable(cube, 0, neighbour)
+        faulty.append(_geometric_mean_ratio(broken, numbers["payloads"][::4]))
+    claim = Claim("A5", "the same with a dead link", "x", THIRD_PARTY)
+    rows.append(claim.close(float(np.mean(faulty)), numbers["faulty_speed_up"], 0.2))
+    return rows
+
+
+def _geometric_mean_ratio(topology: Topology, payloads: Sequence[float]) -> float:
+    """Returns how much longer the routed all-to-all takes than that along rotated axes."""
+    counts = _even(topology)
+    routed = _time(direct(counts, topology).schedule, topology)
+    rotated = _time(along_axes(counts, topology, num_slices=3).schedule, topology)
+    logs = [np.log(routed(payload) / rotated(payload)) for payload in payloads]
+    return float(np.exp(np.mean(logs)))
+
+
+@REPORTS.register("all_to_all_hot_experts")
+def hot_expert_rows() -> list[Row]:
+    """Returns A6: how much of the speed is left when some experts get more tokens than others.
+
+    Every chip has one of the experts, and sends as much as all others. Loads of a layer are drawn,
+    with exactly its published standard deviation; layers are spread evenly over those.
+    """
+    numbers = published("all_to_all")["hot_experts"]
+    cube = _cube()
+    expert = np.arange(cube.num_ranks) % numbers["experts"]
+    uniform = _rotated_time(np.ones(numbers["experts"]), expert, cube, numbers["bytes"])
+
+    shares = []
+    generator = np.random.default_rng(0)
+    deviations = np.linspace(*numbers["deviations"], numbers["layers"])
+    for deviation in deviations:
+        load = generator.normal(size=numbers["experts"])
+        load = 1 + deviation * (load - load.mean()) / load.std()
+        load = np.maximum(load, 0.0)
+        shares.append(uniform / _rotated_time(load, expert, cube, numbers["bytes"]))
+
+    what = "hot experts: mean share of the uniform all-to-all's speed"
+    claim = Claim("A6", what, "%", THIRD_PARTY)
+    return [claim.close(100 * float(np.mean(shares)), numbers["mean"], 10 / numbers["mean"])]
+
+
+def _rotated_time(
+    load: NDArray[np.float64],
+    expert: IntArray,
+    topology: Topology,
+    num_bytes: float,
+) -> float:
+    """Returns the time when each expert gets so much by the mean."""
+    units = np.round(_UNITS_PER_PAIR * load[expert]).astype(np.int64)
+    counts = np.broadcast_to(units, (topology.num_ranks,) * 2)
+    schedule = along_axes(counts, topology, num_slices=3).schedule
+    return _time(schedule, topology)(num_bytes * load[expert].mean())
