@@ -104,7 +104,7 @@ def multipod_rows() -> list[Row]:
     """Returns R3, R4 and R7: 4,096 chips, of which Y (32) wraps and X (128) does not."""
     shape = (128, 32)
     schedule = torus_schedule(shape)
-    topology = chips(shape, wraps=(False, True), latency=3.5e-6)
+    topology = chips(shape, wraps=(False, True), latency=2e-6)
     resnet = simulate(schedule, topology, RESNET_BYTES)
     bert = simulate(schedule, topology, BERT_BYTES)
 
@@ -173,7 +173,6 @@ def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
     schedule = torus_schedule(shape)
     pairs = row_pair_all_reduce(ranks, num_chips * UNITS_PER_CHIP)
 
-    name = f"{shape[0]} x {shape[1]}"
     bound = 1 - 1 / num_chips
     rows = []
     for topology, factor in ((torus, bound), (mesh, 2 * bound)):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer
-from moe.network.ring_orders import pair_rows
+from moe.network.ring_orders import fold, pair_rows
 from moe.network.rings import ring_bounds, ring_reduce_scatter
 from moe.network.schedule import IntArray, Schedule, beside, split_evenly
 
@@ -137,6 +137,7 @@ def row_pair_all_reduce(
     ranks: ArrayLike,
     num_units: int,
     *,
+    wraps: bool = False,
     num_ranks: int | None = None,
 ) -> Schedule:
     """Returns an all-reduce on a mesh without wrap: around pairs of rows, then across the pairs.
@@ -147,13 +148,15 @@ def row_pair_all_reduce(
     Args:
         ranks: <int64>[..., Y, X] ranks of the mesh; Y must be even.
         num_units: Units of the payload.
+        wraps: Whether the ends of all axes but the last are joined.
         num_ranks: Ranks of the schedule; those of the mesh unless given.
 
     Raises:
         ConfigError: When the rows cannot be paired.
     """
     pairs = pair_rows(np.asarray(ranks, np.int64))
-    return torus_all_reduce(pairs, num_units, num_ranks=num_ranks)
+    rings = fold(pairs, [wraps] * (pairs.ndim - 1) + [True])
+    return torus_all_reduce(rings, num_units, num_ranks=num_ranks)
 
 
 def multi_ring_all_reduce(
