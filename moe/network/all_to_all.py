@@ -33,7 +33,7 @@ from moe.network.axis_lanes import (
     num_steps,
     ring_of,
 )
-from moe.network.line_hops import half_ring
+from moe.network.line_hops import half_ring, one_way_ring
 from moe.network.schedule import (
     IntArray,
     Intervals,
@@ -132,12 +132,26 @@ def around(
         order: Ranks in the order of the ring.
         ring: Hops around it.
     """
-    table = _checked(counts, len(counts))
+    table = _checked(counts, len(np.asarray(counts)))
     grid = ring_of(order)
-    is_outside = ~np.isin(np.arange(len(table)), grid.names)
-    _check_none(table, np.flatnonzero(is_outside), "ranks outside the ring")
+    outside = np.setdiff1d(np.arange(len(table)), grid.names)
+    _check_none(table, outside, "ranks outside the ring")
     part = _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
     return _assembled([part], [table], [0])
+
+
+def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> AllToAll:
+    """Returns the all-to-all around a ring of ranks, half of the payload forwards, half backwards.
+
+    Args:
+        counts: As of `around`.
+        order: Ranks in the order of the ring.
+    """
+    table = _checked(counts, len(np.asarray(counts)))
+    forwards = around(table // 2, order, ring=one_way_ring)
+    backwards = around(table - table // 2, order[::-1], ring=one_way_ring)
+    parts = [(half.schedule, half.starts[0]) for half in (forwards, backwards)]
+    return _assembled(parts, [forwards.counts[0], backwards.counts[0]], [0, 0])
 
 
 def along_axes(
@@ -398,5 +412,6 @@ def _checked(counts: ArrayLike, num_ranks: int) -> IntArray:
 
 def _check_none(counts: IntArray, ranks: Sequence[int] | IntArray, whose: str) -> None:
     """Raises when some ranks have something to send or to receive."""
-    num_units = int(counts[ranks].sum() + counts[:, ranks].sum())
+    others = np.setdiff1d(np.arange(len(counts)), ranks)
+    num_units = int(counts.sum() - counts[np.ix_(others, others)].sum())
     check(num_units == 0, f"units from or for {whose}", num_units, "0")

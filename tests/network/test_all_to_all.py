@@ -10,7 +10,15 @@ from hypothesis.extra.numpy import arrays
 
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_TO_ALL
-from moe.network.all_to_all import AllToAll, along_axes, around, direct, even_counts, two_level
+from moe.network.all_to_all import (
+    AllToAll,
+    along_axes,
+    around,
+    around_both_ways,
+    direct,
+    even_counts,
+    two_level,
+)
 from moe.network.axis_lanes import Detour
 from moe.network.line_hops import half_ring, one_way_ring, routed_ring, straight, two_way_ring
 from moe.network.schedule import IntArray, Intervals, Schedule
@@ -92,6 +100,7 @@ def test_ragged_counts_arrive_around_any_ring_of_some_ranks(
 
     for ring in ORDERS:
         verify(around(counts, order, ring=ring).schedule)
+    verify(around_both_ways(counts, order).schedule)
 
 
 @PATIENT
@@ -203,8 +212,13 @@ def test_rings_load_their_links_as_the_closed_forms_say(size: int) -> None:
     half = (size**2 - size % 2) / (8 * size) if size > 2 else 0.5
     whole = (size - 1) / 4 if size > 2 else 0.5
 
-    for ring, load in ((half_ring, half), (two_way_ring, whole)):
-        schedule = around(counts, range(size), ring=ring).schedule
+    exchanges = (
+        (around(counts, range(size)), half),
+        (around(counts, range(size), ring=two_way_ring), whole),
+        (around_both_ways(counts, range(size)), whole),
+    )
+    for exchange, load in exchanges:
+        schedule = exchange.schedule
         assert busiest(schedule, topology) == pytest.approx(load, rel=1e-12)
 
         # Nothing waits: the time is that of the busiest link.
@@ -318,6 +332,12 @@ def test_lines_with_dead_ranks_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Ranks \[3\] are dead.*Use `direct`"):
         along_axes(np.zeros((4, 4), np.int64), topology)
+
+
+def test_too_many_ranks_are_named_before_their_pairs_fill_the_memory() -> None:
+    for name in ALL_TO_ALL.names():
+        reason = ALL_TO_ALL.get(name).unfit(unit_grid(32, 64))
+        assert reason == "2,048 live ranks; all-to-alls are built for 1,024 at most."
 
 
 def test_nothing_to_send_is_no_transfer() -> None:
