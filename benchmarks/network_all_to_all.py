@@ -12,8 +12,9 @@ Source: Optimizing All-to-All Collective Communication with Fault Tolerance on T
     redbird-arch/micro2025-torus-ft-all2all-artifact@f49e224.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.network_rows import CLOSED_FORM, REPORTS, THIRD_PARTY, Claim, Row, published
 from moe.network.all_to_all import along_axes, around, direct, even_counts
 from moe.network.axis_lanes import Detour
-from moe.network.line_hops import half_ring, one_way_ring, two_way_ring
+from moe.network.line_hops import one_way_ring, two_way_ring
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import simulate
 from moe.network.topology import Topology, grid
@@ -59,31 +60,50 @@ def law_rows() -> list[Row]:
     """Returns A1 and A2: the time around a ring of N ranks, by what a rank has over a link's rate."""
     rows = []
     for size in (4, 5, 8, 9, 16):
-        topology = grid((size,), wraps=True, bandwidth=1.0, latency=0.0)
-        counts = _even(topology)
-        laws = (
-            ("all the way around, both ways", two_way_ring, (size - 1) / 4),
-            ("the shorter way around", half_ring, (size**2 - size % 2) / (8 * size)),
-        )
-        for name, ring, law in laws:
-            schedule = around(counts, range(size), ring=ring).schedule
-            claim = Claim("A1", f"all-to-all on a ring of {size}, {name}", "S/B", CLOSED_FORM)
-            rows.append(claim.close(_time(schedule, topology)(1.0), law, 1e-9))
-
-        # Without the cable from the last rank to the first.
-        broken = _without_cable(topology, size - 1, 0)
-        folded = around(counts, range(size), ring=one_way_ring).schedule
-        busiest = simulate(folded, broken, float(size)).link_busy_seconds.max()
-        what = f"ring of {size} folded at a dead link: busiest link"
-        rows.append(
-            Claim("A2", what, "S/B", CLOSED_FORM).close(float(busiest), (size - 1) / 2, 1e-9)
-        )
-        detour = along_axes(counts, broken).schedule
-        what = f"ring of {size} with a dead link, over what is left of it"
-        least = (size**2 - size % 2) / (4 * size)
-        claim = Claim("A2", what, "S/B", CLOSED_FORM)
-        rows.append(claim.between(_time(detour, broken)(1.0), least * (1 - 1e-9), size / 4))
+        ring = grid((size,), wraps=True, bandwidth=1.0, latency=0.0)
+        rows += _ring_rows(ring, size)
+        broken = _without_cable(ring, size - 1, 0)
+        rows += _broken_ring_rows(broken, size)
     return rows
+
+
+def _ring_rows(topology: Topology, size: int) -> list[Row]:
+    counts = _even(topology)
+    whole = around(counts, range(size), ring=two_way_ring).schedule
+    half = around(counts, range(size)).schedule
+    half_law = (size**2 - size % 2) / (8 * size)
+
+    # Nothing waits for anything but the busiest link.
+    what = f"ring of {size}, all the way around, both ways"
+    seconds = _time(whole, topology)(1.0)
+    rows = [_law("A1", what).close(seconds, (size - 1) / 4, 1e-9)]
+    what = f"ring of {size}, the shorter way around"
+    seconds = _time(half, topology)(1.0)
+    rows.append(_law("A1", what).close(seconds, half_law, 1e-9))
+    return rows
+
+
+def _broken_ring_rows(topology: Topology, size: int) -> list[Row]:
+    counts = _even(topology)
+    folded = around(counts, range(size), ring=one_way_ring).schedule
+    detour = along_axes(counts, topology).schedule
+    least = (size**2 - size % 2) / (4 * size)
+
+    # The folded ring is published by its load.
+    simulation = simulate(folded, topology, float(size))
+    busiest = float(simulation.link_busy_seconds.max())
+    what = f"ring of {size} folded at a dead link: busiest link"
+    rows = [_law("A2", what).close(busiest, (size - 1) / 2, 1e-9)]
+
+    # No schedule can do with less than the load of the middle of the line.
+    what = f"ring of {size} with a dead link, over what is left"
+    seconds = _time(detour, topology)(1.0)
+    rows.append(_law("A2", what).between(seconds, least * (1 - 1e-9), size / 4))
+    return rows
+
+
+def _law(name: str, what: str) -> Claim:
+    return Claim(name, what, "S/B", CLOSED_FORM)
 
 
 class _Setting:
@@ -93,7 +113,7 @@ class _Setting:
         numbers: Section of the published numbers.
     """
 
-    def __init__(self, numbers: dict[str, float]) -> None:
+    def __init__(self, numbers: Mapping[str, Any]) -> None:
         self.size = int(numbers["ranks_of_an_axis"])
         self.num_slices = int(numbers["slices"])
         self._link = partial(
@@ -209,7 +229,7 @@ def _mean_ratio(baseline: Seconds, seconds: Seconds, payloads: Sequence[float]) 
     return float(np.mean(ratios))
 
 
-def _free_rows(setting: _Setting, numbers: dict[str, float]) -> list[Row]:
+def _free_rows(setting: _Setting, numbers: Mapping[str, Any]) -> list[Row]:
     """Returns what our schedules reach for the largest payload when no slice waits for another."""
     payload = numbers["least_bytes"] * 4.0 ** (numbers["payloads"] - 1)
     rows = []
@@ -287,7 +307,8 @@ def hot_expert_rows() -> list[Row]:
 
     shares = []
     generator = np.random.default_rng(0)
-    deviations = np.linspace(*numbers["deviations"], numbers["layers"])
+    least, most = numbers["deviations"]
+    deviations = np.linspace(least, most, numbers["layers"])
     for deviation in deviations:
         load = generator.normal(size=numbers["experts"])
         load = 1 + deviation * (load - load.mean()) / load.std()

@@ -80,6 +80,7 @@ def even_counts(topology: Topology, num_units: int) -> IntArray:
 
     Slices and halves of blocks are even where each pair has a multiple of twice the slices.
     """
+    # Dead ranks have nothing to send.
     live = topology.live_ranks
     counts = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
     each = np.diff(split_evenly(num_units, len(live) ** 2))
@@ -110,6 +111,7 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
     target = np.ravel_multi_index(tuple(sums), shape, mode="wrap")
     origin = np.broadcast_to(rank, target.shape)
 
+    # Offset 0 is the rank itself, which sends itself nothing.
     low = starts[origin, target]
     high = low + table[origin, target]
     high[0] = low[0]
@@ -147,6 +149,7 @@ def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> AllToAll:
         counts: As of `around`.
         order: Ranks in the order of the ring.
     """
+    # Each half is an all-to-all of its own.
     table = _checked(counts, len(np.asarray(counts)))
     forwards = around(table // 2, order, ring=one_way_ring)
     backwards = around(table - table // 2, order[::-1], ring=one_way_ring)
@@ -190,6 +193,7 @@ def along_axes(
     if detour.kept is not None:
         check_number("detour.kept", detour.kept, least=0, most=1)
 
+    # Slice by slice, each with its own order of the axes.
     parts = []
     slices = []
     delays = []
@@ -198,7 +202,8 @@ def along_axes(
     for index in range(num_slices):
         grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
         stages = [lanes_of_axis(grid, axis, ring, detour) for axis in range(num_axes)]
-        part_of_pair = table * (index + 1) // num_slices - table * index // num_slices
+        end = table * (index + 1) // num_slices
+        part_of_pair = end - table * index // num_slices
         parts.append(_exchange(part_of_pair, grid, stages))
         slices.append(part_of_pair)
 
@@ -272,6 +277,7 @@ def _exchange(
         grid: Ranks at their places.
         stages: Hops along each axis.
     """
+    # Pairs in the order of places, so that runs of targets lie together.
     table = counts[np.ix_(grid.names, grid.names)]
     starts = _starts(table)
     bounds = np.append(starts.ravel(), table.sum())
@@ -340,8 +346,11 @@ def _unit(
     is_end: bool,
 ) -> IntArray:
     """Returns the unit at a half block: where a block's share begins, or ends, or its middle."""
+    # The block that the half belongs to, or that ends before it.
     is_middle = half % 2 == 1
     block = half // 2 - np.where(is_middle | (not is_end), 0, 1)
+
+    # Its share of the block's units.
     pair = first_pair + block * pairs_per_block
     begin = bounds[pair]
     length = bounds[pair + pairs_per_block] - begin
@@ -383,6 +392,7 @@ def _assembled(
     delays: Sequence[int],
 ) -> AllToAll:
     """Returns slices, one after the other in the units, as one all-to-all."""
+    # Slices share no unit, so that they may go on at the same time.
     num_units = sum(schedule.num_units for schedule, _ in parts)
     schedules = []
     starts = []

@@ -134,9 +134,11 @@ def lanes_of_axis(
         detour: What a broken ring does.
     """
     size = grid.shape[axis]
+    # Breaks of each line.  [lines, size]
     joined = np.moveaxis(grid.joined[axis], axis, -1).reshape(-1, size)
     num_breaks = np.sum(~joined, axis=1)
 
+    # Whole rings, and lines that have no two ends any more.
     whole = np.flatnonzero(num_breaks == 0)
     apart = np.flatnonzero(num_breaks > 1)
     lanes = [
@@ -166,6 +168,7 @@ def lanes_of_axis(
 
 def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
     """Returns the lines next to one, on the other axes, that all of its ranks have links with."""
+    # Lines are numbered by their coordinates on the other axes.
     others = [other for other in range(len(grid.shape)) if other != axis]
     shape = tuple(grid.shape[other] for other in others)
     here = np.array(np.unravel_index(number, shape), np.int64)
@@ -216,6 +219,7 @@ def _shared_lanes(
     around = ring._replace(step=ring.step + 1)
     back = across._replace(step=distance + 1, source=target, destination=target)
 
+    # Each neighbour takes as much.
     bounds = np.linspace(kept, 1.0, len(helpers) + 1).tolist()
     for index in range(len(helpers)):
         helper = helpers[index : index + 1]
