@@ -102,6 +102,10 @@ def _broken_ring_rows(topology: Topology, size: int) -> list[Row]:
     return rows
 
 
+def _claim(name: str, what: str, unit: str = "x") -> Claim:
+    return Claim(name, what, unit, THIRD_PARTY)
+
+
 def _law(name: str, what: str) -> Claim:
     return Claim(name, what, "S/B", CLOSED_FORM)
 
@@ -117,16 +121,23 @@ class _Setting:
         self.size = int(numbers["ranks_of_an_axis"])
         self.num_slices = int(numbers["slices"])
         self._link = partial(
-            grid, wraps=True, bandwidth=numbers["bandwidth"], latency=numbers["latency"]
+            grid,
+            wraps=True,
+            bandwidth=numbers["bandwidth"],
+            latency=numbers["latency"],
         )
+
+        # Stages around one ring, whole and broken.
         ring = self._link((self.size,))
+        broken = _without_cable(ring, self.size - 1, 0)
         counts = _even(ring)
         order = range(self.size)
-        self.whole_ring = _time(around(counts, order, ring=two_way_ring).schedule, ring)
-        self.half_ring = _time(around(counts, order).schedule, ring)
-
-        broken = _without_cable(ring, self.size - 1, 0)
-        self.folded_ring = _time(around(counts, order, ring=one_way_ring).schedule, broken)
+        whole = around(counts, order, ring=two_way_ring)
+        half = around(counts, order)
+        folded = around(counts, order, ring=one_way_ring)
+        self.whole_ring = _time(whole.schedule, ring)
+        self.half_ring = _time(half.schedule, ring)
+        self.folded_ring = _time(folded.schedule, broken)
 
     def torus(self, num_axes: int) -> Topology:
         """Returns the torus of so many axes."""
@@ -149,10 +160,15 @@ class _Setting:
             num_slices: What crosses to a neighbour, goes around and comes back in so many parts,
                 so that the three overlap.
         """
+        # Only the broken ring has something to send.
         topology, ring = self.broken_torus(num_axes)
         counts = np.zeros((topology.num_ranks,) * 2, np.int64)
         counts[np.ix_(ring, ring)] = _UNITS_PER_PAIR
-        folded_speed = (self.size**2 // 4 / (2 * self.size)) / ((self.size - 1) / 2)
+
+        # Loads of the busiest links say how fast both are.
+        half_load = self.size**2 // 4 / (2 * self.size)
+        folded_load = (self.size - 1) / 2
+        folded_speed = half_load / folded_load
         kept = folded_speed / (num_axes - 1 + folded_speed)
         exchange = along_axes(
             counts,
@@ -184,20 +200,23 @@ def speed_up_rows() -> list[Row]:
     setting = _Setting(numbers)
     payloads = [numbers["least_bytes"] * 4**power for power in range(numbers["payloads"])]
 
+    # Mean over payloads, for each torus.
     by_name: dict[str, list[float]] = {}
     for num_axes in numbers["axes"]:
         times = _times(setting, num_axes)
         baseline = setting.in_turn(setting.whole_ring, setting.whole_ring, num_axes)
         for name, seconds in times.items():
-            by_name.setdefault(name, []).append(_mean_ratio(baseline, seconds, payloads))
+            ratio = _mean_ratio(baseline, seconds, payloads)
+            by_name.setdefault(name, []).append(ratio)
 
+    # Mean over tori.
     rows = []
     for name, theirs in numbers["speed_ups"].items():
-        claim = Claim("A3", f"all-to-all on tori, speed-up: {name}", "x", THIRD_PARTY)
+        claim = _claim("A3", f"all-to-all on tori, speed-up: {name}")
         rows.append(claim.close(float(np.mean(by_name[name])), theirs, 0.15))
 
     # What is shared at once waits for the whole of it to cross.
-    claim = Claim("A3*", f"the same: {_HELP_AT_ONCE}", "x", THIRD_PARTY)
+    claim = _claim("A3*", f"the same: {_HELP_AT_ONCE}")
     ours = float(np.mean(by_name[_HELP_AT_ONCE]))
     rows.append(claim.reported(ours, numbers["speed_ups"][_HELP], "±15%"))
     return rows + _free_rows(setting, numbers)
@@ -214,11 +233,12 @@ def _times(setting: _Setting, num_axes: int) -> dict[str, Seconds]:
     def half_ring_and_help_at_once(num_bytes: float) -> float:
         return setting.half_ring(num_bytes) + helped_at_once(num_bytes)
 
+    half_ring = setting.half_ring
     return {
-        "half rings in turn": setting.in_turn(setting.half_ring, setting.half_ring, num_axes),
+        "half rings in turn": setting.in_turn(half_ring, half_ring, num_axes),
         "whole rings, rotated": setting.rotated(setting.whole_ring, num_axes),
-        "half rings, rotated": setting.rotated(setting.half_ring, num_axes),
-        "dead link, folded ring": setting.in_turn(setting.folded_ring, setting.half_ring, num_axes),
+        "half rings, rotated": setting.rotated(half_ring, num_axes),
+        "dead link, folded ring": setting.in_turn(setting.folded_ring, half_ring, num_axes),
         _HELP: setting.rotated(half_ring_and_help, num_axes),
         _HELP_AT_ONCE: setting.rotated(half_ring_and_help_at_once, num_axes),
     }
@@ -241,7 +261,7 @@ def _free_rows(setting: _Setting, numbers: Mapping[str, Any]) -> list[Row]:
             exchange = along_axes(_even(topology), topology, num_slices=num_axes)
             ours = baseline(payload) / _time(exchange.schedule, topology)(payload)
             what = f"free, {num_axes} axes, {payload / 1e9:.1f} GB: {name}"
-            claim = Claim("A3*", what, "x", THIRD_PARTY)
+            claim = _claim("A3*", what)
             rows.append(claim.reported(ours, numbers["speed_ups"][name], "ours"))
     return rows
 
@@ -261,25 +281,29 @@ def cube_rows() -> list[Row]:
     """Returns A4 and A5: a TPU v4 of 4 x 4 x 4 chips, routed and along rotated axes."""
     numbers = published("all_to_all")["tpu_v4"]
     cube = _cube()
-    routed = _time(direct(_even(cube), cube).schedule, cube)
     largest = numbers["payloads"][-1]
+    measured = numbers["measured"] / 1e9
+    schedule = direct(_even(cube), cube).schedule
+    simulation = simulate(schedule, cube, largest * cube.num_ranks)
 
-    claim = Claim("A4", "4 x 4 x 4 chips, routed: bandwidth of a chip", "GB/s", THIRD_PARTY)
-    rows = [claim.close(largest / routed(largest) / 1e9, numbers["measured"] / 1e9, 0.15)]
-    loads = simulate(direct(_even(cube), cube).schedule, cube, largest * cube.num_ranks)
-    claim = Claim("A4", "the same, by the load of the busiest link", "GB/s", THIRD_PARTY)
-    busiest = float(loads.link_busy_seconds.max())
-    rows.append(claim.close(largest / busiest / 1e9, numbers["measured"] / 1e9, 0.15))
+    claim = _claim("A4", "4 x 4 x 4 chips, routed: bandwidth of a chip", "GB/s")
+    bandwidth = largest / simulation.seconds / 1e9
+    rows = [claim.close(bandwidth, measured, 0.15)]
+
+    # Were its busiest link never idle.
+    claim = _claim("A4", "the same, by the load of the busiest link", "GB/s")
+    busiest = float(simulation.link_busy_seconds.max())
+    rows.append(claim.close(largest / busiest / 1e9, measured, 0.15))
 
     # Against half rings on rotated axes, whole and with a dead link on each axis.
     healthy = _geometric_mean_ratio(cube, numbers["payloads"])
-    claim = Claim("A5", "4 x 4 x 4: rotated half rings against routed", "x", THIRD_PARTY)
+    claim = _claim("A5", "4 x 4 x 4: rotated half rings against routed")
     rows.append(claim.close(healthy, numbers["healthy_speed_up"], 0.2))
     faulty = []
     for neighbour in (1, 4, 16):
         broken = _without_cable(cube, 0, neighbour)
         faulty.append(_geometric_mean_ratio(broken, numbers["payloads"][::4]))
-    claim = Claim("A5", "the same with a dead link", "x", THIRD_PARTY)
+    claim = _claim("A5", "the same with a dead link")
     rows.append(claim.close(float(np.mean(faulty)), numbers["faulty_speed_up"], 0.2))
     return rows
 
@@ -301,10 +325,12 @@ def hot_expert_rows() -> list[Row]:
     with exactly its published standard deviation; layers are spread evenly over those.
     """
     numbers = published("all_to_all")["hot_experts"]
+    # Experts lie side by side, over and over.
     cube = _cube()
     expert = np.arange(cube.num_ranks) % numbers["experts"]
     uniform = _rotated_time(np.ones(numbers["experts"]), expert, cube, numbers["bytes"])
 
+    # Each layer has loads of its own.
     shares = []
     generator = np.random.default_rng(0)
     least, most = numbers["deviations"]
@@ -316,12 +342,12 @@ def hot_expert_rows() -> list[Row]:
         shares.append(uniform / _rotated_time(load, expert, cube, numbers["bytes"]))
 
     what = "hot experts, share of the uniform all-to-all's speed: mean, ±10 points"
-    claim = Claim("A6", what, "%", THIRD_PARTY)
+    claim = _claim("A6", what, "%")
     mean = 100 * float(np.mean(shares))
     rows = [claim.close(mean, numbers["mean"], 10 / numbers["mean"])]
     extremes = (("lowest", min(shares)), ("highest", max(shares)))
     for (name, share), theirs in zip(extremes, numbers["range"], strict=True):
-        claim = Claim("A6*", f"the same: {name} of {numbers['layers']} layers", "%", THIRD_PARTY)
+        claim = _claim("A6*", f"the same: {name} of {numbers['layers']} layers", "%")
         rows.append(claim.reported(100 * share, theirs, "±10 points"))
     return rows
 
