@@ -80,6 +80,8 @@ def even_counts(topology: Topology, num_units: int) -> IntArray:
 
     Slices and halves of blocks are even where each pair has a multiple of twice the slices.
     """
+    check_integer("num_units", num_units, least=0)
+
     # Dead ranks have nothing to send.
     live = topology.live_ranks
     counts = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
@@ -135,6 +137,11 @@ def around(
         ring: Hops around it.
     """
     table = _checked(counts, len(np.asarray(counts)))
+    is_distinct = len(set(order)) == len(order)
+    is_known = all(0 <= rank < len(table) for rank in order)
+    expected = f"different ranks from 0 to {len(table) - 1}"
+    check(is_distinct and is_known, "order of the ring", list(order), expected)
+
     grid = ring_of(order)
     outside = np.setdiff1d(np.arange(len(table)), grid.names)
     _check_none(table, outside, "ranks outside the ring")
