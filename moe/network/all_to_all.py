@@ -137,7 +137,7 @@ def around(
         ring: Hops around it.
     """
     table = _checked(counts, len(np.asarray(counts)))
-    is_distinct = len(set(order)) == len(order)
+    is_distinct = 0 < len(set(order)) == len(order)
     is_known = all(0 <= rank < len(table) for rank in order)
     expected = f"different ranks from 0 to {len(table) - 1}"
     check(is_distinct and is_known, "order of the ring", list(order), expected)

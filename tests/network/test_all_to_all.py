@@ -327,7 +327,7 @@ def test_ranks_outside_a_ring_may_have_nothing_to_send() -> None:
         around(np.ones((3, 3), np.int64), [0, 1])
 
 
-@pytest.mark.parametrize("order", [[0, 1, 1], [0, 1, 3], [-1, 0, 1]])
+@pytest.mark.parametrize("order", [[], [0, 1, 1], [0, 1, 3], [-1, 0, 1]])
 def test_a_ring_has_every_rank_once(order: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"order of the ring is .*different ranks from 0 to 2"):
         around(np.zeros((3, 3), np.int64), order)
