@@ -1,10 +1,10 @@
 """The time of an update's collectives on a network, each with the schedule that is best for it.
 
 For every collective of the plan the algorithms of `moe.network.algorithms` are built on the ranks of
-a group, as they lie on the network. A lower bound is taken of each; then they are simulated, the one
-with the lowest bound first, until no bound is below the best time. All groups of an axis run at
-once: groups that share links are simulated together, and of parts of the network that are alike
-one is.
+a group, as they lie on the network. Each has a bound, what its busiest link carries, and an estimate,
+as if its steps were barriers. They are simulated, the lowest estimate first; left out is what cannot
+win by its bound, or is far behind by its estimate. All groups of an axis run at once: groups that
+share links are simulated together, and of parts of the network that are alike one is.
 
 Next: `network_table` shows it, `network_search` compares meshes.
 """
@@ -24,7 +24,7 @@ from moe.network.critical_path import CriticalPath
 from moe.network.halves import all_gather_of, reduce_scatter_of
 from moe.network.routes import find_routes
 from moe.network.schedule import IntArray, Intervals, Schedule, Transfers
-from moe.network.simulate import Simulation, lower_bound, simulate
+from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
 from moe.planning.network_placement import Groups, Placement
@@ -40,6 +40,9 @@ from moe.registry import Registry
 
 _UNITS_PER_RANK = 720
 """Units of a payload for each rank of a group: even shares for 1 to 6 colours and 16 slices."""
+
+_FAR_BEHIND = 3.0
+"""Times the best time from which an estimate is not simulated: barriers overstate by less."""
 
 _DIGITS = 9
 """Decimal digits to which times of two parts of a network agree that are alike."""
@@ -85,15 +88,17 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: In its registry.
-        bound: Seconds that it needs at least.
-        seconds: Simulated seconds; None where the bound was enough to lose.
         steps: Steps of its schedule.
+        bound: Seconds of its busiest link, which it needs at least.
+        estimate: Seconds with a barrier after each step, more or less.
+        seconds: Simulated seconds; None where it lost before.
     """
 
     name: str
-    bound: float
-    seconds: float | None
     steps: int
+    bound: float
+    estimate: float
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -178,11 +183,21 @@ class _Built(NamedTuple):
         parts: A schedule for each part, of ranks of the network.
         num_groups: Groups in them.
         steps: Steps of the longest.
+        load: Units that the busiest link carries, over its bandwidth.
+        latency: Mean seconds of a message on the way.
     """
 
     parts: tuple[Schedule, ...]
     num_groups: int
     steps: int
+    load: float
+    latency: float
+
+    def candidate(self, name: str, payload_bytes: float) -> Candidate:
+        """Returns the algorithm before it is simulated."""
+        bound = self.load * payload_bytes / self.parts[0].num_units
+        estimate = bound + self.steps * self.latency
+        return Candidate(name, self.steps, bound, estimate)
 
 
 class NetworkTimer:
@@ -192,7 +207,6 @@ class NetworkTimer:
         network: Where.
         placement: How the mesh stands on it.
         dead: Ranks of the network that have failed.
-        extra: More algorithms for sums, by name: factorisations to compare, for instance.
     """
 
     def __init__(
@@ -231,22 +245,25 @@ class NetworkTimer:
                     reasons[name] = reason
         return reasons
 
-    def bounds(self, collective: Collective) -> list[Candidate]:
-        """Returns every algorithm that fits with its lower bound, the lowest first."""
+    def candidates(self, collective: Collective) -> list[Candidate]:
+        """Returns every algorithm that fits with its bound, the lowest estimate first.
+
+        Raises:
+            ConfigError: When none fits.
+        """
         unfit = self.unfit(collective)
         candidates = []
         for name in RECIPES[collective.kind].algorithms.names():
             if name not in unfit:
                 built = self._build(collective, name)
-                bound = self._bound(built, collective.payload_bytes)
-                candidates.append(Candidate(name, bound, None, built.steps))
+                candidates.append(built.candidate(name, collective.payload_bytes))
         if not candidates:
             reasons = "; ".join(f"{name} {reason}" for name, reason in unfit.items())
             raise ConfigError(
                 f"No {collective.kind.name} can be built over {collective.axis}: {reasons}. "
                 "Declare whole rows or nodes dead, or choose another mesh."
             )
-        return sorted(candidates, key=_by_bound)
+        return sorted(candidates, key=_by_estimate)
 
     def time(self, collective: Collective) -> TimedCollective:
         """Returns a collective with the best algorithm and its time.
@@ -261,11 +278,11 @@ class NetworkTimer:
         return TimedCollective(**{**vars(timed), "collective": collective})
 
     def _choose(self, collective: Collective) -> TimedCollective:
-        """Returns the best algorithm: simulated from the lowest bound on, until no bound is better."""
+        """Returns the best algorithm, and what it was compared with."""
         best: Simulation | None = None
         compared = []
-        for candidate in self.bounds(collective):
-            if best is None or candidate.bound < best.seconds:
+        for candidate in self.candidates(collective):
+            if best is None or _may_win(candidate, best.seconds):
                 built = self._build(collective, candidate.name)
                 simulation = self._simulate(built, collective.payload_bytes)
                 candidate = candidate._replace(seconds=simulation.seconds)
@@ -273,7 +290,7 @@ class NetworkTimer:
                     best = simulation
             compared.append(candidate)
 
-        assert best is not None, "bounds raises when there is none"
+        assert best is not None, "candidates raises when there is none"
         compared.sort(key=_by_time)
         return TimedCollective(
             collective=collective,
@@ -283,10 +300,6 @@ class NetworkTimer:
             unfit=self.unfit(collective),
             simulation=best,
         )
-
-    def _bound(self, built: _Built, payload_bytes: float) -> float:
-        bounds = [lower_bound(part, self.topology, payload_bytes) for part in built.parts]
-        return max(bounds, default=0.0)
 
     def _simulate(self, built: _Built, payload_bytes: float) -> Simulation:
         """Returns the simulation of the part that takes longest."""
@@ -336,14 +349,19 @@ class NetworkTimer:
         return instances
 
 
-def _by_bound(candidate: Candidate) -> float:
-    return candidate.bound
+def _may_win(candidate: Candidate, best_seconds: float) -> bool:
+    is_possible = candidate.bound < best_seconds
+    return is_possible and candidate.estimate < _FAR_BEHIND * best_seconds
+
+
+def _by_estimate(candidate: Candidate) -> float:
+    return candidate.estimate
 
 
 def _by_time(candidate: Candidate) -> tuple[bool, float]:
-    """Orders candidates by simulated time; then those that were not simulated, by bound."""
+    """Orders candidates by simulated time; then those that were not simulated."""
     if candidate.seconds is None:
-        return True, candidate.bound
+        return True, candidate.estimate
     return False, candidate.seconds
 
 
@@ -396,8 +414,13 @@ def _differing_parts(instances: list[_Instance], topology: Topology) -> _Built:
     for members in parts.values():
         num_groups += len(members)
         schedules.append(_side_by_side([instances[index] for index in members], topology))
-    steps = max((schedule.num_steps for schedule in schedules), default=0)
-    return _Built(tuple(schedules), num_groups, steps)
+    return _Built(
+        parts=tuple(schedules),
+        num_groups=num_groups,
+        steps=max(schedule.num_steps for schedule in schedules),
+        load=float(np.bincount(hops.link, hops.load).max()),
+        latency=float(hops.latency.mean()),
+    )
 
 
 def _hops(instances: list[_Instance], topology: Topology) -> _Hops:
