@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce: its sums are a reduce-scatter, its copies an all-gather.
+"""The first half of an all-reduce: its sums are a reduce-scatter.
 
 Every all-reduce here sums each unit at one rank before that rank hands it out. The rank that ends
 with a unit in the reduce-scatter is that which nobody sends a copy of it.
@@ -18,17 +18,6 @@ def reduce_scatter_of(all_reduce: Schedule) -> Schedule:
         all_reduce,
         transfers=table.select(table.adds),
         after=_owned(all_reduce),
-    )
-
-
-def all_gather_of(all_reduce: Schedule) -> Schedule:
-    """Returns the copies of an all-reduce: every rank begins with the units that it owns."""
-    copies = all_reduce.transfers.select(~all_reduce.transfers.adds)
-    first = copies.step.min(initial=all_reduce.num_steps)
-    return replace(
-        all_reduce,
-        transfers=copies._replace(step=copies.step - first),
-        before=_owned(all_reduce),
     )
 
 

@@ -3,30 +3,32 @@
 For every collective of the plan the algorithms of `moe.network.algorithms` are built on the ranks of
 a group, as they lie on the network. Each has a bound, what its busiest link carries, and an estimate,
 as if its steps were barriers. They are simulated, the lowest estimate first; left out is what cannot
-win by its bound, or is far behind by its estimate. All groups of an axis run at once: groups that
-share links are simulated together, and of parts of the network that are alike one is.
+win by its bound, or is far behind by its estimate.
+
+A schedule is simulated for the least and the largest of payloads that are within a factor of 16 of
+each other; those between are interpolated: nearly all of the time is latency, or in proportion to
+the bytes. An all-gather is a reduce-scatter run backwards and takes as long.
 
 Next: `network_table` shows it, `network_search` compares meshes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+import moe.network.all_to_all  # noqa: F401  fills its registry
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE as ALL_REDUCE_ALGORITHMS
 from moe.network.algorithms import ALL_TO_ALL as ALL_TO_ALL_ALGORITHMS
 from moe.network.algorithms import Algorithm
-from moe.network.critical_path import CriticalPath
-from moe.network.halves import all_gather_of, reduce_scatter_of
-from moe.network.routes import find_routes
-from moe.network.schedule import IntArray, Intervals, Schedule, Transfers
+from moe.network.halves import reduce_scatter_of
+from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
+from moe.planning.network_parts import Instance, Parts, differing_parts
 from moe.planning.network_placement import Groups, Placement
 from moe.planning.traffic import (
     ALL_GATHER,
@@ -44,8 +46,11 @@ _UNITS_PER_RANK = 720
 _FAR_BEHIND = 3.0
 """Times the best time from which an estimate is not simulated: barriers overstate by less."""
 
-_DIGITS = 9
-"""Decimal digits to which times of two parts of a network agree that are alike."""
+_PAYLOAD_RANGE = 16.0
+"""Factor within which payloads are interpolated."""
+
+_MOST_TRANSFERS = 1_000_000
+"""Transfers of all groups that are simulated; a schedule of more is left out where another fits."""
 
 
 class Recipe(NamedTuple):
@@ -74,13 +79,31 @@ def _units_of_exchange(size: int) -> int:
     return size * size * _UNITS_PER_RANK
 
 
+_HALF = Recipe(ALL_REDUCE_ALGORITHMS, reduce_scatter_of, _units_of_reduction)
+
 RECIPES: dict[Kind, Recipe] = {
     ALL_REDUCE: Recipe(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction),
-    REDUCE_SCATTER: Recipe(ALL_REDUCE_ALGORITHMS, reduce_scatter_of, _units_of_reduction),
-    ALL_GATHER: Recipe(ALL_REDUCE_ALGORITHMS, all_gather_of, _units_of_reduction),
+    REDUCE_SCATTER: _HALF,
+    ALL_GATHER: _HALF,
     ALL_TO_ALL: Recipe(ALL_TO_ALL_ALGORITHMS, _whole, _units_of_exchange),
 }
 """How each kind is made."""
+
+
+class Timing(NamedTuple):
+    """The time of a call, and where it goes along the critical path.
+
+    Attributes:
+        seconds: All of it.
+        bandwidth: Bytes flow.
+        latency: Bytes are on the way.
+        waiting: Others hold the links.
+    """
+
+    seconds: float
+    bandwidth: float
+    latency: float
+    waiting: float
 
 
 class Candidate(NamedTuple):
@@ -91,14 +114,14 @@ class Candidate(NamedTuple):
         steps: Steps of its schedule.
         bound: Seconds of its busiest link, which it needs at least.
         estimate: Seconds with a barrier after each step, more or less.
-        seconds: Simulated seconds; None where it lost before.
+        timing: Of its simulation; None where it lost before.
     """
 
     name: str
     steps: int
     bound: float
     estimate: float
-    seconds: float | None = None
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +133,8 @@ class TimedCollective:
         groups: The groups that do it at the same time.
         num_simulated: Groups that were simulated for all of them.
         candidates: What was compared, the best first.
-        unfit: Why others could not be built, by name.
-        simulation: That of the best one.
+        unfit: Why others were not, by name.
+        timing: Of the best one, for a call.
     """
 
     collective: Collective
@@ -119,7 +142,7 @@ class TimedCollective:
     num_simulated: int
     candidates: tuple[Candidate, ...]
     unfit: dict[str, str]
-    simulation: Simulation
+    timing: Timing
 
     @property
     def algorithm(self) -> str:
@@ -127,19 +150,9 @@ class TimedCollective:
         return self.candidates[0].name
 
     @property
-    def seconds_per_call(self) -> float:
-        """Simulated seconds of one call."""
-        return self.simulation.seconds
-
-    @property
     def seconds(self) -> float:
         """Seconds of all calls of an update, one after the other."""
-        return self.seconds_per_call * self.collective.num_calls
-
-    @cached_property
-    def path(self) -> CriticalPath:
-        """Where the time of a call goes."""
-        return self.simulation.path
+        return self.timing.seconds * self.collective.num_calls
 
 
 @dataclass(frozen=True)
@@ -164,40 +177,16 @@ class NetworkPlan:
         return sum(part.seconds for part in self.parts)
 
 
-class _Instance(NamedTuple):
-    """What one group does.
-
-    Attributes:
-        ranks: <int64>[size] its ranks of the network.
-        schedule: Of ranks 0 to size - 1.
-    """
-
-    ranks: IntArray
-    schedule: Schedule
-
-
 class _Built(NamedTuple):
-    """What all groups do, reduced to parts of the network that differ.
+    """The algorithms on the groups of an axis.
 
     Attributes:
-        parts: A schedule for each part, of ranks of the network.
-        num_groups: Groups in them.
-        steps: Steps of the longest.
-        load: Units that the busiest link carries, over its bandwidth.
-        latency: Mean seconds of a message on the way.
+        parts: What the groups do, by name of the algorithm.
+        unfit: Why others are left out, by name.
     """
 
-    parts: tuple[Schedule, ...]
-    num_groups: int
-    steps: int
-    load: float
-    latency: float
-
-    def candidate(self, name: str, payload_bytes: float) -> Candidate:
-        """Returns the algorithm before it is simulated."""
-        bound = self.load * payload_bytes / self.parts[0].num_units
-        estimate = bound + self.steps * self.latency
-        return Candidate(name, self.steps, bound, estimate)
+    parts: dict[str, Parts]
+    unfit: dict[str, str]
 
 
 class NetworkTimer:
@@ -220,11 +209,18 @@ class NetworkTimer:
         self.dead = frozenset(dead)
         self.topology = network.topology.without(self.dead) if self.dead else network.topology
         self._groups: dict[str, Groups] = {}
-        self._built: dict[tuple[str, Kind, str], _Built] = {}
-        self._timed: dict[tuple[str, Kind, float], TimedCollective] = {}
+        self._built: dict[tuple[str, Recipe], _Built] = {}
+        self._simulated: dict[tuple[str, Recipe, str, float], Timing] = {}
+        self._ranges: dict[tuple[str, Recipe], list[tuple[float, float]]] = {}
 
     def plan(self, collectives: Sequence[Collective]) -> NetworkPlan:
         """Returns the time of all collectives of an update."""
+        payloads: dict[tuple[str, Recipe], list[float]] = {}
+        for collective in collectives:
+            key = (collective.axis, RECIPES[collective.kind])
+            payloads.setdefault(key, []).append(collective.payload_bytes)
+        self._ranges = {key: _payload_ranges(sizes) for key, sizes in payloads.items()}
+
         parts = tuple(self.time(collective) for collective in collectives)
         return NetworkPlan(self.network, self.placement, self.dead, parts)
 
@@ -234,77 +230,127 @@ class NetworkTimer:
             self._groups[axis] = self.placement.groups(axis)
         return self._groups[axis]
 
-    def unfit(self, collective: Collective) -> dict[str, str]:
-        """Returns why algorithms cannot be built for a collective, by their name."""
-        algorithms = RECIPES[collective.kind].algorithms
-        reasons = {}
-        for name in algorithms.names():
-            for layout in self._layouts(collective.axis):
-                reason = algorithms.get(name).unfit(layout)
-                if reason:
-                    reasons[name] = reason
-        return reasons
-
-    def candidates(self, collective: Collective) -> list[Candidate]:
-        """Returns every algorithm that fits with its bound, the lowest estimate first.
-
-        Raises:
-            ConfigError: When none fits.
-        """
-        unfit = self.unfit(collective)
-        candidates = []
-        for name in RECIPES[collective.kind].algorithms.names():
-            if name not in unfit:
-                built = self._build(collective, name)
-                candidates.append(built.candidate(name, collective.payload_bytes))
-        if not candidates:
-            reasons = "; ".join(f"{name} {reason}" for name, reason in unfit.items())
-            raise ConfigError(
-                f"No {collective.kind.name} can be built over {collective.axis}: {reasons}. "
-                "Declare whole rows or nodes dead, or choose another mesh."
-            )
-        return sorted(candidates, key=_by_estimate)
-
     def time(self, collective: Collective) -> TimedCollective:
         """Returns a collective with the best algorithm and its time.
 
         Raises:
             ConfigError: When no algorithm fits, or the network has no path left.
         """
-        key = (collective.axis, collective.kind, collective.payload_bytes)
-        if key not in self._timed:
-            self._timed[key] = self._choose(collective)
-        timed = self._timed[key]
-        return TimedCollective(**{**vars(timed), "collective": collective})
-
-    def _choose(self, collective: Collective) -> TimedCollective:
-        """Returns the best algorithm, and what it was compared with."""
-        best: Simulation | None = None
+        best: Timing | None = None
         compared = []
         for candidate in self.candidates(collective):
             if best is None or _may_win(candidate, best.seconds):
-                built = self._build(collective, candidate.name)
-                simulation = self._simulate(built, collective.payload_bytes)
-                candidate = candidate._replace(seconds=simulation.seconds)
-                if best is None or simulation.seconds < best.seconds:
-                    best = simulation
+                timing = self._timing(collective, candidate.name)
+                candidate = candidate._replace(timing=timing)
+                if best is None or timing.seconds < best.seconds:
+                    best = timing
             compared.append(candidate)
 
         assert best is not None, "candidates raises when there is none"
         compared.sort(key=_by_time)
+        built = self._build(collective)
         return TimedCollective(
             collective=collective,
             groups=self.groups(collective.axis),
-            num_simulated=self._build(collective, compared[0].name).num_groups,
+            num_simulated=built.parts[compared[0].name].num_groups,
             candidates=tuple(compared),
-            unfit=self.unfit(collective),
-            simulation=best,
+            unfit=built.unfit,
+            timing=best,
         )
 
-    def _simulate(self, built: _Built, payload_bytes: float) -> Simulation:
-        """Returns the simulation of the part that takes longest."""
-        simulations = [simulate(part, self.topology, payload_bytes) for part in built.parts]
+    def candidates(self, collective: Collective) -> list[Candidate]:
+        """Returns every algorithm that fits before it is simulated, the lowest estimate first.
+
+        Raises:
+            ConfigError: When none fits.
+        """
+        built = self._build(collective)
+        if not built.parts:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in built.unfit.items())
+            raise ConfigError(
+                f"No {collective.kind.name} can be built over {collective.axis}. {reasons} "
+                "Declare whole rows or nodes dead, or choose another mesh."
+            )
+
+        candidates = []
+        for name, parts in built.parts.items():
+            bound = parts.load * collective.payload_bytes / parts.schedules[0].num_units
+            estimate = bound + parts.steps * parts.latency
+            candidates.append(Candidate(name, parts.steps, bound, estimate))
+        return sorted(candidates, key=_by_estimate)
+
+    def simulate(self, collective: Collective, name: str) -> Simulation:
+        """Returns the simulation of one call with an algorithm: of the part that takes longest."""
+        simulations = []
+        for schedule in self._build(collective).parts[name].schedules:
+            simulations.append(simulate(schedule, self.topology, collective.payload_bytes))
         return max(simulations, key=_seconds)
+
+    def _timing(self, collective: Collective, name: str) -> Timing:
+        """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
+        key = (collective.axis, RECIPES[collective.kind])
+        payload = collective.payload_bytes
+        for low, high in self._ranges.get(key, []):
+            if low < payload < high:
+                share = (payload - low) / (high - low)
+                least = self._simulated_timing(collective._replace(payload_bytes=low), name)
+                most = self._simulated_timing(collective._replace(payload_bytes=high), name)
+                pairs = zip(least, most, strict=True)
+                return Timing(*(few + share * (many - few) for few, many in pairs))
+        return self._simulated_timing(collective, name)
+
+    def _simulated_timing(self, collective: Collective, name: str) -> Timing:
+        recipe = RECIPES[collective.kind]
+        key = (collective.axis, recipe, name, collective.payload_bytes)
+        if key not in self._simulated:
+            simulation = self.simulate(collective, name)
+            path = simulation.path
+            self._simulated[key] = Timing(
+                seconds=simulation.seconds,
+                bandwidth=path.bandwidth,
+                latency=path.latency,
+                waiting=path.waiting,
+            )
+        return self._simulated[key]
+
+    def _build(self, collective: Collective) -> _Built:
+        """Returns all algorithms that fit on the groups of a collective's axis."""
+        recipe = RECIPES[collective.kind]
+        key = (collective.axis, recipe)
+        if key in self._built:
+            return self._built[key]
+
+        # What all groups do, as far as there are not too many transfers.
+        unfit = self._unfit(collective.axis, recipe)
+        instances: dict[str, list[Instance]] = {}
+        sizes: dict[str, int] = {}
+        for name in recipe.algorithms.names():
+            if name in unfit:
+                continue
+            every = self._instances(collective.axis, recipe, name)
+            sizes[name] = sum(len(one.schedule.transfers.step) for one in every)
+            if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
+                instances[name] = every
+
+        parts = {}
+        for name, size in sizes.items():
+            if size <= max(_MOST_TRANSFERS, min(sizes.values())):
+                parts[name] = differing_parts(instances[name], self.topology)
+            else:
+                unfit[name] = f"{size:,} transfers, which take too long to simulate."
+        self._built[key] = _Built(parts, unfit)
+        return self._built[key]
+
+    def _unfit(self, axis: str, recipe: Recipe) -> dict[str, str]:
+        """Returns why algorithms cannot be built on the groups of an axis, by their name."""
+        reasons = {}
+        layouts = self._layouts(axis)
+        for name in recipe.algorithms.names():
+            for layout in layouts:
+                reason = recipe.algorithms.get(name).unfit(layout)
+                if reason:
+                    reasons[name] = reason
+        return reasons
 
     def _layouts(self, axis: str) -> list[Topology]:
         """Returns the different networks that groups of an axis see: whole, and with their dead."""
@@ -321,18 +367,9 @@ class NetworkTimer:
             return frozenset()
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
-    def _build(self, collective: Collective, name: str) -> _Built:
-        """Returns what all groups do with an algorithm."""
-        key = (collective.axis, collective.kind, name)
-        if key not in self._built:
-            instances = self._instances(collective, name)
-            self._built[key] = _differing_parts(instances, self.topology)
-        return self._built[key]
-
-    def _instances(self, collective: Collective, name: str) -> list[_Instance]:
+    def _instances(self, axis: str, recipe: Recipe, name: str) -> list[Instance]:
         """Returns what each group does: the same, but for groups with dead ranks."""
-        groups = self.groups(collective.axis)
-        recipe = RECIPES[collective.kind]
+        groups = self.groups(axis)
         algorithm = recipe.algorithms.get(name)
         num_units = recipe.units_of_size(groups.layout.num_ranks)
 
@@ -345,8 +382,19 @@ class NetworkTimer:
             if dead not in schedules:
                 built = algorithm.build(groups.layout.without(dead), num_units)
                 schedules[dead] = recipe.part(built)
-            instances.append(_Instance(ranks, schedules[dead]))
+            instances.append(Instance(ranks, schedules[dead]))
         return instances
+
+
+def _payload_ranges(payloads: Iterable[float]) -> list[tuple[float, float]]:
+    """Returns the least and the largest payload of ranges that cover all, none wider than allowed."""
+    ranges: list[tuple[float, float]] = []
+    for payload in sorted(payloads):
+        if ranges and payload <= _PAYLOAD_RANGE * ranges[-1][0]:
+            ranges[-1] = (ranges[-1][0], payload)
+        else:
+            ranges.append((payload, payload))
+    return ranges
 
 
 def _may_win(candidate: Candidate, best_seconds: float) -> bool:
@@ -360,135 +408,10 @@ def _by_estimate(candidate: Candidate) -> float:
 
 def _by_time(candidate: Candidate) -> tuple[bool, float]:
     """Orders candidates by simulated time; then those that were not simulated."""
-    if candidate.seconds is None:
+    if candidate.timing is None:
         return True, candidate.estimate
-    return False, candidate.seconds
+    return False, candidate.timing.seconds
 
 
 def _seconds(simulation: Simulation) -> float:
     return simulation.seconds
-
-
-# ---------------------------------------------------------------------------
-# Groups that share links, and parts of the network that are alike
-
-
-class _Hops(NamedTuple):
-    """The links that groups use, a row for each group and link.
-
-    Attributes:
-        group: <int64>[H] index of the group.
-        link: <int64>[H] link.
-        load: <float64>[H] units over the link's bandwidth.
-        latency: <float64>[H] seconds of the routes that cross it.
-    """
-
-    group: IntArray
-    link: IntArray
-    load: np.ndarray
-    latency: np.ndarray
-
-
-def _differing_parts(instances: list[_Instance], topology: Topology) -> _Built:
-    """Returns one schedule for each part of the network that differs from the others.
-
-    A part are groups that share links, directly or by others. Two parts are alike when the loads
-    of their links and the latencies of their routes are the same numbers.
-    """
-    hops = _hops(instances, topology)
-    part_of_group = _connected(hops, len(instances), len(topology.links.source))
-
-    # The numbers of each part, sorted, tell it from others.
-    parts: dict[bytes, IntArray] = {}
-    for part in np.unique(part_of_group):
-        members = np.flatnonzero(part_of_group == part)
-        is_mine = part_of_group[hops.group] == part
-        load = np.bincount(hops.link[is_mine], hops.load[is_mine])
-        load = np.sort(load[load > 0])
-        latency = np.sort(hops.latency[is_mine])
-        numbers = np.concatenate([[len(members)], _rounded(load), _rounded(latency)])
-        parts.setdefault(numbers.tobytes(), members)
-
-    schedules = []
-    num_groups = 0
-    for members in parts.values():
-        num_groups += len(members)
-        schedules.append(_side_by_side([instances[index] for index in members], topology))
-    return _Built(
-        parts=tuple(schedules),
-        num_groups=num_groups,
-        steps=max(schedule.num_steps for schedule in schedules),
-        load=float(np.bincount(hops.link, hops.load).max()),
-        latency=float(hops.latency.mean()),
-    )
-
-
-def _hops(instances: list[_Instance], topology: Topology) -> _Hops:
-    """Returns the links that each group uses."""
-    columns: list[_Hops] = []
-    for index, instance in enumerate(instances):
-        table = _renamed(instance)
-        routes = find_routes(table, topology)
-        key = table.source * topology.num_ranks + table.destination
-        pair = np.searchsorted(routes.key, key)
-        units = np.bincount(pair, table.high - table.low, minlength=len(routes.key))
-        row, link = routes.hops(np.arange(len(routes.key)))
-        columns.append(
-            _Hops(
-                group=np.full(len(link), index),
-                link=link,
-                load=units[row] / topology.links.bandwidth[link],
-                latency=routes.latency[row],
-            )
-        )
-    return _Hops(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
-
-
-def _connected(hops: _Hops, num_groups: int, num_links: int) -> IntArray:
-    """Returns <int64>[groups] the part of each group: the least group that it is joined to."""
-    part = np.arange(num_groups)
-    while True:
-        # A link takes the least part of its groups, a group the least one of its links.
-        of_link = np.full(num_links, num_groups)
-        np.minimum.at(of_link, hops.link, part[hops.group])
-        joined = part.copy()
-        np.minimum.at(joined, hops.group, of_link[hops.link])
-        if np.array_equal(joined, part):
-            return part
-        part = joined
-
-
-def _side_by_side(instances: list[_Instance], topology: Topology) -> Schedule:
-    """Returns one schedule of what several groups do at the same time."""
-    tables = [_renamed(instance) for instance in instances]
-    table = Transfers(*(np.concatenate(columns) for columns in zip(*tables, strict=True)))
-    table = table.select(np.argsort(table.step, kind="stable"))
-
-    before = [_renamed_intervals(instance.schedule.before, instance) for instance in instances]
-    after = [_renamed_intervals(instance.schedule.after, instance) for instance in instances]
-    return Schedule(
-        num_ranks=topology.num_ranks,
-        num_units=instances[0].schedule.num_units,
-        transfers=table,
-        before=Intervals(*(np.concatenate(columns) for columns in zip(*before, strict=True))),
-        after=Intervals(*(np.concatenate(columns) for columns in zip(*after, strict=True))),
-    )
-
-
-def _renamed(instance: _Instance) -> Transfers:
-    """Returns the transfers of a group between ranks of the network."""
-    table = instance.schedule.transfers
-    return table._replace(
-        source=instance.ranks[table.source],
-        destination=instance.ranks[table.destination],
-    )
-
-
-def _renamed_intervals(part: Intervals, instance: _Instance) -> Intervals:
-    return part._replace(rank=instance.ranks[part.rank])
-
-
-def _rounded(numbers: np.ndarray) -> np.ndarray:
-    """Returns numbers above 0 with so many digits that equal sums in another order are equal."""
-    scale = 10.0 ** (np.floor(np.log10(np.maximum(numbers, 1e-300))) - _DIGITS)
-    return np.round(numbers / scale) * scale

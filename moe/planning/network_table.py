@@ -86,7 +86,7 @@ def _time_lines(timed: NetworkPlan) -> Iterator[str]:
         collective = part.collective
         kind = f"  {collective.what:<26}{collective.axis:<18}{collective.kind.name:<15}"
         amount = f"{collective.num_calls:>7,}{show_bytes(collective.payload_bytes):>13}"
-        times = f"{part.seconds_per_call * 1e3:>11.4g}{part.seconds:>10.3g}"
+        times = f"{part.timing.seconds * 1e3:>11.4g}{part.seconds:>10.3g}"
         yield f"{kind}{amount}{times}  {part.algorithm}"
     yield f"  {'in all':<90}{timed.seconds:>10.3g}"
 
@@ -123,14 +123,14 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
 
 def _reason(part: TimedCollective) -> str:
     """Returns where the time of the best schedule goes."""
-    path = part.path
+    timing = part.timing
     shares = []
     for seconds, name in (
-        (path.bandwidth, "sending"),
-        (path.latency, "latency"),
-        (path.waiting, "waiting for links"),
+        (timing.bandwidth, "sending"),
+        (timing.latency, "latency"),
+        (timing.waiting, "waiting for links"),
     ):
-        share = seconds / part.seconds_per_call
+        share = seconds / part.timing.seconds
         if share >= 0.005:
             shares.append(f"{share:.0%} {name}")
     return f"{part.algorithm}, {', '.join(shares)}, {part.candidates[0].steps:,} steps"
@@ -138,8 +138,8 @@ def _reason(part: TimedCollective) -> str:
 
 def _compared(candidate: Candidate) -> str:
     """Returns an algorithm with its time, or why that was not needed."""
-    if candidate.seconds is not None:
-        return f"{candidate.name} {candidate.seconds * 1e3:.4g}"
+    if candidate.timing is not None:
+        return f"{candidate.name} {candidate.timing.seconds * 1e3:.4g}"
     return f"{candidate.name} not simulated (about {candidate.estimate * 1e3:.3g})"
 
 
