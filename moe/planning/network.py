@@ -28,8 +28,8 @@ from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
-from moe.planning.network_parts import Instance, Parts, differing_parts
 from moe.planning.network_placement import Groups, Placement
+from moe.planning.network_shares import Instance, SharedLinks, share_links
 from moe.planning.traffic import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -131,7 +131,7 @@ class TimedCollective:
     Attributes:
         collective: What is exchanged, and how often.
         groups: The groups that do it at the same time.
-        num_simulated: Groups that were simulated for all of them.
+        num_simulated: Groups that were simulated: one of those that are alike.
         candidates: What was compared, the best first.
         unfit: Why others were not, by name.
         timing: Of the best one, for a call.
@@ -181,11 +181,11 @@ class _Built(NamedTuple):
     """The algorithms on the groups of an axis.
 
     Attributes:
-        parts: What the groups do, by name of the algorithm.
+        algorithms: What the groups do, by name of the algorithm.
         unfit: Why others are left out, by name.
     """
 
-    parts: dict[str, Parts]
+    algorithms: dict[str, SharedLinks]
     unfit: dict[str, str]
 
 
@@ -252,7 +252,7 @@ class NetworkTimer:
         return TimedCollective(
             collective=collective,
             groups=self.groups(collective.axis),
-            num_simulated=built.parts[compared[0].name].num_groups,
+            num_simulated=len(built.algorithms[compared[0].name].groups),
             candidates=tuple(compared),
             unfit=built.unfit,
             timing=best,
@@ -265,7 +265,7 @@ class NetworkTimer:
             ConfigError: When none fits.
         """
         built = self._build(collective)
-        if not built.parts:
+        if not built.algorithms:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in built.unfit.items())
             raise ConfigError(
                 f"No {collective.kind.name} can be built over {collective.axis}. {reasons} "
@@ -273,17 +273,19 @@ class NetworkTimer:
             )
 
         candidates = []
-        for name, parts in built.parts.items():
-            bound = parts.load * collective.payload_bytes / parts.schedules[0].num_units
-            estimate = bound + parts.steps * parts.latency
-            candidates.append(Candidate(name, parts.steps, bound, estimate))
+        for name, shared in built.algorithms.items():
+            num_units = shared.groups[0].schedule.num_units
+            bound = shared.load * collective.payload_bytes / num_units
+            estimate = bound + shared.steps * shared.latency
+            candidates.append(Candidate(name, shared.steps, bound, estimate))
         return sorted(candidates, key=_by_estimate)
 
     def simulate(self, collective: Collective, name: str) -> Simulation:
-        """Returns the simulation of one call with an algorithm: of the part that takes longest."""
+        """Returns the simulation of one call with an algorithm: of the group that takes longest."""
+        payload = collective.payload_bytes
         simulations = []
-        for schedule in self._build(collective).parts[name].schedules:
-            simulations.append(simulate(schedule, self.topology, collective.payload_bytes))
+        for group in self._build(collective).algorithms[name].groups:
+            simulations.append(simulate(group.schedule, group.topology, payload))
         return max(simulations, key=_seconds)
 
     def _timing(self, collective: Collective, name: str) -> Timing:
@@ -332,13 +334,13 @@ class NetworkTimer:
             if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
                 instances[name] = every
 
-        parts = {}
+        algorithms = {}
         for name, size in sizes.items():
             if size <= max(_MOST_TRANSFERS, min(sizes.values())):
-                parts[name] = differing_parts(instances[name], self.topology)
+                algorithms[name] = share_links(instances[name], self.topology)
             else:
                 unfit[name] = f"{size:,} transfers, which take too long to simulate."
-        self._built[key] = _Built(parts, unfit)
+        self._built[key] = _Built(algorithms, unfit)
         return self._built[key]
 
     def _unfit(self, axis: str, recipe: Recipe) -> dict[str, str]:

@@ -130,7 +130,7 @@ def _reason(part: TimedCollective) -> str:
         (timing.latency, "latency"),
         (timing.waiting, "waiting for links"),
     ):
-        share = seconds / part.timing.seconds
+        share = seconds / timing.seconds
         if share >= 0.005:
             shares.append(f"{share:.0%} {name}")
     return f"{part.algorithm}, {', '.join(shares)}, {part.candidates[0].steps:,} steps"
@@ -151,11 +151,12 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
         "All groups of an axis start together. Collectives follow each other, with no arithmetic between "
         "or beside them: what overlaps with products comes off the sum.",
         "A call sends its payload as soon as links and data allow; a rank spends no time on sums and copies.",
+        "Groups of an axis share a link in proportion to what each sends over it.",
         "Rows are spread evenly over experts.",
     ]
     alike = _alike(timed.parts)
     if alike:
-        notes.append(f"Of parts of the network that are alike one was simulated: {alike}.")
+        notes.append(f"Of groups that are alike one was simulated: {alike}.")
     yield "assumed"
     for note in notes:
         yield f"  - {note}"
