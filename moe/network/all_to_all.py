@@ -14,24 +14,16 @@ Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication wi
     around a broken link, and what its neighbours take over, is our own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer, check_number
 from moe.errors import ConfigError
-from moe.network.algorithms import ALL_TO_ALL, Algorithm
-from moe.network.line_hops import (
-    Hops,
-    by_block,
-    half_ring,
-    line,
-    straight,
-    two_way_ring,
-)
+from moe.network.axis_lanes import Grid, Lane, Order, grid_of, lanes_of_axis, num_steps, ring_of
+from moe.network.line_hops import half_ring
 from moe.network.schedule import (
     IntArray,
     Intervals,
@@ -73,7 +65,11 @@ class AllToAll:
 
 
 def even_counts(topology: Topology, num_units: int) -> IntArray:
-    """Returns <int64>[N, N]: units split evenly among all pairs of live ranks, a rank and itself too."""
+    """Returns <int64>[N, N] units split evenly among all pairs of live ranks, a rank and itself
+    being a pair too.
+
+    Slices and halves of blocks are even where each pair has a multiple of twice the slices.
+    """
     live = topology.live_ranks
     counts = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
     each = np.diff(split_evenly(num_units, len(live) ** 2))
@@ -115,7 +111,7 @@ def around(
     counts: ArrayLike,
     order: Sequence[int],
     *,
-    hops: Callable[[int], Hops] = half_ring,
+    ring: Order = half_ring,
 ) -> AllToAll:
     """Returns the all-to-all around one ring of ranks.
 
@@ -123,13 +119,11 @@ def around(
         counts: <int64>[N, N] units that each origin has for each target; 0 for ranks that are not
             in the ring.
         order: Ranks in the order of the ring.
-        hops: What is handed on around a ring of so many ranks.
+        ring: Hops around it.
     """
     table = np.asarray(counts, np.int64)
-    names = np.asarray(order, np.int64)
-    whole = np.zeros(1, np.int64)
-    lane = Lane(whole, whole, whole, hops(len(names)))
-    part = _exchange(table, names, (len(names),), [[lane]])
+    grid = ring_of(order)
+    part = _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
     return _assembled([part], [table], [0])
 
 
@@ -137,7 +131,7 @@ def along_axes(
     counts: ArrayLike,
     topology: Topology,
     *,
-    hops: Callable[[int], Hops] = half_ring,
+    ring: Order = half_ring,
     num_slices: int = 1,
     rotates: bool = True,
     line_share: float | None = None,
@@ -150,7 +144,7 @@ def along_axes(
     Args:
         counts: <int64>[N, N] units that each origin has for each target.
         topology: A grid without dead ranks, or levels of switches.
-        hops: Along a ring that is whole.
+        ring: Hops around a ring that is whole.
         num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
         rotates: Whether each slice begins with the axis after that of the slice before it; else
             all begin with the last axis, one after the other.
@@ -162,266 +156,113 @@ def along_axes(
         ConfigError: When ranks are dead, or the network has no axes.
     """
     table = _checked(counts, topology)
-    reason = _unfit_for_axes(topology)
+    reason = unfit_for_axes(topology)
     if reason:
         raise ConfigError(f"{topology.name} has no all-to-all along axes. {reason} Use `direct`.")
     check_integer("num_slices", num_slices, least=1)
     if line_share is not None:
         check_number("line_share", line_share, least=0, most=1)
 
-    num_axes = len(topology.shape)
     parts = []
     slices = []
     delays = []
     delay = 0
+    num_axes = len(topology.shape)
     for index in range(num_slices):
-        # The last axis first; its links are the shortest where axes are levels.
-        first = num_axes - 1 - (index % num_axes if rotates else 0)
-        order = tuple((first - axis) % num_axes for axis in range(num_axes))
-        grid = _Grid(topology, order, hops, line_share)
-        lanes = [grid.lanes(axis) for axis in range(num_axes)]
-        shape = tuple(topology.shape[axis] for axis in order)
-
+        grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
+        stages = [lanes_of_axis(grid, axis, ring, line_share) for axis in range(num_axes)]
         part_of_pair = table * (index + 1) // num_slices - table * index // num_slices
-        parts.append(_exchange(part_of_pair, grid.names, shape, lanes))
+        parts.append(_exchange(part_of_pair, grid, stages))
         slices.append(part_of_pair)
 
-        # Slices that use the same axis at the same time would wait for each other in each step.
+        # Links serve step by step: slices that use an axis in the same stage come one by one.
         delays.append(delay)
-        num_steps = [_num_steps(stage) for stage in lanes]
+        longest = max(num_steps(stage) for stage in stages)
         if not rotates:
-            delay += max(num_steps)
+            delay += longest
         elif (index + 1) % num_axes == 0:
-            delay += num_axes * max(num_steps)
+            delay += num_axes * longest
     return _assembled(parts, slices, delays)
 
 
-class Lane(NamedTuple):
-    """Hops that some lines of an axis make.
+def two_level(counts: ArrayLike, topology: Topology) -> AllToAll:
+    """Returns the all-to-all inside the nodes first, then across them.
 
-    Attributes:
-        lines: <int64>[L] lines whose blocks these are, numbered by their other coordinates.
-        sources: <int64>[L] lines of the ranks that hand on.
-        destinations: <int64>[L] lines of the ranks that take.
-        hops: Along each line.
-        share: Which part of every block, as two fractions of it.
-    """
-
-    lines: IntArray
-    sources: IntArray
-    destinations: IntArray
-    hops: Hops
-    share: tuple[float, float] = (0.0, 1.0)
-
-
-class _Grid:
-    """What each line of a grid does, with the axes in the order in which a slice takes them.
+    Everything goes to the rank of its own node that has the target's index there, then straight to
+    the target's node: fewer and larger messages between nodes than `direct` has.
 
     Args:
-        topology: The grid.
-        order: Its axes.
-        hops: Along a ring that is whole.
-        line_share: See `along_axes`.
+        counts: <int64>[N, N] units that each origin has for each target.
+        topology: Two levels of switches, without dead ranks.
+
+    Raises:
+        ConfigError: When the network has no two levels of switches, or ranks are dead.
     """
-
-    def __init__(
-        self,
-        topology: Topology,
-        order: Sequence[int],
-        hops: Callable[[int], Hops],
-        line_share: float | None,
-    ) -> None:
-        ranks = np.arange(topology.num_ranks).reshape(topology.shape)
-        self.names = ranks.transpose(order).ravel()
-        self._shape = tuple(topology.shape[axis] for axis in order)
-        self._wraps = tuple(topology.wraps[axis] for axis in order)
-        self._hops = hops
-        self._line_share = line_share
-        self._switched = topology.switched
-        pairs = topology.links.source * topology.num_nodes + topology.links.destination
-        grid = self.names.reshape(self._shape)
-        self._joined = [
-            _joined(grid, axis, pairs, topology.num_nodes) for axis in range(len(order))
-        ]
-
-    def lanes(self, axis: int) -> list[Lane]:
-        """Returns the hops of all lines of an axis."""
-        size = self._shape[axis]
-        joined = np.moveaxis(self._joined[axis], axis, -1).reshape(-1, size)
-        num_breaks = np.sum(~joined, axis=1)
-        if self._switched:
-            num_breaks[:] = size
-
-        lanes = []
-        whole = np.flatnonzero(num_breaks == 0)
-        lanes.append(Lane(whole, whole, whole, self._hops(size)))
-        apart = np.flatnonzero(num_breaks > 1)
-        lanes.append(Lane(apart, apart, apart, straight(size)))
-
-        # Lines that are broken in the same place.
-        broken = np.flatnonzero(num_breaks == 1)
-        place = np.argmin(joined[broken], axis=1)
-        for end in np.unique(place):
-            lines = broken[place == end]
-            lanes += self._detours(axis, lines, line(size, (int(end) + 1) % size), whole)
-        return [lane for lane in lanes if len(lane.lines) and len(lane.hops.step)]
-
-    def _detours(self, axis: int, lines: IntArray, hops: Hops, whole: IntArray) -> list[Lane]:
-        """Returns what lines that are broken in one place do themselves, and by their neighbours.
-
-        Args:
-            axis: Axis of the lines.
-            lines: <int64>[L] those that are broken.
-            hops: Along what is left of them.
-            whole: <int64>[W] lines that are not broken.
-        """
-        alone = Lane(lines, lines, lines, hops)
-        if not self._wraps[axis] or self._shape[axis] < 3 or self._line_share == 1:
-            return [alone]
-
-        lanes = []
-        for broken in lines:
-            neighbours = np.intersect1d(self._neighbours(axis, int(broken)), whole)
-            share = self._share_of_line(axis, len(neighbours))
-            here = broken[None]
-            lanes.append(Lane(here, here, here, by_block(hops), (0.0, share)))
-            bounds = np.linspace(share, 1.0, len(neighbours) + 1)
-            for index, neighbour in enumerate(neighbours):
-                part = (float(bounds[index]), float(bounds[index + 1]))
-                lanes += _by_neighbour(here, neighbour[None], self._shape[axis], part)
-        return lanes
-
-    def _neighbours(self, axis: int, broken: int) -> list[int]:
-        """Returns the lines next to one, on the other axes, that all of its ranks have links to."""
-        others = [other for other in range(len(self._shape)) if other != axis]
-        shape = tuple(self._shape[other] for other in others)
-        here = np.array(np.unravel_index(broken, shape), np.int64)
-
-        neighbours = []
-        for index, other in enumerate(others):
-            joined = np.moveaxis(self._joined[other], axis, -1)
-            for distance in (1, -1):
-                there = here.copy()
-                there[index] = (here[index] + distance) % shape[index]
-                near = there if distance < 0 else here
-                if joined[tuple(near)].all():
-                    neighbours.append(int(np.ravel_multi_index(tuple(there), shape)))
-        return neighbours
-
-    def _share_of_line(self, axis: int, num_neighbours: int) -> float:
-        """Returns which part of its blocks a broken ring keeps, beside so many neighbours."""
-        if num_neighbours == 0:
-            return 1.0
-        if self._line_share is not None:
-            return self._line_share
-
-        # Loads of the busiest links by what each rank sends: of what is left of the ring, of a
-        # neighbouring ring, and of the links between the two.
-        size = self._shape[axis]
-        on_line = _load(size, is_ring=False)
-        on_ring = _load(size, is_ring=True)
-        between = max(
-            _load(self._shape[other], is_ring=self._wraps[other])
-            for other in range(len(self._shape))
-            if other != axis
-        )
-        by_ring = on_ring / num_neighbours
-        by_link = (size - 1) / size / num_neighbours
-        shares = [
-            (on_ring + by_ring) / (on_line + by_ring),
-            (between + by_link) / (on_line + by_link),
-        ]
-        return min(max(shares), 1.0)
+    reason = unfit_for_levels(topology)
+    if reason:
+        raise ConfigError(f"{topology.name} has no two-level all-to-all. {reason} Use `direct`.")
+    return along_axes(counts, topology, rotates=False)
 
 
-def _load(size: int, *, is_ring: bool) -> float:
-    """Returns how often the busiest link of a line carries what one of its ranks sends in all."""
-    on_line = size**2 // 4 / size
-    return on_line / 2 if is_ring and size > 2 else on_line
+def unfit_for_axes(topology: Topology) -> str:
+    """Returns why an all-to-all cannot go along the axes of a network; "" where it can."""
+    if not topology.shape:
+        return "The network has no axes."
+    if topology.dead:
+        return f"Ranks {sorted(topology.dead)} are dead, and lines with gaps are not supported."
+    return ""
 
 
-def _by_neighbour(
-    broken: IntArray,
-    neighbour: IntArray,
-    size: int,
-    share: tuple[float, float],
-) -> list[Lane]:
-    """Returns how a part of a broken ring's blocks goes over a neighbouring ring, and back."""
-    origin, target = np.nonzero(~np.eye(size, dtype=np.bool_))
-    distance = np.minimum((target - origin) % size, (origin - target) % size)
-    there = Hops(
-        step=np.zeros_like(origin),
-        source=origin,
-        destination=origin,
-        origin=origin,
-        low=2 * target,
-        high=2 * target + 2,
-    )
-    around_it = by_block(half_ring(size))
-    around_it = around_it._replace(step=around_it.step + 1)
-    back = there._replace(step=distance + 1, source=target, destination=target)
-    return [
-        Lane(broken, broken, neighbour, there, share),
-        Lane(broken, neighbour, neighbour, around_it, share),
-        Lane(broken, neighbour, broken, back, share),
-    ]
+def unfit_for_grid(topology: Topology) -> str:
+    """Returns why a network is no grid without dead ranks; "" where it is."""
+    if topology.switched:
+        return "The network is no grid."
+    return unfit_for_axes(topology)
 
 
-def _joined(grid: IntArray, axis: int, pairs: IntArray, num_nodes: int) -> NDArray[np.bool_]:
-    """Returns <bool>[shape] whether each rank has links with the next one on an axis, both ways."""
-    following = np.roll(grid, -1, axis)
-    forwards = np.isin(grid * num_nodes + following, pairs)
-    backwards = np.isin(following * num_nodes + grid, pairs)
-    joined = forwards & backwards
+def unfit_for_levels(topology: Topology) -> str:
+    """Returns why an all-to-all cannot go in two levels on a network; "" where it can."""
+    if not topology.switched or len(topology.shape) != 2:
+        return "The network has no two levels of switches."
+    return unfit_for_axes(topology)
 
-    # Two ranks have one link, which is not also that around the end.
-    if grid.shape[axis] <= 2:
-        end = [slice(None)] * grid.ndim
-        end[axis] = slice(-1, None)
-        joined[tuple(end)] = False
-    return joined
+
+def _axes_of_slice(num_axes: int, index: int) -> tuple[int, ...]:
+    """Returns the axes in the order in which a slice takes them: backwards, from another one."""
+    first = num_axes - 1 - index % num_axes
+    return tuple((first - axis) % num_axes for axis in range(num_axes))
 
 
 def _exchange(
     counts: IntArray,
-    names: IntArray,
-    shape: tuple[int, ...],
-    lanes_of_axis: Sequence[Sequence[Lane]],
+    grid: Grid,
+    stages: Sequence[Sequence[Lane]],
 ) -> tuple[Schedule, IntArray]:
     """Returns the exchange along axis after axis, and the <int64>[N, N] starts of its pairs.
 
     Args:
         counts: <int64>[N, N] units of each pair.
-        names: <int64>[M] rank at each place of the grid.
-        shape: Sizes of the axes, in the order in which they are taken.
-        lanes_of_axis: Hops along each axis.
+        grid: Ranks at their places.
+        stages: Hops along each axis.
     """
-    num_places = len(names)
-    table = counts[np.ix_(names, names)]
+    table = counts[np.ix_(grid.names, grid.names)]
     starts = _starts(table)
     bounds = np.append(starts.ravel(), table.sum())
 
-    # Axis after axis; the steps of one begin when those of the one before it end.
-    columns: list[tuple[IntArray, ...]] = []
+    # The steps of an axis begin when those of the one before it end.
+    parts = []
     step = 0
-    for axis, lanes in enumerate(lanes_of_axis):
-        for lane in lanes:
-            columns.append(_rows(bounds, shape, axis, lane, step))
-        step += _num_steps(lanes)
-    flat = [np.concatenate(column) for column in zip(*columns, strict=True)]
-    if not columns:
-        flat = [np.zeros(0, np.int64)] * 5
+    for axis, lanes in enumerate(stages):
+        parts += [_rows(bounds, grid.shape, axis, lane, step) for lane in lanes]
+        step += num_steps(lanes)
+    columns = zip(*parts, strict=True)
+    table_of_rows = transfers(*(np.concatenate(column) for column in columns), adds=False)
 
-    rows = transfers(*flat, adds=False)
-    places = _promised(rows, starts, table)
+    # From places to ranks.
+    schedule = _promised(table_of_rows, starts, table).among(grid.names.tolist(), len(counts))
     starts_by_rank = np.zeros_like(counts)
-    starts_by_rank[np.ix_(names, names)] = starts
-    assert places.num_ranks == num_places, "every place of the grid has a rank"
-    return places.among(names.tolist(), len(counts)), starts_by_rank
-
-
-def _num_steps(lanes: Sequence[Lane]) -> int:
-    return max((lane.hops.num_steps for lane in lanes), default=0)
+    starts_by_rank[np.ix_(grid.names, grid.names)] = starts
+    return schedule, starts_by_rank
 
 
 def _rows(
@@ -545,93 +386,3 @@ def _checked(counts: ArrayLike, topology: Topology) -> IntArray:
     num_lost = int(table[dead].sum() + table[:, dead].sum())
     check(num_lost == 0, "units from or for dead ranks", num_lost, "0")
     return table.astype(np.int64)
-
-
-def _unfit_for_axes(topology: Topology) -> str:
-    """Returns why an all-to-all along axes cannot be built on a network; "" where it can."""
-    if not topology.shape:
-        return "The network has no axes."
-    if topology.dead:
-        return f"Ranks {sorted(topology.dead)} are dead, and lines with holes are not supported."
-    return ""
-
-
-def _even(build: Callable[[IntArray, Topology], AllToAll]) -> Callable[[Topology, int], Schedule]:
-    """Returns a builder for units that are split evenly among all pairs of live ranks."""
-
-    def build_even(topology: Topology, num_units: int) -> Schedule:
-        return build(even_counts(topology, num_units), topology).schedule
-
-    return build_even
-
-
-def two_level(counts: ArrayLike, topology: Topology) -> AllToAll:
-    """Returns the all-to-all inside the nodes first, then across them.
-
-    Everything goes to the rank of its own node that has the target's index there, then straight to
-    the target's node: fewer and larger messages between nodes than `direct`.
-
-    Args:
-        counts: <int64>[N, N] units that each origin has for each target.
-        topology: Two levels of switches, without dead ranks.
-    """
-    return along_axes(counts, topology, rotates=False)
-
-
-def _unfit_for_levels(topology: Topology) -> str:
-    if not topology.switched or len(topology.shape) != 2:
-        return "The network has no two levels of switches."
-    return _unfit_for_axes(topology)
-
-
-def _unfit_for_grid(topology: Topology) -> str:
-    if topology.switched:
-        return "The network is no grid."
-    return _unfit_for_axes(topology)
-
-
-def _around_live_ranks(counts: IntArray, topology: Topology) -> AllToAll:
-    return around(counts, topology.live_ranks.tolist())
-
-
-def _around_two_ways(counts: IntArray, topology: Topology) -> AllToAll:
-    return around(counts, topology.live_ranks.tolist(), hops=two_way_ring)
-
-
-def _along_axes_in_turn(counts: IntArray, topology: Topology) -> AllToAll:
-    return along_axes(counts, topology, num_slices=6, rotates=False)
-
-
-def _along_rotated_axes(counts: IntArray, topology: Topology) -> AllToAll:
-    # The first multiple of the axes from six on: each axis is begun with equally often.
-    num_axes = len(topology.shape)
-    num_slices = -(-6 // num_axes) * num_axes
-    return along_axes(counts, topology, num_slices=num_slices)
-
-
-ALL_TO_ALL.add("direct", Algorithm("every pair straight, over its own route", _even(direct)))
-ALL_TO_ALL.add("ring", Algorithm("one ring, half of the payload each way", _even(_around_two_ways)))
-ALL_TO_ALL.add(
-    "half_ring",
-    Algorithm("one ring, everything the shorter way around", _even(_around_live_ranks)),
-)
-ALL_TO_ALL.add(
-    "axes",
-    Algorithm(
-        "half rings along one axis after the other, six slices",
-        _even(_along_axes_in_turn),
-        _unfit_for_grid,
-    ),
-)
-ALL_TO_ALL.add(
-    "rotated_axes",
-    Algorithm(
-        "half rings along the axes, each slice begins with another axis",
-        _even(_along_rotated_axes),
-        _unfit_for_grid,
-    ),
-)
-ALL_TO_ALL.add(
-    "two_level",
-    Algorithm("inside the nodes, then across them", _even(two_level), _unfit_for_levels),
-)
