@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import moe.network.all_to_all  # noqa: F401  fills its registry
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE as ALL_REDUCE_ALGORITHMS
 from moe.network.algorithms import ALL_TO_ALL as ALL_TO_ALL_ALGORITHMS

@@ -1,6 +1,7 @@
 """Network plans as text: which schedule for what, how long, why, and what is assumed."""
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from moe.distributed.mesh import MeshConfig
 from moe.planning.network import Candidate, NetworkPlan, TimedCollective
@@ -9,6 +10,76 @@ from moe.planning.table import show_bytes
 from moe.planning.traffic import group_size
 
 _MOST_RANKS_SHOWN = 16
+_LEAST_SHARE = 0.005
+"""Of the time of a call: less is not named."""
+
+
+class Use(NamedTuple):
+    """What collectives are for, and how they do it: a row of the tables.
+
+    Attributes:
+        what: What for.
+        axis: Over which ranks.
+        kind: Name of the collective.
+    """
+
+    what: str
+    axis: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"  {self.what:<26}{self.axis:<18}{self.kind:<16}"
+
+
+class Row(NamedTuple):
+    """All collectives of a use.
+
+    Attributes:
+        largest: That of the largest payload.
+        payloads: What their calls carry.
+        schedules: Names of the schedules, each once.
+        num_calls: Of all of them.
+        seconds: Likewise.
+    """
+
+    largest: TimedCollective
+    payloads: str
+    schedules: str
+    num_calls: int
+    seconds: float
+
+
+def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
+    """Returns the collectives by what they are for, those that take longest first."""
+    parts_by_use: dict[Use, list[TimedCollective]] = {}
+    for part in timed.parts:
+        collective = part.collective
+        use = Use(collective.what, collective.axis, collective.kind.name)
+        parts_by_use.setdefault(use, []).append(part)
+
+    rows = {}
+    for use, parts in parts_by_use.items():
+        parts.sort(key=_payload)
+        payloads = show_bytes(_payload(parts[0]))
+        if len(parts) > 1:
+            payloads += f" to {show_bytes(_payload(parts[-1]))}"
+        names = dict.fromkeys(part.algorithm for part in reversed(parts))
+        rows[use] = Row(
+            largest=parts[-1],
+            payloads=payloads,
+            schedules=", ".join(names),
+            num_calls=sum(part.collective.num_calls for part in parts),
+            seconds=sum(part.seconds for part in parts),
+        )
+    return dict(sorted(rows.items(), key=_longest_first))
+
+
+def _payload(part: TimedCollective) -> float:
+    return part.collective.payload_bytes
+
+
+def _longest_first(item: tuple[Use, Row]) -> float:
+    return -item[1].seconds
 
 
 def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
@@ -18,51 +89,14 @@ def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
         plan: The update.
         timed: Its collectives on the network.
     """
-    lines = list(_place_lines(timed))
-    lines.append("")
-    lines += _time_lines(timed)
-    lines.append("")
-    lines += _step_lines(plan, timed)
-    lines.append("")
-    lines += _comparison_lines(timed)
-    lines.append("")
-    lines += _assumption_lines(timed)
-    return "\n".join(lines)
-
-
-def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
-    """Returns what dead ranks cost, by collective and for the whole update.
-
-    Args:
-        healthy: The plan on the whole network.
-        broken: The plan around the dead ranks.
-    """
-    topology = healthy.network.topology
-    dead = sorted(broken.dead)
-    named = ", ".join(str(rank) for rank in dead[:_MOST_RANKS_SHOWN])
-    if len(dead) > _MOST_RANKS_SHOWN:
-        named += ", ..."
-    lines = [f"{len(dead)} of {topology.num_ranks:,} ranks of {topology.name} dead: {named}"]
-    lines += _lost_lines(broken)
-    lines.append("")
-
-    heading = (
-        f"{'what for':<28}{'over':<18}{'collective':<15}{'whole':>10}{'broken':>10}{'ratio':>8}"
+    sections = (
+        _place_lines(timed),
+        _time_lines(timed),
+        _step_lines(plan, timed),
+        _comparison_lines(timed),
+        _assumption_lines(timed),
     )
-    lines.append(f"{heading}  schedule")
-    for before, after in zip(healthy.parts, broken.parts, strict=True):
-        collective = after.collective
-        kind = f"  {collective.what:<26}{collective.axis:<18}{collective.kind.name:<15}"
-        seconds = f"{before.seconds:>10.3g}{after.seconds:>10.3g}"
-        ratio = after.seconds / before.seconds
-        change = after.algorithm
-        if after.algorithm != before.algorithm:
-            change = f"{after.algorithm} for {before.algorithm}"
-        lines.append(f"{kind}{seconds}{ratio:>8.2f}  {change}")
-    ratio = broken.seconds / healthy.seconds
-    total = f"{healthy.seconds:>10.3g}{broken.seconds:>10.3g}{ratio:>8.2f}"
-    lines.append(f"  {'in all, seconds':<59}{total}")
-    return "\n".join(lines)
+    return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def _place_lines(timed: NetworkPlan) -> Iterator[str]:
@@ -77,82 +111,76 @@ def _place_lines(timed: NetworkPlan) -> Iterator[str]:
 
 
 def _time_lines(timed: NetworkPlan) -> Iterator[str]:
-    """Yields the time of every collective, the longest first."""
-    yield (
-        f"{'what for':<28}{'over':<18}{'collective':<15}{'calls':>7}{'payload':>13}"
-        f"{'ms a call':>11}{'seconds':>10}  schedule"
-    )
-    for part in sorted(timed.parts, key=_longest_first):
-        collective = part.collective
-        kind = f"  {collective.what:<26}{collective.axis:<18}{collective.kind.name:<15}"
-        amount = f"{collective.num_calls:>7,}{show_bytes(collective.payload_bytes):>13}"
-        times = f"{part.timing.seconds * 1e3:>11.4g}{part.seconds:>10.3g}"
-        yield f"{kind}{amount}{times}  {part.algorithm}"
-    yield f"  {'in all':<90}{timed.seconds:>10.3g}"
-
-
-def _longest_first(part: TimedCollective) -> float:
-    return -part.seconds
+    """Yields the time of every use."""
+    heading = f"{'what for':<28}{'over':<18}{'collective':<16}{'calls':>6}"
+    yield f"{heading}{'payload of a call':>26}{'seconds':>10}  schedule"
+    for use, row in rows_by_use(timed).items():
+        amount = f"{row.num_calls:>6,}{row.payloads:>26}"
+        yield f"{use}{amount}{row.seconds:>10.3g}  {row.schedules}"
+    yield f"  {'in all':<92}{timed.seconds:>10.3g}"
 
 
 def _step_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
     """Yields the bounds of a step, where the device's arithmetic is known."""
+    yield f"network               {timed.seconds:.3g} s, if no collectives overlap"
     flops = timed.network.device_flops
     if flops is None:
-        yield f"network               {timed.seconds:.3g} s, if nothing overlaps"
         return
 
     products = plan.flops_per_rank / flops
     least = max(products, timed.seconds)
     most = products + timed.seconds
     yield f"products              {products:.3g} s at least, at {flops / 1e12:,.0f} TFLOP/s"
-    yield f"network               {timed.seconds:.3g} s"
     yield f"a step                {least:.3g} s if all overlaps, {most:.3g} s if nothing does"
 
 
 def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
-    """Yields what was compared for every collective, and where the time of the best one goes."""
-    yield "schedules compared, ms a call"
-    for part in sorted(timed.parts, key=_longest_first):
+    """Yields what was compared for every use, and where the time of the best schedule goes."""
+    yield "schedules compared for the largest payload of each, ms a call"
+    for row in rows_by_use(timed).values():
+        part = row.largest
         collective = part.collective
         amount = show_bytes(collective.payload_bytes)
         yield f"  {collective.kind.name} of {amount} over {collective.axis}: {_reason(part)}"
-        ranking = ", ".join(_compared(candidate) for candidate in part.candidates)
-        yield f"    {ranking}"
+        for candidate in part.candidates:
+            yield f"    {_compared(candidate)}"
 
 
 def _reason(part: TimedCollective) -> str:
     """Returns where the time of the best schedule goes."""
     timing = part.timing
+    seconds_by_cause = {
+        "sending": timing.bandwidth,
+        "latency": timing.latency,
+        "waiting for links": timing.waiting,
+    }
     shares = []
-    for seconds, name in (
-        (timing.bandwidth, "sending"),
-        (timing.latency, "latency"),
-        (timing.waiting, "waiting for links"),
-    ):
+    for name, seconds in seconds_by_cause.items():
         share = seconds / timing.seconds
-        if share >= 0.005:
+        if share >= _LEAST_SHARE:
             shares.append(f"{share:.0%} {name}")
-    return f"{part.algorithm}, {', '.join(shares)}, {part.candidates[0].steps:,} steps"
+    return f"{part.algorithm}: {', '.join(shares)}"
 
 
 def _compared(candidate: Candidate) -> str:
     """Returns an algorithm with its time, or why that was not needed."""
+    name = f"{candidate.name:<24}{candidate.steps:>6,} steps"
+    bound = f"busiest link {candidate.bound * 1e3:.4g}"
     if candidate.timing is not None:
-        return f"{candidate.name} {candidate.timing.seconds * 1e3:.4g}"
-    return f"{candidate.name} not simulated (about {candidate.estimate * 1e3:.3g})"
+        return f"{name}{candidate.timing.seconds * 1e3:>11.4g}  ({bound})"
+    return f"{name}{'':>11}  ({bound}, about {candidate.estimate * 1e3:.3g}: not simulated)"
 
 
 def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
     """Yields what all numbers rest on."""
     notes = list(timed.network.notes)
     notes += [
-        "Links work at the bandwidth and latency of the file, both ways at once; nothing else uses them.",
-        "All groups of an axis start together. Collectives follow each other, with no arithmetic between "
-        "or beside them: what overlaps with products comes off the sum.",
-        "A call sends its payload as soon as links and data allow; a rank spends no time on sums and copies.",
-        "Groups of an axis share a link in proportion to what each sends over it.",
-        "Rows are spread evenly over experts.",
+        "Links work at the bandwidth and latency of the file, both ways at once, for this run alone.",
+        "Collectives follow each other, and so do they and products: what overlaps comes off the sum.",
+        "All groups of an axis start together, and share a link in proportion to what they send.",
+        "A rank spends no time on sums and copies. Rows are spread evenly over experts.",
+        "An all-gather takes as long as the reduce-scatter that it is backwards.",
+        "Optimizer sums and statistics are one message on each axis.",
     ]
     alike = _alike(timed.parts)
     if alike:
@@ -164,28 +192,62 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
 
 def _alike(parts: Iterable[TimedCollective]) -> str:
     """Returns how many groups stand for all of an axis."""
-    texts = []
+    texts: dict[str, str] = {}
     for part in parts:
         num_groups = len(part.groups.ranks)
+        axis = part.collective.axis
         if part.num_simulated < num_groups:
-            texts.append(f"{part.num_simulated} of {num_groups} groups of {part.collective.axis}")
-    return ", ".join(dict.fromkeys(texts))
+            texts.setdefault(axis, f"{part.num_simulated} of {num_groups} over {axis}")
+    return ", ".join(texts.values())
+
+
+# ---------------------------------------------------------------------------
+# Dead ranks
+
+
+def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
+    """Returns what dead ranks cost, by use and for the whole update.
+
+    Args:
+        healthy: The plan on the whole network.
+        broken: The plan around the dead ranks.
+    """
+    topology = healthy.network.topology
+    dead = sorted(broken.dead)
+    named = ", ".join(str(rank) for rank in dead[:_MOST_RANKS_SHOWN])
+    if len(dead) > _MOST_RANKS_SHOWN:
+        named += ", ..."
+    lines = [f"{len(dead):,} of {topology.num_ranks:,} ranks of {topology.name} are dead: {named}"]
+    lines += _lost_lines(broken)
+    lines.append("")
+
+    heading = f"{'what for':<28}{'over':<18}{'collective':<16}"
+    lines.append(f"{heading}{'whole':>10}{'broken':>10}{'ratio':>8}  schedule")
+    whole_rows = rows_by_use(healthy)
+    for use, row in rows_by_use(broken).items():
+        whole = whole_rows[use]
+        seconds = f"{whole.seconds:>10.3g}{row.seconds:>10.3g}{row.seconds / whole.seconds:>8.2f}"
+        lines.append(f"{use}{seconds}  {row.schedules}")
+
+    ratio = broken.seconds / healthy.seconds
+    total = f"{healthy.seconds:>10.3g}{broken.seconds:>10.3g}{ratio:>8.2f}"
+    lines.append(f"  {'in all, seconds of a step':<60}{total}")
+    return "\n".join(lines)
 
 
 def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
     """Yields what the dead ranks take from the run besides links."""
     mesh = broken.placement.mesh
-    dead_of_mesh = broken.dead.intersection(broken.placement.ranks.ravel().tolist())
-    if not dead_of_mesh:
-        yield "  None of them is in the mesh: they are missed as links only."
+    dead = broken.dead.intersection(broken.placement.ranks.ravel().tolist())
+    if not dead:
+        yield "  None of them is in the mesh: only their links are missed."
         return
 
-    # Ranks that share one data rank's work.
+    # Ranks that share one data rank's work, or the experts of a layer.
     for axis in ("tp", "ep"):
-        size = group_size(axis, mesh)
-        if size > 1:
-            groups = broken.placement.groups(axis).ranks
-            num_hit = sum(not dead_of_mesh.isdisjoint(ranks) for ranks in groups.tolist())
+        if group_size(axis, mesh) > 1:
+            groups = broken.placement.groups(axis).ranks.tolist()
+            num_hit = sum(not dead.isdisjoint(ranks) for ranks in groups)
             yield f"  {num_hit:,} of {len(groups):,} groups of {axis} lose a rank."
     yield f"  {_survival(mesh)}"
     yield "  The times are of the routes: the survivors exchange the same bytes around the hole."
