@@ -354,10 +354,12 @@ def shard_unit(
         bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in their own
             precision all the same.
     """
-    # With one replica the mesh of the unit is its sharding axis alone: plain FSDP, not HSDP.
-    unit_mesh = mesh.experts if experts else mesh.dense
-    if mesh.config.dp_replicate == 1:
-        unit_mesh = unit_mesh[cast(Any, unit_mesh.mesh_dim_names)[1]]
+    # With one replica the mesh of the unit is its sharding axis alone: plain FSDP, not HSDP. So it
+    # is where a schedule sums over replicas.
+    whole_mesh = mesh.experts if experts else mesh.dense
+    shards = whole_mesh[cast(Any, whole_mesh.mesh_dim_names)[1]]
+    has_replicas = mesh.config.dp_replicate > 1 and mesh.gradients is None
+    unit_mesh = whole_mesh if has_replicas else shards
 
     # Inputs keep their dtype: autocast casts where a product needs it.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -385,6 +387,8 @@ def shard_unit(
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
+    if mesh.gradients is not None:
+        mesh.gradients.attach(unit, shards.get_group(), whole_mesh.get_group(0))
 
 
 def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
