@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.checks import check
-from moe.network.schedule import Schedule, beside, intervals, split_evenly, transfers
+from moe.network.schedule import (
+    IntArray,
+    Schedule,
+    beside,
+    intervals,
+    split_evenly,
+    transfers,
+)
 
 
 def ring_reduce_scatter(
@@ -34,32 +41,74 @@ def ring_reduce_scatter(
     rings = np.atleast_2d(np.asarray(orders, np.int64))
     check(rings.size > 0, "orders of rings", rings.shape, "at least one rank")
     num_rings, size = rings.shape
+    bounds = ring_bounds(low, high, num_rings, size)
+
+    return ring_reduce_to(
+        rings,
+        np.broadcast_to(np.arange(size), rings.shape),
+        bounds,
+        num_ranks=num_ranks,
+        num_units=num_units,
+    )
+
+
+def ring_bounds(low: ArrayLike, high: ArrayLike, num_rings: int, size: int) -> IntArray:
+    """Returns the <int64>[R, p + 1] bounds of the chunks of rings of p ranks.
+
+    Args:
+        low: <int64>[R] first unit of the interval of each ring; or a number for all.
+        high: <int64>[R] unit after the last, likewise.
+        num_rings: R.
+        size: p.
+    """
     first = np.broadcast_to(np.asarray(low, np.int64), num_rings)
     last = np.broadcast_to(np.asarray(high, np.int64), num_rings)
-
-    # Bounds of the chunks.  [R, p + 1]
     num_ring_units = (last - first)[:, None]
-    bounds = first[:, None] + np.arange(size + 1) * num_ring_units // size
+    return first[:, None] + np.arange(size + 1) * num_ring_units // size
 
-    # In step t the i-th rank sends chunk i - t - 1 to the next one.  [p - 1, R, p]
+
+def ring_reduce_to(
+    rings: IntArray,
+    owners: IntArray,
+    bounds: IntArray,
+    *,
+    num_ranks: int,
+    num_units: int,
+) -> Schedule:
+    """Returns a reduce-scatter around rings whose ranks own any number of chunks each.
+
+    A chunk starts at the rank behind its owner and passes all others on its way there, so that
+    every link of a ring carries all chunks but those of the rank behind it.
+
+    Args:
+        rings: <int64>[R, p] ranks in the order of each of R rings.
+        owners: <int64>[R, C] place in the ring of the rank that ends with each of C chunks.
+        bounds: <int64>[R, C + 1] bounds of the chunks.
+        num_ranks: Ranks of the schedule.
+        num_units: Units of the schedule.
+    """
+    num_rings, size = rings.shape
+    ring = np.arange(num_rings)[:, None]
+    low = bounds[:, :-1]
+    high = bounds[:, 1:]
+
+    # In step t a chunk leaves the rank t + 1 places behind its owner.  [p - 1, R, C]
     step = np.arange(size - 1)[:, None, None]
-    ring = np.arange(num_rings)[None, :, None]
-    position = np.arange(size)[None, None, :]
-    chunk = (position - step - 1) % size
+    place = owners + 1 + step
     table = transfers(
         step=step,
-        source=rings[ring, position],
-        destination=rings[ring, (position + 1) % size],
-        low=bounds[ring, chunk],
-        high=bounds[ring, chunk + 1],
+        source=rings[ring, place % size],
+        destination=rings[ring, (place + 1) % size],
+        low=low,
+        high=high,
         adds=True,
     )
     return Schedule(
         num_ranks=num_ranks,
         num_units=num_units,
         transfers=table,
-        before=intervals(rings, first[:, None], last[:, None]),
-        after=intervals(rings, bounds[:, :-1], bounds[:, 1:]),
+        before=intervals(rings, bounds[:, :1], bounds[:, -1:]),
+        after=intervals(rings[ring, owners], low, high),
     )
 
 
@@ -88,8 +137,7 @@ def two_way_ring_all_reduce(
     Every link of the ring then carries data both ways: half the time where links are full duplex.
     """
     ranks = np.asarray(order, np.int64)
-    bounds = split_evenly(num_units, 2)
-    middle = int(bounds[1])
+    middle = int(split_evenly(num_units, 2)[1])
 
     forwards = ring_all_reduce(ranks, middle, num_ranks=num_ranks)
     backwards = ring_all_reduce(ranks[::-1], num_units - middle, num_ranks=num_ranks)

@@ -103,10 +103,14 @@ def transfers(
     flat = [column.ravel() for column in numbers]
     table = Transfers(*flat, adds=added.ravel())
 
-    # Rows of the same step keep their order.
-    rows = np.flatnonzero(table.low < table.high)
-    rows = rows[np.argsort(table.step[rows], kind="stable")]
-    return table.select(rows)
+    is_filled = table.low < table.high
+    if not is_filled.all():
+        table = table.select(is_filled)
+
+    # Rows of the same step keep their order. Tables of millions of rows are mostly sorted already.
+    if (table.step[1:] < table.step[:-1]).any():
+        table = table.select(np.argsort(table.step, kind="stable"))
+    return table
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,99 @@
+"""When the units of every rank's buffer may be read and written, as a simulation goes on.
+
+A buffer is divided into pieces by the bounds of those intervals that touch this rank, and no other:
+on a 2-D torus a rank has the coarse chunks of the first axis and the fine ones of its own shard,
+not the fine ones of all. The pieces of all ranks stand one after the other.
+"""
+
+import numpy as np
+
+from moe.network.schedule import IntArray, Schedule
+from moe.network.topology import FloatArray
+
+_ROWS_AT_ONCE = 1 << 20
+"""Rows whose bounds are sorted together; more need more memory."""
+
+
+class Buffers:
+    """The times of all pieces of all ranks, in seconds.
+
+    Args:
+        schedule: Whose transfers read and write them.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._stride = schedule.num_units + 1
+        self._bounds = _all_bounds(schedule)
+
+        # When the last write to each piece is done, and when all reads and writes are.
+        self._final: FloatArray = np.zeros(len(self._bounds))
+        self._free: FloatArray = np.zeros(len(self._bounds))
+
+    def pieces(self, rank: IntArray, low: IntArray, high: IntArray) -> "Pieces":
+        """Returns the pieces of an interval of each of some ranks."""
+        start = rank * self._stride
+        first = np.searchsorted(self._bounds, start + low)
+
+        # Nearly all intervals are one piece; the ends of the others are searched.
+        last = first + 1
+        is_long = self._bounds[last] != start + high
+        last[is_long] = np.searchsorted(self._bounds, (start + high)[is_long])
+        return Pieces(first, last)
+
+    def final(self, pieces: "Pieces") -> FloatArray:
+        """Returns <float64>[N] when all that was written to each interval has arrived."""
+        return pieces.largest(self._final)
+
+    def free(self, pieces: "Pieces") -> FloatArray:
+        """Returns <float64>[N] when all reads and writes of each interval are done."""
+        return pieces.largest(self._free)
+
+    def read(self, pieces: "Pieces", until: FloatArray) -> None:
+        """Records that each interval is read until a time."""
+        pieces.raise_to(self._free, until)
+
+    def write(self, pieces: "Pieces", until: FloatArray) -> None:
+        """Records that each interval is written until a time."""
+        pieces.raise_to(self._free, until)
+        pieces.raise_to(self._final, until)
+
+
+class Pieces:
+    """The pieces of N intervals: those from `first` to before `last` of each.
+
+    Args:
+        first: <int64>[N] first piece.
+        last: <int64>[N] piece after the last.
+    """
+
+    def __init__(self, first: IntArray, last: IntArray) -> None:
+        num_pieces = last - first
+        self._starts = np.cumsum(num_pieces) - num_pieces
+        self._interval = np.repeat(np.arange(len(first)), num_pieces)
+        place = np.arange(len(self._interval))
+        self._piece = place + np.repeat(first - self._starts, num_pieces)
+
+    def largest(self, times: FloatArray) -> FloatArray:
+        """Returns <float64>[N] the latest time of each interval's pieces."""
+        return np.maximum.reduceat(times[self._piece], self._starts)
+
+    def raise_to(self, times: FloatArray, until: FloatArray) -> None:
+        """Sets the times of each interval's pieces to at least `until`, in place."""
+        np.maximum.at(times, self._piece, until[self._interval])
+
+
+def _all_bounds(schedule: Schedule) -> IntArray:
+    """Returns the sorted bounds of each rank's pieces: `rank * (num_units + 1) + unit`.
+
+    The end of a rank's last piece begins a piece that nothing touches.
+    """
+    table = schedule.transfers
+    stride = schedule.num_units + 1
+    distinct = np.empty(0, np.int64)
+    for first in range(0, len(table.step), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        ends = [distinct]
+        for rank in (table.source[rows], table.destination[rows]):
+            ends += [rank * stride + table.low[rows], rank * stride + table.high[rows]]
+        distinct = np.unique(np.concatenate(ends))
+    return distinct

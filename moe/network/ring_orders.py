@@ -1,0 +1,219 @@
+"""Orders of ranks for rings: which rank follows which, on grids with and without holes.
+
+Best is a ring of neighbours, a Hamiltonian cycle of the live ranks: each hop is one link, and no
+link is used twice. Where none is known, messages between ranks of the ring take several links.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.checks import check
+from moe.network.schedule import IntArray
+from moe.network.topology import Topology
+
+BoolArray = NDArray[np.bool_]
+
+
+class TreeEdge(NamedTuple):
+    """Two neighbouring blocks of 2 x 2 ranks, by row and column of blocks.
+
+    Attributes:
+        first: The one above, or to the left.
+        second: The one below, or to the right.
+        is_below: Whether the second one is below.
+    """
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+    is_below: bool
+
+
+def grid_of(topology: Topology) -> IntArray:
+    """Returns the ranks of a grid as an array of its shape.
+
+    Raises:
+        ConfigError: When the network is no grid.
+    """
+    check(bool(topology.shape), "shape of a network", topology.shape, "that of a grid of ranks")
+    return np.arange(topology.num_ranks).reshape(topology.shape)
+
+
+def snake(grid: IntArray) -> IntArray:
+    """Returns the ranks of a grid line by line, every other line backwards: all neighbours."""
+    path = grid
+    while path.ndim > 1:
+        turned = path.copy()
+        turned[..., 1::2, :] = path[..., 1::2, ::-1]
+        path = turned.reshape(*path.shape[:-2], -1)
+    return path
+
+
+def pair_rows(grid: IntArray) -> IntArray:
+    """Returns <int64>[..., Y / 2, 2 X] rings of two rows: out on the first, back on the second.
+
+    Args:
+        grid: <int64>[..., Y, X] ranks.
+
+    Raises:
+        ConfigError: When there are no two axes, or Y is odd.
+    """
+    check(grid.ndim >= 2, "shape of a mesh", grid.shape, "two axes or more, to pair rows")
+    *others, num_rows, width = grid.shape
+    check(num_rows % 2 == 0, "rows of a mesh", num_rows, "an even number, to pair them")
+
+    pairs = grid.reshape(*others, num_rows // 2, 2, width)
+    back = pairs[..., 1, ::-1]
+    return np.concatenate([pairs[..., 0, :], back], axis=-1)
+
+
+def survivor_order(topology: Topology) -> IntArray:
+    """Returns the live ranks of any network in an order for a ring: on a grid line by line.
+
+    Neighbours in the ring need not be neighbours on the network.
+    """
+    if not topology.shape:
+        return topology.live_ranks
+    order = snake(grid_of(topology))
+    return order[~np.isin(order, list(topology.dead))]
+
+
+def neighbour_ring(topology: Topology) -> IntArray:
+    """Returns the live ranks of a grid in an order in which each has a link to the next.
+
+    A whole grid has such a ring when an axis has an even size or wraps. Around holes it is found
+    where both sizes of a grid of two axes are even and its blocks of 2 x 2 ranks, counted from the
+    corner, are each live or dead as a whole.
+
+    Raises:
+        ConfigError: When no such ring is known, with the reason.
+    """
+    order = _ring_around_holes(topology) if topology.dead else _ring_of_whole(topology)
+
+    # Links may have failed too.
+    hops = zip(order.tolist(), np.roll(order, -1).tolist(), strict=True)
+    for source, destination in hops:
+        has_link = source == destination or len(topology.route(source, destination)) == 1
+        link = f"the link from rank {source} to rank {destination} of the ring of neighbours"
+        check(has_link, link, "dead", "one that works, or a ring whose messages are routed")
+    return order
+
+
+def _ring_of_whole(topology: Topology) -> IntArray:
+    """Returns the ring of neighbours of a grid without holes."""
+    grid = grid_of(topology)
+    is_axis = np.array(grid.shape) > 1
+    wraps = np.array(topology.wraps)[is_axis]
+    grid = grid.squeeze()
+    if grid.size <= 2:
+        return grid.reshape(-1)
+    if grid.ndim == 1:
+        check(bool(wraps[0]), "a line of ranks", grid.shape, "one that wraps, to be a ring")
+        return grid
+
+    # A table of neighbours: its rows an axis of even size, its columns all others in a line; or, if
+    # all sizes are odd, its columns an axis that wraps.
+    is_even = np.array(grid.shape) % 2 == 0
+    if is_even.any():
+        rows = np.moveaxis(grid, int(np.argmax(is_even)), 0)
+        table = np.stack([snake(row) for row in rows])
+    else:
+        expected = "an even size, or an axis that wraps"
+        check(bool(wraps.any()), "shape of a mesh", grid.shape, expected)
+        columns = np.moveaxis(grid, int(np.argmax(wraps)), 0)
+        table = np.stack([snake(column) for column in columns], axis=1)
+
+    # Line by line down the table, and back up its first column.
+    return np.concatenate([snake(table[:, 1:]), table[::-1, 0]])
+
+
+def _ring_around_holes(topology: Topology) -> IntArray:
+    """Returns the ring of neighbours around the dead ranks of a grid of two axes.
+
+    Each block of 2 x 2 ranks is a ring, clockwise. Blocks that follow each other in a spanning tree
+    are joined to one ring.
+    """
+    grid = grid_of(topology)
+    check(grid.ndim == 2, "shape of a grid with dead ranks", grid.shape, "two axes")
+    is_even = all(size % 2 == 0 for size in grid.shape)
+    check(is_even, "shape of a grid with dead ranks", grid.shape, "even sizes")
+    blocks = _blocks(grid)
+    is_live = _live_blocks(blocks, topology)
+
+    following = np.zeros(grid.size, np.int64)
+    following[blocks] = np.roll(blocks, -1, axis=-1)
+    for first, second, is_below in _spanning_tree(is_live, topology.wraps):
+        _join(blocks[first], blocks[second], following, is_below=is_below)
+
+    # Walk around it.
+    order = [int(topology.live_ranks[0])]
+    while following[order[-1]] != order[0]:
+        order.append(int(following[order[-1]]))
+    num_live = len(topology.live_ranks)
+    expected = f"no more than the {len(order)} that are connected to rank {order[0]}"
+    check(len(order) == num_live, "live ranks", num_live, expected)
+    return np.array(order, np.int64)
+
+
+def _blocks(grid: IntArray) -> IntArray:
+    """Returns the <int64>[Y / 2, X / 2, 4] blocks of 2 x 2 ranks of a grid, each clockwise."""
+    top = grid[::2]
+    bottom = grid[1::2]
+    corners = (top[:, ::2], top[:, 1::2], bottom[:, 1::2], bottom[:, ::2])
+    return np.stack(corners, axis=-1)
+
+
+def _live_blocks(blocks: IntArray, topology: Topology) -> BoolArray:
+    """Returns which blocks are live, <bool>[Y / 2, X / 2]; raises for one that is dead in part."""
+    num_dead = np.isin(blocks, list(topology.dead)).sum(axis=-1)
+    torn = blocks[(num_dead > 0) & (num_dead < 4)]
+    if len(torn):
+        block = sorted(torn[0].tolist())
+        dead = sorted(topology.dead.intersection(block))
+        check(False, "dead ranks", dead, f"none or all of the block {block} of 2 x 2 ranks")
+    check(bool(topology.live_ranks.size), "live ranks", [], "at least one")
+    return num_dead == 0
+
+
+def _spanning_tree(is_live: BoolArray, wraps: Sequence[bool]) -> list[TreeEdge]:
+    """Returns edges that join all blocks that can be reached from the first live one."""
+    shape = is_live.shape
+    row, column = np.argwhere(is_live)[0].tolist()
+    queue = deque([(row, column)])
+    joined = set(queue)
+
+    edges: list[TreeEdge] = []
+    while queue:
+        block = queue.popleft()
+        for axis, sign in ((1, 1), (0, 1), (1, -1), (0, -1)):
+            place = block[axis] + sign
+            is_inside = wraps[axis] or 0 <= place < shape[axis]
+            place %= shape[axis]
+            neighbour = (place, block[1]) if axis == 0 else (block[0], place)
+            if not is_inside or not is_live[neighbour] or neighbour in joined:
+                continue
+
+            # The block above or to the left comes first.
+            joined.add(neighbour)
+            queue.append(neighbour)
+            pair = (block, neighbour) if sign > 0 else (neighbour, block)
+            edges.append(TreeEdge(*pair, is_below=axis == 0))
+    return edges
+
+
+def _join(first: IntArray, second: IntArray, following: IntArray, *, is_below: bool) -> None:
+    """Joins the rings of two neighbouring blocks, in place.
+
+    Args:
+        first: <int64>[4] block above or to the left, clockwise from its top left rank.
+        second: <int64>[4] block below or to the right.
+        following: <int64>[ranks] next rank in its ring.
+        is_below: Whether the second block is below the first one.
+    """
+    # Corners: 0 top left, 1 top right, 2 bottom right, 3 bottom left.
+    corner = 2 if is_below else 1
+    following[first[corner]] = second[corner - 1]
+    following[second[(corner - 2) % 4]] = first[corner + 1]

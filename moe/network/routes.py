@@ -1,0 +1,154 @@
+"""The routes of all messages of a schedule at once, one after the other in one table.
+
+`Topology.route` answers for one pair of ranks. A torus of thousands of chips has tens of thousands
+of pairs: where the way by axes is whole it is found here for all of them together.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.network.schedule import IntArray, Transfers
+from moe.network.topology import FloatArray, Topology
+
+_ROWS_AT_ONCE = 1 << 20
+"""Rows whose pairs are sorted together; more need more memory."""
+
+
+class Routes(NamedTuple):
+    """The routes between P pairs of ranks.
+
+    Attributes:
+        key: <int64>[P] number of each pair, sorted; see `pair_keys`.
+        offset: <int64>[P + 1] row of `link` at which each route begins.
+        link: <int64>[hops] links in the order in which a message crosses them.
+        latency: <float64>[P] seconds of all links of a route.
+        bandwidth: <float64>[P] bytes a second of the slowest link of a route.
+        num_ranks: Ranks of the network.
+    """
+
+    key: IntArray
+    offset: IntArray
+    link: IntArray
+    latency: FloatArray
+    bandwidth: FloatArray
+    num_ranks: int
+
+    def hops(self, pair: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the row and the link of every hop of some pairs' routes, in order."""
+        num_hops = self.offset[pair + 1] - self.offset[pair]
+        row = np.repeat(np.arange(len(pair)), num_hops)
+        ends = np.cumsum(num_hops)
+        place = np.arange(len(row)) + np.repeat(self.offset[pair] - ends + num_hops, num_hops)
+        return row, self.link[place]
+
+
+def pair_keys(source: IntArray, destination: IntArray, num_ranks: int) -> IntArray:
+    """Returns a number for each pair of ranks."""
+    return source * num_ranks + destination
+
+
+def find_routes(table: Transfers, topology: Topology) -> Routes:
+    """Returns the routes of all pairs of ranks that some transfers are between.
+
+    Raises:
+        ConfigError: When no path is left between two of them.
+    """
+    key = _distinct_pairs(table, topology.num_ranks)
+    pair, link = _hops_by_axes(key, topology)
+
+    # Pairs with no way by axes ask one by one.
+    is_open = np.ones(len(key), np.bool_)
+    is_open[pair] = False
+    pairs = [pair]
+    links = [link]
+    for index in np.flatnonzero(is_open):
+        source, destination = divmod(int(key[index]), topology.num_ranks)
+        route = topology.route(source, destination)
+        pairs.append(np.full(len(route), index))
+        links.append(route)
+
+    # Hops are sorted by pair, and stay in order.
+    pair = np.concatenate(pairs)
+    rows = np.argsort(pair, kind="stable")
+    link = np.concatenate(links)[rows]
+    offset = np.concatenate([[0], np.cumsum(np.bincount(pair, minlength=len(key)))])
+    bandwidth = topology.links.bandwidth[link]
+    slowest = np.minimum.reduceat(bandwidth, offset[:-1]) if len(key) else bandwidth
+    return Routes(
+        key=key,
+        offset=offset,
+        link=link,
+        latency=np.bincount(pair[rows], topology.links.latency[link], minlength=len(key)),
+        bandwidth=slowest,
+        num_ranks=topology.num_ranks,
+    )
+
+
+def _distinct_pairs(table: Transfers, num_ranks: int) -> IntArray:
+    """Returns the sorted numbers of all pairs of some transfers."""
+    distinct = np.empty(0, np.int64)
+    for first in range(0, len(table.step), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        keys = pair_keys(table.source[rows], table.destination[rows], num_ranks)
+        distinct = np.union1d(distinct, keys)
+    return distinct
+
+
+def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray]:
+    """Returns pair and link of every hop on the ways by axes: last axis first, the shorter way.
+
+    Pairs whose way is broken have none; on a network that is no grid, all of them.
+    """
+    if not topology.shape:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+
+    source, destination = np.divmod(key, topology.num_ranks)
+    here = list(np.unravel_index(source, topology.shape))
+    target = np.unravel_index(destination, topology.shape)
+    link_of = _LinkFinder(topology)
+
+    # All pairs take a hop at a time.
+    node = source
+    pairs: list[IntArray] = []
+    links: list[IntArray] = []
+    for axis in reversed(range(len(topology.shape))):
+        size = topology.shape[axis]
+        distance = target[axis] - here[axis]
+        if topology.wraps[axis]:
+            distance = (distance + (size - 1) // 2) % size - (size - 1) // 2
+        for hop in range(int(np.abs(distance).max(initial=0))):
+            moves = np.abs(distance) > hop
+            here[axis] = np.where(moves, here[axis] + np.sign(distance), here[axis]) % size
+            following = np.ravel_multi_index(here, topology.shape)
+            pairs.append(np.flatnonzero(moves))
+            links.append(link_of(node[moves], following[moves]))
+            node = following
+
+    if not pairs:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    pair = np.concatenate(pairs)
+    link = np.concatenate(links)
+    is_whole = np.bincount(pair, link < 0, minlength=len(key)) == 0
+    return pair[is_whole[pair]], link[is_whole[pair]]
+
+
+class _LinkFinder:
+    """The links between many pairs of nodes."""
+
+    def __init__(self, topology: Topology) -> None:
+        links = topology.links
+        self._num_nodes = topology.num_nodes
+        key = links.source * topology.num_nodes + links.destination
+        self._index: NDArray[np.int64] = np.argsort(key)
+        self._key = key[self._index]
+
+    def __call__(self, source: IntArray, destination: IntArray) -> IntArray:
+        """Returns <int64>[N] the link of each pair; -1 where there is none."""
+        key = source * self._num_nodes + destination
+        place = np.searchsorted(self._key, key)
+        place = np.minimum(place, len(self._key) - 1)
+        if not len(self._key):
+            return np.full(len(key), -1)
+        return np.where(self._key[place] == key, self._index[place], -1)
