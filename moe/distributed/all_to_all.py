@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from moe.distributed.collectives import all_gather_flat
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.row_exchange import BlockRoute, ScheduledAllToAll
+from moe.distributed.waiting import waiting_for
 from moe.network.schedule import IntArray
 
 
@@ -83,7 +85,8 @@ class AllToAllStep(NamedTuple):
             group=self.group,
             async_op=True,
         )
-        return _Transfer(buffer, work, self.send_order if reverse else None)
+        order = self.send_order if reverse else None
+        return _Transfer(buffer, work, self.group, order)
 
 
 class ScheduledStep(NamedTuple):
@@ -222,7 +225,8 @@ class _ScheduledCounts(NamedTuple):
     def wait(self) -> tuple[Tensor, Route]:
         """Returns the rows that arrive and their route; see `PendingCounts`."""
         with record_function("moe.counts.wait"):
-            self.work.wait()
+            with waiting_for(self.group, self.counts.device):
+                self.work.wait()
             received = self.counts[:, dist.get_rank(self.group)]  # [ep, E / ep]
             rows_of_blocks = self.counts.sum(dim=2)  # [ep, ep]
             return received, _scheduled_route(self.exchange, rows_of_blocks.cpu().numpy())
@@ -245,7 +249,7 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
     with record_function("moe.counts"):
         if axis.exchange is not None:
             everyone = sent.new_empty(axis.size, *sent.shape)  # [ep, ep, E / ep]
-            work = dist.all_gather_into_tensor(everyone, sent, group=axis.group, async_op=True)
+            work = all_gather_flat(everyone, sent, axis.group, async_op=True)
             return _ScheduledCounts(axis.exchange, axis.group, everyone, work)
 
         # Every rank sends one row of counts to every other: splits are known.
@@ -316,17 +320,20 @@ class _Transfer(NamedTuple):
     Attributes:
         buffer: <any>[N, ...] what arrives; not to be read before `wait`.
         work: torch's handle of the collective.
+        group: The ranks.
         order: <int64>[N] place of each arriving row, for rows that come back; None for the order
             of arrival.
     """
 
     buffer: Tensor
     work: Any
+    group: ProcessGroup
     order: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Returns <any>[N, ...] the rows, when all are there."""
-        self.work.wait()
+        with waiting_for(self.group, self.buffer.device):
+            self.work.wait()
         if self.order is None:
             return self.buffer
         return torch.empty_like(self.buffer).index_copy_(0, self.order, self.buffer)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.distributed.scheduled import Execution, RankProgram, RankStep
+from moe.distributed.waiting import waiting_for
 from moe.errors import ConfigError
 from moe.network.pieces import bounds_of_pieces, expand
 from moe.network.schedule import IntArray, Intervals, Schedule
@@ -26,18 +27,21 @@ class PendingBlocks(NamedTuple):
     """Blocks of rows under way.
 
     Attributes:
+        group: The ranks.
         execution: The steps.
         buffer: <any>[N, ...] all rows that pass through this rank.
         arriving: Rows of the buffer that are for this rank, sorted by the rank they are from.
     """
 
+    group: ProcessGroup | None
     execution: Execution
     buffer: Tensor
     arriving: tuple[slice, ...]
 
     def wait(self) -> Tensor:
         """Returns the rows <any>[M, ...] that arrive here, sorted by the rank they are from."""
-        self.execution.wait()
+        with waiting_for(self.group, self.buffer.device):
+            self.execution.wait()
         if len(self.arriving) == 1:
             return self.buffer[self.arriving[0]]
         return torch.cat([self.buffer[span] for span in self.arriving] or [self.buffer[:0]])
@@ -72,7 +76,8 @@ class BlockRoute(NamedTuple):
             buffer[span] = x[start:stop]
             start = stop
         assert start == len(x), f"{len(x)} rows for a route of {start}"
-        return PendingBlocks(Execution(self.steps, buffer, self.group), buffer, self.arriving)
+        execution = Execution(self.steps, buffer, self.group)
+        return PendingBlocks(self.group, execution, buffer, self.arriving)
 
 
 class ScheduledAllToAll:

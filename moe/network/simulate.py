@@ -183,7 +183,10 @@ def _check(schedule: Schedule, topology: Topology, payload_bytes: float) -> None
     check_number("payload_bytes", payload_bytes, least=0)
     expected = f"the {schedule.num_ranks} of the schedule"
     check(
-        topology.num_ranks == schedule.num_ranks, "ranks of the network", topology.num_ranks, expected
+        topology.num_ranks == schedule.num_ranks,
+        "ranks of the network",
+        topology.num_ranks,
+        expected,
     )
 
 

@@ -46,7 +46,9 @@ def trained(config, rows, *, steps=3, dtype=torch.float64, lr=0.1):
     shard_model(model, mesh)
     recipe = PretrainRecipe(
         optim=OptimRecipe(lr=lr, warmup_steps=1, max_grad_norm=0.5),
-        training=TrainingRecipe(steps=99, batch_size=rows, micro_batch_size=rows // config.num_ranks // 2),
+        training=TrainingRecipe(
+            steps=99, batch_size=rows, micro_batch_size=rows // config.num_ranks // 2
+        ),
     )
     optimizer = torch.optim.AdamW(parameter_groups(model), eps=1e-3)
     for step in range(steps):
