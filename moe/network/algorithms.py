@@ -7,8 +7,19 @@ here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe.network.all_to_all import (
+    AllToAll,
+    along_axes,
+    around,
+    direct,
+    even_counts,
+    two_level,
+    unfit_for_grid,
+    unfit_for_levels,
+)
+from moe.network.line_hops import two_way_ring
 from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
-from moe.network.schedule import Schedule
+from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 from moe.registry import Registry
 
@@ -38,6 +49,55 @@ ALL_REDUCE: Registry[Algorithm] = Registry("all-reduce algorithm")
 
 ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 """Ways to send a part of every live rank's payload to every other one."""
+
+_NUM_SLICES = 6
+"""Of an all-to-all along one axis after the other."""
+
+
+def _evenly(build: Callable[[IntArray, Topology], AllToAll]) -> Callable[[Topology, int], Schedule]:
+    """Returns a builder for units that are split evenly among all pairs of live ranks."""
+
+    def build_evenly(topology: Topology, num_units: int) -> Schedule:
+        return build(even_counts(topology, num_units), topology).schedule
+
+    return build_evenly
+
+
+def _half_ring(counts: IntArray, topology: Topology) -> AllToAll:
+    return around(counts, topology.live_ranks.tolist())
+
+
+def _whole_ring(counts: IntArray, topology: Topology) -> AllToAll:
+    return around(counts, topology.live_ranks.tolist(), ring=two_way_ring)
+
+
+def _axes(counts: IntArray, topology: Topology) -> AllToAll:
+    return along_axes(counts, topology, num_slices=_NUM_SLICES, rotates=False)
+
+
+def _rotated_axes(counts: IntArray, topology: Topology) -> AllToAll:
+    return along_axes(counts, topology, num_slices=len(topology.shape))
+
+
+ALL_TO_ALL.add("direct", Algorithm("every pair straight, over its own route", _evenly(direct)))
+ALL_TO_ALL.add("ring", Algorithm("one ring, half of every block each way", _evenly(_whole_ring)))
+ALL_TO_ALL.add("half_ring", Algorithm("one ring, the shorter way around", _evenly(_half_ring)))
+ALL_TO_ALL.add(
+    "axes",
+    Algorithm("half rings, axis after axis, in slices", _evenly(_axes), unfit_for_grid),
+)
+ALL_TO_ALL.add(
+    "rotated_axes",
+    Algorithm(
+        "half rings, each slice begins with another axis",
+        _evenly(_rotated_axes),
+        unfit_for_grid,
+    ),
+)
+ALL_TO_ALL.add(
+    "two_level",
+    Algorithm("inside the nodes, then across them", _evenly(two_level), unfit_for_levels),
+)
 
 
 def _ring(topology: Topology, num_units: int) -> Schedule:

@@ -95,5 +95,16 @@ def _all_bounds(schedule: Schedule) -> IntArray:
         ends = [distinct]
         for rank in (table.source[rows], table.destination[rows]):
             ends += [rank * stride + table.low[rows], rank * stride + table.high[rows]]
-        distinct = np.unique(np.concatenate(ends))
+        distinct = sorted_distinct(np.concatenate(ends))
     return distinct
+
+
+def sorted_distinct(numbers: IntArray) -> IntArray:
+    """Returns the distinct ones of some numbers, sorted in place: numpy's `unique` hashes them.
+
+    That takes ten times as long where most are distinct.
+    """
+    numbers.sort()
+    is_first = np.ones(len(numbers), np.bool_)
+    is_first[1:] = numbers[1:] != numbers[:-1]
+    return numbers[is_first]

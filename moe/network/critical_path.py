@@ -36,7 +36,8 @@ class CriticalPath(NamedTuple):
         rows: <int64>[N] rows of the table, first to last.
         latency: Seconds that bytes of these transfers spend on the way.
         bandwidth: Seconds that their bytes flow.
-        waiting: Seconds for which they wait for others to leave a link.
+        waiting: Seconds for which they wait for others to leave a link. Where links differ a slow
+            message may start before a fast one that has its slot first; such time counts back.
     """
 
     rows: IntArray
@@ -59,10 +60,10 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
 
     # Step back to what let this row start, until a row that nothing held up.
     while timeline.start[row] > 0:
-        started = timeline.start[row]
+        started = float(timeline.start[row])
         if timeline.blocker[row] >= 0:
             row = int(timeline.blocker[row])
-            waiting += float(started - timeline.start[row])
+            waiting += started - float(timeline.start[row])
         else:
             row, by_arrival = events.cause(row)
             bandwidth += float(timeline.released[row] - timeline.start[row])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe.network.buffers import sorted_distinct
 from moe.network.schedule import IntArray, Transfers
 from moe.network.topology import FloatArray, Topology
 
@@ -92,7 +93,7 @@ def _distinct_pairs(table: Transfers, num_ranks: int) -> IntArray:
     for first in range(0, len(table.step), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
         keys = pair_keys(table.source[rows], table.destination[rows], num_ranks)
-        distinct = np.union1d(distinct, keys)
+        distinct = sorted_distinct(np.concatenate([distinct, keys]))
     return distinct
 
 

@@ -37,6 +37,18 @@ class Links(NamedTuple):
     latency: FloatArray
 
 
+class Rate(NamedTuple):
+    """How fast a rank, or a node, is joined to a switch.
+
+    Attributes:
+        bandwidth: Bytes a second in each direction.
+        latency: Seconds of a message from rank to rank through the switch.
+    """
+
+    bandwidth: float
+    latency: float
+
+
 @dataclass(frozen=True, eq=False)
 class Topology:
     """Nodes, links and routes.
@@ -46,8 +58,12 @@ class Topology:
         num_ranks: Nodes that take part in collectives, numbered first.
         num_nodes: All nodes.
         links: The links that work.
-        shape: Size of each axis of a grid of ranks, slowest first; empty for other networks.
-        wraps: Whether the ends of each axis of the grid are joined.
+        shape: Size of each axis of a grid of ranks, slowest first, or of each level of switches;
+            empty for other networks.
+        wraps: Whether the ends of each axis are joined. Those of switched levels are: through a
+            switch every order of ranks is a ring.
+        switched: Whether the axes are levels of switches, as nodes and the ranks of a node, and
+            no neighbours of a grid.
         dead: Ranks that have failed.
     """
 
@@ -57,6 +73,7 @@ class Topology:
     links: Links
     shape: tuple[int, ...] = ()
     wraps: tuple[bool, ...] = ()
+    switched: bool = False
     dead: frozenset[int] = frozenset()
     _routes: dict[tuple[int, int], IntArray] = field(default_factory=dict, repr=False)
 
@@ -103,7 +120,8 @@ class Topology:
         """Returns the <int64>[hops] links that a message crosses, in order.
 
         On a grid it goes along the last axis first, the shorter way around each; where that way is
-        broken, and on all other networks, it takes a path of the fewest links.
+        broken, and on all other networks, it takes a path of the fewest links; of several such
+        paths that whose links come first in the table.
 
         Raises:
             ConfigError: When no path is left.
@@ -133,7 +151,7 @@ class Topology:
 
     def _grid_path(self, source: int, destination: int) -> list[int]:
         """Returns the nodes of the way by axes; empty when it is broken or there is no grid."""
-        if not self.shape:
+        if not self.shape or self.switched:
             return []
         here = list(np.unravel_index(source, self.shape))
         target = np.unravel_index(destination, self.shape)
@@ -219,3 +237,93 @@ def grid(
     )
     default = " x ".join(str(size) for size in sizes) + (" torus" if all(rings) else " mesh")
     return Topology(name or default, ranks.size, ranks.size, links, sizes, rings)
+
+
+def switch(num_ranks: int, rate: Rate, *, name: str = "") -> Topology:
+    """Returns ranks around one switch that never blocks: a flat network.
+
+    Args:
+        num_ranks: Ranks.
+        rate: Of each rank's link to the switch.
+        name: For tables.
+    """
+    check_integer("ranks of a switch", num_ranks, least=1)
+    ranks = np.arange(num_ranks)
+    links = _joined(ranks, np.full(num_ranks, num_ranks), _checked(rate, "a switch"))
+    default = f"{num_ranks:,} ranks at a switch"
+    return Topology(
+        name=name or default,
+        num_ranks=num_ranks,
+        num_nodes=num_ranks + 1,
+        links=links,
+        shape=(num_ranks,),
+        wraps=(True,),
+        switched=True,
+    )
+
+
+def two_level(
+    num_nodes: int,
+    per_node: int,
+    *,
+    inside: Rate,
+    across: Rate,
+    shared_card: bool = False,
+    name: str = "",
+) -> Topology:
+    """Returns nodes of some ranks around a switch each, which one more switch joins.
+
+    The ranks of a node stand next to each other: rank = node * per_node + its index there. The
+    switches never block; what slows a message are the links to them.
+
+    Args:
+        num_nodes: Nodes, or racks of hosts.
+        per_node: Ranks of a node, or hosts of a rack.
+        inside: Of each rank's link to the switch of its node.
+        across: Of each network card, or of the uplink of a rack.
+        shared_card: Whether a node has one card, behind its switch, so that what its ranks send
+            out shares that; else every rank has a card of its own.
+        name: For tables.
+    """
+    check_integer("nodes of a network", num_nodes, least=1)
+    check_integer("ranks of a node", per_node, least=1)
+    num_ranks = num_nodes * per_node
+    ranks = np.arange(num_ranks)
+    node_switch = num_ranks + ranks // per_node
+    top_switch = num_ranks + num_nodes
+
+    # Links inside come first: of two paths of as many links a message takes that inside its node.
+    near = _joined(ranks, node_switch, _checked(inside, "the links inside a node"))
+    outside = _checked(across, "the links across nodes")
+    members = np.unique(node_switch) if shared_card else ranks
+    far = _joined(members, np.full(len(members), top_switch), outside)
+
+    columns = zip(near, far, strict=True)
+    default = f"{num_nodes:,} nodes of {per_node:,} ranks"
+    return Topology(
+        name=name or default,
+        num_ranks=num_ranks,
+        num_nodes=top_switch + 1,
+        links=Links(*(np.concatenate(pair) for pair in columns)),
+        shape=(num_nodes, per_node),
+        wraps=(True, True),
+        switched=True,
+    )
+
+
+def _checked(rate: Rate, name: str) -> Rate:
+    """Returns a rate whose numbers are possible."""
+    check_number(f"bandwidth of {name}", rate.bandwidth, above=0)
+    check_number(f"latency of {name}", rate.latency, least=0)
+    return rate
+
+
+def _joined(members: IntArray, switches: IntArray, rate: Rate) -> Links:
+    """Returns links from members to their switches and back, half of the latency each."""
+    num_links = 2 * len(members)
+    return Links(
+        source=np.concatenate([members, switches]),
+        destination=np.concatenate([switches, members]),
+        bandwidth=np.full(num_links, float(rate.bandwidth)),
+        latency=np.full(num_links, rate.latency / 2),
+    )

@@ -13,7 +13,15 @@ from moe.models.parallelize import mesh_limits, model_layouts
 from moe.planning.activations import Activations, activations
 from moe.planning.flops import forward_flops, training_flops_per_token
 from moe.planning.memory import gathered_bytes, optimizer_bytes, parameter_bytes
-from moe.planning.traffic import AXES, Transfer, axis_sizes, group_size, traffic
+from moe.planning.traffic import (
+    AXES,
+    Collective,
+    Transfer,
+    axis_sizes,
+    collectives,
+    group_size,
+    transfers,
+)
 from moe.planning.workload import Workload
 from moe.sparse.groups import common_num_groups, has_same_groups, tokens_per_group
 
@@ -43,7 +51,7 @@ class Plan:
         optimizer: Bytes of the optimizer's state.
         gathered: Bytes of whole parameters and gradients that pass by, see `gathered_bytes`.
         activations: Bytes that a forward pass keeps.
-        transfers: What the rank sends in an update.
+        collectives: What the rank takes part in, in an update.
     """
 
     workload: Workload
@@ -57,7 +65,12 @@ class Plan:
     optimizer: int
     gathered: int
     activations: Activations
-    transfers: tuple[Transfer, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What the rank sends in an update."""
+        return transfers(self.collectives, self.mesh)
 
     @property
     def memory(self) -> int:
@@ -114,7 +127,7 @@ def make_plan(
         optimizer=optimizer_bytes(layouts, mesh, workload.optimizer),
         gathered=gathered,
         activations=activations(model, workload, mesh),
-        transfers=traffic(model, layouts, workload, mesh),
+        collectives=collectives(model, layouts, workload, mesh),
     )
 
 

@@ -1,4 +1,5 @@
-"""Bytes that one rank sends in one update, by what they are for and the mesh axis that they cross.
+"""The collectives of one update, and the bytes that one rank sends in them, by what they are for and
+the mesh axis that they cross.
 
 What is sent to n ranks is counted as it leaves this one, whatever route the backend takes: a gather
 sends the own shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
@@ -7,7 +8,8 @@ itself. Rows are taken to be spread evenly over experts.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -37,6 +39,67 @@ AXES: dict[str, tuple[str, ...]] = {
 """Groups of ranks that something crosses, by the axes of the mesh that they span."""
 
 _NAMES = {axes: name for name, axes in AXES.items()}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of collective.
+
+    Attributes:
+        name: Shown in tables.
+        sent_share: Returns the share of the payload that each of so many ranks sends.
+    """
+
+    name: str
+    sent_share: Callable[[int], float]
+
+
+def _all_but_own_part(size: int) -> float:
+    return (size - 1) / size
+
+
+def _twice_all_but_own_part(size: int) -> float:
+    return 2 * (size - 1) / size
+
+
+def _part_of_all_to_all(size: int) -> float:
+    return (size - 1) / size / size
+
+
+ALL_GATHER = Kind("all-gather", _all_but_own_part)
+"""Its payload is the tensor that is gathered."""
+
+REDUCE_SCATTER = Kind("reduce-scatter", _all_but_own_part)
+"""Its payload is the whole tensor that a rank puts in."""
+
+ALL_REDUCE = Kind("all-reduce", _twice_all_but_own_part)
+"""Its payload is the tensor that is summed."""
+
+ALL_TO_ALL = Kind("all-to-all", _part_of_all_to_all)
+"""Its payload is what all ranks put in together, with what each keeps."""
+
+
+class Collective(NamedTuple):
+    """Equal collectives of one update, of which every rank takes part in one group each.
+
+    Attributes:
+        what: What for.
+        axis: A name in AXES: the ranks of a group.
+        kind: What a group does.
+        payload_bytes: Bytes of one call, see the kind.
+        num_calls: Calls in an update, one after the other.
+    """
+
+    what: str
+    axis: str
+    kind: Kind
+    payload_bytes: float
+    num_calls: int
+
+    def sent_bytes(self, mesh: MeshConfig) -> float:
+        """Returns what one rank sends in all calls."""
+        share = self.kind.sent_share(group_size(self.axis, mesh))
+        return self.payload_bytes * self.num_calls * share
 
 
 class Transfer(NamedTuple):
@@ -86,15 +149,16 @@ def group_size(axis: str, mesh: MeshConfig) -> int:
     return math.prod(sizes[part] for part in AXES[axis])
 
 
-def traffic(
+def collectives(
     model: STMoEForConditionalGeneration,
     layouts: Mapping[str, Layout],
     workload: Workload,
     mesh: MeshConfig,
-) -> tuple[Transfer, ...]:
-    """Returns everything that one rank sends in one update, equal kinds added up.
+) -> tuple[Collective, ...]:
+    """Returns all collectives of one update, equal ones as one.
 
-    What sends nothing is left out.
+    Those of one rank, or of no bytes, are left out. Optimizer sums and statistics, which are small,
+    count as one message on each axis.
 
     Args:
         model: Whole or on a mesh, on any device.
@@ -117,67 +181,66 @@ def traffic(
 
     # Each part in the order in which an update comes to it first.
     units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
-    parts = [_fsdp_transfers(units, mesh, passes)]
+    parts = [_fsdp_collectives(units, mesh, passes)]
     for stack in stacks:
-        parts.append(_expert_transfers(stack, mesh, passes))
+        parts.append(_expert_collectives(stack, mesh, passes))
     for stack in stacks:
-        parts.append(_tensor_parallel_transfers(stack, mesh, passes))
+        parts.append(_tensor_parallel_collectives(stack, passes))
     optimizer = OPTIMIZERS.get(workload.optimizer)
-    parts.append(_optimizer_transfers(optimizer, layouts, mesh))
-    parts.append(_statistics_transfers(stacks, mesh, num_balance_totals))
+    parts.append(_optimizer_collectives(optimizer, layouts, mesh))
+    parts.append(_statistics_collectives(stacks, num_balance_totals))
 
-    # Equal kinds added up.
+    # Equal ones as one.
+    num_calls: dict[tuple[str, str, Kind, float], int] = {}
+    for part in chain.from_iterable(parts):
+        if part.sent_bytes(mesh):
+            key = (part.what, part.axis, part.kind, part.payload_bytes)
+            num_calls[key] = num_calls.get(key, 0) + part.num_calls
+    return tuple(Collective(*key, calls) for key, calls in num_calls.items())
+
+
+def transfers(parts: Iterable[Collective], mesh: MeshConfig) -> tuple[Transfer, ...]:
+    """Returns what one rank sends in some collectives, equal kinds added up."""
     totals: dict[tuple[str, str], float] = {}
-    for transfer in chain.from_iterable(parts):
-        kind = (transfer.what, transfer.axis)
-        totals[kind] = totals.get(kind, 0.0) + transfer.num_bytes
-    return tuple(Transfer(*kind, total) for kind, total in totals.items() if total)
+    for part in parts:
+        kind = (part.what, part.axis)
+        totals[kind] = totals.get(kind, 0.0) + part.sent_bytes(mesh)
+    return tuple(Transfer(*kind, total) for kind, total in totals.items())
 
 
-def _all_reduce(
-    what: str,
-    axis: str,
-    num_bytes: float,
-    mesh: MeshConfig,
-) -> Transfer:
-    """Returns what a rank sends in an all-reduce of so many bytes."""
-    size = group_size(axis, mesh)
-    return Transfer(what, axis, 2 * num_bytes * (size - 1) / size)
-
-
-def _fsdp_transfers(
+def _fsdp_collectives(
     units: list[Unit],
     mesh: MeshConfig,
     passes: PassCounts,
-) -> Iterator[Transfer]:
+) -> Iterator[Collective]:
     """Yields gathers of parameters and reductions of gradients.
 
     Gradients are reduced in float32, once, in the last backward pass.
     """
     for unit in units:
         axis = _NAMES[unit.layouts[0].fsdp_axes]
-        shard_numel = unit.shard_numel(mesh)
-        num_others = unit.num_shards - 1
+        numel = unit.numel(mesh)
 
         # A unit is gathered for each forward and each backward pass, which includes what activation
         # checkpointing runs again; the root stays from one to the other.
         num_gathers = passes.backward
         if not unit.is_root:
             num_gathers += passes.forward
-        shard_bytes = shard_numel * unit.gathered_bytes
-        yield Transfer("parameter gathers", axis, num_gathers * shard_bytes * num_others)
+        gathered_bytes = numel * unit.gathered_bytes
+        yield Collective("parameter gathers", axis, ALL_GATHER, gathered_bytes, num_gathers)
 
         # Over the shards first; then each shard over its replicas.
-        gradient_bytes = shard_numel * FLOAT32_BYTES
-        yield Transfer("gradient reduce-scatter", axis, gradient_bytes * num_others)
-        yield _all_reduce("gradient all-reduce", "dp_replicate", gradient_bytes, mesh)
+        gradient_bytes = numel * FLOAT32_BYTES
+        yield Collective("gradient reduce-scatter", axis, REDUCE_SCATTER, gradient_bytes, 1)
+        shard_bytes = unit.shard_numel(mesh) * FLOAT32_BYTES
+        yield Collective("gradient all-reduce", "dp_replicate", ALL_REDUCE, shard_bytes, 1)
 
 
-def _expert_transfers(
+def _expert_collectives(
     stack: StackPass,
     mesh: MeshConfig,
     passes: PassCounts,
-) -> Iterator[Transfer]:
+) -> Iterator[Collective]:
     """Yields exchanges of rows and of their counts: to the experts and back, both ways."""
     if not stack.sparse_layers:
         return
@@ -196,20 +259,16 @@ def _expert_transfers(
     if mesh.ep_nodes > 1:
         levels = ("ep inside a node", "ep across nodes")
     for axis in levels:
-        # What stays on this rank is not sent.
+        # What all ranks of a group put in.
         size = group_size(axis, mesh)
-        sent = num_layers * (size - 1) / size
-        rows = sent * num_row_exchanges * row_bytes
-        counts = sent * num_count_exchanges * count_bytes
-        yield Transfer("rows to experts and back", axis, rows)
-        yield Transfer("counts of rows", axis, counts)
+        rows = "rows to experts and back"
+        num_calls = num_layers * num_row_exchanges
+        yield Collective(rows, axis, ALL_TO_ALL, size * row_bytes, num_calls)
+        num_calls = num_layers * num_count_exchanges
+        yield Collective("counts of rows", axis, ALL_TO_ALL, size * count_bytes, num_calls)
 
 
-def _tensor_parallel_transfers(
-    stack: StackPass,
-    mesh: MeshConfig,
-    passes: PassCounts,
-) -> Iterator[Transfer]:
+def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterator[Collective]:
     """Yields all-reduces over `tp`: of layers' outputs forwards, of their inputs' gradients back.
 
     Outputs travel in the dtype of products, gradients of inputs in that of the residual stream,
@@ -227,43 +286,49 @@ def _tensor_parallel_transfers(
     if not stack.module.dropout.p:
         num_recomputed -= len(stack.blocks)
 
+    def summed(num_bytes: float, num_calls: int) -> Collective:
+        return Collective("tensor-parallel sums", "tp", ALL_REDUCE, num_bytes, num_calls)
+
     # Forwards: outputs of layers.
     residual = stack.num_tokens * stack.d_model
     num_sums = num_outputs * passes.forward + num_recomputed * passes.recomputed
-    output_bytes = residual * stack.product_bytes * num_sums
+    yield summed(residual * stack.product_bytes, num_sums)
 
     # Backwards: inputs of layers, and the combine weights of a router that learns.
-    input_bytes = residual * num_dense * FLOAT32_BYTES
-    input_bytes += residual * num_sparse * stack.product_bytes
+    yield summed(residual * FLOAT32_BYTES, num_dense * passes.backward)
+    yield summed(residual * stack.product_bytes, num_sparse * passes.backward)
     for layer in stack.sparse_layers:
         if layer.router.num_parameters(layer.config):
-            input_bytes += stack.num_tokens * stack.num_choices * FLOAT32_BYTES
+            num_weights = stack.num_tokens * stack.num_choices
+            yield summed(num_weights * FLOAT32_BYTES, passes.backward)
 
     # The memory, once for all layers.
     if stack.memory is not None:
-        input_bytes += stack.memory.num_tokens * stack.d_model * FLOAT32_BYTES
-
-    num_bytes = output_bytes + input_bytes * passes.backward
-    yield _all_reduce("tensor-parallel sums", "tp", num_bytes, mesh)
+        memory = stack.memory.num_tokens * stack.d_model
+        yield summed(memory * FLOAT32_BYTES, passes.backward)
 
 
-def _optimizer_transfers(
+def _optimizer_collectives(
     optimizer: OptimizerSpec,
     layouts: Mapping[str, Layout],
     mesh: MeshConfig,
-) -> Iterator[Transfer]:
+) -> Iterator[Collective]:
     """Yields the sums of the optimizer over the axes that shard a parameter."""
+    numel_by_axes: dict[tuple[str, ...], int] = {}
     for layout in layouts.values():
         summed = optimizer.summed_elements(layout, mesh)
         for axes, numel in summed.items():
-            yield _all_reduce("optimizer sums", _NAMES[axes], numel * FLOAT32_BYTES, mesh)
+            numel_by_axes[axes] = numel_by_axes.get(axes, 0) + numel
+
+    for axes, numel in numel_by_axes.items():
+        num_bytes = numel * FLOAT32_BYTES
+        yield Collective("optimizer sums", _NAMES[axes], ALL_REDUCE, num_bytes, 1)
 
 
-def _statistics_transfers(
+def _statistics_collectives(
     stacks: tuple[StackPass, StackPass],
-    mesh: MeshConfig,
     num_balance_totals: int,
-) -> Iterator[Transfer]:
+) -> Iterator[Collective]:
     """Yields counts of losses, statistics of routers, and the norm of the gradient."""
     # Counts of the losses, then the two losses.
     num_bytes = 7 * _LONG_BYTES + 2 * FLOAT32_BYTES
@@ -276,7 +341,7 @@ def _statistics_transfers(
 
             # Choices of each expert and their number, when the balance loss needs them first.
             num_bytes += num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
-    yield _all_reduce("statistics", "data ranks", num_bytes, mesh)
+    yield Collective("statistics", "data ranks", ALL_REDUCE, num_bytes, 1)
 
     # The norm of the gradient, a number.
-    yield _all_reduce("statistics", "all ranks", _LONG_BYTES, mesh)
+    yield Collective("statistics", "all ranks", ALL_REDUCE, _LONG_BYTES, 1)

@@ -1,0 +1,388 @@
+"""All-to-alls: every rank has something else for every other one.
+
+Straight, each over its own route, or along one axis of the network after the other: a rank first
+hands over, along its line, all that is bound for other coordinates on that axis, whatever their
+other coordinates are. Slices of the payload may begin with different axes (dimension rotation),
+which keeps the links of all axes busy at once.
+
+The units of an all-to-all are those of all pairs of ranks, one after the other. In each slice they
+are ordered by origin and then by target, coordinates in the order in which the slice takes the
+axes: so what travels together lies together, and a hop is few transfers.
+
+Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication with Fault Tolerance
+    on Torus Networks (MICRO 2025, doi:10.1145/3725843.3756057). Differs: what goes the long way
+    around a broken link, and what its neighbours take over, is our own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moe.checks import check, check_integer, check_number
+from moe.errors import ConfigError
+from moe.network.axis_lanes import Grid, Lane, Order, grid_of, lanes_of_axis, num_steps, ring_of
+from moe.network.line_hops import half_ring
+from moe.network.schedule import (
+    IntArray,
+    Intervals,
+    Schedule,
+    Transfers,
+    beside,
+    intervals,
+    split_evenly,
+    transfers,
+)
+from moe.network.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """A schedule, and where the units of every pair of ranks lie.
+
+    Attributes:
+        schedule: What is sent. Reversed it brings everything back (combine).
+        starts: <int64>[C, N, N] first unit of each slice of what each origin has for each target.
+        counts: <int64>[C, N, N] units of that.
+    """
+
+    schedule: Schedule
+    starts: IntArray
+    counts: IntArray
+
+    def sent(self, rank: int) -> Intervals:
+        """Returns the units that a rank sends, those for rank 0 first."""
+        return self._in_order(rank, self.starts[:, rank], self.counts[:, rank])
+
+    def received(self, rank: int) -> Intervals:
+        """Returns the units that a rank receives, those from rank 0 first."""
+        return self._in_order(rank, self.starts[:, :, rank], self.counts[:, :, rank])
+
+    def _in_order(self, rank: int, starts: IntArray, counts: IntArray) -> Intervals:
+        low = starts.T
+        return intervals(rank, low, low + counts.T)
+
+
+def even_counts(topology: Topology, num_units: int) -> IntArray:
+    """Returns <int64>[N, N] units split evenly among all pairs of live ranks, a rank and itself
+    being a pair too.
+
+    Slices and halves of blocks are even where each pair has a multiple of twice the slices.
+    """
+    live = topology.live_ranks
+    counts = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
+    each = np.diff(split_evenly(num_units, len(live) ** 2))
+    counts[np.ix_(live, live)] = each.reshape(len(live), len(live))
+    return counts
+
+
+def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
+    """Returns the all-to-all in which every rank sends straight to every other one.
+
+    In each step all ranks send equally far: to the same offset on every axis of a grid, so that on
+    a torus all links of an axis carry as much.
+
+    Args:
+        counts: <int64>[N, N] units that each origin has for each target.
+        topology: Its routes lead around what is dead; counts of dead ranks must be 0.
+    """
+    table = _checked(counts, topology)
+    num_ranks = topology.num_ranks
+    shape = topology.shape or (num_ranks,)
+    starts = _starts(table)
+
+    # Each origin's target in each step, by the coordinates of both.
+    rank = np.arange(num_ranks)
+    offsets = np.array(np.unravel_index(rank, shape))  # [axes, steps]
+    sums = offsets[:, None, :] + offsets[:, :, None]  # [axes, steps, N]
+    target = np.ravel_multi_index(tuple(sums), shape, mode="wrap")
+    origin = np.broadcast_to(rank, target.shape)
+
+    low = starts[origin, target]
+    high = low + table[origin, target]
+    high[0] = low[0]
+    rows = transfers(rank[:, None] - 1, origin, target, low, high, adds=False)
+    schedule = _promised(rows, starts, table)
+    return AllToAll(schedule, starts[None], table[None])
+
+
+def around(
+    counts: ArrayLike,
+    order: Sequence[int],
+    *,
+    ring: Order = half_ring,
+) -> AllToAll:
+    """Returns the all-to-all around one ring of ranks.
+
+    Args:
+        counts: <int64>[N, N] units that each origin has for each target; 0 for ranks that are not
+            in the ring.
+        order: Ranks in the order of the ring.
+        ring: Hops around it.
+    """
+    table = np.asarray(counts, np.int64)
+    grid = ring_of(order)
+    part = _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
+    return _assembled([part], [table], [0])
+
+
+def along_axes(
+    counts: ArrayLike,
+    topology: Topology,
+    *,
+    ring: Order = half_ring,
+    num_slices: int = 1,
+    rotates: bool = True,
+    line_share: float | None = None,
+) -> AllToAll:
+    """Returns the all-to-all along one axis of a grid after the other, on slices of the payload.
+
+    A line with one broken link, or without a link between its ends, carries everything over what
+    is left of it; one that is broken twice is left to the routes of the network.
+
+    Args:
+        counts: <int64>[N, N] units that each origin has for each target.
+        topology: A grid without dead ranks, or levels of switches.
+        ring: Hops around a ring that is whole.
+        num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
+        rotates: Whether each slice begins with the axis after that of the slice before it; else
+            all begin with the last axis, one after the other.
+        line_share: How much of what a broken ring has to carry stays on it; the rest crosses to
+            the neighbouring rings of the other axes, and back. What loads all links equally,
+            unless given; 1 asks no neighbour.
+
+    Raises:
+        ConfigError: When ranks are dead, or the network has no axes.
+    """
+    table = _checked(counts, topology)
+    reason = unfit_for_axes(topology)
+    if reason:
+        raise ConfigError(f"{topology.name} has no all-to-all along axes. {reason} Use `direct`.")
+    check_integer("num_slices", num_slices, least=1)
+    if line_share is not None:
+        check_number("line_share", line_share, least=0, most=1)
+
+    parts = []
+    slices = []
+    delays = []
+    delay = 0
+    num_axes = len(topology.shape)
+    for index in range(num_slices):
+        grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
+        stages = [lanes_of_axis(grid, axis, ring, line_share) for axis in range(num_axes)]
+        part_of_pair = table * (index + 1) // num_slices - table * index // num_slices
+        parts.append(_exchange(part_of_pair, grid, stages))
+        slices.append(part_of_pair)
+
+        # Links serve step by step: slices that use an axis in the same stage come one by one.
+        delays.append(delay)
+        longest = max(num_steps(stage) for stage in stages)
+        if not rotates:
+            delay += longest
+        elif (index + 1) % num_axes == 0:
+            delay += num_axes * longest
+    return _assembled(parts, slices, delays)
+
+
+def two_level(counts: ArrayLike, topology: Topology) -> AllToAll:
+    """Returns the all-to-all inside the nodes first, then across them.
+
+    Everything goes to the rank of its own node that has the target's index there, then straight to
+    the target's node: fewer and larger messages between nodes than `direct` has.
+
+    Args:
+        counts: <int64>[N, N] units that each origin has for each target.
+        topology: Two levels of switches, without dead ranks.
+
+    Raises:
+        ConfigError: When the network has no two levels of switches, or ranks are dead.
+    """
+    reason = unfit_for_levels(topology)
+    if reason:
+        raise ConfigError(f"{topology.name} has no two-level all-to-all. {reason} Use `direct`.")
+    return along_axes(counts, topology, rotates=False)
+
+
+def unfit_for_axes(topology: Topology) -> str:
+    """Returns why an all-to-all cannot go along the axes of a network; "" where it can."""
+    if not topology.shape:
+        return "The network has no axes."
+    if topology.dead:
+        return f"Ranks {sorted(topology.dead)} are dead, and lines with gaps are not supported."
+    return ""
+
+
+def unfit_for_grid(topology: Topology) -> str:
+    """Returns why a network is no grid without dead ranks; "" where it is."""
+    if topology.switched:
+        return "The network is no grid."
+    return unfit_for_axes(topology)
+
+
+def unfit_for_levels(topology: Topology) -> str:
+    """Returns why an all-to-all cannot go in two levels on a network; "" where it can."""
+    if not topology.switched or len(topology.shape) != 2:
+        return "The network has no two levels of switches."
+    return unfit_for_axes(topology)
+
+
+def _axes_of_slice(num_axes: int, index: int) -> tuple[int, ...]:
+    """Returns the axes in the order in which a slice takes them: backwards, from another one."""
+    first = num_axes - 1 - index % num_axes
+    return tuple((first - axis) % num_axes for axis in range(num_axes))
+
+
+def _exchange(
+    counts: IntArray,
+    grid: Grid,
+    stages: Sequence[Sequence[Lane]],
+) -> tuple[Schedule, IntArray]:
+    """Returns the exchange along axis after axis, and the <int64>[N, N] starts of its pairs.
+
+    Args:
+        counts: <int64>[N, N] units of each pair.
+        grid: Ranks at their places.
+        stages: Hops along each axis.
+    """
+    table = counts[np.ix_(grid.names, grid.names)]
+    starts = _starts(table)
+    bounds = np.append(starts.ravel(), table.sum())
+
+    # The steps of an axis begin when those of the one before it end.
+    parts = []
+    step = 0
+    for axis, lanes in enumerate(stages):
+        parts += [_rows(bounds, grid.shape, axis, lane, step) for lane in lanes]
+        step += num_steps(lanes)
+    columns = zip(*parts, strict=True)
+    table_of_rows = transfers(*(np.concatenate(column) for column in columns), adds=False)
+
+    # From places to ranks.
+    schedule = _promised(table_of_rows, starts, table).among(grid.names.tolist(), len(counts))
+    starts_by_rank = np.zeros_like(counts)
+    starts_by_rank[np.ix_(grid.names, grid.names)] = starts
+    return schedule, starts_by_rank
+
+
+def _rows(
+    bounds: IntArray,
+    shape: tuple[int, ...],
+    axis: int,
+    lane: Lane,
+    first_step: int,
+) -> tuple[IntArray, ...]:
+    """Returns columns of the transfers that a lane makes: step, source, destination, low, high.
+
+    What lies at a place when an axis is begun is, of every origin that differs from it on axes
+    before only, all that is bound for its own coordinates on those.
+    """
+    size = shape[axis]
+    before = int(np.prod(shape[:axis], dtype=np.int64))
+    after = int(np.prod(shape[axis + 1 :], dtype=np.int64))
+    num_places = before * size * after
+    hops = lane.hops
+
+    # A row for each hop, line, and coordinates of the origin on the axes before.  [H, L, P]
+    hop = np.arange(len(hops.step))[:, None, None]
+    which = np.arange(len(lane.lines))[None, :, None]
+    prefix = np.arange(before)[None, None, :]
+    done, rest = np.divmod(lane.lines[which], after)
+
+    # The first block of the origin for this line's ranks, as an index of pairs.
+    origin = (prefix * size + hops.origin[hop]) * after + rest
+    first_pair = origin * num_places + done * size * after
+    low = _unit(bounds, first_pair, hops.low[hop], after, lane.share, is_end=False)
+    high = _unit(bounds, first_pair, hops.high[hop], after, lane.share, is_end=True)
+
+    # Only what is sent is spelled out: ragged counts may leave most of it empty.
+    hop, which, prefix = np.nonzero(low < high)
+    source = _place(lane.sources[which], hops.source[hop], size, after)
+    destination = _place(lane.destinations[which], hops.destination[hop], size, after)
+    sent = (hop, which, prefix)
+    return first_step + hops.step[hop], source, destination, low[sent], high[sent]
+
+
+def _unit(
+    bounds: IntArray,
+    first_pair: IntArray,
+    half: IntArray,
+    pairs_per_block: int,
+    share: tuple[float, float],
+    *,
+    is_end: bool,
+) -> IntArray:
+    """Returns the unit at a half block: where a block's share begins, or ends, or its middle."""
+    is_middle = half % 2 == 1
+    block = half // 2 - np.where(is_middle | (not is_end), 0, 1)
+    pair = first_pair + block * pairs_per_block
+    begin = bounds[pair]
+    length = bounds[pair + pairs_per_block] - begin
+    low = begin + (length * share[0]).astype(np.int64)
+    high = begin + (length * share[1]).astype(np.int64)
+    outer = high if is_end else low
+    return np.where(is_middle, (low + high) // 2, outer)
+
+
+def _place(lines: IntArray, position: IntArray, size: int, after: int) -> IntArray:
+    """Returns the place of a position on a line."""
+    done, rest = np.divmod(lines, after)
+    return (done * size + position) * after + rest
+
+
+def _starts(counts: IntArray) -> IntArray:
+    """Returns <int64>[N, N] where the units of each pair begin."""
+    ends = np.cumsum(counts.ravel())
+    return (ends - counts.ravel()).reshape(counts.shape)
+
+
+def _promised(rows: Transfers, starts: IntArray, counts: IntArray) -> Schedule:
+    """Returns the schedule in which every pair's units begin at its origin and end at its target."""
+    num_ranks = len(counts)
+    rank = np.arange(num_ranks)
+    ends = starts + counts
+    return Schedule(
+        num_ranks=num_ranks,
+        num_units=int(counts.sum()),
+        transfers=rows,
+        before=intervals(rank, starts[:, 0], ends[:, -1]),
+        after=intervals(rank, starts, ends),
+    )
+
+
+def _assembled(
+    parts: Sequence[tuple[Schedule, IntArray]],
+    counts: Sequence[IntArray],
+    delays: Sequence[int],
+) -> AllToAll:
+    """Returns slices, one after the other in the units, as one all-to-all."""
+    num_units = sum(schedule.num_units for schedule, _ in parts)
+    schedules = []
+    starts = []
+    first = 0
+    for (schedule, start), delay in zip(parts, delays, strict=True):
+        schedules.append(schedule.delayed(delay).at(first, num_units))
+        starts.append(start + first)
+        first += schedule.num_units
+    return AllToAll(beside(schedules), np.stack(starts), np.stack(counts))
+
+
+def _checked(counts: ArrayLike, topology: Topology) -> IntArray:
+    """Returns counts as integers, when they are those of the network's live ranks."""
+    table = np.asarray(counts)
+    num_ranks = topology.num_ranks
+    check(
+        table.shape == (num_ranks, num_ranks),
+        "shape of counts",
+        table.shape,
+        f"({num_ranks}, {num_ranks}): a row for each origin, a column for each target",
+    )
+    is_whole = np.issubdtype(table.dtype, np.integer)
+    check(is_whole, "type of counts", str(table.dtype), "an integer type")
+    least = int(table.min())
+    check(least >= 0, "counts", least, "0 or more units for every pair")
+
+    dead = sorted(topology.dead)
+    num_lost = int(table[dead].sum() + table[:, dead].sum())
+    check(num_lost == 0, "units from or for dead ranks", num_lost, "0")
+    return table.astype(np.int64)

@@ -1,0 +1,242 @@
+"""What each line of a grid does in an all-to-all along its axis, whole or broken.
+
+A line with one broken link, or without a link between its ends, carries everything over what is
+left of it. A broken ring has help: a part of every block crosses to the neighbouring rings of the
+other axes, goes around there, and comes back. A line that is broken twice leaves each block to the
+routes of the network, and so do levels of switches, which have no neighbours.
+
+Next: `all_to_all` makes transfers of the hops.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.network.line_hops import Hops, by_block, half_ring, line, straight
+from moe.network.schedule import IntArray
+from moe.network.topology import Topology
+
+Order = Callable[[int], Hops]
+"""Makes the hops around a whole ring of so many ranks."""
+
+
+class Lane(NamedTuple):
+    """Hops that some lines of an axis make.
+
+    Attributes:
+        lines: <int64>[L] lines whose blocks these are, numbered by their other coordinates.
+        sources: <int64>[L] lines of the ranks that hand on.
+        destinations: <int64>[L] lines of the ranks that take.
+        hops: Along each line.
+        share: Which part of every block, as two fractions of it.
+    """
+
+    lines: IntArray
+    sources: IntArray
+    destinations: IntArray
+    hops: Hops
+    share: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Ranks at their places, with the axes in the order in which they are taken.
+
+    Attributes:
+        ranks: <int64>[shape] rank at each place.
+        joined: For each axis <bool>[shape]: whether the links with the next rank work both ways.
+        wraps: For each axis: whether its ends are meant to be joined.
+    """
+
+    ranks: IntArray
+    joined: tuple[NDArray[np.bool_], ...]
+    wraps: tuple[bool, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return self.ranks.shape
+
+    @property
+    def names(self) -> IntArray:
+        """<int64>[N] rank at each place, the last axis varying fastest."""
+        return self.ranks.ravel()
+
+
+def ring_of(order: Sequence[int]) -> Grid:
+    """Returns a grid of one axis: ranks around a ring, whatever links there are."""
+    ranks = np.asarray(order, np.int64)
+    return Grid(ranks, (np.ones(len(ranks), np.bool_),), (True,))
+
+
+def grid_of(topology: Topology, axes: Sequence[int]) -> Grid:
+    """Returns the grid of a network, its axes in some order."""
+    shape = tuple(topology.shape[axis] for axis in axes)
+    ranks = np.arange(topology.num_ranks).reshape(topology.shape).transpose(axes)
+    pairs = topology.links.source * topology.num_nodes + topology.links.destination
+    if topology.switched:
+        joined = [np.zeros(shape, np.bool_) for _ in axes]
+    else:
+        joined = [_joined(ranks, axis, pairs, topology.num_nodes) for axis in range(len(axes))]
+    return Grid(ranks, tuple(joined), tuple(topology.wraps[axis] for axis in axes))
+
+
+def _joined(ranks: IntArray, axis: int, pairs: IntArray, num_nodes: int) -> NDArray[np.bool_]:
+    """Returns <bool>[shape] whether each rank has links with the next one on an axis, both ways."""
+    following = np.roll(ranks, -1, axis)
+    forwards = np.isin(ranks * num_nodes + following, pairs)
+    backwards = np.isin(following * num_nodes + ranks, pairs)
+    joined = forwards & backwards
+
+    # Two ranks have one link, which is not also that around the end.
+    if ranks.shape[axis] <= 2:
+        np.moveaxis(joined, axis, 0)[-1] = False
+    return joined
+
+
+def num_steps(lanes: Sequence[Lane]) -> int:
+    """Returns the steps of the longest of some lanes."""
+    return max(lane.hops.num_steps for lane in lanes)
+
+
+def lanes_of_axis(
+    grid: Grid,
+    axis: int,
+    ring: Order = half_ring,
+    line_share: float | None = 1.0,
+) -> list[Lane]:
+    """Returns the hops of all lines of an axis.
+
+    Args:
+        grid: The ranks.
+        axis: Its axis.
+        ring: Hops around a ring that is whole.
+        line_share: Which part of its blocks a broken ring keeps; None for what loads it and its
+            neighbours equally.
+    """
+    size = grid.shape[axis]
+    joined = np.moveaxis(grid.joined[axis], axis, -1).reshape(-1, size)
+    num_breaks = np.sum(~joined, axis=1)
+
+    whole = np.flatnonzero(num_breaks == 0)
+    apart = np.flatnonzero(num_breaks > 1)
+    lanes = [
+        Lane(whole, whole, whole, ring(size if len(whole) else 1)),
+        Lane(apart, apart, apart, straight(size if len(apart) else 1)),
+    ]
+
+    # Lines that are broken in the same place.
+    broken = np.flatnonzero(num_breaks == 1)
+    place = np.argmin(joined[broken], axis=1)
+    for end in np.unique(place):
+        lines = broken[place == end]
+        hops = line(size, (int(end) + 1) % size)
+        has_help = grid.wraps[axis] and size > 2 and line_share != 1
+        if not has_help:
+            lanes.append(Lane(lines, lines, lines, hops))
+            continue
+        for number in lines:
+            neighbours = np.intersect1d(_neighbours(grid, axis, int(number)), whole)
+            lanes += _shared_lanes(grid, axis, number, hops, neighbours, line_share)
+    return lanes
+
+
+def _neighbours(grid: Grid, axis: int, number: int) -> list[int]:
+    """Returns the lines next to one, on the other axes, that all of its ranks have links with."""
+    others = [other for other in range(len(grid.shape)) if other != axis]
+    shape = tuple(grid.shape[other] for other in others)
+    here = np.array(np.unravel_index(number, shape), np.int64)
+
+    neighbours = []
+    for index, other in enumerate(others):
+        joined = np.moveaxis(grid.joined[other], axis, -1)
+        for distance in (1, -1):
+            there = here.copy()
+            there[index] = (here[index] + distance) % shape[index]
+            nearer_to_start = here if distance > 0 else there
+            if joined[tuple(nearer_to_start)].all():
+                neighbours.append(int(np.ravel_multi_index(tuple(there), shape)))
+    return neighbours
+
+
+def _shared_lanes(
+    grid: Grid,
+    axis: int,
+    number: int,
+    hops: Hops,
+    neighbours: IntArray,
+    line_share: float | None,
+) -> list[Lane]:
+    """Returns what a broken ring does itself, and what its neighbours do for it.
+
+    Args:
+        grid: The ranks.
+        axis: Axis of the ring.
+        number: Which of the axis.
+        hops: Along what is left of it.
+        neighbours: <int64>[K] rings that help.
+        line_share: As of `lanes_of_axis`.
+    """
+    kept = line_share
+    if not len(neighbours):
+        kept = 1.0
+    elif kept is None:
+        kept = _balanced_share(grid, axis, len(neighbours))
+    broken = np.array([number], np.int64)
+    lanes = [Lane(broken, broken, broken, by_block(hops), (0.0, kept))]
+
+    # Across, around, and back: a block arrives after as many steps as it is far.
+    size = grid.shape[axis]
+    origin, target = np.nonzero(~np.eye(size, dtype=np.bool_))
+    distance = np.minimum((target - origin) % size, (origin - target) % size)
+    across = Hops(
+        step=np.zeros_like(origin),
+        source=origin,
+        destination=origin,
+        origin=origin,
+        low=2 * target,
+        high=2 * target + 2,
+    )
+    ring = by_block(half_ring(size))
+    around = ring._replace(step=ring.step + 1)
+    back = across._replace(step=distance + 1, source=target, destination=target)
+
+    bounds = np.linspace(kept, 1.0, len(neighbours) + 1).tolist()
+    for index, neighbour in enumerate(neighbours):
+        helper = np.array([neighbour], np.int64)
+        share = (bounds[index], bounds[index + 1])
+        lanes.append(Lane(broken, broken, helper, across, share))
+        lanes.append(Lane(broken, helper, helper, around, share))
+        lanes.append(Lane(broken, helper, broken, back, share))
+    return lanes
+
+
+def _balanced_share(grid: Grid, axis: int, num_neighbours: int) -> float:
+    """Returns which part of its blocks a broken ring keeps so that no link has the most to do.
+
+    Loads are those of the busiest link of a line by what each of its ranks sends in all.
+    """
+    size = grid.shape[axis]
+    on_line = _load(size, is_ring=False)
+    on_ring = _load(size, is_ring=True)
+    between = 0.0
+    for other, other_size in enumerate(grid.shape):
+        if other != axis:
+            between = max(between, _load(other_size, is_ring=grid.wraps[other]))
+
+    # What one part more costs a neighbouring ring, and the links to it.
+    by_ring = on_ring / num_neighbours
+    by_link = (size - 1) / size / num_neighbours
+    shares = (
+        (on_ring + by_ring) / (on_line + by_ring),
+        (between + by_link) / (on_line + by_link),
+    )
+    return min(max(shares), 1.0)
+
+
+def _load(size: int, *, is_ring: bool) -> float:
+    on_line = size**2 // 4 / size
+    return on_line / 2 if is_ring and size > 2 else on_line

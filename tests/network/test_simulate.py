@@ -1,0 +1,318 @@
+"""Simulated times are those of the closed forms, and of a simulation that takes unit by unit."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.errors import ConfigError
+from moe.network.rings import ring_all_reduce, ring_reduce_scatter
+from moe.network.schedule import Schedule, Transfers, beside, intervals, transfers
+from moe.network.simulate import lower_bound, simulate
+from moe.network.topology import Links, Topology, grid
+from tests.oracles.network import simulate_slowly
+
+BANDWIDTH = 8.0
+LATENCY = 0.25
+SPEEDS = [[1.0, 2.0, 3.0, 7.0], [3.0]]
+NOTHING = intervals(0, 0, 0)
+
+
+def network(*shape: int, wraps: bool = True) -> Topology:
+    return grid(shape, wraps=wraps, bandwidth=BANDWIDTH, latency=LATENCY)
+
+
+def schedule_of(num_ranks: int, num_units: int, table: Transfers) -> Schedule:
+    """Returns a schedule that promises nothing."""
+    return Schedule(num_ranks, num_units, table, before=NOTHING, after=NOTHING)
+
+
+def copies(*rows: tuple[int, int, int, int, int]) -> Transfers:
+    """Returns transfers from rows of (step, source, destination, low, high)."""
+    return transfers(*np.array(rows).T, adds=False)
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> Topology:
+    """Draws a grid whose links differ, some of which have failed; no rank is cut off."""
+    shape = draw(st.sampled_from([(2,), (3,), (5,), (7,), (2, 3), (3, 3), (2, 2, 2)]))
+    whole = grid(shape, wraps=draw(st.booleans()), bandwidth=1.0, latency=0.0)
+    num_links = len(whole.links.source)
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    links = whole.links._replace(
+        bandwidth=random.choice(draw(st.sampled_from(SPEEDS)), num_links),
+        latency=random.choice([0.0, 0.1, 0.5], num_links),
+    )
+    topology = dataclasses.replace(whole, links=links)
+
+    # One link down leaves a ring in one piece.
+    if draw(st.booleans()) and all(whole.wraps) and num_links > 4:
+        link = draw(st.integers(0, num_links - 1))
+        ends = (int(links.source[link]), int(links.destination[link]))
+        topology = topology.without(links=[ends])
+    return topology
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Schedule, Topology, float]:
+    """Draws any transfers at all on any grid, and a payload."""
+    topology = draw(networks())
+    num_units = draw(st.integers(1, 13))
+    num_rows = draw(st.integers(0, 29))
+    num_ranks = topology.num_ranks
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    source = random.integers(0, num_ranks, num_rows)
+    bounds = np.sort(random.integers(0, num_units + 1, (2, num_rows)), axis=0)
+    table = transfers(
+        step=random.integers(0, draw(st.integers(1, 7)), num_rows),
+        source=source,
+        destination=(source + random.integers(1, num_ranks, num_rows)) % num_ranks,
+        low=bounds[0],
+        high=bounds[1],
+        adds=True,
+    )
+    payload_bytes = draw(st.sampled_from([0.0, 1.0, 13.0, 1001.0]))
+    return schedule_of(num_ranks, num_units, table), topology, payload_bytes
+
+
+@given(case=cases())
+def test_times_are_those_of_a_simulation_unit_by_unit(
+    case: tuple[Schedule, Topology, float],
+) -> None:
+    simulation = simulate(*case)
+
+    clock = simulate_slowly(*case)
+    rows = range(len(simulation.start))
+    expected_start = [clock.start[row] for row in rows]
+    expected_finish = [clock.finish[row] for row in rows]
+    np.testing.assert_allclose(simulation.start, expected_start, rtol=1e-12)
+    np.testing.assert_allclose(simulation.finish, expected_finish, rtol=1e-12)
+    links = range(len(simulation.link_bytes))
+    expected_bytes = [clock.links[link].bytes for link in links]
+    np.testing.assert_allclose(simulation.link_bytes, expected_bytes, rtol=1e-12)
+
+
+@given(case=cases())
+def test_the_bound_is_never_above_the_time(case: tuple[Schedule, Topology, float]) -> None:
+    assert lower_bound(*case) <= simulate(*case).seconds * (1 + 1e-12)
+
+
+@given(case=cases())
+def test_the_critical_path_accounts_for_all_of_the_time(
+    case: tuple[Schedule, Topology, float],
+) -> None:
+    simulation = simulate(*case)
+    path = simulation.path
+    start = simulation.start[path.rows]
+    finish = simulation.finish[path.rows]
+
+    assert path.latency + path.bandwidth + path.waiting == pytest.approx(simulation.seconds)
+    if len(path.rows):
+        # Nothing holds up its first row, and its last one is the last of all.
+        assert start[0] == 0
+        assert finish[-1] == simulation.seconds
+
+    # On links of one speed a message starts after the one that it waits for.
+    bandwidth = simulation.topology.links.bandwidth
+    if (bandwidth == bandwidth[0]).all():
+        assert (np.diff(start) >= 0).all()
+        assert min(path.latency, path.bandwidth, path.waiting) >= 0
+
+
+@given(num_ranks=st.integers(2, 13), num_units=st.integers(1, 5))
+def test_a_ring_takes_its_closed_form(num_ranks: int, num_units: int) -> None:
+    schedule = ring_all_reduce(range(num_ranks), num_ranks * num_units)
+    payload_bytes = 1001.0
+
+    simulation = simulate(schedule, network(num_ranks), payload_bytes)
+
+    # 2 (p - 1) (alpha + S / (p b))
+    steps = 2 * (num_ranks - 1)
+    expected = steps * (LATENCY + payload_bytes / num_ranks / BANDWIDTH)
+    assert simulation.seconds == pytest.approx(expected, rel=1e-12)
+    assert lower_bound(schedule, network(num_ranks), payload_bytes) == pytest.approx(expected)
+    assert simulation.path.latency == pytest.approx(steps * LATENCY)
+    assert simulation.path.waiting == 0
+    assert len(simulation.critical_path) == steps
+
+
+def test_a_ring_on_a_line_carries_one_message_all_the_way_back() -> None:
+    # The wrap-around message crosses p - 1 links the other way, which nothing else does.
+    num_ranks = 5
+    schedule = ring_all_reduce(range(num_ranks), num_ranks)
+
+    simulation = simulate(schedule, network(num_ranks, wraps=False), 40.0)
+
+    # A step takes LATENCY + 1 s, the one that goes all the way back 4 LATENCY + 1 s. No chunk goes
+    # there more than once as a sum that grows, and once as a sum that is handed around.
+    assert simulation.seconds == 8 * (LATENCY + 1.0) + 2 * 3 * LATENCY
+    assert simulation.path.latency == 8 * LATENCY + 2 * 3 * LATENCY
+
+
+@given(rows=st.integers(2, 5), columns=st.integers(2, 7))
+def test_two_axes_take_the_closed_form_of_two_rings(rows: int, columns: int) -> None:
+    schedule = torus_all_reduce(rows, columns, units_per_shard=2)
+    payload_bytes = 997.0
+
+    simulation = simulate(schedule, network(rows, columns), payload_bytes)
+
+    # 2 (p - 1) (alpha + S / (p b)) on the columns, and the same of S / p on the rows.
+    shard_bytes = payload_bytes / rows
+    first = 2 * (rows - 1) * (LATENCY + shard_bytes / BANDWIDTH)
+    second = 2 * (columns - 1) * (LATENCY + shard_bytes / columns / BANDWIDTH)
+    assert simulation.seconds == pytest.approx(first + second, rel=1e-12)
+
+
+def torus_all_reduce(num_rows: int, num_columns: int, *, units_per_shard: int) -> Schedule:
+    """Sums along the columns, then shards of that along the rows; then back."""
+    num_ranks = num_rows * num_columns
+    num_units = num_ranks * units_per_shard
+    ranks = np.arange(num_ranks).reshape(num_rows, num_columns)
+    shards = np.arange(num_rows + 1) * num_columns * units_per_shard
+    down = ring_reduce_scatter(ranks.T, 0, num_units, num_ranks=num_ranks, num_units=num_units)
+    along = ring_reduce_scatter(
+        ranks, shards[:-1], shards[1:], num_ranks=num_ranks, num_units=num_units
+    )
+    scatter = down.then(along)
+    return scatter.then(scatter.reversed())
+
+
+def test_messages_on_one_link_go_one_after_the_other() -> None:
+    table = copies((0, 0, 1, 0, 3), (0, 0, 1, 3, 5), (0, 1, 0, 5, 7))
+    simulation = simulate(schedule_of(3, 8, table), network(3), 64.0)
+
+    # 24 and 16 bytes at 8 bytes a second; the way back is another link.
+    assert simulation.start.tolist() == [0.0, 3.0, 0.0]
+    assert simulation.finish.tolist() == [3.0 + LATENCY, 5.0 + LATENCY, 2.0 + LATENCY]
+    assert simulation.link_bytes.max() == 40.0
+    assert simulation.link_busy_seconds.max() == 5.0
+
+    # The second message waits for the link, not for data.
+    assert simulation.critical_path.tolist() == [0, 1]
+    assert simulation.path.waiting == 3.0
+    assert simulation.path.bandwidth == 2.0
+    assert simulation.path.latency == LATENCY
+
+
+def test_whoever_is_ready_first_has_the_link() -> None:
+    # Row 1 would send what row 0 brings; row 2, of the same step, has its data already.
+    table = copies((0, 0, 1, 0, 4), (1, 1, 2, 0, 4), (1, 1, 2, 4, 6))
+    simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
+
+    assert simulation.start.tolist() == [0.0, 4.0 + LATENCY, 0.0]
+
+
+def test_a_message_over_several_links_takes_their_latencies_and_the_slowest_one() -> None:
+    line = network(4, wraps=False)
+    bandwidth = np.where(line.links.source == 1, 2.0, BANDWIDTH)
+    links = line.links._replace(bandwidth=bandwidth)
+    table = copies((0, 0, 3, 0, 2), (0, 2, 3, 2, 4))
+    simulation = simulate(schedule_of(4, 4, table), dataclasses.replace(line, links=links), 32.0)
+
+    # 16 bytes at 2 bytes a second over three links. They take the last link for 2 s of those 8, so
+    # that what follows in its line starts at once after its turn, and flows at 8 bytes a second.
+    assert simulation.finish[0] == 8.0 + 3 * LATENCY
+    assert simulation.finish[1] == 4.0 + LATENCY
+    assert sorted(simulation.link_busy_seconds[simulation.link_busy_seconds > 0]) == [2.0, 4.0, 8.0]
+
+
+def test_a_fast_link_carries_as_many_slow_messages_at_once_as_fit() -> None:
+    # Four ranks send through a switch and a trunk, twice as fast as they are, to a second switch.
+    ends = [(0, 8), (1, 8), (2, 8), (3, 8), (8, 9), (9, 4), (9, 5), (9, 6), (9, 7)]
+    bandwidth = np.array([8.0] * 4 + [16.0] + [8.0] * 4)
+    links = Links(*np.array(ends).T, bandwidth=bandwidth, latency=np.zeros(9))
+    topology = Topology("tree", 8, 10, links)
+    table = copies((0, 0, 4, 0, 1), (0, 1, 5, 1, 2), (0, 2, 6, 2, 3), (0, 3, 7, 3, 4))
+
+    simulation = simulate(schedule_of(8, 4, table), topology, 32.0)
+
+    assert simulation.start.tolist() == [0.0, 0.0, 0.5, 1.0]
+    assert simulation.seconds == 2.0
+    assert lower_bound(simulation.schedule, topology, 32.0) == 2.0
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 5])
+def test_slices_follow_each_other_through_a_pipeline(num_slices: int) -> None:
+    # One rank's payload goes down a line of four, slice by slice.
+    num_ranks = 4
+    hop = np.arange(num_ranks - 1)[:, None]
+    part = np.arange(num_slices)[None, :]
+    table = transfers(hop + part, hop, hop + 1, part, part + 1, adds=False)
+    schedule = schedule_of(num_ranks, num_slices, table)
+
+    simulation = simulate(schedule, network(num_ranks, wraps=False), 80.0)
+
+    stages = num_ranks - 1 + num_slices - 1
+    flow = 80.0 / BANDWIDTH / num_slices
+    assert simulation.seconds == pytest.approx(stages * flow + (num_ranks - 1) * LATENCY)
+
+
+def test_steps_are_no_barriers() -> None:
+    # A long message of step 0 between two ranks does not hold up the steps of two others.
+    table = copies((0, 0, 1, 0, 8), (0, 2, 3, 0, 1), (1, 3, 4, 0, 1))
+    simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
+
+    assert simulation.start.tolist() == [0.0, 0.0, 1.0 + LATENCY]
+    assert simulation.seconds == 8.0 + LATENCY
+
+
+def test_a_write_waits_until_earlier_steps_have_read_and_written_the_units() -> None:
+    # Rank 1 sends units 0 to 3 for 4 s; what comes to unit 3 waits, what comes to unit 4 does not.
+    table = copies((0, 1, 2, 0, 4), (1, 0, 1, 3, 4), (1, 0, 1, 4, 5), (2, 0, 1, 3, 4))
+    simulation = simulate(schedule_of(3, 8, table), network(3), 64.0)
+
+    # The last byte of unit 3 is read after 4 s, and written after one more and the latency.
+    assert simulation.start.tolist() == [0.0, 4.0, 0.0, 5.0 + LATENCY]
+    assert simulation.critical_path.tolist() == [0, 1, 3]
+    assert simulation.path.latency == 2 * LATENCY
+
+
+def test_what_is_sent_and_received_in_one_step_needs_no_wait() -> None:
+    # Two ranks exchange the same units.
+    table = copies((0, 0, 1, 0, 2), (0, 1, 0, 0, 2))
+    simulation = simulate(schedule_of(2, 2, table), network(2), 16.0)
+
+    assert simulation.start.tolist() == [0.0, 0.0]
+
+
+def test_a_dead_rank_is_gone_around() -> None:
+    topology = network(3, 3, wraps=False).without(ranks=[4])
+    simulation = simulate(schedule_of(9, 1, copies((0, 3, 5, 0, 1))), topology, 8.0)
+
+    # 3 -> 5 crosses four links around the middle, not two.
+    assert simulation.seconds == 1.0 + 4 * LATENCY
+
+
+def test_a_schedule_that_sends_nothing_takes_no_time() -> None:
+    alone = ring_all_reduce([0], 7)
+    simulation = simulate(alone, network(1), 100.0)
+
+    assert simulation.seconds == 0.0
+    assert simulation.critical_path.tolist() == []
+    assert lower_bound(alone, network(1), 100.0) == 0.0
+    assert simulate(ring_all_reduce(range(3), 0), network(3), 100.0).seconds == 0.0
+
+
+def test_schedules_beside_each_other_on_different_links_take_the_longer_time() -> None:
+    forwards = ring_all_reduce(range(5), 5).at(0, 7)
+    backwards = ring_all_reduce(range(5)[::-1], 2).at(5, 7)
+
+    together = simulate(beside([forwards, backwards]), network(5), 70.0)
+
+    alone = [simulate(part, network(5), 70.0).seconds for part in (forwards, backwards)]
+    assert together.seconds == max(alone)
+
+
+@pytest.mark.parametrize("run", [simulate, lower_bound])
+def test_what_does_not_fit_is_refused(run: Callable[[Schedule, Topology, float], object]) -> None:
+    schedule = ring_all_reduce(range(3), 3)
+
+    with pytest.raises(ConfigError, match="ranks of the network is 5; expected the 3 of the"):
+        run(schedule, network(5), 1.0)
+    with pytest.raises(ConfigError, match="payload_bytes is -1"):
+        run(schedule, network(3), -1.0)
+    with pytest.raises(ConfigError, match="no path left from rank"):
+        run(schedule, network(3).without(ranks=[1]), 1.0)
