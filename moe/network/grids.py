@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer
-from moe.network.ring_orders import pair_rows
+from moe.network.ring_orders import fold, pair_rows
 from moe.network.rings import ring_bounds, ring_reduce_scatter
 from moe.network.schedule import IntArray, Schedule, beside, split_evenly
 
@@ -153,7 +153,8 @@ def row_pair_all_reduce(
         ConfigError: When the rows cannot be paired.
     """
     pairs = pair_rows(np.asarray(ranks, np.int64))
-    return torus_all_reduce(pairs, num_units, num_ranks=num_ranks)
+    rings = fold(pairs, [False] * (pairs.ndim - 1) + [True])
+    return torus_all_reduce(rings, num_units, num_ranks=num_ranks)
 
 
 def multi_ring_all_reduce(

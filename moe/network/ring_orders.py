@@ -52,6 +52,25 @@ def snake(grid: IntArray) -> IntArray:
     return path
 
 
+def fold(grid: IntArray, wraps: Sequence[bool]) -> IntArray:
+    """Returns a grid with the axes that do not wrap in the order 0, 2, 4, ..., 5, 3, 1.
+
+    As a ring, a line then has hops of two links, and none from its end to its beginning. The bytes
+    of its links are the same.
+
+    Args:
+        grid: <int64>[p_k, ..., p_1] ranks.
+        wraps: Whether the ends of each axis are joined.
+    """
+    folded = grid
+    for axis, is_ring in enumerate(wraps):
+        places = np.arange(grid.shape[axis])
+        if not is_ring:
+            places = np.concatenate([places[::2], places[1::2][::-1]])
+        folded = np.take(folded, places, axis)
+    return folded
+
+
 def pair_rows(grid: IntArray) -> IntArray:
     """Returns <int64>[..., Y / 2, 2 X] rings of two rows: out on the first, back on the second.
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer
 from moe.network.grids import grid_all_reduce
-from moe.network.ring_orders import BoolArray, pair_rows
+from moe.network.ring_orders import BoolArray, fold, pair_rows
 from moe.network.rings import ring_bounds, ring_reduce_scatter
 from moe.network.schedule import (
     IntArray,
@@ -69,26 +69,41 @@ def pair_rows_around_holes(
         ConfigError: When no pair of rows is whole, or a column of a pair is dead in part.
     """
     grid = np.asarray(ranks, np.int64)
-    check(grid.ndim == 2, "shape of a mesh with holes", grid.shape, "two axes")
+    is_dead = find_dead_columns(grid, dead)
     rings = pair_rows(grid)
-    is_dead = np.isin(grid, list(dead))
-    upper = is_dead[::2]
-    lower = is_dead[1::2]
-    torn = np.argwhere(upper != lower)
-    if len(torn):
-        pair, column = torn[0]
-        both = grid[2 * pair : 2 * pair + 2, column].tolist()
-        check(False, "dead ranks", sorted(dead), f"both of {both} or none, to pair rows")
 
-    is_whole = ~upper.any(axis=1)
+    is_whole = ~is_dead.any(axis=1)
     check(bool(is_whole.any()), "whole pairs of rows", 0, "at least one, without a dead rank")
     hosts = grid[_facing_rows(is_whole, wraps=wraps)]
     fragments = []
     for pair in np.flatnonzero(~is_whole):
-        for first, last in _runs(~upper[pair]):
+        for first, last in _runs(~is_dead[pair]):
             rows = (slice(2 * pair, 2 * pair + 2), slice(first, last))
             fragments.append(Fragment(pair_rows(grid[rows])[0], pair_rows(hosts[rows])[0]))
-    return PairedRows(rings[is_whole], fragments)
+    whole = fold(rings[is_whole], [wraps, True])
+    return PairedRows(whole, fragments)
+
+
+def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
+    """Returns <bool>[Y / 2, X] whether both ranks of a column of a pair of rows are dead.
+
+    Args:
+        grid: <int64>[Y, X] ranks of a mesh.
+        dead: Ranks that have failed.
+
+    Raises:
+        ConfigError: When Y is odd, or one rank of the two is dead and the other one live.
+    """
+    check(grid.ndim == 2, "shape of a mesh with holes", grid.shape, "two axes")
+    check(len(grid) % 2 == 0, "rows of a mesh", len(grid), "an even number, to pair them")
+    is_dead = np.isin(grid, list(dead))
+    upper = is_dead[::2]
+    torn = np.argwhere(upper != is_dead[1::2])
+    if len(torn):
+        pair, column = torn[0]
+        both = grid[2 * pair : 2 * pair + 2, column].tolist()
+        check(False, "dead ranks", sorted(dead), f"both of {both} or none, to pair rows")
+    return upper
 
 
 def row_pair_client_all_reduce(
@@ -163,7 +178,7 @@ def _handed_over(fragment: Fragment, num_units: int, num_ranks: int) -> Schedule
 
 
 def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
-    """Returns the row of a whole pair that is nearest to each row.  <int64>[Y]
+    """Returns the <int64>[Y] rows of whole pairs that are nearest to each row.
 
     Args:
         is_whole: <bool>[Y / 2] whether each pair has no dead rank.

@@ -1,0 +1,185 @@
+"""Row pairs around holes, a second way: a broken pair and a whole one beside it are one ring.
+
+Such a band of four rows has two lanes. One winds through the two rows with the hole and passes the
+hole on the third row; the other one winds back through what is left. All live ranks of the band are
+on one ring of neighbours, so that nothing waits until something is handed over: a band costs more
+steps than a pair, and no more bytes. Bands and pairs split the payload into the same chunks, and
+the owners of a chunk stand in the same columns.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moe.checks import check
+from moe.network.ring_orders import BoolArray, fold
+from moe.network.rings import ring_reduce_scatter, ring_reduce_to
+from moe.network.row_pair_clients import find_dead_columns
+from moe.network.schedule import IntArray, Schedule, beside, split_evenly
+
+_CHUNKS_OF_COLUMN = 2
+"""Of each lane, so that a band has about as many chunks as ranks."""
+
+
+class Band(NamedTuple):
+    """A ring of the live ranks of two or four rows.
+
+    Attributes:
+        ring: <int64>[p] ranks: out on one lane, back on the other.
+        owners: <int64>[C] place in the ring of the rank that owns each chunk of the payload.
+    """
+
+    ring: IntArray
+    owners: IntArray
+
+
+def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
+    """Returns the bands of a mesh, from the first row to the last.
+
+    Args:
+        ranks: <int64>[Y, X] ranks of the mesh; both sizes must be even.
+        dead: Ranks that have failed, in blocks of 2 x 2 counted from the corner.
+
+    Raises:
+        ConfigError: When a block is dead in part, or a broken pair of rows has no whole pair beside
+            it for itself.
+    """
+    grid = np.asarray(ranks, np.int64)
+    is_dead = find_dead_columns(grid, dead)
+    width = grid.shape[1]
+    check(width % 2 == 0, "columns of a mesh with holes", width, "an even number")
+    torn = np.argwhere(is_dead[:, ::2] != is_dead[:, 1::2])
+    if len(torn):
+        y, x = (2 * torn[0]).tolist()
+        block = grid[y : y + 2, x : x + 2].ravel().tolist()
+        check(False, "dead ranks", sorted(dead), f"all of the block {block} or none")
+
+    # A pair that helps another one is no band of its own.
+    helpers = _find_helpers(is_dead)
+    bands = []
+    for pair, holes in enumerate(is_dead):
+        rows = grid[2 * pair : 2 * pair + 2]
+        if pair in helpers:
+            helper = grid[2 * helpers[pair] : 2 * helpers[pair] + 2]
+            is_below = helpers[pair] > pair
+            four = np.concatenate([rows, helper] if is_below else [rows[::-1], helper[::-1]])
+            bands.append(_two_lanes(four, holes))
+        elif pair not in helpers.values() and not holes.any():
+            bands.append(_band(rows[0].reshape(-1, 1).tolist(), rows[1].reshape(-1, 1).tolist()))
+    return bands
+
+
+def row_band_all_reduce(
+    bands: Sequence[Band],
+    num_units: int,
+    *,
+    num_ranks: int,
+    wraps: bool = False,
+) -> Schedule:
+    """Returns an all-reduce around bands of rows and then across them, half in each direction.
+
+    Args:
+        bands: Of `find_bands`.
+        num_units: Units of the payload.
+        num_ranks: Ranks of the schedule, the dead ones included.
+        wraps: Whether the last row is a neighbour of the first one.
+    """
+    check(len(bands) > 0, "bands", [], "at least one")
+    turned = []
+    for ring, owners in bands:
+        turned.append(Band(ring[::-1], len(ring) - 1 - owners))
+    middle = int(split_evenly(num_units, 2)[1])
+
+    forwards = _one_way_all_reduce(bands, middle, num_ranks, wraps=wraps)
+    backwards = _one_way_all_reduce(turned, num_units - middle, num_ranks, wraps=wraps)
+    return beside([forwards.at(0, num_units), backwards.at(middle, num_units)])
+
+
+def _one_way_all_reduce(
+    bands: Sequence[Band],
+    num_units: int,
+    num_ranks: int,
+    *,
+    wraps: bool,
+) -> Schedule:
+    bounds = split_evenly(num_units, len(bands[0].owners))
+    around = []
+    for ring, owners in bands:
+        part = ring_reduce_to(
+            ring[None],
+            owners[None],
+            bounds[None],
+            num_ranks=num_ranks,
+            num_units=num_units,
+        )
+        around.append(part)
+
+    # Across the bands, a ring for each chunk.  [C, bands]
+    owners = np.stack([band.ring[band.owners] for band in bands], axis=1)
+    across = ring_reduce_scatter(
+        fold(owners, [True, wraps]),
+        bounds[:-1],
+        bounds[1:],
+        num_ranks=num_ranks,
+        num_units=num_units,
+    )
+    scatter = beside(around).then(across)
+    return scatter.then(scatter.reversed())
+
+
+def _find_helpers(is_dead: BoolArray) -> dict[int, int]:
+    """Returns the whole pair of rows that helps each broken one; none is needed by a dead one."""
+    is_broken = is_dead.any(axis=1)
+    helpers: dict[int, int] = {}
+    for pair in np.flatnonzero(is_broken & ~is_dead.all(axis=1)).tolist():
+        beside_it = [other for other in (pair - 1, pair + 1) if 0 <= other < len(is_dead)]
+        free = [other for other in beside_it if not is_broken[other]]
+        free = [other for other in free if other not in helpers.values()]
+        rows = f"rows {2 * pair} and {2 * pair + 1}"
+        check(len(free) > 0, f"whole pairs of rows beside {rows}", 0, "one for each broken pair")
+        helpers[pair] = free[0]
+    return helpers
+
+
+def _two_lanes(rows: IntArray, is_dead: BoolArray) -> Band:
+    """Returns the ring of four rows.
+
+    Args:
+        rows: <int64>[4, X] ranks; the first two have the holes, the other two have none.
+        is_dead: <bool>[X] columns that are dead in the first two rows.
+    """
+    width = len(is_dead)
+    out: list[list[int]] = []
+    back: list[list[int]] = []
+    for column in range(width):
+        goes_up = column % 2 == 0
+        beyond = column - 1 if goes_up else column + 1
+        is_edge = 0 <= beyond < width and is_dead[beyond]
+
+        # The third row is where the lane passes a hole, and steps down to it and up from it.
+        on_third = [rows[2, column]] if is_dead[column] or is_edge else []
+        upper = [] if is_dead[column] else [rows[0, column], rows[1, column]]
+        lower = [rows[3, column]] if on_third else [rows[2, column], rows[3, column]]
+        down = upper + on_third
+        out.append(down[::-1] if goes_up else down)
+        back.append(lower[::-1] if goes_up else lower)
+    return _band(out, back)
+
+
+def _band(out: list[list[int]], back: list[list[int]]) -> Band:
+    """Returns a ring of two lanes.
+
+    Args:
+        out: Ranks of the first lane in each column, in the order in which it passes them.
+        back: Ranks of the second lane, likewise, which passes the last column first.
+    """
+    columns = out + back[::-1]
+    num_ranks = np.array([len(column) for column in columns])
+    place = np.cumsum(num_ranks) - num_ranks
+
+    # Each chunk of a column has a rank of its own, where there are as many.
+    chunk = np.arange(_CHUNKS_OF_COLUMN)
+    owners = place[:, None] + np.minimum(chunk, num_ranks[:, None] - 1)
+    return Band(np.concatenate([np.array(column) for column in columns]), owners.ravel())
