@@ -66,8 +66,8 @@ def whole(tensor):
 class Stage:
     """A model and its optimizer on one mesh, or in one process."""
 
-    def __init__(self, optimizer, mesh=None):
-        self.model, self.mesh = build(), mesh
+    def __init__(self, optimizer, mesh=None, **changes):
+        self.model, self.mesh = build(**changes), mesh
         config = mesh.config if mesh else MeshConfig()
         self.layouts = (
             shard_model(self.model, mesh)
