@@ -52,7 +52,7 @@ _MOST_TRANSFERS = 1_000_000
 """Transfers of all groups that are simulated; a schedule of more is left out where another fits."""
 
 
-class Recipe(NamedTuple):
+class Method(NamedTuple):
     """How a kind of collective is made of the algorithms of a registry.
 
     Attributes:
@@ -78,13 +78,13 @@ def _units_of_exchange(size: int) -> int:
     return size * size * _UNITS_PER_RANK
 
 
-_HALF = Recipe(ALL_REDUCE_ALGORITHMS, reduce_scatter_of, _units_of_reduction)
+_HALF = Method(ALL_REDUCE_ALGORITHMS, reduce_scatter_of, _units_of_reduction)
 
-RECIPES: dict[Kind, Recipe] = {
-    ALL_REDUCE: Recipe(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction),
+METHODS: dict[Kind, Method] = {
+    ALL_REDUCE: Method(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction),
     REDUCE_SCATTER: _HALF,
     ALL_GATHER: _HALF,
-    ALL_TO_ALL: Recipe(ALL_TO_ALL_ALGORITHMS, _whole, _units_of_exchange),
+    ALL_TO_ALL: Method(ALL_TO_ALL_ALGORITHMS, _whole, _units_of_exchange),
 }
 """How each kind is made."""
 
@@ -208,15 +208,15 @@ class NetworkTimer:
         self.dead = frozenset(dead)
         self.topology = network.topology.without(self.dead) if self.dead else network.topology
         self._groups: dict[str, Groups] = {}
-        self._built: dict[tuple[str, Recipe], _Built] = {}
-        self._simulated: dict[tuple[str, Recipe, str, float], Timing] = {}
-        self._ranges: dict[tuple[str, Recipe], list[tuple[float, float]]] = {}
+        self._built: dict[tuple[str, Method], _Built] = {}
+        self._simulated: dict[tuple[str, Method, str, float], Timing] = {}
+        self._ranges: dict[tuple[str, Method], list[tuple[float, float]]] = {}
 
     def plan(self, collectives: Sequence[Collective]) -> NetworkPlan:
         """Returns the time of all collectives of an update."""
-        payloads: dict[tuple[str, Recipe], list[float]] = {}
+        payloads: dict[tuple[str, Method], list[float]] = {}
         for collective in collectives:
-            key = (collective.axis, RECIPES[collective.kind])
+            key = (collective.axis, METHODS[collective.kind])
             payloads.setdefault(key, []).append(collective.payload_bytes)
         self._ranges = {key: _payload_ranges(sizes) for key, sizes in payloads.items()}
 
@@ -289,7 +289,7 @@ class NetworkTimer:
 
     def _timing(self, collective: Collective, name: str) -> Timing:
         """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
-        key = (collective.axis, RECIPES[collective.kind])
+        key = (collective.axis, METHODS[collective.kind])
         payload = collective.payload_bytes
         for low, high in self._ranges.get(key, []):
             if low < payload < high:
@@ -301,8 +301,8 @@ class NetworkTimer:
         return self._simulated_timing(collective, name)
 
     def _simulated_timing(self, collective: Collective, name: str) -> Timing:
-        recipe = RECIPES[collective.kind]
-        key = (collective.axis, recipe, name, collective.payload_bytes)
+        method = METHODS[collective.kind]
+        key = (collective.axis, method, name, collective.payload_bytes)
         if key not in self._simulated:
             simulation = self.simulate(collective, name)
             path = simulation.path
@@ -316,19 +316,19 @@ class NetworkTimer:
 
     def _build(self, collective: Collective) -> _Built:
         """Returns all algorithms that fit on the groups of a collective's axis."""
-        recipe = RECIPES[collective.kind]
-        key = (collective.axis, recipe)
+        method = METHODS[collective.kind]
+        key = (collective.axis, method)
         if key in self._built:
             return self._built[key]
 
         # What all groups do, as far as there are not too many transfers.
-        unfit = self._unfit(collective.axis, recipe)
+        unfit = self._unfit(collective.axis, method)
         instances: dict[str, list[Instance]] = {}
         sizes: dict[str, int] = {}
-        for name in recipe.algorithms.names():
+        for name in method.algorithms.names():
             if name in unfit:
                 continue
-            every = self._instances(collective.axis, recipe, name)
+            every = self._instances(collective.axis, method, name)
             sizes[name] = sum(len(one.schedule.transfers.step) for one in every)
             if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
                 instances[name] = every
@@ -342,13 +342,13 @@ class NetworkTimer:
         self._built[key] = _Built(algorithms, unfit)
         return self._built[key]
 
-    def _unfit(self, axis: str, recipe: Recipe) -> dict[str, str]:
+    def _unfit(self, axis: str, method: Method) -> dict[str, str]:
         """Returns why algorithms cannot be built on the groups of an axis, by their name."""
         reasons = {}
         layouts = self._layouts(axis)
-        for name in recipe.algorithms.names():
+        for name in method.algorithms.names():
             for layout in layouts:
-                reason = recipe.algorithms.get(name).unfit(layout)
+                reason = method.algorithms.get(name).unfit(layout)
                 if reason:
                     reasons[name] = reason
         return reasons
@@ -368,11 +368,11 @@ class NetworkTimer:
             return frozenset()
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
-    def _instances(self, axis: str, recipe: Recipe, name: str) -> list[Instance]:
+    def _instances(self, axis: str, method: Method, name: str) -> list[Instance]:
         """Returns what each group does: the same, but for groups with dead ranks."""
         groups = self.groups(axis)
-        algorithm = recipe.algorithms.get(name)
-        num_units = recipe.units_of_size(groups.layout.num_ranks)
+        algorithm = method.algorithms.get(name)
+        num_units = method.units_of_size(groups.layout.num_ranks)
 
         schedules: dict[frozenset[int], Schedule] = {}
         instances = []
@@ -382,7 +382,7 @@ class NetworkTimer:
                 continue
             if dead not in schedules:
                 built = algorithm.build(groups.layout.without(dead), num_units)
-                schedules[dead] = recipe.part(built)
+                schedules[dead] = method.part(built)
             instances.append(Instance(ranks, schedules[dead]))
         return instances
 
