@@ -15,16 +15,20 @@ ranks cost. See docs/guides/network.md.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from moe.checks import check
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.errors import ConfigError
+from moe.files import output_path, write_text
 from moe.models.presets import PRESETS
-from moe.network.topology_file import Network, read_network
+from moe.network.topology_file import Network, read_content, read_network
 from moe.planning.network import NetworkTimer
+from moe.planning.network_measure import measure_network, show_measurement
 from moe.planning.network_placement import Placement, place_by_tiles, place_in_order
+from moe.planning.network_search import show_network_suggestions, suggest_on_network
 from moe.planning.network_table import show_hole, show_network_plan
 from moe.planning.plan import Plan, build_model, make_plan, suggest
 from moe.planning.table import parse_bytes, show_needs, show_plan, show_suggestions
@@ -34,7 +38,7 @@ from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
 
 _MOST_DIGITS = 6
-_NEED_NETWORK = ("place", "dead")
+_NEED_NETWORK = ("place", "dead", "measure")
 
 
 def add_preset(argv: list[str]) -> list[str]:
@@ -81,6 +85,8 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument("--place", type=str, help=explanation)
     explanation = "ranks of the network that have failed, e.g. 5,6,9,10: what does that cost?"
     command.add_argument("--dead", type=str, help=explanation)
+    explanation = "JSON file to write: the network of --network as its ranks measure it"
+    command.add_argument("--measure", type=Path, help=explanation)
     return command
 
 
@@ -89,6 +95,9 @@ def main(argv: list[str]) -> None:
     recipe, arguments = plan_command().parse(add_preset(argv))
     check_network_options(arguments)
     network = None if arguments.network is None else read_network(arguments.network)
+    if arguments.measure is not None:
+        measure_command(arguments.network, arguments.measure)
+        return
     config = recipe.build_config()
     workload = read_workload(recipe)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory)
@@ -111,7 +120,12 @@ def main(argv: list[str]) -> None:
             "--suggest needs a number of ranks above 0, and --memory of a device, e.g. 80GiB."
         )
     plans = suggest(config, workload, arguments.suggest, memory)
-    print(show_suggestions(plans, memory))
+    if network is None:
+        print(show_suggestions(plans, memory))
+        return
+    dead = read_dead(arguments.dead, network)
+    suggestions = suggest_on_network(plans, network, memory, dead)
+    print(show_network_suggestions(suggestions, network, memory))
 
 
 # ---------------------------------------------------------------------------
@@ -138,6 +152,18 @@ def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespa
     if dead:
         broken = NetworkTimer(network, placement, dead).plan(plan.collectives)
         print(f"\n{show_hole(healthy, broken)}")
+
+
+def measure_command(path: Path, target: Path) -> None:
+    """Measures a network, writes what was found, and prints it."""
+    measured = output_path(target, suffix=".json", option="--measure", inputs=[path])
+    measurement = measure_network(read_content(path))
+    if measurement is None:
+        return  # another rank says it
+
+    write_text(measured, json.dumps(measurement.content, indent=2) + "\n")
+    print(show_measurement(measurement))
+    print(f"Written to {measured}: give it to --network.")
 
 
 def read_placement(plan: Plan, network: Network, text: str | None) -> Placement:

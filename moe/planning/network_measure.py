@@ -31,6 +31,7 @@ from moe.network.schedule import IntArray
 from moe.network.simulate import simulate
 from moe.network.topology import Rate, Topology
 from moe.network.topology_file import parse_network
+from moe.planning.table import show_bytes
 
 _MOST_LOCAL_RANKS = 16
 _ANSWER = "answer.json"
@@ -292,3 +293,19 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
 
 def _by_payload(trial: Trial) -> tuple[int, float]:
     return trial.payload_bytes, trial.seconds
+
+
+def show_measurement(measurement: Measurement) -> str:
+    """Returns the measured rates, and the schedules beside what was predicted, as text."""
+    network = parse_network(measurement.content)
+    links = network.topology.links
+    lines = [f"{network.topology.name}: {network.notes[0]}"]
+    for bandwidth, latency in sorted(set(zip(links.bandwidth, links.latency, strict=True))):
+        lines.append(f"  a link: {bandwidth / 1e9:.4g} GB/s, {latency * 1e6:.4g} us")
+
+    heading = f"{'all-reduce of':<16}{'schedule':<24}{'measured':>12}{'predicted':>12}"
+    lines.append(f"{heading}  ms; the CPU's sums are not in the prediction")
+    for trial in measurement.trials:
+        times = f"{trial.seconds * 1e3:>12.4g}{trial.predicted * 1e3:>12.4g}"
+        lines.append(f"  {show_bytes(trial.payload_bytes):<14}{trial.algorithm:<24}{times}")
+    return "\n".join(lines)
