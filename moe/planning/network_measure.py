@@ -10,7 +10,6 @@ Ranks are those of torchrun; without it they are started on this machine, over g
 
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -57,7 +56,7 @@ class Trial(NamedTuple):
     Attributes:
         algorithm: Its name.
         payload_bytes: Bytes that were summed.
-        seconds: Median time of the slowest rank.
+        seconds: Least time of the slowest rank.
         predicted: Simulated seconds on the measured network.
     """
 
@@ -205,7 +204,7 @@ def _rate(pattern: _Pattern, rank: int, device: torch.device) -> Rate:
             for _ in range(num_steps):
                 _exchange(sent, target, received, source)
 
-        seconds[numel] = _median_seconds(exchange, device) / num_steps
+        seconds[numel] = _least_seconds(exchange, device) / num_steps
 
     # A line through the two large messages; their noise must not make it flat.
     small, large = _LARGE
@@ -223,12 +222,13 @@ def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: i
         work.wait()
 
 
-def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the median over repeats of the seconds that the slowest rank takes; the first is not
-    counted.
+def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the least over repeats of the seconds that the slowest rank takes.
+
+    What others do on the machine only adds to it.
     """
     repeats = []
-    for _ in range(_REPEATS + 1):
+    for _ in range(_REPEATS):
         dist.barrier()
         start = time.perf_counter()
         run()
@@ -237,7 +237,7 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
         slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         repeats.append(float(slowest))
-    return statistics.median(repeats[1:])
+    return min(repeats)
 
 
 def _with_rates(
@@ -285,7 +285,7 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
             ) -> None:
                 collective.run(buffer)
 
-            seconds = _median_seconds(run, device)
+            seconds = _least_seconds(run, device)
             predicted = simulate(schedule, topology, num_bytes).seconds
             trials.append(Trial(name, num_bytes, seconds, predicted))
     return tuple(sorted(trials, key=_by_payload))
@@ -297,11 +297,15 @@ def _by_payload(trial: Trial) -> tuple[int, float]:
 
 def show_measurement(measurement: Measurement) -> str:
     """Returns the measured rates, and the schedules beside what was predicted, as text."""
-    network = parse_network(measurement.content)
-    links = network.topology.links
+    content = measurement.content
+    network = parse_network(content)
     lines = [f"{network.topology.name}: {network.notes[0]}"]
-    for bandwidth, latency in sorted(set(zip(links.bandwidth, links.latency, strict=True))):
-        lines.append(f"  a link: {bandwidth / 1e9:.4g} GB/s, {latency * 1e6:.4g} us")
+    for keys in dict.fromkeys(pattern.keys for pattern in _patterns(content, network.topology)):
+        part = content
+        for key in keys:
+            part = part[key]
+        speed = f"{part['bandwidth'] / 1e9:.4g} GB/s, {part['latency'] * 1e6:.4g} us"
+        lines.append(f"  {'.'.join(keys)}: {speed}")
 
     heading = f"{'all-reduce of':<16}{'schedule':<24}{'measured':>12}{'predicted':>12}"
     lines.append(f"{heading}  ms; the CPU's sums are not in the prediction")
