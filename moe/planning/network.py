@@ -2,8 +2,8 @@
 
 For every collective of the plan the algorithms of `moe.network.algorithms` are built on the ranks of
 a group, as they lie on the network. Each has a bound, what its busiest link carries, and an estimate,
-as if its steps were barriers. They are simulated, the lowest estimate first; left out is what cannot
-win by its bound, or is far behind by its estimate.
+as if its steps were barriers. Those of the lowest estimates are simulated; left out is also what
+cannot win by its bound, or is far behind by its estimate.
 
 A schedule is simulated for the least and the largest of payloads that are within a factor of 16 of
 each other; those between are interpolated: nearly all of the time is latency, or in proportion to
@@ -42,8 +42,11 @@ from moe.registry import Registry
 _UNITS_PER_RANK = 720
 """Units of a payload for each rank of a group: even shares for 1 to 6 colours and 16 slices."""
 
-_FAR_BEHIND = 3.0
+_FAR_BEHIND = 2.0
 """Times the best time from which an estimate is not simulated: barriers overstate by less."""
+
+_MOST_SIMULATED = 5
+"""Algorithms that are simulated for a payload, those of the lowest estimates."""
 
 _PAYLOAD_RANGE = 16.0
 """Factor within which payloads are interpolated."""
@@ -237,8 +240,9 @@ class NetworkTimer:
         """
         best: Timing | None = None
         compared = []
-        for candidate in self.candidates(collective):
-            if best is None or _may_win(candidate, best.seconds):
+        for index, candidate in enumerate(self.candidates(collective)):
+            is_likely = index < _MOST_SIMULATED
+            if best is None or (is_likely and _may_win(candidate, best.seconds)):
                 timing = self._timing(collective, candidate.name)
                 candidate = candidate._replace(timing=timing)
                 if best is None or timing.seconds < best.seconds:

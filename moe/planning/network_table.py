@@ -142,8 +142,13 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
         collective = part.collective
         amount = show_bytes(collective.payload_bytes)
         yield f"  {collective.kind.name} of {amount} over {collective.axis}: {_reason(part)}"
-        for candidate in part.candidates:
+        simulated = [one for one in part.candidates if one.timing is not None]
+        others = part.candidates[len(simulated) :]
+        for candidate in (*simulated, *others[:1]):
             yield f"    {_compared(candidate)}"
+        if len(others) > 1:
+            names = ", ".join(candidate.name for candidate in others[1:])
+            yield f"    not simulated, with longer estimates: {names}"
 
 
 def _reason(part: TimedCollective) -> str:
@@ -168,7 +173,7 @@ def _compared(candidate: Candidate) -> str:
     bound = f"busiest link {candidate.bound * 1e3:.4g}"
     if candidate.timing is not None:
         return f"{name}{candidate.timing.seconds * 1e3:>11.4g}  ({bound})"
-    return f"{name}{'':>11}  ({bound}, about {candidate.estimate * 1e3:.3g}: not simulated)"
+    return f"{name}{'':>11}  ({bound}, estimate {candidate.estimate * 1e3:.4g}: not simulated)"
 
 
 def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
