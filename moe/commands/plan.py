@@ -30,6 +30,7 @@ from moe.planning.network_measure import measure_network, show_measurement
 from moe.planning.network_placement import Placement, place_by_tiles, place_in_order
 from moe.planning.network_search import show_network_suggestions, suggest_on_network
 from moe.planning.network_table import show_hole, show_network_plan
+from moe.planning.network_views import network_page, network_trace
 from moe.planning.plan import Plan, build_model, make_plan, suggest
 from moe.planning.table import parse_bytes, show_needs, show_plan, show_suggestions
 from moe.planning.workload import Workload
@@ -38,7 +39,7 @@ from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
 
 _MOST_DIGITS = 6
-_NEED_NETWORK = ("place", "dead", "measure")
+_NEED_NETWORK = ("place", "dead", "trace", "page", "measure")
 
 
 def add_preset(argv: list[str]) -> list[str]:
@@ -85,6 +86,10 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument("--place", type=str, help=explanation)
     explanation = "ranks of the network that have failed, e.g. 5,6,9,10: what does that cost?"
     command.add_argument("--dead", type=str, help=explanation)
+    explanation = "JSON file to write: a Chrome trace of the longest collective"
+    command.add_argument("--trace", type=Path, help=explanation)
+    explanation = "HTML file to write: its links, critical path, and time by payload"
+    command.add_argument("--page", type=Path, help=explanation)
     explanation = "JSON file to write: the network of --network as its ranks measure it"
     command.add_argument("--measure", type=Path, help=explanation)
     return command
@@ -133,12 +138,25 @@ def main(argv: list[str]) -> None:
 
 
 def check_network_options(arguments: argparse.Namespace) -> None:
-    """Refuses options about a network when there is none."""
+    """Refuses options about a network when there is none, and files that cannot be written."""
     for name in _NEED_NETWORK:
         if getattr(arguments, name) is not None and arguments.network is None:
             raise ConfigError(
                 f"--{name} is about a network. Give one: --network FILE, e.g. "
                 "recipes/networks/tpu_v3_pod.yaml."
+            )
+    inputs = [arguments.network]
+    for name, suffix in (("trace", ".json"), ("page", ".html"), ("measure", ".json")):
+        path = getattr(arguments, name)
+        if path is not None:
+            target = output_path(path, suffix=suffix, option=f"--{name}", inputs=inputs)
+            setattr(arguments, name, target)
+
+    # A page and a trace show one mesh.
+    for name in ("trace", "page", "place"):
+        if getattr(arguments, name) is not None and arguments.suggest is not None:
+            raise ConfigError(
+                f"--{name} is about one mesh, and --suggest about all. Leave one of them out."
             )
 
 
@@ -147,23 +165,32 @@ def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespa
     placement = read_placement(plan, network, arguments.place)
     dead = read_dead(arguments.dead, network)
     timer = NetworkTimer(network, placement)
-    healthy = timer.plan(plan.collectives)
-    print(show_network_plan(plan, healthy))
+    timed = timer.plan(plan.collectives)
+    print(show_network_plan(plan, timed), flush=True)
     if dead:
-        broken = NetworkTimer(network, placement, dead).plan(plan.collectives)
-        print(f"\n{show_hole(healthy, broken)}")
+        healthy = timed
+        timer = NetworkTimer(network, placement, dead)
+        timed = timer.plan(plan.collectives)
+        print(f"\n{show_hole(healthy, timed)}", flush=True)
+
+    # Around the dead ranks, where there are any.
+    if arguments.trace is not None:
+        write_text(arguments.trace, network_trace(timer, timed))
+        print(f"\nTrace of the longest collective: {arguments.trace}")
+    if arguments.page is not None:
+        write_text(arguments.page, network_page(timer, timed))
+        print(f"\nPage of the longest collective: {arguments.page}")
 
 
 def measure_command(path: Path, target: Path) -> None:
     """Measures a network, writes what was found, and prints it."""
-    measured = output_path(target, suffix=".json", option="--measure", inputs=[path])
     measurement = measure_network(read_content(path))
     if measurement is None:
         return  # another rank says it
 
-    write_text(measured, json.dumps(measurement.content, indent=2) + "\n")
+    write_text(target, json.dumps(measurement.content, indent=2) + "\n")
     print(show_measurement(measurement))
-    print(f"Written to {measured}: give it to --network.")
+    print(f"Written to {target}: give it to --network.")
 
 
 def read_placement(plan: Plan, network: Network, text: str | None) -> Placement:
