@@ -99,8 +99,9 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
     """Returns the cost of all calls of a collective by the formula.
 
     A ring along each axis of the group in turn: p - 1 messages of the latency from a rank to its
-    neighbour, and (p - 1) / p of the payload, both ways around, on the links that strided rings
-    beside this one use too. The payload is smaller by p for the next axis.
+    neighbour, and (p - 1) / p of the payload, which is smaller by p for the next axis. On a grid
+    rings go both ways around, the axes share the payload, strided rings beside each other share
+    links, and a ring on a line without wrap crosses each link twice.
 
     Args:
         collective: What, and how often.
@@ -108,32 +109,34 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
         topology: The network.
     """
     ranks = groups.ranks[0].reshape(groups.layout.shape or -1)
+    wraps = groups.layout.wraps or (False,) * ranks.ndim
     strides = groups.strides or (1,) * ranks.ndim
+    num_axes = sum(extent > 1 for extent in ranks.shape)
+    is_exchange = collective.kind == ALL_TO_ALL
+    rounds = 2 if collective.kind == ALL_REDUCE else 1
+
+    latency = 0.0
+    sending = 0.0
     payload = collective.payload_bytes
-    size = ranks.size
-    seconds = 0.0
     for axis in reversed(range(ranks.ndim)):
         extent = ranks.shape[axis]
         if extent == 1:
             continue
         neighbours = np.moveaxis(ranks, axis, 0).reshape(extent, -1)[:2, 0]
         route = topology.route(*neighbours.tolist())
-        latency = float(topology.links.latency[route].sum())
-        bandwidth = float(topology.links.bandwidth[route].min())
+        latency += rounds * (extent - 1) * float(topology.links.latency[route].sum())
 
-        # A ring has two directions, a card or a switch port one at a time.
-        ways = 1 if topology.switched else 2
-        share = 1 if topology.switched else strides[axis]
-        if collective.kind == ALL_TO_ALL:
-            sent = payload / size
-            hops = (extent - 1) / extent if topology.switched else extent / 4
-            seconds += (extent - 1) * latency + sent * hops * share / (ways * bandwidth)
-            continue
-        sent = payload * (extent - 1) / extent
-        rounds = 2 if collective.kind == ALL_REDUCE else 1
-        seconds += rounds * ((extent - 1) * latency + sent * share / (ways * bandwidth))
-        payload /= extent
-    return seconds * collective.num_calls
+        # Bytes over the busiest link of the axis: of an exchange each rank's, a mean way far.
+        part = (extent - 1) / extent
+        sent = rounds * payload * part
+        if is_exchange:
+            sent = payload / ranks.size * (part if topology.switched else extent / 4)
+        if not topology.switched:
+            sent *= strides[axis] / (2 * num_axes)
+            sent *= 1 if wraps[axis] or extent == 2 else 2
+        sending += sent / float(topology.links.bandwidth[route].min())
+        payload /= 1 if is_exchange else extent
+    return (latency + sending) * collective.num_calls
 
 
 def _by_estimate(item: Suggestion) -> float:
