@@ -69,6 +69,7 @@ class Claim:
 
     def close(self, predicted: float, published: float, relative: float) -> Row:
         """Returns the row that passes when both numbers differ by so much at most."""
+        # Relative to theirs.
         error = abs(predicted / published - 1)
         tolerance = f"±{relative:.0%}" if relative >= 0.01 else "exact"
         return self._row(predicted, published, tolerance, error <= relative)
@@ -92,17 +93,18 @@ class Claim:
         return Row(
             id=self.id,
             what=self.what,
-            predicted=predicted,
+            predicted=float(predicted),
             published=published,
             unit=self.unit,
             tolerance=tolerance,
             confidence=self.confidence,
-            passes=passes,
+            passes=None if passes is None else bool(passes),
         )
 
 
 def published(section: str) -> Any:
     """Returns a section of the published numbers."""
+    # The file names its sources.
     path = Path(__file__).with_name("network_published.json")
     return json.loads(path.read_text(encoding="utf-8"))[section]
 

@@ -51,12 +51,20 @@ def chrome_trace(simulation: Simulation, *, max_events: int = MAX_EVENTS) -> dic
         ConfigError: When no bar is allowed.
     """
     check_integer("max_events", max_events, least=1)
+
+    # What is shown, and what of it sets the time.
     choice = _choose_rows(simulation, max_events)
     is_critical = np.zeros(len(simulation.start), np.bool_)
     is_critical[simulation.critical_path] = True
 
+    # The path first: viewers show processes in this order.
     events = list(_names(simulation, choice))
-    events += _bars(simulation, simulation.critical_path, is_critical, process=_PATH)
+    events += _bars(
+        simulation,
+        simulation.critical_path,
+        is_critical,
+        process=_PATH,
+    )
     events += _bars(simulation, choice.rows, is_critical, process=_RANKS)
     return {
         "displayTimeUnit": "ns",
@@ -90,16 +98,34 @@ def _choose_rows(simulation: Simulation, max_events: int) -> _Choice:
 
 def _names(simulation: Simulation, choice: _Choice) -> Iterator[dict[str, Any]]:
     """Yields the names of all lines."""
-    yield _name("process_name", _RANKS, 0, f"{simulation.topology.name}: {choice.text}")
+    yield _name(
+        "process_name",
+        _RANKS,
+        0,
+        f"{simulation.topology.name}: {choice.text}",
+    )
     yield _name("process_name", _PATH, 0, "critical path")
-    yield {"name": "process_sort_index", "ph": "M", "pid": _PATH, "args": {"sort_index": -1}}
+    yield {
+        "name": "process_sort_index",
+        "ph": "M",
+        "pid": _PATH,
+        "args": {"sort_index": -1},
+    }
+
+    # A line for every rank that sends.
     senders = np.unique(simulation.schedule.transfers.source[choice.rows])
     for rank in senders.tolist():
         yield _name("thread_name", _RANKS, rank, f"rank {rank}")
 
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": text}}
+    return {
+        "name": kind,
+        "ph": "M",
+        "pid": process,
+        "tid": thread,
+        "args": {"name": text},
+    }
 
 
 def _bars(
@@ -113,11 +139,14 @@ def _bars(
     table = simulation.schedule.transfers
     unit_bytes = simulation.payload_bytes / max(simulation.schedule.num_units, 1)
     for row in rows.tolist():
+        # Who sends what to whom, and when.
         source = int(table.source[row])
         destination = int(table.destination[row])
         start = float(simulation.start[row])
         finish = float(simulation.finish[row])
         num_units = int(table.high[row] - table.low[row])
+
+        # The name says what happens, the arguments to which units.
         verb = "add" if table.adds[row] else "copy"
         yield {
             "name": f"{verb} {source} > {destination}",
@@ -129,7 +158,10 @@ def _bars(
             "dur": (finish - start) / _MICROSECOND,
             "args": {
                 "step": int(table.step[row]),
-                "units": [int(table.low[row]), int(table.high[row])],
+                "units": [
+                    int(table.low[row]),
+                    int(table.high[row]),
+                ],
                 "bytes": num_units * unit_bytes,
             },
         }

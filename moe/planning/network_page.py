@@ -59,15 +59,36 @@ def render_network_page(page: NetworkPage) -> str:
         ConfigError: When nothing was simulated, something on another network, or the network has
             more links than a browser can draw.
     """
-    check(len(page.simulations) > 0, "simulations of a page", 0, "at least one")
+    check(
+        len(page.simulations) > 0,
+        "simulations of a page",
+        0,
+        "at least one",
+    )
     num_links = len(page.topology.links.source)
-    check(num_links <= _MAX_LINKS, "links of a page", num_links, f"at most {_MAX_LINKS}")
+    check(
+        num_links <= _MAX_LINKS,
+        "links of a page",
+        num_links,
+        f"at most {_MAX_LINKS}",
+    )
     for name, simulation in page.simulations.items():
         theirs = len(simulation.link_bytes)
-        check(theirs == num_links, f"links of {name}", theirs, f"the {num_links} of the page")
+        check(
+            theirs == num_links,
+            f"links of {name}",
+            theirs,
+            f"the {num_links} of the page",
+        )
 
     # A < in a name must not end the script that holds the numbers.
-    numbers = json.dumps(_page_numbers(page), ensure_ascii=False, separators=(",", ":"))
+    numbers = json.dumps(
+        _page_numbers(page),
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
+
+    # Texts are escaped by the template.
     ranges = fastest_ranges(page.curves)
     environment = Environment(
         loader=PackageLoader("moe.planning"),
@@ -93,9 +114,13 @@ def render_network_page(page: NetworkPage) -> str:
 def _facts(topology: Topology) -> list[tuple[str, str]]:
     """Returns what the page says of the network."""
     links = topology.links
+
+    # Links may differ: each rate and latency once.
     rates = sorted({f"{rate / 1e9:.4g} GB/s" for rate in links.bandwidth.tolist()})
     latencies = sorted({show_seconds(part) for part in links.latency.tolist() if part > 0})
     dead = sorted(topology.dead)
+
+    # Long lists are cut short.
     shown = ", ".join(str(rank) for rank in dead[:32]) + (" ..." if len(dead) > 32 else "")
     return [
         ("ranks", f"{topology.num_ranks:,}"),
@@ -122,6 +147,8 @@ class _Summary:
 
 def _summary(name: str, simulation: Simulation) -> _Summary:
     path = simulation.path
+
+    # How close the time is to what the links allow.
     busiest = simulation.link_busy_seconds.max(initial=0.0)
     share = busiest / simulation.seconds if simulation.seconds else 0.0
     return _Summary(
@@ -139,6 +166,8 @@ def _summary(name: str, simulation: Simulation) -> _Summary:
 def _page_numbers(page: NetworkPage) -> dict[str, Any]:
     """Returns what the page's script draws."""
     layout = place_network(page.topology)
+
+    # Lengths are rounded to what can be seen.
     links = page.topology.links
     return {
         "width": layout.width,
@@ -158,15 +187,26 @@ def _page_numbers(page: NetworkPage) -> dict[str, Any]:
 def _algorithm(name: str, simulation: Simulation) -> dict[str, Any]:
     """Returns the loads of links and the critical path of one algorithm."""
     path = simulation.path
+
+    # Loads are shares of the time.
     seconds = simulation.seconds or 1.0
     rows = path.rows[:MAX_PATH_ROWS]
     table = simulation.schedule.transfers
     unit = simulation.payload_bytes / max(simulation.schedule.num_units, 1)
     num_bytes = (table.high - table.low)[rows] * unit
+
+    # The transfers of the path: step, ranks, bytes, start and end.
     steps = []
     for row, size in zip(rows.tolist(), num_bytes.tolist(), strict=True):
-        step = [int(table.step[row]), int(table.source[row]), int(table.destination[row])]
-        times = [float(simulation.start[row]), float(simulation.finish[row])]
+        step = [
+            int(table.step[row]),
+            int(table.source[row]),
+            int(table.destination[row]),
+        ]
+        times = [
+            float(simulation.start[row]),
+            float(simulation.finish[row]),
+        ]
         steps.append([*step, size, *times])
     return {
         "name": name,
@@ -185,7 +225,13 @@ def _links_of_path(simulation: Simulation) -> IntArray:
     table = simulation.schedule.transfers.select(simulation.path.rows)
     if not len(table.step):
         return np.empty(0, np.int64)
+
+    # All hops of all transfers of the path.
     routes = find_routes(table, simulation.topology)
-    key = pair_keys(table.source, table.destination, simulation.topology.num_ranks)
+    key = pair_keys(
+        table.source,
+        table.destination,
+        simulation.topology.num_ranks,
+    )
     _, link = routes.hops(np.searchsorted(routes.key, key))
     return np.unique(link)

@@ -72,6 +72,7 @@ def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
 
     ranges: list[Range] = []
     for low, high in pairwise(sorted(cuts)):
+        # Between two cuts the order of the curves does not change.
         middle = (low + high) / 2
         heights = [np.interp(middle, x, line) for line in y]
         name = curves[int(np.argmin(heights))].name
@@ -99,9 +100,19 @@ def _checked_payloads(curves: Sequence[Curve]) -> tuple[float, ...]:
             f"{len(payloads)}, two at least",
         )
         is_positive = min(curve.seconds) > 0 and payloads[0] > 0
-        check(is_positive, f"times and payloads of {curve.name}", curve, "numbers above 0")
+        check(
+            is_positive,
+            f"times and payloads of {curve.name}",
+            curve,
+            "numbers above 0",
+        )
         ascends = all(low < high for low, high in pairwise(payloads))
-        check(ascends, f"payloads of {curve.name}", payloads, "ascending ones")
+        check(
+            ascends,
+            f"payloads of {curve.name}",
+            payloads,
+            "ascending ones",
+        )
     return payloads
 
 
@@ -114,6 +125,7 @@ def _crossings(x: FloatArray, difference: FloatArray) -> set[float]:
     """Returns where a line of straight pieces is zero."""
     places = set()
     for left in range(len(x) - 1):
+        # A change of sign between two payloads is a crossing.
         before = difference[left]
         after = difference[left + 1]
         if before * after < 0:
@@ -185,6 +197,7 @@ def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
         curves: At least one.
         ranges: Of `fastest_ranges`.
     """
+    # The axes span all numbers.
     payloads = np.array(curves[0].payload_bytes)
     seconds = np.array([curve.seconds for curve in curves])
     across = _Scale(payloads.min(), payloads.max(), _LEFT, WIDTH - _RIGHT)
@@ -192,6 +205,7 @@ def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
 
     lines = []
     for curve in curves:
+        # Every payload is a point with a text.
         marks = []
         for payload, time in zip(curve.payload_bytes, curve.seconds, strict=True):
             text = f"{curve.name}: {show_bytes(payload)} in {show_seconds(time)}"
@@ -199,6 +213,7 @@ def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in marks)
         lines.append(Line(curve.name, points, marks))
 
+    # A line where the next algorithm becomes the fastest.
     crossings = [Crossing(across(part.low), show_bytes(part.low)) for part in ranges[1:]]
     return Chart(
         columns=[Tick(across(number), show_bytes(number)) for number in across.powers(8)],
@@ -224,6 +239,7 @@ class _Scale:
 
     def powers(self, base: int) -> list[float]:
         """Returns the powers of a number that are on the axis; both ends where there are none."""
+        # A power that is rounded to just outside is on the axis.
         first = math.ceil(math.log(self._ends[0], base) - 1e-9)
         last = math.floor(math.log(self._ends[1], base) + 1e-9)
         numbers = [float(base) ** exponent for exponent in range(first, last + 1)]
@@ -234,6 +250,8 @@ def show_seconds(seconds: float) -> str:
     """Returns a time with its unit."""
     if seconds == 0:
         return "0 s"
+
+    # The largest unit of which there is one.
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -75,6 +75,8 @@ def _place_grid(topology: Topology) -> Layout:
     plane_height = (num_rows + 1) * PITCH
 
     rank = np.arange(topology.num_ranks)
+
+    # Where each rank stands: its plane, and its row and column there.
     plane, cell = np.divmod(rank, num_rows * num_columns)
     row, column = np.divmod(cell, num_columns)
     x = plane % planes_a_row * plane_width + column * PITCH + _GAP
@@ -91,6 +93,7 @@ def _place_grid(topology: Topology) -> Layout:
 
 def _place_lanes(topology: Topology, shape: tuple[int, ...], chips: FloatArray) -> FloatArray:
     """Returns the boxes of the links of a grid."""
+    # Along which axis each link goes, and how far.
     source = np.stack(np.unravel_index(topology.links.source, shape))  # [axes, links]
     destination = np.stack(np.unravel_index(topology.links.destination, shape))
     distance = destination - source
@@ -124,6 +127,7 @@ def _place_lanes(topology: Topology, shape: tuple[int, ...], chips: FloatArray) 
 
 
 def _place_strips(topology: Topology) -> Layout:
+    # Links by the kinds of their ends.
     links = topology.links
     from_rank = links.source < topology.num_ranks
     to_rank = links.destination < topology.num_ranks
@@ -141,7 +145,14 @@ def _place_strips(topology: Topology) -> Layout:
         rows: IntArray = np.flatnonzero(is_kind)
         if not len(rows):
             continue
-        strips.append(Strip(f"{len(rows)} links {title}", top + 0.7 * _STRIP_HEAD))
+        strips.append(
+            Strip(
+                f"{len(rows)} links {title}",
+                top + 0.7 * _STRIP_HEAD,
+            )
+        )
+
+        # Squares in lines below the heading.
         line, place = np.divmod(np.arange(len(rows)), _STRIP_COLUMNS)
         y = top + _STRIP_HEAD + line * PITCH
         size = np.full(len(rows), PITCH - 2.0)
@@ -158,5 +169,10 @@ def _place_strips(topology: Topology) -> Layout:
     )
 
 
-def _boxes(x: FloatArray, y: FloatArray, width: FloatArray, height: FloatArray) -> FloatArray:
+def _boxes(
+    x: FloatArray,
+    y: FloatArray,
+    width: FloatArray,
+    height: FloatArray,
+) -> FloatArray:
     return np.stack([x, y, width, height], axis=1)
