@@ -39,6 +39,7 @@ class Waits:
 
     def add(self, mark: Mark) -> None:
         """Counts a wait that ends now."""
+        # Events of a GPU are compared when they have happened.
         now = _now(mark.device)
         if mark.device.type == "cuda":
             self._events.append((mark.group, mark.time, now))
@@ -50,6 +51,8 @@ class Waits:
         for group, start, end in self._events:
             end.synchronize()
             self._add_seconds(group, start.elapsed_time(end) / 1000)
+
+        # From here on anew.
         seconds = self._seconds
         self._seconds = {}
         self._events = []
@@ -66,6 +69,7 @@ _waits: Waits | None = None
 @contextmanager
 def measured_waits() -> Iterator[Waits]:
     """Counts what this process waits inside the block."""
+    # Whoever counted before goes on afterwards.
     global _waits
     earlier = _waits
     _waits = Waits()
