@@ -7,6 +7,7 @@ here.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe.network import all_reduces
 from moe.network.all_to_all import (
     AllToAll,
     along_axes,
@@ -18,7 +19,6 @@ from moe.network.all_to_all import (
     unfit_for_levels,
 )
 from moe.network.line_hops import two_way_ring
-from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 from moe.registry import Registry
@@ -100,16 +100,41 @@ ALL_TO_ALL.add(
 )
 
 
-def _ring(topology: Topology, num_units: int) -> Schedule:
-    return ring_all_reduce(topology.live_ranks, num_units, num_ranks=topology.num_ranks)
+def _add_all_reduce(name: str, summary: str, build: all_reduces.Build) -> None:
+    ALL_REDUCE.add(name, Algorithm(summary, build, all_reduces.reason_against(build)))
 
 
-def _two_way_ring(topology: Topology, num_units: int) -> Schedule:
-    return two_way_ring_all_reduce(topology.live_ranks, num_units, num_ranks=topology.num_ranks)
-
-
-ALL_REDUCE.add("ring", Algorithm("one ring, in the order of the ranks", _ring))
-ALL_REDUCE.add(
-    "two_way_ring",
-    Algorithm("one ring, half of the payload each way around", _two_way_ring),
+_add_all_reduce("ring", "one ring, messages routed", all_reduces.ring)
+_add_all_reduce("two_way_ring", "one ring, both ways around", all_reduces.two_way_ring)
+_add_all_reduce("neighbour_ring", "one ring of neighbours, both ways", all_reduces.neighbours)
+_add_all_reduce("torus", "rings along one axis after the other", all_reduces.torus)
+_add_all_reduce("torus_all_axes", "rings along all axes at once", all_reduces.torus_on_all_axes)
+_add_all_reduce("row_pairs", "rings of two rows, then across them", all_reduces.row_pairs)
+_add_all_reduce("column_pairs", "rings of two columns, then across", all_reduces.column_pairs)
+_add_all_reduce(
+    "row_and_column_pairs",
+    "rings of two rows and of two columns at once",
+    all_reduces.in_halves(all_reduces.row_pairs, all_reduces.column_pairs),
 )
+_add_all_reduce(
+    "row_bands", "row pairs in finer chunks, four rows at a hole", all_reduces.row_bands
+)
+_add_all_reduce("column_bands", "column pairs, four columns at a hole", all_reduces.column_bands)
+_add_all_reduce(
+    "row_and_column_bands",
+    "row bands and column bands at once",
+    all_reduces.in_halves(all_reduces.row_bands, all_reduces.column_bands),
+)
+for _num_slices in (1, 2, 4, 8):
+    _add_all_reduce(
+        f"row_pair_clients_{_num_slices}",
+        f"row pairs, broken ones as clients, slices: {_num_slices}",
+        all_reduces.row_pair_clients(_num_slices),
+    )
+
+
+def multi_ring(*levels: int) -> Algorithm:
+    """Returns the all-reduce in levels of the live ranks, the fastest level first."""
+    build = all_reduces.multi_ring(*levels)
+    sizes = " x ".join(str(size) for size in levels)
+    return Algorithm(f"rings in levels of {sizes}", build, all_reduces.reason_against(build))

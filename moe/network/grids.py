@@ -137,6 +137,7 @@ def row_pair_all_reduce(
     ranks: ArrayLike,
     num_units: int,
     *,
+    wraps: bool = False,
     num_ranks: int | None = None,
 ) -> Schedule:
     """Returns an all-reduce on a mesh without wrap: around pairs of rows, then across the pairs.
@@ -147,13 +148,14 @@ def row_pair_all_reduce(
     Args:
         ranks: <int64>[..., Y, X] ranks of the mesh; Y must be even.
         num_units: Units of the payload.
+        wraps: Whether the ends of all axes but the last are joined.
         num_ranks: Ranks of the schedule; those of the mesh unless given.
 
     Raises:
         ConfigError: When the rows cannot be paired.
     """
     pairs = pair_rows(np.asarray(ranks, np.int64))
-    rings = fold(pairs, [False] * (pairs.ndim - 1) + [True])
+    rings = fold(pairs, [wraps] * (pairs.ndim - 1) + [True])
     return torus_all_reduce(rings, num_units, num_ranks=num_ranks)
 
 

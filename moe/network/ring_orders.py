@@ -32,14 +32,35 @@ class TreeEdge(NamedTuple):
     is_below: bool
 
 
-def grid_of(topology: Topology) -> IntArray:
-    """Returns the ranks of a grid as an array of its shape.
+def mesh_of(topology: Topology) -> IntArray:
+    """Returns the ranks of a mesh or torus, links between neighbours, as an array of its shape.
 
     Raises:
-        ConfigError: When the network is no grid.
+        ConfigError: When the network is none.
     """
-    check(bool(topology.shape), "shape of a network", topology.shape, "that of a grid of ranks")
+    is_mesh = bool(topology.shape) and not topology.switched
+    check(is_mesh, "network", topology.name, "a grid of ranks with links between neighbours")
     return np.arange(topology.num_ranks).reshape(topology.shape)
+
+
+def whole_grid_of(topology: Topology) -> IntArray:
+    """Returns the ranks of a grid, or of levels of switches, without the lines that are dead.
+
+    Raises:
+        ConfigError: When the network is neither, or a line along an axis is dead in part.
+    """
+    check(bool(topology.shape), "network", topology.name, "a grid of ranks, or levels of switches")
+    grid = np.arange(topology.num_ranks).reshape(topology.shape)
+    is_dead = np.isin(grid, list(topology.dead))
+    for axis in range(grid.ndim):
+        others = tuple(other for other in range(grid.ndim) if other != axis)
+        is_kept = ~is_dead.all(axis=others)
+        grid = np.compress(is_kept, grid, axis)
+        is_dead = np.compress(is_kept, is_dead, axis)
+
+    dead = grid[is_dead].tolist()
+    check(not dead, "dead ranks", dead, "none on a grid, or all ranks of a line")
+    return grid
 
 
 def snake(grid: IntArray) -> IntArray:
@@ -82,7 +103,9 @@ def pair_rows(grid: IntArray) -> IntArray:
     """
     check(grid.ndim >= 2, "shape of a mesh", grid.shape, "two axes or more, to pair rows")
     *others, num_rows, width = grid.shape
-    check(num_rows % 2 == 0, "rows of a mesh", num_rows, "an even number, to pair them")
+    check(
+        num_rows % 2 == 0, "number of lines to pair", num_rows, "an even number of rows or columns"
+    )
 
     pairs = grid.reshape(*others, num_rows // 2, 2, width)
     back = pairs[..., 1, ::-1]
@@ -94,9 +117,9 @@ def survivor_order(topology: Topology) -> IntArray:
 
     Neighbours in the ring need not be neighbours on the network.
     """
-    if not topology.shape:
+    if not topology.shape or topology.switched:
         return topology.live_ranks
-    order = snake(grid_of(topology))
+    order = snake(mesh_of(topology))
     return order[~np.isin(order, list(topology.dead))]
 
 
@@ -123,7 +146,7 @@ def neighbour_ring(topology: Topology) -> IntArray:
 
 def _ring_of_whole(topology: Topology) -> IntArray:
     """Returns the ring of neighbours of a grid without holes."""
-    grid = grid_of(topology)
+    grid = mesh_of(topology)
     is_axis = np.array(grid.shape) > 1
     wraps = np.array(topology.wraps)[is_axis]
     grid = grid.squeeze()
@@ -155,7 +178,7 @@ def _ring_around_holes(topology: Topology) -> IntArray:
     Each block of 2 x 2 ranks is a ring, clockwise. Blocks that follow each other in a spanning tree
     are joined to one ring.
     """
-    grid = grid_of(topology)
+    grid = mesh_of(topology)
     check(grid.ndim == 2, "shape of a grid with dead ranks", grid.shape, "two axes")
     is_even = all(size % 2 == 0 for size in grid.shape)
     check(is_even, "shape of a grid with dead ranks", grid.shape, "even sizes")

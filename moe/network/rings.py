@@ -93,7 +93,8 @@ def ring_reduce_to(
     high = bounds[:, 1:]
 
     # In step t a chunk leaves the rank t + 1 places behind its owner.  [p - 1, R, C]
-    step = np.arange(size - 1)[:, None, None]
+    num_steps = size - 1 if (low < high).any() else 0
+    step = np.arange(num_steps)[:, None, None]
     place = owners + 1 + step
     table = transfers(
         step=step,

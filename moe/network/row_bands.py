@@ -137,8 +137,8 @@ def _find_helpers(is_dead: BoolArray) -> dict[int, int]:
         beside_it = [other for other in (pair - 1, pair + 1) if 0 <= other < len(is_dead)]
         free = [other for other in beside_it if not is_broken[other]]
         free = [other for other in free if other not in helpers.values()]
-        rows = f"rows {2 * pair} and {2 * pair + 1}"
-        check(len(free) > 0, f"whole pairs of rows beside {rows}", 0, "one for each broken pair")
+        lines = f"whole pairs beside lines {2 * pair} and {2 * pair + 1}"
+        check(len(free) > 0, lines, 0, "one for each pair of lines with a hole")
         helpers[pair] = free[0]
     return helpers
 

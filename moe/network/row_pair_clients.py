@@ -95,7 +95,12 @@ def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
         ConfigError: When Y is odd, or one rank of the two is dead and the other one live.
     """
     check(grid.ndim == 2, "shape of a mesh with holes", grid.shape, "two axes")
-    check(len(grid) % 2 == 0, "rows of a mesh", len(grid), "an even number, to pair them")
+    check(
+        len(grid) % 2 == 0,
+        "number of lines to pair",
+        len(grid),
+        "an even number of rows or columns",
+    )
     is_dead = np.isin(grid, list(dead))
     upper = is_dead[::2]
     torn = np.argwhere(upper != is_dead[1::2])
@@ -121,8 +126,8 @@ def row_pair_client_all_reduce(
         rows: Of `pair_rows_around_holes`.
         num_units: Units of the payload.
         num_ranks: Ranks of the schedule, the dead ones included.
-        num_slices: Slices of the payload, each a stage behind the one before it; more cost latency,
-            fewer leave links idle.
+        num_slices: Slices of the payload, each a turn of a ring behind the one before it; more cost
+            latency, fewer leave links idle.
 
     Source:
         Highly Available Data Parallel ML training on Mesh Networks (arXiv:2011.03605). Differs:
@@ -133,16 +138,15 @@ def row_pair_client_all_reduce(
         whole=np.flip(rows.whole),
         fragments=[Fragment(ring[::-1], hosts[::-1]) for ring, hosts in rows.fragments],
     )
-    longest = max((len(fragment.ring) for fragment in rows.fragments), default=0)
 
-    # Each slice in both directions.
+    # Each slice in both directions, a turn of a ring behind the one before it.
     bounds = split_evenly(num_units, 2 * num_slices)
     parts = []
     for index, direction in enumerate([rows, flipped] * num_slices):
         low = int(bounds[index])
         size = int(bounds[index + 1]) - low
         part = _one_way_all_reduce(direction, size, num_ranks).at(low, num_units)
-        parts.append(part.delayed(index // 2 * longest))
+        parts.append(part.delayed(index // 2 * rows.whole.shape[1]))
     return beside(parts)
 
 

@@ -1,0 +1,200 @@
+"""All-reduces on a network: which ranks stand in which row of a builder, or why none can.
+
+Each function takes a network and a number of units. It raises a ConfigError with the reason where
+the network does not fit.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moe.checks import check, check_integer
+from moe.errors import ConfigError
+from moe.network.grids import multi_ring_all_reduce, row_pair_all_reduce, torus_all_reduce
+from moe.network.ring_orders import fold, mesh_of, neighbour_ring, survivor_order, whole_grid_of
+from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
+from moe.network.row_bands import find_bands, row_band_all_reduce
+from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
+from moe.network.schedule import IntArray, Schedule, beside
+from moe.network.topology import Topology
+
+Build = Callable[[Topology, int], Schedule]
+"""Makes a schedule among the live ranks of a network, for a number of units."""
+
+_LARGEST_RING = 2048
+"""Ranks; there the schedule of a ring has 8 million transfers."""
+
+
+def ring(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around one ring of all live ranks, messages routed where they must be."""
+    _check_connected(topology)
+    order = survivor_order(topology)
+    _check_ring(order)
+    return ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+
+def two_way_ring(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around the same ring, half of the payload in each direction."""
+    _check_connected(topology)
+    order = survivor_order(topology)
+    _check_ring(order)
+    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+
+def neighbours(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around a ring of neighbours, half of the payload in each direction."""
+    _check_connected(topology)
+    order = neighbour_ring(topology)
+    _check_ring(order)
+    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+
+def torus(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum along one axis after the other, those that wrap first."""
+    return _torus(topology, num_units, rotates_axes=False)
+
+
+def torus_on_all_axes(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum along all axes at once, each the first one for its part of the payload."""
+    return _torus(topology, num_units, rotates_axes=True)
+
+
+def multi_ring(*levels: int) -> Build:
+    """Returns the builder of the sum in levels of the live ranks, the fastest level first."""
+
+    def build(topology: Topology, num_units: int) -> Schedule:
+        _check_connected(topology)
+        return multi_ring_all_reduce(
+            levels,
+            num_units,
+            ranks=topology.live_ranks,
+            num_ranks=topology.num_ranks,
+        )
+
+    return build
+
+
+def row_pairs(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of rows, and then across them."""
+    wraps = all(topology.wraps[:-1])
+    return _row_pairs(topology, mesh_of(topology), num_units, wraps=wraps)
+
+
+def column_pairs(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of columns, and then across them."""
+    wraps = all(topology.wraps[1:])
+    return _row_pairs(topology, mesh_of(topology).T, num_units, wraps=wraps)
+
+
+def row_bands(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of rows, four rows where there is a hole, and across them."""
+    wraps = all(topology.wraps[:-1])
+    return _bands(topology, mesh_of(topology), num_units, wraps=wraps)
+
+
+def column_bands(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of columns, four where there is a hole, and across them."""
+    wraps = all(topology.wraps[1:])
+    return _bands(topology, mesh_of(topology).T, num_units, wraps=wraps)
+
+
+def in_halves(first: Build, second: Build) -> Build:
+    """Returns the builder of two schedules at once, half of the payload each."""
+
+    def build(topology: Topology, num_units: int) -> Schedule:
+        middle = num_units // 2
+        head = first(topology, middle).at(0, num_units)
+        tail = second(topology, num_units - middle).at(middle, num_units)
+        return beside([head, tail])
+
+    return build
+
+
+def row_pair_clients(num_slices: int) -> Build:
+    """Returns the builder of the sum around pairs of rows with clients, in slices of the payload.
+
+    The columns are paired where the rows cannot be.
+    """
+
+    def build(topology: Topology, num_units: int) -> Schedule:
+        _check_connected(topology)
+        grid = mesh_of(topology)
+        check(bool(topology.dead), "dead ranks", [], "some, whose neighbours become clients")
+        wraps = topology.wraps
+        try:
+            rows = pair_rows_around_holes(grid, topology.dead, wraps=wraps[0])
+        except ConfigError:
+            rows = pair_rows_around_holes(grid.T, topology.dead, wraps=wraps[-1])
+        return row_pair_client_all_reduce(
+            rows,
+            num_units,
+            num_ranks=topology.num_ranks,
+            num_slices=num_slices,
+        )
+
+    return build
+
+
+def reason_against(build: Build) -> Callable[[Topology], str]:
+    """Returns the function that says why a builder does not fit a network; "" where it does."""
+
+    def unfit(topology: Topology) -> str:
+        try:
+            build(topology, 0)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return unfit
+
+
+def _torus(topology: Topology, num_units: int, *, rotates_axes: bool) -> Schedule:
+    grid = whole_grid_of(topology)
+    _check_connected(topology)
+
+    # An axis that does not wrap carries each byte twice: it comes last, with the least bytes.
+    axes = np.argsort(topology.wraps, kind="stable")
+    ranks = fold(grid, topology.wraps).transpose(axes)
+    return torus_all_reduce(
+        ranks,
+        num_units,
+        rotates_axes=rotates_axes,
+        num_ranks=topology.num_ranks,
+    )
+
+
+def _row_pairs(topology: Topology, grid: IntArray, num_units: int, *, wraps: bool) -> Schedule:
+    check(not topology.dead, "dead ranks", sorted(topology.dead), "none; take bands around holes")
+    _check_connected(topology)
+    return row_pair_all_reduce(grid, num_units, wraps=wraps, num_ranks=topology.num_ranks)
+
+
+def _bands(topology: Topology, grid: IntArray, num_units: int, *, wraps: bool) -> Schedule:
+    bands = find_bands(grid, topology.dead)
+    _check_connected(topology)
+    return row_band_all_reduce(bands, num_units, num_ranks=topology.num_ranks, wraps=wraps)
+
+
+def _check_ring(order: IntArray) -> None:
+    """Raises for a ring whose schedule would fill the memory."""
+    reason = "a ring has twice as many transfers as ranks squared"
+    check_integer("ranks of a ring", len(order), least=1, most=_LARGEST_RING, reason=reason)
+
+
+def _check_connected(topology: Topology) -> None:
+    """Raises when the live ranks cannot all reach each other."""
+    live = topology.live_ranks
+    check(bool(live.size), "live ranks", [], "at least one")
+
+    # Nodes that a message from the first live rank reaches, one link further each time.
+    reached = np.zeros(topology.num_nodes, np.bool_)
+    reached[live[0]] = True
+    num_reached = 0
+    while num_reached < reached.sum():
+        num_reached = int(reached.sum())
+        reached[topology.links.destination[reached[topology.links.source]]] = True
+
+    is_reached = reached[live]
+    lost = live[~is_reached] if is_reached.mean() > 0.5 else live[is_reached]
+    expected = "none; declare them dead too, or repair the links between them and the others"
+    check(bool(is_reached.all()), "live ranks that are cut off", lost.tolist(), expected)
