@@ -1,9 +1,9 @@
 """The schedule that a recipe names: an algorithm, a grid of ranks, those that are dead, the wire.
 
-    ring                                    a ring of all ranks
-    torus 4x4                               ranks numbered row by row on a grid of 4 rows of 4
-    row_pairs 4x4 without 5,6,9,10          the 12 ranks that are left of 16
-    torus 4x4 in bfloat16                   what travels is rounded, sums stay float32
+    ring                                        a ring of all ranks
+    torus 4x4                                   ranks numbered row by row on a grid of 4 rows of 4
+    row_pair_clients_1 4x4 without 1,2,5,6      the 12 ranks that are left of 16
+    torus 4x4 in bfloat16                       what travels is rounded, sums stay float32
 
 The ranks of a group play the live ranks of the grid in their order.
 """
