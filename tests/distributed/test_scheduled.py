@@ -84,6 +84,15 @@ def equal_replicas(collective, group):
     return num_equal
 
 
+def wire_error(group, schedule, live_ranks):
+    """Returns the error of a sum that travelled in bfloat16, relative to its largest entry."""
+    x = payload(dist.get_rank(), 1003, torch.float32)
+    theirs = x.double()
+    dist.all_reduce(theirs, group=group)
+    ours = execute(schedule, x, group, live_ranks=live_ranks, wire=torch.bfloat16)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
 class Unrounded(ScheduledCollective):
     """Leaves the owner of a shard the digits that the others do not get."""
 
@@ -100,6 +109,7 @@ def on_sixteen_ranks(rank, num_ranks):
         for kind in (ScheduledCollective, Unrounded):
             collective = kind(schedule, survivors, live_ranks=live_ranks, wire=torch.bfloat16)
             answers[kind.__name__] = equal_replicas(collective, survivors)
+        answers["wire error"] = wire_error(survivors, schedule, live_ranks)
 
     # A reduce-scatter leaves each rank its chunk alone.
     scatter = reduce_scatter_of(torus(), np.arange(16))
@@ -134,6 +144,7 @@ def test_sums_on_a_torus_and_around_a_hole_are_exact_and_equal_everywhere(tmp_pa
     for rank in set(range(16)) - set(HOLE):
         assert answers[rank]["ScheduledCollective"] == NUM_UPDATES, rank
         assert answers[rank]["Unrounded"] < NUM_UPDATES, rank
+        assert 1e-5 < answers[rank]["wire error"] < 0.01, rank
 
 
 def ring_all_to_all(num_ranks):
