@@ -16,11 +16,9 @@ import torch.distributed as dist
 from moe.distributed.row_exchange import ScheduledAllToAll
 from moe.distributed.scheduled import ScheduledCollective, execute
 from moe.errors import ConfigError, DistributedError
-from moe.network.grids import torus_all_reduce
+from moe.network.algorithms import ALL_REDUCE
 from moe.network.pruning import reduce_scatter_of
-from moe.network.ring_orders import grid_of
 from moe.network.rings import ring_all_reduce
-from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import Schedule, intervals, transfers
 from moe.network.topology import grid
 from tests.distributed.ranks import run_ranks
@@ -31,16 +29,18 @@ HOLE = (1, 2, 5, 6)
 NUM_UPDATES = 25
 
 
+NETWORK = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0)
+
+
 def torus():
-    network = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0)
-    return torus_all_reduce(grid_of(network), NUM_UNITS)
+    return ALL_REDUCE.get("torus").build(NETWORK, NUM_UNITS)
 
 
 def around_a_hole():
     """Returns the all-reduce of the 12 ranks that a 2 x 2 hole leaves of 4 x 4, and those ranks."""
-    rows = pair_rows_around_holes(np.arange(16).reshape(4, 4), HOLE, wraps=True)
-    live_ranks = np.setdiff1d(np.arange(16), HOLE)
-    return row_pair_client_all_reduce(rows, NUM_UNITS, num_ranks=16), live_ranks
+    network = NETWORK.without(HOLE)
+    schedule = ALL_REDUCE.get("row_pair_clients_1").build(network, NUM_UNITS)
+    return schedule, network.live_ranks
 
 
 def payload(rank, size, dtype):
