@@ -141,9 +141,16 @@ class _OneWay:
         self._is_touched = (self._source == me) | (self._destination == me)
         self._is_touched[expand(rows.low, rows.high, self._bounds)[1]] = True
 
-        # Units of the pair before each piece and behind it, and units of the pair in all. Units of
-        # ranks that are dead belong to no pair.
+        # Units of ranks that are dead belong to no pair.
         self._pieces = np.flatnonzero(self._source >= 0)
+        is_whole = (self._source < 0) == (self._destination < 0)
+        if not is_whole.all():
+            raise ConfigError(
+                f"Unit {self._bounds[int(np.argmin(is_whole))]} of the schedule begins at no rank, "
+                "or ends at none; in an all-to-all every unit does both."
+            )
+
+        # Units of the pair before each piece and behind it, and units of the pair in all.
         source = self._source[self._pieces]
         pair = source * program.num_group_ranks + self._destination[self._pieces]
         num_units = np.diff(self._bounds)[self._pieces]

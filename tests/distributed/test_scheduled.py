@@ -6,6 +6,7 @@ One start of 16 processes does for all cases; each test looks at its own part of
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -19,7 +20,7 @@ from moe.errors import ConfigError, DistributedError
 from moe.network.algorithms import ALL_REDUCE
 from moe.network.pruning import reduce_scatter_of
 from moe.network.rings import ring_all_reduce
-from moe.network.schedule import Schedule, intervals, transfers
+from moe.network.schedule import Intervals, Schedule, intervals, transfers
 from moe.network.topology import grid
 from tests.distributed.ranks import run_ranks
 
@@ -169,6 +170,10 @@ def ring_all_to_all(num_ranks):
     )
 
 
+def select(part, rows):
+    return Intervals(*(column[rows] for column in part))
+
+
 def blocks_of_five_ranks(rank, num_ranks):
     exchange = ScheduledAllToAll(ring_all_to_all(num_ranks))
     generator = torch.Generator().manual_seed(1)
@@ -187,8 +192,18 @@ def blocks_of_five_ranks(rank, num_ranks):
         returned = exchange.route_back(counts.numpy()).issue(ours).wait()
         assert torch.equal(returned, x), most
 
-    with pytest.raises(ConfigError, match="in an all-to-all"):
+    # What is no all-to-all among these ranks is refused.
+    whole = ring_all_to_all(num_ranks)
+    with pytest.raises(ConfigError, match="begins or ends at 5 ranks; expected one"):
         ScheduledAllToAll(ring_all_reduce(range(num_ranks), 10))
+    without_end = replace(whole, after=whole.after._replace(high=whole.after.high - 1))
+    with pytest.raises(ConfigError, match="Unit 1 of the schedule begins at no rank, or ends at"):
+        ScheduledAllToAll(without_end)
+    is_first = whole.before.low == 0
+    without_pair = replace(whole, before=select(whole.before, ~is_first))
+    without_pair = replace(without_pair, after=select(whole.after, whole.after.low != 0))
+    with pytest.raises(ConfigError, match="no units from rank 0 to rank 0 of the group"):
+        ScheduledAllToAll(without_pair)
 
 
 @pytest.mark.slow
