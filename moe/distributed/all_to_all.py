@@ -248,9 +248,10 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
 
     with record_function("moe.counts"):
         if axis.exchange is not None:
-            everyone = sent.new_empty(axis.size, *sent.shape)  # [ep, ep, E / ep]
+            everyone = sent.new_empty(axis.size * axis.size, sent.shape[1])
             work = all_gather_flat(everyone, sent, axis.group, async_op=True)
-            return _ScheduledCounts(axis.exchange, axis.group, everyone, work)
+            counts_of_all = everyone.view(axis.size, *sent.shape)  # [ep, ep, E / ep]
+            return _ScheduledCounts(axis.exchange, axis.group, counts_of_all, work)
 
         # Every rank sends one row of counts to every other: splits are known.
         steps = equal_route(axis, axis.size, counts.device).steps

@@ -35,9 +35,11 @@ def attach_exchanges(
         replicas: Ranks that hold the same shard as this one.
         gradients: Sums them by a schedule; None for torch's own collectives.
     """
+    # Parameters, where more than one rank has a part of them.
     if dist.get_world_size(shards) > 1:
         unit.set_custom_all_gather(AllGather())  # pyright: ignore[reportArgumentType]
 
+    # Gradients: chunks over shards, then each chunk over replicas.
     replica_sum = ReplicaSum(replicas, gradients)
     scatter = ReduceScatter(replica_sum, gradients)
     unit.set_custom_reduce_scatter(scatter)  # pyright: ignore[reportArgumentType]
@@ -95,6 +97,7 @@ class ReplicaSum:
 
     def __call__(self, x: Tensor) -> None:
         """Replaces <float>[N] by its sum over the replicas."""
+        # Torch has summed before this call.
         if self._gradients is None:
             end_wait(self._mark)
             return
@@ -122,6 +125,7 @@ class ReduceScatter(_Memory):
         device: torch.device,
     ) -> Tensor:
         """Returns memory; of a unit that one rank holds whole, torch goes on with the replicas."""
+        # Nothing else says when that begins: of the two calls the last one counts.
         memory = super().allocate(size, dtype=dtype, device=device)
         self._replica_sum.begin(device)
         return memory
@@ -142,4 +146,6 @@ class ReduceScatter(_Memory):
                 reduce_scatter_flat(output_tensor, input_tensor, group)
             else:
                 output_tensor.copy_(self._gradients.reduce_scatter(input_tensor, group))
+
+        # What torch does next is the sum over replicas.
         self._replica_sum.begin(input_tensor.device)

@@ -52,11 +52,16 @@ class GradientReduction:
         """Returns the collective for tensors of one size; builds it at the first call."""
         key = (group, scatters, num_elements)
         if key not in self._collectives:
+            # A unit is an element: chunks are FSDP's to the last one.
             size = dist.get_world_size(group)
             live_ranks = self._choice.topology(size).live_ranks
             schedule = self._choice.build(size, num_elements)
+
+            # FSDP wants one chunk on each rank, the i-th on the i-th.
             if scatters:
                 schedule = reduce_scatter_of(schedule, live_ranks)
+
+            # On a narrower wire only what travels is rounded, and what replicas share.
             self._collectives[key] = ScheduledCollective(
                 schedule,
                 group,

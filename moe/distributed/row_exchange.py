@@ -69,6 +69,7 @@ class BlockRoute(NamedTuple):
 
         Steps after the first wait for `wait`, since each needs what the one before has brought.
         """
+        # The own rows take their places in the buffer.
         buffer = x.new_empty(self.num_rows, *x.shape[1:])
         start = 0
         for span in self.leaving:
@@ -76,6 +77,8 @@ class BlockRoute(NamedTuple):
             buffer[span] = x[start:stop]
             start = stop
         assert start == len(x), f"{len(x)} rows for a route of {start}"
+
+        # The first step goes out at once.
         execution = Execution(self.steps, buffer, self.group)
         return PendingBlocks(self.group, execution, buffer, self.arriving)
 
@@ -132,13 +135,22 @@ class _OneWay:
         self._bounds = bounds_of_pieces((rows, schedule.before, schedule.after))
         self._source = self._owners(schedule.before)
         self._destination = self._owners(schedule.after)
+
+        # What this rank begins or ends with, or passes on.
         me = program.group_rank
         self._is_touched = (self._source == me) | (self._destination == me)
         self._is_touched[expand(rows.low, rows.high, self._bounds)[1]] = True
 
-        # Units of the pair before each piece and behind it, and units of the pair in all. Units of
-        # ranks that are dead belong to no pair.
+        # Units of ranks that are dead belong to no pair.
         self._pieces = np.flatnonzero(self._source >= 0)
+        is_whole = (self._source < 0) == (self._destination < 0)
+        if not is_whole.all():
+            raise ConfigError(
+                f"Unit {self._bounds[int(np.argmin(is_whole))]} of the schedule begins at no rank, "
+                "or ends at none; in an all-to-all every unit does both."
+            )
+
+        # Units of the pair before each piece and behind it, and units of the pair in all.
         source = self._source[self._pieces]
         pair = source * program.num_group_ranks + self._destination[self._pieces]
         num_units = np.diff(self._bounds)[self._pieces]
@@ -146,6 +158,7 @@ class _OneWay:
         np.add.at(units_of_pair, pair, num_units)
         _require_every_pair(units_of_pair, program.num_group_ranks)
 
+        # Pieces of a pair follow each other in the order of their units.
         order = np.argsort(pair, kind="stable")
         starts_of_pairs = np.cumsum(units_of_pair) - units_of_pair
         starts = np.cumsum(num_units[order]) - num_units[order] - starts_of_pairs[pair[order]]
@@ -160,6 +173,8 @@ class _OneWay:
         block = counts[self._source[self._pieces], self._destination[self._pieces]]
         first = block * self._start_in_pair // self._pair_units
         last = block * self._end_in_pair // self._pair_units
+
+        # Only what this rank touches has a place in its buffer.
         num_rows = np.zeros(len(self._bounds) - 1, np.int64)
         num_rows[self._pieces] = last - first
         num_rows[~self._is_touched] = 0
@@ -191,6 +206,8 @@ class _OneWay:
                 f"Unit {self._bounds[index]} of the schedule begins or ends at "
                 f"{num_owners[index]} ranks; expected one, as in an all-to-all."
             )
+
+        # Ranks in the numbers of the group.
         owners = np.full(len(num_owners), -1, np.int64)
         owners[piece] = self._program.group_ranks[part.rank[row]]
         return owners

@@ -1,9 +1,9 @@
 """The schedule that a recipe names: an algorithm, a grid of ranks, those that are dead, the wire.
 
-    ring                                    a ring of all ranks
-    torus 4x4                               ranks numbered row by row on a grid of 4 rows of 4
-    row_pairs 4x4 without 5,6,9,10          the 12 ranks that are left of 16
-    torus 4x4 in bfloat16                   what travels is rounded, sums stay float32
+    ring                                        a ring of all ranks
+    torus 4x4                                   ranks numbered row by row on a grid of 4 rows of 4
+    row_pair_clients_1 4x4 without 1,2,5,6      the 12 ranks that are left of 16
+    torus 4x4 in bfloat16                       what travels is rounded, sums stay float32
 
 The ranks of a group play the live ranks of the grid in their order.
 """
@@ -58,12 +58,15 @@ class ScheduleChoice:
         Raises:
             ConfigError: When the grid has other ranks, or the algorithm does not fit it.
         """
+        # As many ranks as run.
         num_live = math.prod(self.shape) - len(self.dead) if self.shape else size
         if num_live != size:
             raise ConfigError(
                 f"{self.name} is {self.text!r}, a grid with {num_live} live ranks, but {what} has "
                 f"{size}. Choose a grid of {size} live ranks, or none for one ring of all."
             )
+
+        # A network on which the algorithm can be built.
         network = self.topology(size)
         reason = self.algorithm.unfit(network)
         if reason:
@@ -74,6 +77,7 @@ class ScheduleChoice:
 
     def topology(self, size: int) -> Topology:
         """Returns the network of a group of so many ranks; only its form counts."""
+        # Without a grid the ranks are a ring.
         shape = self.shape or (size,)
         whole = grid(shape, wraps=True, bandwidth=1.0, latency=0.0)
         return whole.without(self.dead) if self.dead else whole

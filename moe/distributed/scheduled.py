@@ -104,6 +104,7 @@ class RankProgram:
         *,
         live_ranks: Sequence[int] | IntArray | None = None,
     ) -> None:
+        # Who this rank is: among the running ranks, and in the schedule.
         self.schedule = schedule
         self.group = group
         self.num_group_ranks = dist.get_world_size(group)
@@ -113,6 +114,7 @@ class RankProgram:
         self.rank = int(np.flatnonzero(self.group_ranks == self.group_rank)[0])
         """This rank's number in the schedule."""
 
+        # Of a large schedule a rank keeps little.
         table = schedule.transfers
         is_own = (table.source == self.rank) | (table.destination == self.rank)
         self.rows = table.select(np.flatnonzero(is_own))
@@ -123,6 +125,7 @@ class RankProgram:
         Args:
             place: Where units lie in this rank's buffer.
         """
+        # Rows are sorted by step.
         steps: list[RankStep] = []
         pending: list[_Row] = []
         for row in self._rows_in_elements(place):
@@ -148,9 +151,12 @@ class RankProgram:
 
     def _rows_in_elements(self, place: Placement) -> Iterable[_Row]:
         """Yields the rows that move any element."""
+        # The other rank of each row.
         rows = self.rows
         sends = rows.source == self.rank
         peers = self.group_ranks[np.where(sends, rows.destination, rows.source)]
+
+        # What lies between two units may be empty.
         columns = (rows.step, peers, sends, place(rows.low), place(rows.high), rows.adds)
         lists = [column.tolist() for column in columns]
         for step, peer, is_sent, low, high, adds in zip(*lists, strict=True):
@@ -171,6 +177,8 @@ def _group_ranks(
     size = dist.get_world_size(group)
     if live_ranks is None:
         live_ranks = np.arange(schedule.num_ranks)
+
+    # Every running rank plays another one.
     live = np.asarray(live_ranks, np.int64)
     expected = f"a rank of the schedule for each of the {size} ranks of the group"
     check(len(live) == size, "the number of live ranks", len(live), expected)
@@ -202,6 +210,7 @@ def _rank_step(rows: Sequence[_Row]) -> RankStep:
     lengths: list[int] = []
     arrivals: list[Arrival] = []
     for row in rows:
+        # Both ranks put the rows of a message in the order of the schedule.
         length = row.span.stop - row.span.start
         if row.sends:
             _append_span(spans_to.setdefault(row.peer, []), row.span)
@@ -283,11 +292,14 @@ class Execution:
         self._received = []
         self._sent = []
 
+        # What arrives waits beside the buffer, where sums are not yet to be touched.
         operations: list[dist.P2POp] = []
         for message in step.receives:
             scratch = self._buffer.new_empty(message.num_elements, *shape, dtype=self._wire)
             self._received.append(scratch)
             operations.append(self._operation(dist.irecv, scratch, message.peer))
+
+        # Sent tensors must live until they are sent.
         for message in step.sends:
             content = self._content(message)
             self._sent.append(content)
@@ -306,6 +318,7 @@ class Execution:
         except RuntimeError as error:
             raise self._lost_rank(index, error) from error
 
+        # In the order of the rows, so that sums are the same in every run.
         for arrival in self._steps[index].arrivals:
             target = self._buffer[arrival.span]
             content = self._received[arrival.message][arrival.part]
@@ -324,6 +337,7 @@ class Execution:
 
     def _content(self, message: Message) -> Tensor:
         """Returns a message: a view of the buffer where it is one span of the same dtype."""
+        # Only rows that are apart must be put together.
         parts = [self._buffer[span] for span in message.spans]
         content = parts[0] if len(parts) == 1 else torch.cat(parts)
         return content.to(self._wire)
@@ -407,6 +421,8 @@ class ScheduledCollective:
         # Narrow floats are summed in float32.
         flat = x.view(-1)
         buffer = flat.to(_sum_dtype(x.dtype))
+
+        # Steps are those of the size, and are made once.
         num_elements = flat.numel()
         steps = self._steps_by_size.get(num_elements)
         if steps is None:
@@ -433,6 +449,8 @@ class ScheduledCollective:
         """Returns where units begin in a tensor, over which they are spread evenly."""
         num_units = max(self._program.schedule.num_units, 1)
         whole, rest = divmod(num_elements, num_units)
+
+        # As units * num_elements // num_units, which may be beyond 64 bits.
 
         def place(units: IntArray) -> IntArray:
             return units * whole + units * rest // num_units

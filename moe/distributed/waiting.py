@@ -39,6 +39,7 @@ class Waits:
 
     def add(self, mark: Mark) -> None:
         """Counts a wait that ends now."""
+        # Events of a GPU are compared when they have happened.
         now = _now(mark.device)
         if mark.device.type == "cuda":
             self._events.append((mark.group, mark.time, now))
@@ -50,6 +51,8 @@ class Waits:
         for group, start, end in self._events:
             end.synchronize()
             self._add_seconds(group, start.elapsed_time(end) / 1000)
+
+        # From here on anew.
         seconds = self._seconds
         self._seconds = {}
         self._events = []
@@ -66,6 +69,7 @@ _waits: Waits | None = None
 @contextmanager
 def measured_waits() -> Iterator[Waits]:
     """Counts what this process waits inside the block."""
+    # Whoever counted before goes on afterwards.
     global _waits
     earlier = _waits
     _waits = Waits()
@@ -88,14 +92,28 @@ def end_wait(mark: Mark | None) -> None:
         _waits.add(mark)
 
 
-@contextmanager
-def waiting_for(group: ProcessGroup | None, device: torch.device) -> Iterator[None]:
-    """Counts the block as waiting for the ranks of a group; None for all."""
-    mark = begin_wait(group, device)
-    try:
-        yield
-    finally:
-        end_wait(mark)
+class waiting_for:  # noqa: N801  used as a function
+    """Counts a block as waiting for the ranks of a group.
+
+    A class, since a generator's context costs twice as much, and a step has dozens of them.
+
+    Args:
+        group: The ranks; None for all.
+        device: Where the exchange runs.
+    """
+
+    __slots__ = ("_device", "_group", "_mark")
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._mark: Mark | None = None
+
+    def __enter__(self) -> None:
+        self._mark = begin_wait(self._group, self._device)
+
+    def __exit__(self, *_: object) -> None:
+        end_wait(self._mark)
 
 
 def group_name(group: ProcessGroup | None) -> str:

@@ -10,15 +10,20 @@ from moe.network.schedule import IntArray, Intervals, Transfers
 
 def bounds_of_pieces(parts: Iterable[Intervals | Transfers]) -> IntArray:
     """Returns the sorted <int64>[pieces + 1] bounds of all intervals; none of no intervals."""
-    bounds = [bound for part in parts for bound in (part.low, part.high)]
+    bounds: list[IntArray] = []
+    for part in parts:
+        bounds += [part.low, part.high]
     return np.unique(np.concatenate(bounds))
 
 
 def expand(low: IntArray, high: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
     """Returns a row for every piece of every interval: the interval's index and the piece's."""
+    # Pieces of an interval are neighbours.
     first = np.searchsorted(bounds, low)
     num_pieces = np.searchsorted(bounds, high) - first
     row = np.repeat(np.arange(len(low)), num_pieces)
+
+    # Each row counts on from the first piece of its interval.
     starts = np.cumsum(num_pieces) - num_pieces
     piece = np.arange(len(row)) - np.repeat(starts - first, num_pieces)
     return row, piece

@@ -26,6 +26,7 @@ def prune(schedule: Schedule, after: Intervals) -> Schedule:
     kept_rows: list[IntArray] = []
     kept_pieces: list[IntArray] = []
     for step in reversed(range(schedule.num_steps)):
+        # Rows of this step that write what is needed after it.
         first = int(schedule.step_offsets[step])
         last = int(schedule.step_offsets[step + 1])
         row, piece = expand(table.low[first:last], table.high[first:last], bounds)

@@ -78,8 +78,9 @@ class Run(NamedTuple):
     """Everything that a run is made of.
 
     Attributes:
-        folder: Receives metrics.jsonl, rank_seconds.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml and in the
-            end model/; on several machines it lies on a file system that all of them see.
+        folder: Receives metrics.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml, with
+            several ranks rank_seconds.jsonl, and in the end model/; on several machines it lies on
+            a file system that all of them see.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
         tokenizer: Saved beside the model.

@@ -66,6 +66,7 @@ class RankSeconds(NamedTuple):
     @property
     def has_straggler(self) -> bool:
         """Whether the slowest rank works longer than the others by more than noise."""
+        # How far the others are from each other.
         median = self.median_of_others
         distances = [abs(seconds - median) for seconds in self._others()]
         noise = _LEAST_SPREADS * statistics.median(distances)
@@ -99,9 +100,12 @@ class RankClock:
 
     def end_step(self) -> None:
         """Counts the step: what was not waited was work."""
+        # What is not waited is work.
         total = time.perf_counter() - self._started
         waits = self._waits.take()
         self._seconds[WORK] += total - sum(waits.values())
+
+        # Groups that are no axis sum over all ranks, or all data ranks.
         for group, seconds in waits.items():
             axis = self._axis_of_group.get(group, OTHER_AXIS)
             self._seconds[axis] += seconds
@@ -112,9 +116,9 @@ class RankClock:
         self._seconds = dict.fromkeys(self._columns, 0.0)
 
         # A few numbers on the host, whatever the model's device is.
-        everyone = here.new_empty(dist.get_world_size(), len(here))
+        everyone = here.new_empty(dist.get_world_size() * len(here))
         all_gather_flat(everyone, here, None)
-        columns = everyone.T.tolist()
+        columns = everyone.view(-1, len(here)).T.tolist()
         return RankSeconds(dict(zip(self._columns, columns, strict=True)))
 
 
@@ -127,9 +131,12 @@ class StragglerWatch:
 
     def observe(self, seconds: RankSeconds) -> int | None:
         """Returns the rank that is slow now as it was before; None for none."""
+        # One interval without ends a run of them.
         if not seconds.has_straggler:
             self._times = 0
             return None
+
+        # So does another rank.
         if seconds.slowest != self._rank:
             self._times = 0
         self._rank = seconds.slowest
@@ -144,6 +151,7 @@ class StragglerWatch:
 
 def straggler_text(seconds: RankSeconds, step: int) -> str:
     """Returns the warning that names the slowest rank."""
+    # The axis on which most is waited.
     rank = seconds.slowest
     waits = {}
     for axis, column in seconds.columns.items():
@@ -179,10 +187,13 @@ def _axes_by_group(mesh: Mesh) -> dict[str, str]:
         "tp": [mesh.device_mesh["tp"].get_group()],
         "ep": [mesh.device_mesh["ep"].get_group()],
     }
+
+    # Exchanges in two levels have groups of their own.
     if mesh.ep is not None:
         nodes = (mesh.ep.intra_node, mesh.ep.inter_node)
         groups["ep"] += [group for group in nodes if group is not None]
 
+    # Where two axes are one group, the first gives the name.
     axes: dict[str, str] = {}
     for axis, axis_groups in groups.items():
         for group in axis_groups:

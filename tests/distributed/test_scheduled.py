@@ -6,6 +6,7 @@ One start of 16 processes does for all cases; each test looks at its own part of
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -16,12 +17,10 @@ import torch.distributed as dist
 from moe.distributed.row_exchange import ScheduledAllToAll
 from moe.distributed.scheduled import ScheduledCollective, execute
 from moe.errors import ConfigError, DistributedError
-from moe.network.grids import torus_all_reduce
+from moe.network.algorithms import ALL_REDUCE
 from moe.network.pruning import reduce_scatter_of
-from moe.network.ring_orders import grid_of
 from moe.network.rings import ring_all_reduce
-from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
-from moe.network.schedule import Schedule, intervals, transfers
+from moe.network.schedule import Intervals, Schedule, intervals, transfers
 from moe.network.topology import grid
 from tests.distributed.ranks import run_ranks
 
@@ -31,16 +30,18 @@ HOLE = (1, 2, 5, 6)
 NUM_UPDATES = 25
 
 
+NETWORK = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0)
+
+
 def torus():
-    network = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0)
-    return torus_all_reduce(grid_of(network), NUM_UNITS)
+    return ALL_REDUCE.get("torus").build(NETWORK, NUM_UNITS)
 
 
 def around_a_hole():
     """Returns the all-reduce of the 12 ranks that a 2 x 2 hole leaves of 4 x 4, and those ranks."""
-    rows = pair_rows_around_holes(np.arange(16).reshape(4, 4), HOLE, wraps=True)
-    live_ranks = np.setdiff1d(np.arange(16), HOLE)
-    return row_pair_client_all_reduce(rows, NUM_UNITS, num_ranks=16), live_ranks
+    network = NETWORK.without(HOLE)
+    schedule = ALL_REDUCE.get("row_pair_clients_1").build(network, NUM_UNITS)
+    return schedule, network.live_ranks
 
 
 def payload(rank, size, dtype):
@@ -84,6 +85,15 @@ def equal_replicas(collective, group):
     return num_equal
 
 
+def wire_error(group, schedule, live_ranks):
+    """Returns the error of a sum that travelled in bfloat16, relative to its largest entry."""
+    x = payload(dist.get_rank(), 1003, torch.float32)
+    theirs = x.double()
+    dist.all_reduce(theirs, group=group)
+    ours = execute(schedule, x, group, live_ranks=live_ranks, wire=torch.bfloat16)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
 class Unrounded(ScheduledCollective):
     """Leaves the owner of a shard the digits that the others do not get."""
 
@@ -100,6 +110,7 @@ def on_sixteen_ranks(rank, num_ranks):
         for kind in (ScheduledCollective, Unrounded):
             collective = kind(schedule, survivors, live_ranks=live_ranks, wire=torch.bfloat16)
             answers[kind.__name__] = equal_replicas(collective, survivors)
+        answers["wire error"] = wire_error(survivors, schedule, live_ranks)
 
     # A reduce-scatter leaves each rank its chunk alone.
     scatter = reduce_scatter_of(torus(), np.arange(16))
@@ -134,6 +145,7 @@ def test_sums_on_a_torus_and_around_a_hole_are_exact_and_equal_everywhere(tmp_pa
     for rank in set(range(16)) - set(HOLE):
         assert answers[rank]["ScheduledCollective"] == NUM_UPDATES, rank
         assert answers[rank]["Unrounded"] < NUM_UPDATES, rank
+        assert 1e-5 < answers[rank]["wire error"] < 0.01, rank
 
 
 def ring_all_to_all(num_ranks):
@@ -158,6 +170,10 @@ def ring_all_to_all(num_ranks):
     )
 
 
+def select(part, rows):
+    return Intervals(*(column[rows] for column in part))
+
+
 def blocks_of_five_ranks(rank, num_ranks):
     exchange = ScheduledAllToAll(ring_all_to_all(num_ranks))
     generator = torch.Generator().manual_seed(1)
@@ -176,8 +192,18 @@ def blocks_of_five_ranks(rank, num_ranks):
         returned = exchange.route_back(counts.numpy()).issue(ours).wait()
         assert torch.equal(returned, x), most
 
-    with pytest.raises(ConfigError, match="in an all-to-all"):
+    # What is no all-to-all among these ranks is refused.
+    whole = ring_all_to_all(num_ranks)
+    with pytest.raises(ConfigError, match="begins or ends at 5 ranks; expected one"):
         ScheduledAllToAll(ring_all_reduce(range(num_ranks), 10))
+    without_end = replace(whole, after=whole.after._replace(high=whole.after.high - 1))
+    with pytest.raises(ConfigError, match="Unit 1 of the schedule begins at no rank, or ends at"):
+        ScheduledAllToAll(without_end)
+    is_first = whole.before.low == 0
+    without_pair = replace(whole, before=select(whole.before, ~is_first))
+    without_pair = replace(without_pair, after=select(whole.after, whole.after.low != 0))
+    with pytest.raises(ConfigError, match="no units from rank 0 to rank 0 of the group"):
+        ScheduledAllToAll(without_pair)
 
 
 @pytest.mark.slow

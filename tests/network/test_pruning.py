@@ -4,10 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.network.grids import torus_all_reduce
+from moe.network.algorithms import ALL_REDUCE
 from moe.network.pruning import reduce_scatter_of
 from moe.network.rings import ring_all_reduce, ring_reduce_scatter, two_way_ring_all_reduce
-from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
+from moe.network.schedule import Schedule
+from moe.network.topology import grid
 from moe.network.verify import verify
 
 RANKS = st.integers(1, 9)
@@ -36,18 +37,17 @@ def test_chunks_may_belong_to_the_ranks_in_any_order(
 
 
 def test_a_torus_and_a_mesh_with_a_hole_leave_a_reduce_scatter() -> None:
-    torus = torus_all_reduce(np.arange(12).reshape(3, 4), 240)
+    network = grid((3, 4), wraps=True, bandwidth=1.0, latency=0.0)
+    torus = ALL_REDUCE.get("torus").build(network, 240)
     scatter = reduce_scatter_of(torus, np.arange(12))
     verify(scatter)
     assert num_units_sent(scatter) < 0.7 * num_units_sent(torus)
 
-    hole = (1, 2, 5, 6)
-    rows = pair_rows_around_holes(np.arange(16).reshape(4, 4), hole, wraps=True)
-    whole = row_pair_client_all_reduce(rows, 240, num_ranks=16)
+    network = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0).without((1, 2, 5, 6))
+    whole = ALL_REDUCE.get("row_pair_clients_1").build(network, 240)
     verify(whole)
-    survivors = np.setdiff1d(np.arange(16), hole)
-    verify(reduce_scatter_of(whole, survivors))
+    verify(reduce_scatter_of(whole, network.live_ranks))
 
 
-def num_units_sent(schedule) -> int:
+def num_units_sent(schedule: Schedule) -> int:
     return int((schedule.transfers.high - schedule.transfers.low).sum())

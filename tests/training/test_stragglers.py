@@ -74,6 +74,10 @@ def test_the_warning_says_who_and_how_much():
     }
 
 
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_a_resumed_run_goes_on_with_the_seconds_of_its_ranks(tmp_path):
     with MetricsWriter(tmp_path, 0) as writer:
         for step in (1, 2, 3):
@@ -81,8 +85,7 @@ def test_a_resumed_run_goes_on_with_the_seconds_of_its_ranks(tmp_path):
     with MetricsWriter(tmp_path, 2) as writer:
         writer.write_ranks(3, {"work": [0.5, 0.25]})
 
-    lines = [json.loads(line) for line in (tmp_path / "rank_seconds.jsonl").open()]
-    assert lines == [
+    assert read_lines(tmp_path / "rank_seconds.jsonl") == [
         {"step": 1, "work": [0.1, 0.333333]},
         {"step": 2, "work": [0.1, 0.666667]},
         {"step": 3, "work": [0.5, 0.25]},
@@ -134,11 +137,11 @@ def test_a_rank_that_sleeps_is_named_in_the_log_and_in_the_metrics(tmp_path):
     assert f"rank {SLOW_RANK} was the slowest 3 times running" in said[0]
     assert "on dense_shard" in said[0]
     run = tmp_path / "run"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    lines = read_lines(run / "metrics.jsonl")
     assert {line["ranks/straggler"] for line in lines if "ranks/straggler" in line} == {SLOW_RANK}
 
     # Ranks end their steps together: work and waiting of each add up to the same.
-    intervals = [json.loads(line) for line in (run / "rank_seconds.jsonl").open()]
+    intervals = read_lines(run / "rank_seconds.jsonl")
     assert [entry["step"] for entry in intervals] == list(range(2, 21, 2))
     for entry in intervals:
         columns = [column for name, column in entry.items() if name != "step"]
