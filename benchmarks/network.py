@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import benchmarks.network_all_reduce
+import benchmarks.network_all_to_all
 import benchmarks.network_goodput  # noqa: F401  they register their reports
 from benchmarks.machine import save_report
 from benchmarks.network_rows import REPORTS, Row, published, rows_of

@@ -12,13 +12,14 @@ from moe.network.all_to_all import (
     AllToAll,
     along_axes,
     around,
+    around_both_ways,
     direct,
     even_counts,
     two_level,
     unfit_for_grid,
     unfit_for_levels,
 )
-from moe.network.line_hops import two_way_ring
+from moe.network.ring_orders import survivor_order
 from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 from moe.registry import Registry
@@ -50,54 +51,53 @@ ALL_REDUCE: Registry[Algorithm] = Registry("all-reduce algorithm")
 ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 """Ways to send a part of every live rank's payload to every other one."""
 
-_NUM_SLICES = 6
-"""Of an all-to-all along one axis after the other."""
-
-
-def _evenly(build: Callable[[IntArray, Topology], AllToAll]) -> Callable[[Topology, int], Schedule]:
-    """Returns a builder for units that are split evenly among all pairs of live ranks."""
-
-    def build_evenly(topology: Topology, num_units: int) -> Schedule:
-        return build(even_counts(topology, num_units), topology).schedule
-
-    return build_evenly
+_MOST_RANKS = 1024
+"""Live ranks of an all-to-all; they have a million pairs."""
 
 
 def _half_ring(counts: IntArray, topology: Topology) -> AllToAll:
-    return around(counts, topology.live_ranks.tolist())
+    return around(counts, survivor_order(topology).tolist())
 
 
 def _whole_ring(counts: IntArray, topology: Topology) -> AllToAll:
-    return around(counts, topology.live_ranks.tolist(), ring=two_way_ring)
-
-
-def _axes(counts: IntArray, topology: Topology) -> AllToAll:
-    return along_axes(counts, topology, num_slices=_NUM_SLICES, rotates=False)
+    return around_both_ways(counts, survivor_order(topology).tolist())
 
 
 def _rotated_axes(counts: IntArray, topology: Topology) -> AllToAll:
     return along_axes(counts, topology, num_slices=len(topology.shape))
 
 
-ALL_TO_ALL.add("direct", Algorithm("every pair straight, over its own route", _evenly(direct)))
-ALL_TO_ALL.add("ring", Algorithm("one ring, half of every block each way", _evenly(_whole_ring)))
-ALL_TO_ALL.add("half_ring", Algorithm("one ring, the shorter way around", _evenly(_half_ring)))
-ALL_TO_ALL.add(
-    "axes",
-    Algorithm("half rings, axis after axis, in slices", _evenly(_axes), unfit_for_grid),
-)
-ALL_TO_ALL.add(
+def _add_all_to_all(
+    name: str,
+    summary: str,
+    build: Callable[[IntArray, Topology], AllToAll],
+    unfit: Callable[[Topology], str] = fits_all,
+) -> None:
+    """Registers a builder for units that are split evenly among all pairs of live ranks."""
+
+    def build_evenly(topology: Topology, num_units: int) -> Schedule:
+        return build(even_counts(topology, num_units), topology).schedule
+
+    def reason_against(topology: Topology) -> str:
+        num_live = len(topology.live_ranks)
+        if num_live > _MOST_RANKS:
+            return f"{num_live:,} live ranks; all-to-alls are built for {_MOST_RANKS:,} at most."
+        return unfit(topology)
+
+    ALL_TO_ALL.add(name, Algorithm(summary, build_evenly, reason_against))
+
+
+_add_all_to_all("direct", "every pair straight, over its own route", direct)
+_add_all_to_all("ring", "one ring, half of the payload each way", _whole_ring)
+_add_all_to_all("half_ring", "one ring, the shorter way around", _half_ring)
+_add_all_to_all("axes", "half rings, one axis after the other", along_axes, unfit_for_grid)
+_add_all_to_all(
     "rotated_axes",
-    Algorithm(
-        "half rings, each slice begins with another axis",
-        _evenly(_rotated_axes),
-        unfit_for_grid,
-    ),
+    "half rings, each slice begins with another axis",
+    _rotated_axes,
+    unfit_for_grid,
 )
-ALL_TO_ALL.add(
-    "two_level",
-    Algorithm("inside the nodes, then across them", _evenly(two_level), unfit_for_levels),
-)
+_add_all_to_all("two_level", "inside the nodes, then across", two_level, unfit_for_levels)
 
 
 def _add_all_reduce(name: str, summary: str, build: all_reduces.Build) -> None:

@@ -1,7 +1,8 @@
 """The first half of an all-reduce: its sums are a reduce-scatter.
 
 Every all-reduce here sums each unit at one rank before that rank hands it out. The rank that ends
-with a unit in the reduce-scatter is that which nobody sends a copy of it.
+with a unit is that which nobody sends a copy of it: which one, the schedule chooses. `pruning` has
+the reduce-scatter whose i-th chunk ends at the i-th rank, which may take more transfers.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 from moe.network.schedule import Intervals, Schedule, intervals
 
 
-def reduce_scatter_of(all_reduce: Schedule) -> Schedule:
+def owned_reduce_scatter(all_reduce: Schedule) -> Schedule:
     """Returns the sums of an all-reduce: every rank ends with the units that it owns."""
     table = all_reduce.transfers
     return replace(

@@ -22,7 +22,7 @@ from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE as ALL_REDUCE_ALGORITHMS
 from moe.network.algorithms import ALL_TO_ALL as ALL_TO_ALL_ALGORITHMS
 from moe.network.algorithms import Algorithm
-from moe.network.halves import reduce_scatter_of
+from moe.network.halves import owned_reduce_scatter
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Topology
@@ -81,7 +81,7 @@ def _units_of_exchange(size: int) -> int:
     return size * size * _UNITS_PER_RANK
 
 
-_HALF = Method(ALL_REDUCE_ALGORITHMS, reduce_scatter_of, _units_of_reduction)
+_HALF = Method(ALL_REDUCE_ALGORITHMS, owned_reduce_scatter, _units_of_reduction)
 
 METHODS: dict[Kind, Method] = {
     ALL_REDUCE: Method(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction),

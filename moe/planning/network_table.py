@@ -184,7 +184,7 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
         "Collectives follow each other, and so do they and products: what overlaps comes off the sum.",
         "All groups of an axis start together, and share a link in proportion to what they send.",
         "A rank spends no time on sums and copies. Rows are spread evenly over experts.",
-        "An all-gather takes as long as the reduce-scatter that it is backwards.",
+        "A chunk of a reduce-scatter stays at the rank that sums it; backwards it is the all-gather.",
         "Optimizer sums and statistics are one message on each axis.",
     ]
     alike = _alike(timed.parts)

@@ -3,7 +3,7 @@
 import pytest
 
 from moe.network.algorithms import ALL_REDUCE
-from moe.network.halves import reduce_scatter_of
+from moe.network.halves import owned_reduce_scatter
 from moe.network.rings import ring_all_reduce
 from moe.network.topology import Rate, grid, two_level
 from moe.network.verify import ScheduleError, verify
@@ -24,7 +24,7 @@ def test_its_ranks_end_with_sums_of_all_units_between_them(name, network):
     algorithm = ALL_REDUCE.get(name)
     if algorithm.unfit(topology):
         return
-    scatter = reduce_scatter_of(algorithm.build(topology, topology.num_ranks * 48))
+    scatter = owned_reduce_scatter(algorithm.build(topology, topology.num_ranks * 48))
     verify(scatter)
     num_owned = (scatter.after.high - scatter.after.low).sum()
     assert num_owned == scatter.num_units  # each unit at one rank
@@ -32,7 +32,7 @@ def test_its_ranks_end_with_sums_of_all_units_between_them(name, network):
 
 
 def test_a_sum_that_is_missing_shows():
-    scatter = reduce_scatter_of(ring_all_reduce(range(5), 10))
+    scatter = owned_reduce_scatter(ring_all_reduce(range(5), 10))
     table = scatter.transfers
     with pytest.raises(ScheduleError):
         verify(type(scatter)(5, 10, table.select(table.step > 0), scatter.before, scatter.after))
