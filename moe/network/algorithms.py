@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe.network import all_reduces
+from moe.network.all_reduces import Build, reason_against
 from moe.network.all_to_all import (
     AllToAll,
     along_axes,
@@ -41,7 +42,7 @@ class Algorithm:
     """
 
     summary: str
-    build: Callable[[Topology, int], Schedule]
+    build: Build
     unfit: Callable[[Topology], str] = fits_all
 
 
@@ -78,13 +79,13 @@ def _add_all_to_all(
     def build_evenly(topology: Topology, num_units: int) -> Schedule:
         return build(even_counts(topology, num_units), topology).schedule
 
-    def reason_against(topology: Topology) -> str:
+    def reason(topology: Topology) -> str:
         num_live = len(topology.live_ranks)
         if num_live > _MOST_RANKS:
             return f"{num_live:,} live ranks; all-to-alls are built for {_MOST_RANKS:,} at most."
         return unfit(topology)
 
-    ALL_TO_ALL.add(name, Algorithm(summary, build_evenly, reason_against))
+    ALL_TO_ALL.add(name, Algorithm(summary, build_evenly, reason))
 
 
 _add_all_to_all("direct", "every pair straight, over its own route", direct)
@@ -100,36 +101,71 @@ _add_all_to_all(
 _add_all_to_all("two_level", "inside the nodes, then across", two_level, unfit_for_levels)
 
 
-def _add_all_reduce(name: str, summary: str, build: all_reduces.Build) -> None:
-    ALL_REDUCE.add(name, Algorithm(summary, build, all_reduces.reason_against(build)))
+def _add_all_reduce(name: str, build: Build, summary: str) -> None:
+    """Adds an all-reduce whose builder says itself what speaks against a network."""
+    unfit = reason_against(build)
+    ALL_REDUCE.add(name, Algorithm(summary, build, unfit))
 
 
-_add_all_reduce("ring", "one ring, messages routed", all_reduces.ring)
-_add_all_reduce("two_way_ring", "one ring, both ways around", all_reduces.two_way_ring)
-_add_all_reduce("neighbour_ring", "one ring of neighbours, both ways", all_reduces.neighbours)
-_add_all_reduce("torus", "rings along one axis after the other", all_reduces.torus)
-_add_all_reduce("torus_all_axes", "rings along all axes at once", all_reduces.torus_on_all_axes)
-_add_all_reduce("row_pairs", "rings of two rows, then across them", all_reduces.row_pairs)
-_add_all_reduce("column_pairs", "rings of two columns, then across", all_reduces.column_pairs)
+# One ring of all live ranks.
 _add_all_reduce(
-    "row_and_column_pairs",
-    "rings of two rows and of two columns at once",
-    all_reduces.in_halves(all_reduces.row_pairs, all_reduces.column_pairs),
+    "ring",
+    all_reduces.ring,
+    "one ring, messages routed",
 )
 _add_all_reduce(
-    "row_bands", "row pairs in finer chunks, four rows at a hole", all_reduces.row_bands
+    "two_way_ring",
+    all_reduces.two_way_ring,
+    "one ring, messages routed, both ways around",
 )
-_add_all_reduce("column_bands", "column pairs, four columns at a hole", all_reduces.column_bands)
 _add_all_reduce(
-    "row_and_column_bands",
-    "row bands and column bands at once",
-    all_reduces.in_halves(all_reduces.row_bands, all_reduces.column_bands),
+    "neighbour_ring",
+    all_reduces.neighbours,
+    "one ring of neighbours, both ways around",
 )
+
+# Rings along the axes of a torus.
+_add_all_reduce(
+    "torus",
+    all_reduces.torus,
+    "rings along one axis after the other",
+)
+_add_all_reduce(
+    "torus_all_axes",
+    all_reduces.torus_on_all_axes,
+    "rings along all axes at once",
+)
+
+# Pairs of lines, on a mesh that does not wrap.
+_add_all_reduce(
+    "row_pairs",
+    all_reduces.row_pairs,
+    "rings of two rows, then across",
+)
+_add_all_reduce(
+    "column_pairs",
+    all_reduces.column_pairs,
+    "rings of two columns, then across",
+)
+
+# The same in finer chunks, and around holes.
+_add_all_reduce(
+    "row_bands",
+    all_reduces.row_bands,
+    "rings of two rows, of four at a hole",
+)
+_add_all_reduce(
+    "column_bands",
+    all_reduces.column_bands,
+    "rings of two columns, of four at a hole",
+)
+
+# Around holes, for a few numbers of slices: which one is best depends on the payload.
 for _num_slices in (1, 2, 4, 8):
     _add_all_reduce(
         f"row_pair_clients_{_num_slices}",
-        f"row pairs, broken ones as clients, slices: {_num_slices}",
         all_reduces.row_pair_clients(_num_slices),
+        f"rings of two rows, the rest as clients, slices: {_num_slices}",
     )
 
 
@@ -137,4 +173,5 @@ def multi_ring(*levels: int) -> Algorithm:
     """Returns the all-reduce in levels of the live ranks, the fastest level first."""
     build = all_reduces.multi_ring(*levels)
     sizes = " x ".join(str(size) for size in levels)
-    return Algorithm(f"rings in levels of {sizes}", build, all_reduces.reason_against(build))
+    unfit = reason_against(build)
+    return Algorithm(f"rings in levels of {sizes}", build, unfit)
