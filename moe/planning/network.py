@@ -133,7 +133,7 @@ class TimedCollective:
     Attributes:
         collective: What is exchanged, and how often.
         groups: The groups that do it at the same time.
-        num_simulated: Groups that were simulated: one of those that are alike.
+        num_simulated: Groups that were simulated: one of those that are alike, the slowest few.
         candidates: What was compared, the best first.
         unfit: Why others were not, by name.
         timing: Of the best one, for a call.
@@ -255,7 +255,7 @@ class NetworkTimer:
         return TimedCollective(
             collective=collective,
             groups=self.groups(collective.axis),
-            num_simulated=len(built.algorithms[compared[0].name].groups),
+            num_simulated=len(built.algorithms[compared[0].name].slowest(collective.payload_bytes)),
             candidates=tuple(compared),
             unfit=built.unfit,
             timing=best,
@@ -277,9 +277,8 @@ class NetworkTimer:
 
         candidates = []
         for name, shared in built.algorithms.items():
-            num_units = shared.groups[0].schedule.num_units
-            bound = shared.load * collective.payload_bytes / num_units
-            estimate = bound + shared.steps * shared.latency
+            bound = shared.bound(collective.payload_bytes)
+            estimate = shared.estimate(collective.payload_bytes)
             candidates.append(Candidate(name, shared.steps, bound, estimate))
         return sorted(candidates, key=_by_estimate)
 
@@ -287,7 +286,7 @@ class NetworkTimer:
         """Returns the simulation of one call with an algorithm: of the group that takes longest."""
         payload = collective.payload_bytes
         simulations = []
-        for group in self._build(collective).algorithms[name].groups:
+        for group in self._build(collective).algorithms[name].slowest(payload):
             simulations.append(simulate(group.schedule, group.topology, payload))
         return max(simulations, key=_seconds)
 

@@ -17,6 +17,9 @@ from moe.network.topology import FloatArray, Topology
 _DIGITS = 9
 """Decimal digits to which the numbers of two groups agree that are alike."""
 
+_MOST_GROUPS = 3
+"""Groups that are simulated, of those that differ: near a hole there may be dozens."""
+
 
 class Instance(NamedTuple):
     """What one group does.
@@ -36,10 +39,19 @@ class GroupOnLinks(NamedTuple):
     Attributes:
         schedule: Of ranks of the network.
         topology: The network with the group's share of each bandwidth.
+        load: Units on its busiest link over the bandwidth, those of other groups counted.
+        latency: Mean seconds of a message on the way.
     """
 
     schedule: Schedule
     topology: Topology
+    load: float
+    latency: float
+
+    def estimate(self, payload_bytes: float) -> float:
+        """Returns seconds with a barrier after each step, more or less."""
+        bound = self.load * payload_bytes / self.schedule.num_units
+        return bound + self.schedule.num_steps * self.latency
 
 
 class SharedLinks(NamedTuple):
@@ -47,15 +59,31 @@ class SharedLinks(NamedTuple):
 
     Attributes:
         groups: One of each kind.
-        steps: Steps of the longest schedule.
-        load: Units that the busiest link carries for all groups, over its bandwidth.
-        latency: Mean seconds of a message on the way.
     """
 
     groups: tuple[GroupOnLinks, ...]
-    steps: int
-    load: float
-    latency: float
+
+    @property
+    def steps(self) -> int:
+        """Steps of the longest schedule."""
+        return max(group.schedule.num_steps for group in self.groups)
+
+    def bound(self, payload_bytes: float) -> float:
+        """Returns the seconds of the busiest link, which all groups together need at least."""
+        num_units = self.groups[0].schedule.num_units
+        return max(group.load for group in self.groups) * payload_bytes / num_units
+
+    def estimate(self, payload_bytes: float) -> float:
+        """Returns the estimate of the slowest group."""
+        return max(group.estimate(payload_bytes) for group in self.groups)
+
+    def slowest(self, payload_bytes: float) -> list[GroupOnLinks]:
+        """Returns the few groups that take longest by their estimates."""
+
+        def negative_estimate(group: GroupOnLinks) -> float:
+            return -group.estimate(payload_bytes)
+
+        return sorted(self.groups, key=negative_estimate)[:_MOST_GROUPS]
 
 
 class _Use(NamedTuple):
@@ -93,12 +121,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
         if signature not in groups:
             groups[signature] = _on_links(instance, use, total, topology)
 
-    return SharedLinks(
-        groups=tuple(groups.values()),
-        steps=max(instance.schedule.num_steps for instance in instances),
-        load=float(total.max()),
-        latency=float(np.mean(np.concatenate([use.latency for use in uses]))),
-    )
+    return SharedLinks(tuple(groups.values()))
 
 
 def _use(instance: Instance, topology: Topology) -> _Use:
@@ -142,7 +165,12 @@ def _on_links(
         before=old.before._replace(rank=names[old.before.rank]),
         after=old.after._replace(rank=names[old.after.rank]),
     )
-    return GroupOnLinks(schedule, replace(topology, links=links))
+    return GroupOnLinks(
+        schedule=schedule,
+        topology=replace(topology, links=links),
+        load=float(total[use.link].max()),
+        latency=float(use.latency.mean()),
+    )
 
 
 def _rounded(numbers: FloatArray) -> FloatArray:

@@ -189,7 +189,7 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
     ]
     alike = _alike(timed.parts)
     if alike:
-        notes.append(f"Of groups that are alike one was simulated: {alike}.")
+        notes.append(f"Of groups that are alike one was simulated, of others the slowest: {alike}.")
     yield "assumed"
     for note in notes:
         yield f"  - {note}"

@@ -2,6 +2,7 @@
 
 import json
 
+from moe.errors import ConfigError
 from moe.network.chrome_trace import chrome_trace
 from moe.planning.network import NetworkPlan, NetworkTimer, TimedCollective
 from moe.planning.network_page import NetworkPage, render_network_page
@@ -12,7 +13,16 @@ _CURVE_PAYLOADS = tuple(float(2**power) for power in range(12, 31, 3))
 
 
 def longest_collective(timed: NetworkPlan) -> TimedCollective:
-    """Returns the collective that takes most of an update."""
+    """Returns the collective that takes most of an update.
+
+    Raises:
+        ConfigError: When there is none.
+    """
+    if not timed.parts:
+        raise ConfigError(
+            "A mesh of one rank exchanges nothing that --trace or --page could show. Choose another "
+            "mesh, e.g. --mesh.dp_replicate 4."
+        )
     return max(timed.parts, key=_seconds)
 
 
