@@ -5,11 +5,13 @@ Whatever the forward pass does between the two overlaps with the transfer. The b
 the reverse exchange in the same way.
 
 Where the expert axis spans several nodes an exchange has two steps: every row goes to the rank of
-its own node that has the destination's local index, then straight to the destination's node.
+its own node that has the destination's local index, then straight to the destination's node. Where
+a recipe names a schedule, rows travel by it in the place of torch's all-to-all.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from einops import rearrange, reduce
@@ -17,11 +19,36 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from moe.distributed.collectives import all_gather_flat
 from moe.distributed.mesh import ExpertAxis
+from moe.distributed.row_exchange import BlockRoute, ScheduledAllToAll
+from moe.distributed.waiting import waiting_for
+from moe.network.schedule import IntArray
+
+
+class Transfer(Protocol):
+    """Rows under way."""
+
+    def wait(self) -> Tensor:
+        """Returns the rows <any>[N, ...] that arrive here."""
+        ...
+
+
+class RouteStep(Protocol):
+    """A step of a route: an exchange that takes rows, or brings them back."""
+
+    def issue(self, x: Tensor, *, reverse: bool) -> Transfer:
+        """Sends rows <any>[N, ...] and does not wait for those that arrive.
+
+        Args:
+            x: <any>[N, ...] rows, sorted by the rank that they go to.
+            reverse: Sends rows back to where the step brought them from.
+        """
+        ...
 
 
 class AllToAllStep(NamedTuple):
-    """One all-to-all of a route.
+    """One all-to-all of torch.
 
     Attributes:
         group: Ranks that take part.
@@ -35,6 +62,49 @@ class AllToAllStep(NamedTuple):
     send_splits: list[int] | None = None
     receive_splits: list[int] | None = None
 
+    def issue(self, x: Tensor, *, reverse: bool) -> Transfer:
+        """Sends rows <any>[N, ...]; see `RouteStep`."""
+        send_splits = self.send_splits
+        receive_splits = self.receive_splits
+        if reverse:
+            send_splits, receive_splits = receive_splits, send_splits
+        elif self.send_order is not None:
+            x = x.index_select(0, self.send_order)
+
+        # Equal splits bring as many rows as leave.
+        num_received = x.shape[0]
+        if receive_splits is not None:
+            num_received = sum(receive_splits)
+        buffer = x.new_empty(num_received, *x.shape[1:])
+
+        work = dist.all_to_all_single(
+            buffer,
+            x.contiguous(),
+            output_split_sizes=receive_splits,
+            input_split_sizes=send_splits,
+            group=self.group,
+            async_op=True,
+        )
+        order = self.send_order if reverse else None
+        return _Transfer(buffer, work, self.group, order)
+
+
+class ScheduledStep(NamedTuple):
+    """One all-to-all of a schedule.
+
+    Attributes:
+        there: The way of the rows.
+        back: The way back.
+    """
+
+    there: BlockRoute
+    back: BlockRoute
+
+    def issue(self, x: Tensor, *, reverse: bool) -> Transfer:
+        """Sends rows <any>[N, ...]; see `RouteStep`."""
+        route = self.back if reverse else self.there
+        return route.issue(x)
+
 
 class Route(NamedTuple):
     """How rows get from rank to rank.
@@ -45,10 +115,22 @@ class Route(NamedTuple):
         steps: One all-to-all; two when the axis spans several nodes, inside the node first.
     """
 
-    steps: tuple[AllToAllStep, ...]
+    steps: tuple[RouteStep, ...]
 
 
-class PendingCounts(NamedTuple):
+class PendingCounts(Protocol):
+    """Numbers of rows on their way to the ranks that will receive those rows."""
+
+    def wait(self) -> tuple[Tensor, Route]:
+        """Returns how many rows come from each rank, and the route on which they travel.
+
+        Returns:
+            <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
+        """
+        ...
+
+
+class _PendingCounts(NamedTuple):
     """Numbers of rows on their way to the ranks that will receive those rows.
 
     Attributes:
@@ -63,14 +145,10 @@ class PendingCounts(NamedTuple):
     axis: ExpertAxis
     sent: Tensor
     relayed: Tensor | None
-    transfer: "_Transfer"
+    transfer: Transfer
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns how many rows come from each rank, and the route on which they travel.
-
-        Returns:
-            <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
-        """
+        """Returns the rows that arrive and their route; see `PendingCounts`."""
         with record_function("moe.counts.wait"):
             received = self.transfer.wait()  # [ep, E / ep]
 
@@ -128,6 +206,37 @@ class PendingCounts(NamedTuple):
         return Route((inside, across))
 
 
+class _ScheduledCounts(NamedTuple):
+    """The counts of all ranks, on their way to all: whom rows pass must know their number.
+
+    Attributes:
+        exchange: The schedule by which rows travel.
+        group: The ranks.
+        counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
+            read before `work` is done.
+        work: torch's handle of the collective.
+    """
+
+    exchange: ScheduledAllToAll
+    group: ProcessGroup
+    counts: Tensor
+    work: Any
+
+    def wait(self) -> tuple[Tensor, Route]:
+        """Returns the rows that arrive and their route; see `PendingCounts`."""
+        with record_function("moe.counts.wait"):
+            with waiting_for(self.group, self.counts.device):
+                self.work.wait()
+            received = self.counts[:, dist.get_rank(self.group)]  # [ep, E / ep]
+            rows_of_blocks = self.counts.sum(dim=2)  # [ep, ep]
+            return received, _scheduled_route(self.exchange, rows_of_blocks.cpu().numpy())
+
+
+def _scheduled_route(exchange: ScheduledAllToAll, counts: IntArray) -> Route:
+    """Returns the route of blocks of <int64>[ep, ep] rows."""
+    return Route((ScheduledStep(exchange.route(counts), exchange.route_back(counts)),))
+
+
 def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
     """Tells every rank how many rows it will get; issues the exchange and does not wait for it.
 
@@ -138,15 +247,21 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
     sent = rearrange(counts, "(p e) -> p e", p=axis.size).contiguous()  # [ep, E / ep]
 
     with record_function("moe.counts"):
+        if axis.exchange is not None:
+            everyone = sent.new_empty(axis.size * axis.size, sent.shape[1])
+            work = all_gather_flat(everyone, sent, axis.group, async_op=True)
+            counts_of_all = everyone.view(axis.size, *sent.shape)  # [ep, ep, E / ep]
+            return _ScheduledCounts(axis.exchange, axis.group, counts_of_all, work)
+
         # Every rank sends one row of counts to every other: splits are known.
         steps = equal_route(axis, axis.size, counts.device).steps
+        transfer = steps[0].issue(sent, reverse=False)
         if len(steps) == 1:
-            transfer = _all_to_all(sent, steps[0])
-            return PendingCounts(axis, sent, None, transfer)
+            return _PendingCounts(axis, sent, None, transfer)
 
-        relayed = _all_to_all(sent, steps[0]).wait()  # [ep, E / ep]
-        transfer = _all_to_all(relayed, steps[1])
-        return PendingCounts(axis, sent, relayed, transfer)
+        relayed = transfer.wait()  # [ep, E / ep]
+        transfer = steps[1].issue(relayed, reverse=False)
+        return _PendingCounts(axis, sent, relayed, transfer)
 
 
 def equal_route(
@@ -161,6 +276,9 @@ def equal_route(
         num_rows: Rows in all; a multiple of the ranks.
         device: Device of the rows.
     """
+    if axis.exchange is not None:
+        equal_counts = np.full((axis.size, axis.size), num_rows // axis.size)
+        return _scheduled_route(axis.exchange, equal_counts)
     if axis.intra_node is None or axis.inter_node is None:
         return Route((AllToAllStep(axis.group),))
 
@@ -203,46 +321,23 @@ class _Transfer(NamedTuple):
     Attributes:
         buffer: <any>[N, ...] what arrives; not to be read before `wait`.
         work: torch's handle of the collective.
+        group: The ranks.
+        order: <int64>[N] place of each arriving row, for rows that come back; None for the order
+            of arrival.
     """
 
     buffer: Tensor
     work: Any
+    group: ProcessGroup
+    order: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Returns <any>[N, ...] the buffer, when all rows are there."""
-        self.work.wait()
-        return self.buffer
-
-
-def _all_to_all(
-    x: Tensor,
-    step: AllToAllStep,
-    *,
-    reverse: bool = False,
-) -> _Transfer:
-    """Issues the exchange of <any>[N, ...]; in reverse, rows go back to where they came from."""
-    send_splits = step.send_splits
-    receive_splits = step.receive_splits
-    if reverse:
-        send_splits, receive_splits = receive_splits, send_splits
-    elif step.send_order is not None:
-        x = x.index_select(0, step.send_order)
-
-    # Equal splits bring as many rows as leave.
-    num_received = x.shape[0]
-    if receive_splits is not None:
-        num_received = sum(receive_splits)
-    buffer = x.new_empty(num_received, *x.shape[1:])
-
-    work = dist.all_to_all_single(
-        buffer,
-        x.contiguous(),
-        output_split_sizes=receive_splits,
-        input_split_sizes=send_splits,
-        group=step.group,
-        async_op=True,
-    )
-    return _Transfer(buffer, work)
+        """Returns <any>[N, ...] the rows, when all are there."""
+        with waiting_for(self.group, self.buffer.device):
+            self.work.wait()
+        if self.order is None:
+            return self.buffer
+        return torch.empty_like(self.buffer).index_copy_(0, self.order, self.buffer)
 
 
 class _OneWay:
@@ -253,28 +348,21 @@ class _OneWay:
         if reverse:
             self._steps = route.steps[::-1]
         self._reverse = reverse
-        self._transfer: _Transfer | None = None
+        self._transfer: Transfer | None = None
 
     def issue(self, x: Tensor) -> None:
         """Sends rows <any>[N, ...]."""
         # Only the last step can overlap with other work: each needs the rows of the one before.
         for step in self._steps[:-1]:
-            arrived = _all_to_all(x, step, reverse=self._reverse).wait()
-            x = self._restore_order(arrived, step)
-        self._transfer = _all_to_all(x, self._steps[-1], reverse=self._reverse)
+            x = step.issue(x, reverse=self._reverse).wait()
+        self._transfer = self._steps[-1].issue(x, reverse=self._reverse)
 
     def wait(self) -> Tensor:
         """Returns the rows <any>[M, ...] that were sent here."""
         assert self._transfer is not None, "issue comes first"
         arrived = self._transfer.wait()
         self._transfer = None
-        return self._restore_order(arrived, self._steps[-1])
-
-    def _restore_order(self, x: Tensor, step: AllToAllStep) -> Tensor:
-        """Undoes the step's `send_order` of <any>[N, ...] rows that came back over the step."""
-        if not self._reverse or step.send_order is None:
-            return x
-        return torch.empty_like(x).index_copy_(0, step.send_order, x)
+        return arrived
 
 
 class _Exchange(NamedTuple):

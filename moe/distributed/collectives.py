@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from moe.distributed.waiting import waiting_for
 from moe.errors import MoEError
 
 T = TypeVar("T")
@@ -142,7 +143,8 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if not has_ranks():
         return x
     total = x.detach().clone()
-    dist.all_reduce(total, group=group)
+    with waiting_for(group, total.device):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -172,6 +174,25 @@ def sum_each_over_ranks(
             sums[index] = flat_sum[start:end].view_as(values[index])
             start = end
     return sums
+
+
+def all_gather_flat(
+    output: Tensor,
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Gathers <any>[N] of every rank of a group into <any>[n * N]; returns torch's handle."""
+    # Its name since torch 2.13, which warns of the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, x, group=group, async_op=async_op)
+
+
+def reduce_scatter_flat(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
+    """Fills <number>[N] with this rank's chunk of the sum of <number>[n * N] over a group."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, x, op=dist.ReduceOp.SUM, group=group)
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -14,8 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe.checks import check, check_choice, check_integer
+from moe.distributed.gradient_reduction import GradientReduction
+from moe.distributed.row_exchange import ScheduledAllToAll
+from moe.distributed.schedule_choice import ScheduleChoice, parse_schedule
 from moe.errors import ConfigError
 from moe.kernels.torch_private import flatten_mesh_axes, join_meshes, split_mesh_axis
+from moe.network.algorithms import ALL_REDUCE, ALL_TO_ALL
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
@@ -26,6 +30,11 @@ _MAX_RANKS = 1_000_000
 _WHY_MAX_RANKS = "no cluster has more devices"
 
 _NUM_SUGGESTIONS = 3
+
+_UNITS_OF_PAIR = 2520
+"""Units of a block of rows: any schedule that sends a part of a block one way and the rest another
+can take a half, a third and so on.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class MeshConfig:
             expert.
         ep_nodes: Nodes that an `ep` axis spans; more than 1 exchanges tokens inside nodes first,
             then across.
+        gradient_reduction: Schedule by which gradients are summed, e.g. `ring`, `torus 4x4` or
+            `ring 4x4 without 5,6 in bfloat16`: an algorithm, the grid of the ranks of an axis, its
+            dead ranks, and what travels. Null for torch's own collectives.
+        expert_exchange: Schedule by which rows travel over `ep`, likewise. Null for torch's own.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation
@@ -54,9 +67,12 @@ class MeshConfig:
     ep: int = 1
     tp: int = 1
     ep_nodes: int = 1
+    gradient_reduction: str | None = None
+    expert_exchange: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in (*AXES, "ep_nodes"):
+            value = getattr(self, name)
             check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
 
         # Each axis may be small enough and their product not.
@@ -68,6 +84,52 @@ class MeshConfig:
                 f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. "
                 "Every node must hold the same number of ranks of the axis."
             )
+
+        self._check_gradient_reduction()
+        self._check_expert_exchange()
+
+    def _check_gradient_reduction(self) -> None:
+        """Raises a ConfigError unless the schedule fits every group that sums gradients."""
+        choice = self.gradient_schedule
+        if choice is None:
+            return
+        groups = {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "dp_shard x ep": self.dp_shard * self.ep,
+        }
+        expected = "null on a mesh of one data rank, where no gradient is summed"
+        check(self.num_data_ranks > 1, choice.name, choice.text, expected)
+        for what, size in groups.items():
+            if size > 1:
+                choice.check_group(size, what)
+
+    def _check_expert_exchange(self) -> None:
+        """Raises a ConfigError unless the schedule fits the `ep` axis."""
+        choice = self.exchange_schedule
+        if choice is None:
+            return
+        expected = "null where mesh.ep is 1 and no row is exchanged"
+        check(self.ep > 1, choice.name, choice.text, expected)
+        expected = "null with mesh.ep_nodes above 1, which has two steps of torch's own"
+        check(self.ep_nodes == 1, choice.name, choice.text, expected)
+        expected = "no wire: rows travel in the dtype that they have"
+        check(not choice.bfloat16, choice.name, choice.text, expected)
+        choice.check_group(self.ep, "ep")
+
+    @property
+    def gradient_schedule(self) -> ScheduleChoice | None:
+        """What `gradient_reduction` names; None for torch's own."""
+        if self.gradient_reduction is None:
+            return None
+        return parse_schedule("mesh.gradient_reduction", self.gradient_reduction, ALL_REDUCE)
+
+    @property
+    def exchange_schedule(self) -> ScheduleChoice | None:
+        """What `expert_exchange` names; None for torch's own."""
+        if self.expert_exchange is None:
+            return None
+        return parse_schedule("mesh.expert_exchange", self.expert_exchange, ALL_TO_ALL)
 
     @property
     def num_ranks(self) -> int:
@@ -237,12 +299,14 @@ class ExpertAxis(NamedTuple):
         group: All of them.
         intra_node: Those of this node; None for an exchange of one step.
         inter_node: Those with this rank's local index in all nodes; None likewise.
+        exchange: Schedule by which rows travel; None for torch's own all-to-all.
     """
 
     size: int
     group: ProcessGroup
     intra_node: ProcessGroup | None = None
     inter_node: ProcessGroup | None = None
+    exchange: ScheduledAllToAll | None = None
 
 
 class Mesh(NamedTuple):
@@ -257,6 +321,7 @@ class Mesh(NamedTuple):
         data: Ranks that hold other rows of a batch, with the same coordinate on `tp`.
         tp: Ranks that hold the same rows; None when that is this rank alone.
         data_rank: Which rows this rank holds.
+        gradients: Sums gradients by a schedule; None for torch's own.
     """
 
     config: MeshConfig
@@ -267,6 +332,7 @@ class Mesh(NamedTuple):
     data: ProcessGroup
     tp: ProcessGroup | None
     data_rank: int
+    gradients: GradientReduction | None = None
 
     def rows(self, num_rows: int) -> slice:
         """Returns which of a batch's rows this rank holds.
@@ -315,6 +381,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
     dense_shard = flatten_mesh_axes(device_mesh["dp_shard", "ep"], "dense_shard")
     dense = join_meshes([device_mesh["dp_replicate"], dense_shard])
 
+    gradient_schedule = config.gradient_schedule
     return Mesh(
         config=config,
         device_mesh=device_mesh,
@@ -324,6 +391,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         data=data.get_group(),
         tp=device_mesh["tp"].get_group() if config.tp > 1 else None,
         data_rank=data.get_local_rank(),
+        gradients=GradientReduction(gradient_schedule) if gradient_schedule else None,
     )
 
 
@@ -331,6 +399,12 @@ def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
     """Returns the ranks of this rank's `ep` axis; None when it is this rank alone."""
     if config.ep == 1:
         return None
+    choice = config.exchange_schedule
+    if choice is not None:
+        network = choice.topology(config.ep)
+        schedule = choice.build(config.ep, network.num_ranks**2 * _UNITS_OF_PAIR)
+        exchange = ScheduledAllToAll(schedule, ep.get_group(), live_ranks=network.live_ranks)
+        return ExpertAxis(config.ep, ep.get_group(), exchange=exchange)
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())
 

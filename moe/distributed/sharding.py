@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from moe.distributed.fsdp_exchanges import attach_exchanges
 from moe.distributed.mesh import Mesh, MeshConfig
+from moe.distributed.waiting import waiting_for
 from moe.errors import ConfigError
 
 
@@ -354,10 +356,12 @@ def shard_unit(
         bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in their own
             precision all the same.
     """
-    # With one replica the mesh of the unit is its sharding axis alone: plain FSDP, not HSDP.
-    unit_mesh = mesh.experts if experts else mesh.dense
-    if mesh.config.dp_replicate == 1:
-        unit_mesh = unit_mesh[cast(Any, unit_mesh.mesh_dim_names)[1]]
+    # With one replica the mesh of the unit is its sharding axis alone: plain FSDP, not HSDP. So it
+    # is where a schedule sums over replicas.
+    whole_mesh = mesh.experts if experts else mesh.dense
+    shards = whole_mesh[cast(Any, whole_mesh.mesh_dim_names)[1]]
+    has_replicas = mesh.config.dp_replicate > 1 and mesh.gradients is None
+    unit_mesh = whole_mesh if has_replicas else shards
 
     # Inputs keep their dtype: autocast casts where a product needs it.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -385,6 +389,7 @@ def shard_unit(
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
+    attach_exchanges(unit, shards.get_group(), whole_mesh.get_group(0), mesh.gradients)
 
 
 def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
@@ -429,7 +434,8 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
         # num_ranks / num_shards ranks hold the same shard and add the same square.
         total += norm.double().square() * (_num_shards(grad) / num_ranks)
     if num_ranks > 1:
-        dist.all_reduce(total)
+        with waiting_for(None, total.device):
+            dist.all_reduce(total)
 
     dtype = _at_least_float32(grads[0].dtype) if grads else torch.float32
     return total.sqrt().to(dtype)

@@ -4,6 +4,7 @@
 of pairs: where the way by axes is whole it is found here for all of them together.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -110,6 +111,8 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
 
     Pairs whose way is broken have none; on a network that is no grid, all of them.
     """
+    if topology.switched:
+        return _hops_by_switches(key, topology)
     if not topology.shape:
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
@@ -153,6 +156,36 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
     # A way with a missing link is no way.
     is_whole = np.bincount(pair, link < 0, minlength=len(key)) == 0
     return pair[is_whole[pair]], link[is_whole[pair]]
+
+
+def _hops_by_switches(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray]:
+    """Returns pair and link of every hop between ranks at switches, by as few of them as there may be.
+
+    Inside a node by its switch, else by the top one, by the node's own switch where cards are
+    shared.
+    """
+    source, destination = np.divmod(key, topology.num_ranks)
+    top = np.full(len(key), topology.num_nodes - 1)
+    per_node = topology.shape[-1]
+    first_switch = topology.num_ranks
+    near = first_switch + source // per_node
+    far = first_switch + destination // per_node
+    ways = [(source, near, destination), (source, top, destination)]
+    ways.append((source, near, top, far, destination))
+
+    # A pair takes the first way that is whole.
+    link_of = _LinkFinder(topology)
+    is_open = np.ones(len(key), np.bool_)
+    pairs: list[IntArray] = []
+    links: list[IntArray] = []
+    for way in ways:
+        hops = [link_of(*ends) for ends in itertools.pairwise(way)]  # [H][P]
+        is_taken = is_open & (np.min(hops, axis=0) >= 0)
+        for hop in hops:
+            pairs.append(np.flatnonzero(is_taken))
+            links.append(hop[is_taken])
+        is_open &= ~is_taken
+    return np.concatenate(pairs), np.concatenate(links)
 
 
 class _LinkFinder:

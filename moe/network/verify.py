@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.errors import MoEError
-from moe.network.schedule import IntArray, Intervals, Schedule
+from moe.network.pieces import bounds_of_pieces, expand, mask
+from moe.network.schedule import IntArray, Schedule
 
 _SEED = 20220217
 """Of the integers; any would do."""
@@ -29,15 +30,15 @@ def verify(schedule: Schedule) -> None:
     Raises:
         ScheduleError: With the step or the rank, the units, and what is wrong.
     """
-    pieces = _bounds_of_pieces(schedule)
+    pieces = bounds_of_pieces((schedule.transfers, schedule.before, schedule.after))
     num_pieces = max(len(pieces) - 1, 0)
     generator = np.random.default_rng(_SEED)
     shape = (schedule.num_ranks, num_pieces)
     buffers = generator.integers(0, 2**64, shape, dtype=np.uint64)
 
     # What every unit must sum to, if a rank must end with it.
-    begins = _mask(schedule.before, pieces, shape)
-    ends = _mask(schedule.after, pieces, shape)
+    begins = mask(schedule.before, pieces, shape)
+    ends = mask(schedule.after, pieces, shape)
     totals = np.where(begins, buffers, np.uint64(0)).sum(axis=0, dtype=np.uint64)
     _require_sources(begins, ends, pieces)
 
@@ -63,7 +64,7 @@ def _run_step(
     """Carries out one step in place: all reads, then all writes."""
     rows = slice(schedule.step_offsets[step], schedule.step_offsets[step + 1])
     table = schedule.transfers
-    row, piece = _expand(table.low[rows], table.high[rows], pieces)
+    row, piece = expand(table.low[rows], table.high[rows], pieces)
 
     # All reads of a step are made before its writes.
     values = buffers[table.source[rows][row], piece]
@@ -84,31 +85,6 @@ def _run_step(
 
     np.add.at(buffers, (destination[adds], piece[adds]), values[adds])
     buffers[destination[~adds], piece[~adds]] = values[~adds]
-
-
-def _bounds_of_pieces(schedule: Schedule) -> IntArray:
-    """Returns the sorted bounds of all intervals."""
-    parts = (schedule.transfers, schedule.before, schedule.after)
-    bounds = [bound for part in parts for bound in (part.low, part.high)]
-    return np.unique(np.concatenate(bounds))
-
-
-def _expand(low: IntArray, high: IntArray, pieces: IntArray) -> tuple[IntArray, IntArray]:
-    """Returns a row for every piece of every interval: the interval's index and the piece's."""
-    first = np.searchsorted(pieces, low)
-    num_pieces = np.searchsorted(pieces, high) - first
-    row = np.repeat(np.arange(len(low)), num_pieces)
-    starts = np.cumsum(num_pieces) - num_pieces
-    piece = np.arange(len(row)) - np.repeat(starts - first, num_pieces)
-    return row, piece
-
-
-def _mask(part: Intervals, pieces: IntArray, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Returns <bool>[ranks, pieces]: what some intervals cover."""
-    row, piece = _expand(part.low, part.high, pieces)
-    mask = np.zeros(shape, np.bool_)
-    mask[part.rank[row], piece] = True
-    return mask
 
 
 def _require_sources(

@@ -60,7 +60,8 @@ class Layout:
 
 def place_network(topology: Topology) -> Layout:
     """Returns where everything stands."""
-    return _place_grid(topology) if topology.shape else _place_strips(topology)
+    is_grid = bool(topology.shape) and not topology.switched
+    return _place_grid(topology) if is_grid else _place_strips(topology)
 
 
 def _place_grid(topology: Topology) -> Layout:

@@ -26,7 +26,8 @@ from moe.distributed.collectives import (
     enter_on_rank_zero,
     is_rank_zero,
 )
-from moe.distributed.mesh import MeshConfig
+from moe.distributed.mesh import Mesh, MeshConfig
+from moe.distributed.waiting import Waits, measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
@@ -48,6 +49,7 @@ from moe.training.recipe import Recipe
 from moe.training.recipe_files import rename_settings
 from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.step import StepMetrics, train_step
+from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
 
 FOLDER_KIND = "training run"
 MODEL_FOLDER = "model"
@@ -76,8 +78,9 @@ class Run(NamedTuple):
     """Everything that a run is made of.
 
     Attributes:
-        folder: Receives metrics.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml and in the
-            end model/; on several machines it lies on a file system that all of them see.
+        folder: Receives metrics.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml, with
+            several ranks rank_seconds.jsonl, and in the end model/; on several machines it lies on
+            a file system that all of them see.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
         tokenizer: Saved beside the model.
@@ -142,12 +145,13 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         keep = run.recipe.training.keep_checkpoints
         with (
             stop_requests() as stop_requested,
+            measured_waits() as waits,
             _open_metrics(run.folder, first_step) as writer,
             CheckpointWriter(
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
-            reporter = _Reporter(run, writer, probe, description)
+            reporter = _Reporter(run, writer, probe, waits, description)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
 
         # The model's folder is what tells a complete run from one that was stopped.
@@ -183,6 +187,7 @@ def _run_steps(
     with closing(made) as batches, reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
         for step in steps:
+            reporter.begin_step()
             with reporter.waiting_for_data():
                 batch = to_device(next(batches), model.device)
             done = step + 1
@@ -267,6 +272,7 @@ class _Reporter:
         run: What is trained.
         writer: Writes metrics; None on other ranks than zero.
         probe: Records the routing of a text; None for none.
+        waits: Counts what this rank waits for others.
         description: Label of the progress bar.
     """
 
@@ -275,6 +281,7 @@ class _Reporter:
         run: Run,
         writer: MetricsWriter | None,
         probe: RoutingProbe | None,
+        waits: Waits,
         description: str,
     ) -> None:
         self._run = run
@@ -282,6 +289,8 @@ class _Reporter:
         self._probe = probe
         self._description = description
         self._health = RouterHealth(layer_keys(run.built.model.config))
+        self._ranks = _rank_clock(run.built.mesh, waits)
+        self._stragglers = StragglerWatch()
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
@@ -310,10 +319,16 @@ class _Reporter:
         self._data_seconds += time.perf_counter() - started
         self._num_steps += 1
 
+    def begin_step(self) -> None:
+        """Begins to measure the work of this rank; `report_step` ends it."""
+        if self._ranks is not None:
+            self._ranks.begin_step()
+
     def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
         """Counts an update, and writes its metrics when they are due."""
         training = self._run.recipe.training
         self._tokens += float(metrics.tokens)
+        self._report_ranks(step)
         if self._writer is not None and _is_due(step, training.log_every, training.steps):
             tokens_per_second = self._tokens / (time.perf_counter() - self._started)
             data_wait = self._data_seconds / self._num_steps
@@ -323,6 +338,24 @@ class _Reporter:
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
             self.restart_clock()
         bar.update()
+
+    def _report_ranks(self, step: int) -> None:
+        """Counts the work of this rank, and writes that of all ranks when it is due."""
+        if self._ranks is None:
+            return
+        self._ranks.end_step()
+        training = self._run.recipe.training
+        if not _is_due(step, training.log_every, training.steps):
+            return
+
+        # Every rank takes part; rank zero compares and writes.
+        seconds = self._ranks.gather()
+        if self._writer is not None:
+            straggler = self._stragglers.observe(seconds)
+            self._writer.write(step, metric_values(seconds, straggler))
+            self._writer.write_ranks(step, seconds.columns)
+            if straggler is not None and self._stragglers.is_news:
+                _warn_on_rank_zero(straggler_text(seconds, step))
 
     def report_held_out(self, step: int) -> None:
         """Writes the held-out loss after `step` updates, if there are held-out batches."""
@@ -361,6 +394,11 @@ class _Reporter:
             self._writer.write_histograms(step, probe_histograms(scores))
             self._health.observe_logits(step, max_logits(scores))
         self.restart_clock()
+
+
+def _rank_clock(mesh: Mesh | None, waits: Waits) -> RankClock | None:
+    """Returns the clock of this rank; None where there is no other."""
+    return RankClock(mesh, waits) if mesh else None
 
 
 def _open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:

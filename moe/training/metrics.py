@@ -1,4 +1,7 @@
-"""The metrics of a run: one JSON object a line in metrics.jsonl, and the same for TensorBoard."""
+"""The metrics of a run: one JSON object a line in metrics.jsonl, and the same for TensorBoard.
+
+With several ranks their seconds are in rank_seconds.jsonl: a list for each column, by rank.
+"""
 
 import json
 import os
@@ -22,6 +25,9 @@ from moe.sparse.stats import router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
+RANK_SECONDS_FILE = "rank_seconds.jsonl"
+
+_DIGITS_OF_SECONDS = 6
 
 
 class Histogram(NamedTuple):
@@ -78,10 +84,10 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        path = folder / METRICS_FILE
-        earlier = _lines_until(path, step) if step and path.exists() else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in earlier))
-        self._lines = _GrowingFile(path)
+        self._lines = _open_lines(folder / METRICS_FILE, step)
+        self._rank_path = folder / RANK_SECONDS_FILE
+        self._rank_lines: _GrowingFile | None = None
+        self._step = step
 
         # TensorBoard forgets what a killed run has written after this step.
         purge_step = step + 1 if step else None
@@ -92,6 +98,18 @@ class MetricsWriter:
         line = json.dumps({"step": step, **values}) + "\n"
         self._lines.write(line.encode())
         self._board.write(step, values)
+
+    def write_ranks(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:
+        """Writes the seconds of all ranks until `step`, a list for each column, to their file."""
+        rounded = {}
+        for name, seconds in columns.items():
+            rounded[name] = [round(value, _DIGITS_OF_SECONDS) for value in seconds]
+
+        # One process has no such file.
+        if self._rank_lines is None:
+            self._rank_lines = _open_lines(self._rank_path, self._step)
+        line = json.dumps({"step": step, **rounded}) + "\n"
+        self._rank_lines.write(line.encode())
 
     def write_histograms(
         self,
@@ -111,7 +129,16 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self._lines.close()
+        if self._rank_lines is not None:
+            self._rank_lines.close()
         self._board.close()
+
+
+def _open_lines(path: Path, step: int) -> "_GrowingFile":
+    """Returns a file of lines; those of an earlier run stay that were measured until `step`."""
+    earlier = _lines_until(path, step) if step and path.exists() else []
+    write_text(path, "".join(json.dumps(line) + "\n" for line in earlier))
+    return _GrowingFile(path)
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:

@@ -51,11 +51,11 @@ def build(seed=0, **changes):
     return tiny_model(seed, **{**FIELDS, **changes}).double().train()
 
 
-def batch(step):
+def batch(step, rows=ROWS):
     generator = torch.Generator().manual_seed(step)
-    mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.2).long()
-    labels = torch.randint(2, FIELDS["vocab_size"], (ROWS, TARGETS), generator=generator)
-    ids = torch.randint(2, FIELDS["vocab_size"], (ROWS, LENGTH), generator=generator)
+    mask = (torch.rand(rows, LENGTH, generator=generator) > 0.2).long()
+    labels = torch.randint(2, FIELDS["vocab_size"], (rows, TARGETS), generator=generator)
+    ids = torch.randint(2, FIELDS["vocab_size"], (rows, LENGTH), generator=generator)
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
@@ -66,8 +66,8 @@ def whole(tensor):
 class Stage:
     """A model and its optimizer on one mesh, or in one process."""
 
-    def __init__(self, optimizer, mesh=None):
-        self.model, self.mesh = build(), mesh
+    def __init__(self, optimizer, mesh=None, **changes):
+        self.model, self.mesh = build(**changes), mesh
         config = mesh.config if mesh else MeshConfig()
         self.layouts = (
             shard_model(self.model, mesh)

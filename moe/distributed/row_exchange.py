@@ -1,0 +1,242 @@
+"""All-to-alls of a schedule for rows of tokens: blocks of any sizes, also of none.
+
+In a schedule of `moe.network` the units are those of all pairs of ranks. A block of rows takes the
+units of its pair, and a rank's buffer holds only what the rank sends, receives or passes on: never
+the blocks of all pairs.
+
+Before: `scheduled`, which runs the steps. Next: `all_to_all`, which ties an exchange to autograd.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe.distributed.scheduled import Execution, RankProgram, RankStep
+from moe.distributed.waiting import waiting_for
+from moe.errors import ConfigError
+from moe.network.pieces import bounds_of_pieces, expand
+from moe.network.schedule import IntArray, Intervals, Schedule
+
+
+class PendingBlocks(NamedTuple):
+    """Blocks of rows under way.
+
+    Attributes:
+        group: The ranks.
+        execution: The steps.
+        buffer: <any>[N, ...] all rows that pass through this rank.
+        arriving: Rows of the buffer that are for this rank, sorted by the rank they are from.
+    """
+
+    group: ProcessGroup | None
+    execution: Execution
+    buffer: Tensor
+    arriving: tuple[slice, ...]
+
+    def wait(self) -> Tensor:
+        """Returns the rows <any>[M, ...] that arrive here, sorted by the rank they are from."""
+        with waiting_for(self.group, self.buffer.device):
+            self.execution.wait()
+        if len(self.arriving) == 1:
+            return self.buffer[self.arriving[0]]
+        return torch.cat([self.buffer[span] for span in self.arriving] or [self.buffer[:0]])
+
+
+class BlockRoute(NamedTuple):
+    """An exchange of blocks of given sizes, as one rank sees it.
+
+    Attributes:
+        group: The ranks.
+        steps: What this rank does.
+        num_rows: Rows of its buffer.
+        leaving: Rows of the buffer for its own rows, sorted by the rank that they go to.
+        arriving: Rows of the buffer for what it receives, sorted by the rank they are from.
+    """
+
+    group: ProcessGroup | None
+    steps: list[RankStep]
+    num_rows: int
+    leaving: tuple[slice, ...]
+    arriving: tuple[slice, ...]
+
+    def issue(self, x: Tensor) -> PendingBlocks:
+        """Sends rows <any>[N, ...], sorted by the rank that they go to.
+
+        Steps after the first wait for `wait`, since each needs what the one before has brought.
+        """
+        # The own rows take their places in the buffer.
+        buffer = x.new_empty(self.num_rows, *x.shape[1:])
+        start = 0
+        for span in self.leaving:
+            stop = start + span.stop - span.start
+            buffer[span] = x[start:stop]
+            start = stop
+        assert start == len(x), f"{len(x)} rows for a route of {start}"
+
+        # The first step goes out at once.
+        execution = Execution(self.steps, buffer, self.group)
+        return PendingBlocks(self.group, execution, buffer, self.arriving)
+
+
+class ScheduledAllToAll:
+    """An all-to-all schedule that is ready to exchange blocks of rows of any sizes.
+
+    Args:
+        schedule: An all-to-all: every unit begins at one rank and ends at one.
+        group: The running ranks; None for all.
+        live_ranks: See `RankProgram`.
+
+    Raises:
+        ConfigError: When ranks and group do not fit, or the schedule is no all-to-all among them.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        group: ProcessGroup | None = None,
+        *,
+        live_ranks: Sequence[int] | IntArray | None = None,
+    ) -> None:
+        self._there = _OneWay(RankProgram(schedule, group, live_ranks=live_ranks))
+        self._back = _OneWay(RankProgram(schedule.reversed(), group, live_ranks=live_ranks))
+
+    def route(self, counts: IntArray) -> BlockRoute:
+        """Returns the exchange of blocks of some sizes.
+
+        Args:
+            counts: <int64>[n, n] rows that each rank of the group sends to each other one; the
+                same on all ranks.
+        """
+        return self._there.route(counts)
+
+    def route_back(self, counts: IntArray) -> BlockRoute:
+        """Returns the exchange that takes all blocks back to where `route` took them from."""
+        return self._back.route(counts.T)
+
+
+class _OneWay:
+    """One direction of an all-to-all: where the units of each pair lie.
+
+    Args:
+        program: This rank's rows of the schedule.
+    """
+
+    def __init__(self, program: RankProgram) -> None:
+        self._program = program
+        schedule = program.schedule
+        rows = program.rows
+
+        # Pieces that no interval of this rank, and no block, divides.
+        self._bounds = bounds_of_pieces((rows, schedule.before, schedule.after))
+        self._source = self._owners(schedule.before)
+        self._destination = self._owners(schedule.after)
+
+        # What this rank begins or ends with, or passes on.
+        me = program.group_rank
+        self._is_touched = (self._source == me) | (self._destination == me)
+        self._is_touched[expand(rows.low, rows.high, self._bounds)[1]] = True
+
+        # Units of ranks that are dead belong to no pair.
+        self._pieces = np.flatnonzero(self._source >= 0)
+        is_whole = (self._source < 0) == (self._destination < 0)
+        if not is_whole.all():
+            raise ConfigError(
+                f"Unit {self._bounds[int(np.argmin(is_whole))]} of the schedule begins at no rank, "
+                "or ends at none; in an all-to-all every unit does both."
+            )
+
+        # Units of the pair before each piece and behind it, and units of the pair in all.
+        source = self._source[self._pieces]
+        pair = source * program.num_group_ranks + self._destination[self._pieces]
+        num_units = np.diff(self._bounds)[self._pieces]
+        units_of_pair = np.zeros(program.num_group_ranks**2, np.int64)
+        np.add.at(units_of_pair, pair, num_units)
+        _require_every_pair(units_of_pair, program.num_group_ranks)
+
+        # Pieces of a pair follow each other in the order of their units.
+        order = np.argsort(pair, kind="stable")
+        starts_of_pairs = np.cumsum(units_of_pair) - units_of_pair
+        starts = np.cumsum(num_units[order]) - num_units[order] - starts_of_pairs[pair[order]]
+        self._start_in_pair = np.empty_like(num_units)
+        self._start_in_pair[order] = starts
+        self._end_in_pair = self._start_in_pair + num_units
+        self._pair_units = units_of_pair[pair]
+
+    def route(self, counts: IntArray) -> BlockRoute:
+        """Returns the exchange of blocks of <int64>[n, n] rows."""
+        # The rows of a block are spread evenly over the units of its pair.
+        block = counts[self._source[self._pieces], self._destination[self._pieces]]
+        first = block * self._start_in_pair // self._pair_units
+        last = block * self._end_in_pair // self._pair_units
+
+        # Only what this rank touches has a place in its buffer.
+        num_rows = np.zeros(len(self._bounds) - 1, np.int64)
+        num_rows[self._pieces] = last - first
+        num_rows[~self._is_touched] = 0
+        position = np.concatenate([[0], np.cumsum(num_rows)])
+
+        def place(units: IntArray) -> IntArray:
+            return position[np.searchsorted(self._bounds, units)]
+
+        me = self._program.group_rank
+        return BlockRoute(
+            group=self._program.group,
+            steps=self._program.steps(place),
+            num_rows=int(position[-1]),
+            leaving=_spans(position, self._source == me, self._destination),
+            arriving=_spans(position, self._destination == me, self._source),
+        )
+
+    def _owners(self, part: Intervals) -> IntArray:
+        """Returns the rank of the group with which each piece begins or ends; -1 for none.
+
+        Raises:
+            ConfigError: When there are several.
+        """
+        row, piece = expand(part.low, part.high, self._bounds)
+        num_owners = np.bincount(piece, minlength=len(self._bounds) - 1)
+        if (num_owners > 1).any():
+            index = int(np.argmax(num_owners > 1))
+            raise ConfigError(
+                f"Unit {self._bounds[index]} of the schedule begins or ends at "
+                f"{num_owners[index]} ranks; expected one, as in an all-to-all."
+            )
+
+        # Ranks in the numbers of the group.
+        owners = np.full(len(num_owners), -1, np.int64)
+        owners[piece] = self._program.group_ranks[part.rank[row]]
+        return owners
+
+
+def _require_every_pair(units_of_pair: IntArray, num_ranks: int) -> None:
+    """Raises a ConfigError unless rows can go from every rank of the group to every one."""
+    if units_of_pair.all():
+        return
+    pair = int(np.argmin(units_of_pair))
+    raise ConfigError(
+        f"The schedule has no units from rank {pair // num_ranks} to rank {pair % num_ranks} of "
+        "the group. Build an all-to-all with units for every pair of live ranks, also of a rank "
+        "with itself."
+    )
+
+
+def _spans(position: IntArray, is_own: NDArray[np.bool_], peer: IntArray) -> tuple[slice, ...]:
+    """Returns where the own pieces lie in the buffer, sorted by the other rank of their pair."""
+    pieces = np.flatnonzero(is_own)
+    pieces = pieces[np.argsort(peer[pieces], kind="stable")]
+
+    # Neighbours in the buffer become one span.
+    spans: list[slice] = []
+    for piece in pieces.tolist():
+        start = int(position[piece])
+        stop = int(position[piece + 1])
+        if spans and spans[-1].stop == start:
+            spans[-1] = slice(spans[-1].start, stop)
+        elif start < stop:
+            spans.append(slice(start, stop))
+    return tuple(spans)

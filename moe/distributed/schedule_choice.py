@@ -1,0 +1,125 @@
+"""The schedule that a recipe names: an algorithm, a grid of ranks, those that are dead, the wire.
+
+    ring                                        a ring of all ranks
+    torus 4x4                                   ranks numbered row by row on a grid of 4 rows of 4
+    row_pair_clients_1 4x4 without 1,2,5,6      the 12 ranks that are left of 16
+    torus 4x4 in bfloat16                       what travels is rounded, sums stay float32
+
+The ranks of a group play the live ranks of the grid in their order.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from moe.checks import check
+from moe.errors import ConfigError
+from moe.network.algorithms import Algorithm
+from moe.network.schedule import Schedule
+from moe.network.topology import Topology, grid
+from moe.registry import Registry
+
+_PATTERN = re.compile(
+    r"(?P<algorithm>[a-z]\w*)"
+    r"( (?P<shape>\d{1,7}(x\d{1,7})*))?"
+    r"( without (?P<dead>\d{1,7}(, ?\d{1,7})*))?"
+    r"( in (?P<wire>bfloat16))?"
+)
+_MAX_RANKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule by its algorithm and grid.
+
+    Attributes:
+        name: Of the setting, for messages.
+        text: What the user wrote.
+        algorithm: Builds it.
+        shape: Size of each axis of the grid, slowest first; empty for one ring of all ranks.
+        dead: Ranks of the grid that have failed.
+        bfloat16: Whether what travels is rounded to bfloat16.
+    """
+
+    name: str
+    text: str
+    algorithm: Algorithm
+    shape: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
+    bfloat16: bool = False
+
+    def check_group(self, size: int, what: str) -> None:
+        """Raises unless the schedule can be built for a group of ranks.
+
+        Args:
+            size: Ranks of the group.
+            what: Calls the group in messages.
+
+        Raises:
+            ConfigError: When the grid has other ranks, or the algorithm does not fit it.
+        """
+        # As many ranks as run.
+        num_live = math.prod(self.shape) - len(self.dead) if self.shape else size
+        if num_live != size:
+            raise ConfigError(
+                f"{self.name} is {self.text!r}, a grid with {num_live} live ranks, but {what} has "
+                f"{size}. Choose a grid of {size} live ranks, or none for one ring of all."
+            )
+
+        # A network on which the algorithm can be built.
+        network = self.topology(size)
+        reason = self.algorithm.unfit(network)
+        if reason:
+            raise ConfigError(
+                f"{self.name} is {self.text!r}, which cannot be built for {what} ({network.name}): "
+                f"{reason} Choose another algorithm or grid."
+            )
+
+    def topology(self, size: int) -> Topology:
+        """Returns the network of a group of so many ranks; only its form counts."""
+        # Without a grid the ranks are a ring.
+        shape = self.shape or (size,)
+        whole = grid(shape, wraps=True, bandwidth=1.0, latency=0.0)
+        return whole.without(self.dead) if self.dead else whole
+
+    def build(self, size: int, num_units: int) -> Schedule:
+        """Returns the schedule for a group of so many ranks."""
+        return self.algorithm.build(self.topology(size), num_units)
+
+
+def parse_schedule(name: str, text: str, registry: Registry[Algorithm]) -> ScheduleChoice:
+    """Returns the schedule that a text names; see the module.
+
+    Args:
+        name: Of the setting, for messages.
+        text: What the user wrote.
+        registry: Algorithms to choose from.
+
+    Raises:
+        ConfigError: When it cannot be read, or there is no such algorithm.
+    """
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+    expected = "null, or a text such as ring, torus 4x4, or ring 4x4 without 5,6 in bfloat16"
+    if match is None:
+        raise ConfigError(f"{name} is {text!r}; expected {expected}.")
+
+    # A grid, and ranks of it.
+    shape = tuple(_numbers(match["shape"], "x"))
+    dead = tuple(_numbers(match["dead"], ","))
+    check(all(shape) and math.prod(shape) <= _MAX_RANKS, name, text, "a grid of 1 to 1,000,000")
+    check(bool(shape) or not dead, name, text, "a grid before the dead ranks, e.g. ring 4x4")
+    is_known = len(set(dead)) == len(dead) and all(rank < math.prod(shape) for rank in dead)
+    check(is_known, name, text, f"different dead ranks from 0 to {math.prod(shape) - 1}")
+
+    return ScheduleChoice(
+        name=name,
+        text=text,
+        algorithm=registry.get(match["algorithm"]),
+        shape=shape,
+        dead=dead,
+        bfloat16=match["wire"] is not None,
+    )
+
+
+def _numbers(text: str | None, separator: str) -> list[int]:
+    return [int(part) for part in text.split(separator)] if text else []

@@ -1,0 +1,493 @@
+"""Carries out schedules of `moe.network` among running ranks, point to point, over any backend.
+
+A rank keeps its own rows of a schedule and sends, receives and adds step by step. There is no
+barrier: it goes on when what it sends is on its way and what it receives has arrived. All that goes
+from one rank to another in a step is one message.
+
+Sums are float32 for narrower floats, and of the payload's own dtype otherwise. On a narrower wire
+(bfloat16) the rank that sums a unit would keep more digits than it sends: what several ranks end
+with is rounded on all of them, so that replicas stay equal to the bit.
+
+Before: `moe.network`. Next: `gradients` sums the gradients of FSDP so, `row_exchange` exchanges
+rows of tokens.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe.checks import check
+from moe.errors import ConfigError, DistributedError
+from moe.network.pieces import bounds_of_pieces, expand
+from moe.network.schedule import IntArray, Intervals, Schedule, intervals
+
+Placement = Callable[[IntArray], IntArray]
+"""Gives the element of a rank's buffer at which each of some units begins."""
+
+
+class Message(NamedTuple):
+    """What goes between this rank and another one in one step.
+
+    Attributes:
+        peer: The other rank's number in the group.
+        spans: Elements of the buffer, one span after the other in the message.
+        num_elements: Elements of all spans.
+    """
+
+    peer: int
+    spans: tuple[slice, ...]
+    num_elements: int
+
+
+class Arrival(NamedTuple):
+    """A row of the schedule that this rank receives.
+
+    Attributes:
+        message: Index of the message that brings it.
+        part: Elements of the message.
+        span: Elements of the buffer that it goes to.
+        adds: Whether it is added to them; else it is copied over them.
+    """
+
+    message: int
+    part: slice
+    span: slice
+    adds: bool
+
+
+class RankStep(NamedTuple):
+    """What one rank does in one step.
+
+    Attributes:
+        sends: A message for each rank that it sends to.
+        receives: A message for each rank that it receives from.
+        arrivals: What it does with them, in the order of the schedule's rows.
+    """
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    arrivals: tuple[Arrival, ...]
+
+
+class _Row(NamedTuple):
+    """A row of the schedule that this rank takes part in, in elements."""
+
+    step: int
+    peer: int
+    sends: bool
+    span: slice
+    adds: bool
+
+
+class RankProgram:
+    """The rows of a schedule that one rank of a group takes part in.
+
+    Args:
+        schedule: What all ranks do.
+        group: The running ranks; None for all.
+        live_ranks: Rank of the schedule that each rank of the group plays, for a schedule around
+            ranks that are dead; None when there are as many of the one as of the other.
+
+    Raises:
+        ConfigError: When ranks and group do not fit, or a rank that is not there takes part.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        group: ProcessGroup | None = None,
+        *,
+        live_ranks: Sequence[int] | IntArray | None = None,
+    ) -> None:
+        # Who this rank is: among the running ranks, and in the schedule.
+        self.schedule = schedule
+        self.group = group
+        self.num_group_ranks = dist.get_world_size(group)
+        self.group_ranks = _group_ranks(schedule, group, live_ranks)
+        self.group_rank = dist.get_rank(group)
+        check(self.group_rank >= 0, "group", "one without this rank", "one that this rank is in")
+        self.rank = int(np.flatnonzero(self.group_ranks == self.group_rank)[0])
+        """This rank's number in the schedule."""
+
+        # Of a large schedule a rank keeps little.
+        table = schedule.transfers
+        is_own = (table.source == self.rank) | (table.destination == self.rank)
+        self.rows = table.select(np.flatnonzero(is_own))
+
+    def steps(self, place: Placement) -> list[RankStep]:
+        """Returns what this rank does, step by step; steps without it are left out.
+
+        Args:
+            place: Where units lie in this rank's buffer.
+        """
+        # Rows are sorted by step.
+        steps: list[RankStep] = []
+        pending: list[_Row] = []
+        for row in self._rows_in_elements(place):
+            if pending and row.step != pending[0].step:
+                steps.append(_rank_step(pending))
+                pending = []
+            pending.append(row)
+        if pending:
+            steps.append(_rank_step(pending))
+        return steps
+
+    def shared_units(self) -> Intervals:
+        """Returns the units that this rank and others end with."""
+        after = self.schedule.after
+        bounds = bounds_of_pieces([after])
+        row, piece = expand(after.low, after.high, bounds)
+
+        # Pieces of this rank that others have too.
+        num_holders = np.bincount(piece)
+        is_own = after.rank[row] == self.rank
+        shared = piece[is_own & (num_holders[piece] > 1)]
+        return intervals(self.rank, bounds[shared], bounds[shared + 1])
+
+    def _rows_in_elements(self, place: Placement) -> Iterable[_Row]:
+        """Yields the rows that move any element."""
+        # The other rank of each row.
+        rows = self.rows
+        sends = rows.source == self.rank
+        peers = self.group_ranks[np.where(sends, rows.destination, rows.source)]
+
+        # What lies between two units may be empty.
+        columns = (rows.step, peers, sends, place(rows.low), place(rows.high), rows.adds)
+        lists = [column.tolist() for column in columns]
+        for step, peer, is_sent, low, high, adds in zip(*lists, strict=True):
+            if low < high:
+                yield _Row(step, peer, is_sent, slice(low, high), adds)
+
+
+def _group_ranks(
+    schedule: Schedule,
+    group: ProcessGroup | None,
+    live_ranks: Sequence[int] | IntArray | None,
+) -> IntArray:
+    """Returns the <int64>[num_ranks] rank of the group that plays each rank; -1 for none.
+
+    Raises:
+        ConfigError: When they do not fit.
+    """
+    size = dist.get_world_size(group)
+    if live_ranks is None:
+        live_ranks = np.arange(schedule.num_ranks)
+
+    # Every running rank plays another one.
+    live = np.asarray(live_ranks, np.int64)
+    expected = f"a rank of the schedule for each of the {size} ranks of the group"
+    check(len(live) == size, "the number of live ranks", len(live), expected)
+    is_known = bool(((live >= 0) & (live < schedule.num_ranks)).all())
+    is_unique = len(np.unique(live)) == size
+    expected = f"different ranks from 0 to {schedule.num_ranks - 1}"
+    check(is_known and is_unique, "live_ranks", live.tolist(), expected)
+
+    peers = np.full(schedule.num_ranks, -1, np.int64)
+    peers[live] = np.arange(size)
+
+    # A rank that is not there would be waited for in vain.
+    table = schedule.transfers
+    taking_part = np.unique(np.concatenate([table.source, table.destination]))
+    missing = taking_part[peers[taking_part] < 0]
+    if len(missing):
+        raise ConfigError(
+            f"The schedule sends to or from rank {missing[0]}, which is not among the live ranks "
+            f"{live.tolist()}. Build it for a network on which the same ranks are dead."
+        )
+    return peers
+
+
+def _rank_step(rows: Sequence[_Row]) -> RankStep:
+    """Returns a step: rows between the same two ranks become one message."""
+    spans_to: dict[int, list[slice]] = {}
+    spans_from: dict[int, list[slice]] = {}
+    index_of: dict[int, int] = {}
+    lengths: list[int] = []
+    arrivals: list[Arrival] = []
+    for row in rows:
+        # Both ranks put the rows of a message in the order of the schedule.
+        length = row.span.stop - row.span.start
+        if row.sends:
+            _append_span(spans_to.setdefault(row.peer, []), row.span)
+            continue
+
+        # Where the row lies in its message.
+        _append_span(spans_from.setdefault(row.peer, []), row.span)
+        index = index_of.setdefault(row.peer, len(index_of))
+        if index == len(lengths):
+            lengths.append(0)
+        part = slice(lengths[index], lengths[index] + length)
+        lengths[index] += length
+        arrivals.append(Arrival(index, part, row.span, row.adds))
+
+    sends = [_message(peer, spans) for peer, spans in spans_to.items()]
+    receives = [_message(peer, spans) for peer, spans in spans_from.items()]
+    return RankStep(tuple(sends), tuple(receives), tuple(arrivals))
+
+
+def _append_span(spans: list[slice], span: slice) -> None:
+    """Appends a span; joins it to the last one where that ends."""
+    if spans and spans[-1].stop == span.start:
+        spans[-1] = slice(spans[-1].start, span.stop)
+    else:
+        spans.append(span)
+
+
+def _message(peer: int, spans: list[slice]) -> Message:
+    num_elements = sum(span.stop - span.start for span in spans)
+    return Message(peer, tuple(spans), num_elements)
+
+
+# ---------------------------------------------------------------------------
+# Steps on a buffer
+
+
+class Execution:
+    """Steps under way on a buffer; the first is issued at once, the others by `wait`.
+
+    Args:
+        steps: What this rank does.
+        buffer: <any>[N, ...] spans count its first dimension; changes until `wait` returns.
+        group: The ranks; None for all.
+        wire: Dtype that travels; None for that of the buffer.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[RankStep],
+        buffer: Tensor,
+        group: ProcessGroup | None,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self._steps = steps
+        self._buffer = buffer
+        self._group = group
+        self._wire = wire or buffer.dtype
+        self._works: list[Any] = []
+        self._received: list[Tensor] = []
+        self._sent: list[Tensor] = []
+        if steps:
+            self._issue(0)
+
+    def wait(self) -> None:
+        """Takes all steps to their end.
+
+        Raises:
+            DistributedError: When another rank is lost or does not come in the group's time.
+        """
+        for index in range(len(self._steps)):
+            if index > 0:
+                self._issue(index)
+            self._finish(index)
+
+    def _issue(self, index: int) -> None:
+        """Sends what this step reads of the buffer; nothing of it is written before `_finish`."""
+        step = self._steps[index]
+        shape = self._buffer.shape[1:]
+        self._received = []
+        self._sent = []
+
+        # What arrives waits beside the buffer, where sums are not yet to be touched.
+        operations: list[dist.P2POp] = []
+        for message in step.receives:
+            scratch = self._buffer.new_empty(message.num_elements, *shape, dtype=self._wire)
+            self._received.append(scratch)
+            operations.append(self._operation(dist.irecv, scratch, message.peer))
+
+        # Sent tensors must live until they are sent.
+        for message in step.sends:
+            content = self._content(message)
+            self._sent.append(content)
+            operations.append(self._operation(dist.isend, content, message.peer))
+
+        try:
+            self._works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._lost_rank(index, error) from error
+
+    def _finish(self, index: int) -> None:
+        """Waits for the messages of a step, then writes what has arrived."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost_rank(index, error) from error
+
+        # In the order of the rows, so that sums are the same in every run.
+        for arrival in self._steps[index].arrivals:
+            target = self._buffer[arrival.span]
+            content = self._received[arrival.message][arrival.part]
+            if arrival.adds:
+                target.add_(content)
+            else:
+                target.copy_(content)
+
+    def _operation(
+        self,
+        operation: Callable[..., Any],
+        x: Tensor,
+        peer: int,
+    ) -> dist.P2POp:
+        return dist.P2POp(operation, x, group=self._group, group_peer=peer)
+
+    def _content(self, message: Message) -> Tensor:
+        """Returns a message: a view of the buffer where it is one span of the same dtype."""
+        # Only rows that are apart must be put together.
+        parts = [self._buffer[span] for span in message.spans]
+        content = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return content.to(self._wire)
+
+    def _lost_rank(self, index: int, error: RuntimeError) -> DistributedError:
+        """Returns the error that names the ranks with which this one was exchanging."""
+        step = self._steps[index]
+        peers = sorted({message.peer for message in (*step.sends, *step.receives)})
+        names = [str(self._global_rank(peer)) for peer in peers]
+        reason = str(error).strip().splitlines()
+        return DistributedError(
+            f"Rank {dist.get_rank()} lost a rank in step {index + 1} of {len(self._steps)} of a "
+            f"schedule, in which it exchanges with ranks {', '.join(names)}: it ended, or did not "
+            "come in time. The message of the rank that ended first says why; one without a "
+            "message was killed. To go on without it, start the others with a schedule that "
+            f"declares it dead. (torch: {reason[0] if reason else type(error).__name__})"
+        )
+
+    def _global_rank(self, peer: int) -> int:
+        return dist.get_global_rank(self._group or dist.group.WORLD, peer)
+
+
+# ---------------------------------------------------------------------------
+# Collectives on one tensor
+
+
+class ScheduledCollective:
+    """A schedule that is ready to run on tensors of any size.
+
+    Build it once: it keeps this rank's rows, and the steps for each size that it has seen. The
+    elements of a tensor are spread evenly over the schedule's units.
+
+    Args:
+        schedule: What all ranks do.
+        group: The running ranks; None for all.
+        live_ranks: See `RankProgram`.
+        wire: Dtype that travels, e.g. torch.bfloat16; None for the dtype of the sums. What several
+            ranks end with is then rounded to it on all of them.
+
+    Raises:
+        ConfigError: When ranks and group do not fit, or the wire is no floating-point dtype.
+
+    Source:
+        2-D gradient summation (arXiv:1811.06992, 1909.09756) and its ways around failed chips
+        (arXiv:2011.03605), as tables of transfers. Differs: float32 sums on a bfloat16 wire.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        group: ProcessGroup | None = None,
+        *,
+        live_ranks: Sequence[int] | IntArray | None = None,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        is_float = wire is None or wire.is_floating_point
+        check(is_float, "wire", wire, "a floating-point dtype, or None")
+        self._program = RankProgram(schedule, group, live_ranks=live_ranks)
+        self._wire = wire
+        self._shared = self._program.shared_units()
+        self._steps_by_size: dict[int, list[RankStep]] = {}
+
+    @torch.no_grad()
+    def run(self, x: Tensor) -> None:
+        """Carries out the schedule in place.
+
+        Args:
+            x: <number>[...] this rank's buffer, contiguous. Units that the schedule promises to
+                this rank hold the sums afterwards, others hold anything.
+
+        Raises:
+            ConfigError: When the tensor is not contiguous, or of a dtype that has no sums or does
+                not go with the wire.
+            DistributedError: When another rank is lost.
+        """
+        check(x.is_contiguous(), "the strides of a tensor", x.stride(), "those of a contiguous one")
+        check(x.dtype != torch.bool, "dtype", x.dtype, "numbers")
+        fits = self._wire is None or x.is_floating_point()
+        check(fits, "dtype", x.dtype, f"a floating-point one, since the wire is {self._wire}")
+
+        # Narrow floats are summed in float32.
+        flat = x.view(-1)
+        buffer = flat.to(_sum_dtype(x.dtype))
+
+        # Steps are those of the size, and are made once.
+        num_elements = flat.numel()
+        steps = self._steps_by_size.get(num_elements)
+        if steps is None:
+            steps = self._program.steps(self._placement(num_elements))
+            self._steps_by_size[num_elements] = steps
+        Execution(steps, buffer, self._program.group, self._wire).wait()
+
+        # The rank that made a sum has it as the others do.
+        if self._wire is not None and self._wire != buffer.dtype:
+            self._round_shared(buffer)
+        if buffer.dtype != x.dtype:
+            flat.copy_(buffer)
+
+    def _round_shared(self, buffer: Tensor) -> None:
+        """Rounds what other ranks end with too to the wire's dtype."""
+        place = self._placement(buffer.numel())
+        low = place(self._shared.low).tolist()
+        high = place(self._shared.high).tolist()
+        for start, stop in zip(low, high, strict=True):
+            part = buffer[start:stop]
+            part.copy_(part.to(self._wire))
+
+    def _placement(self, num_elements: int) -> Placement:
+        """Returns where units begin in a tensor, over which they are spread evenly."""
+        num_units = max(self._program.schedule.num_units, 1)
+        whole, rest = divmod(num_elements, num_units)
+
+        # As units * num_elements // num_units, which may be beyond 64 bits.
+
+        def place(units: IntArray) -> IntArray:
+            return units * whole + units * rest // num_units
+
+        return place
+
+
+def execute(
+    schedule: Schedule,
+    x: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    live_ranks: Sequence[int] | IntArray | None = None,
+    wire: torch.dtype | None = None,
+) -> Tensor:
+    """Returns what a schedule makes of this rank's tensor <number>[...]; every rank must call it.
+
+    For one use; a `ScheduledCollective` is built once and runs often.
+
+    Args:
+        schedule: What all ranks do.
+        x: <number>[...] what this rank begins with; left as it is.
+        group: The running ranks; None for all.
+        live_ranks: See `RankProgram`.
+        wire: See `ScheduledCollective`.
+
+    Returns:
+        <number>[...] with the sums where the schedule promises them, anything elsewhere.
+    """
+    collective = ScheduledCollective(schedule, group, live_ranks=live_ranks, wire=wire)
+    result = x.detach().clone(memory_format=torch.contiguous_format)
+    collective.run(result)
+    return result
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which numbers are added up: at least float32 for floats."""
+    if dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32)
+    return dtype

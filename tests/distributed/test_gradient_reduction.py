@@ -1,0 +1,142 @@
+"""A run whose gradients and rows travel by a schedule equals the run with torch's collectives.
+
+Both are trained in the same processes, from the same weights on the same batches.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe.checkpoint.writer import CheckpointWriter
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.models.parallelize import shard_model
+from moe.training.step import train_step
+from tests.distributed.ranks import run_ranks
+from tests.distributed.stages import RECIPE, Stage, batch, whole
+from tests.models.tiny import tiny_model
+
+MESHES = {
+    "rings of two axes": {"dp_shard": 2, "dp_replicate": 2, "gradient_reduction": "ring"},
+    "rings beside experts": {"dp_shard": 2, "ep": 2, "gradient_reduction": "two_way_ring"},
+    "shards on a torus": {"dp_shard": 4, "gradient_reduction": "torus_all_axes 2x2"},
+}
+EXCHANGES = {
+    "ragged": ("half_ring", {}),
+    "around a dead rank": ("ring 5 without 2", {}),
+    "slots": ("axes 2x2", {"dispatch": "static"}),
+}
+SMALL = {
+    "vocab_size": 53,
+    "d_model": 7,
+    "d_kv": 3,
+    "d_ff": 6,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
+    "num_heads": 2,
+    "num_experts": 2,
+    "group_size": 13,
+    "tie_word_embeddings": True,
+}
+AROUND_A_HOLE = "row_pair_clients_1 4x4 without 1,2,5,6"
+SURVIVORS, UPDATES = 12, 20
+
+
+def farthest(ours, theirs):
+    """Returns the largest difference of two models, relative to each weight's largest entry."""
+    distances = []
+    for name, weight in theirs.items():
+        scale = weight.abs().max().clamp(min=1e-30)
+        distances.append(float((ours[name] - weight).abs().max() / scale))
+    return max(distances)
+
+
+def is_equal_on_all_ranks(weights):
+    flat = torch.cat([weight.flatten() for weight in weights.values()])
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(flat, first)
+
+
+def whole_weights(model):
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def trained(config, **changes):
+    """Returns all weights whole after two updates."""
+    stage = Stage("adamw", build_mesh(config, "cpu"), **changes)
+    for step in range(2):
+        stage.step(step)
+    return whole_weights(stage.model)
+
+
+def by_schedule_and_by_torch(rank, num_ranks, folder):
+    answers = {}
+    for name, fields in MESHES.items():
+        sizes = {key: value for key, value in fields.items() if isinstance(value, int)}
+        ours = trained(MeshConfig(**fields))
+        answers[name] = (farthest(ours, trained(MeshConfig(**sizes))), is_equal_on_all_ranks(ours))
+
+    for name, (exchange, changes) in EXCHANGES.items():
+        ours = trained(MeshConfig(ep=4, expert_exchange=exchange), **changes)
+        theirs = trained(MeshConfig(ep=4), **changes)
+        answers[name] = (farthest(ours, theirs), is_equal_on_all_ranks(ours))
+
+    # Replicas that a schedule sums over leave one checkpoint, which torch's own mesh reads.
+    sizes = {"dp_replicate": 2, "dp_shard": 2}
+    stage = Stage("adamw", build_mesh(MeshConfig(**sizes, gradient_reduction="ring"), "cpu"))
+    stage.step(0)
+    with CheckpointWriter(Path(folder) / "checkpoints", keep=1) as writer:
+        path = stage.save(writer, 1)
+    other = Stage("adamw", build_mesh(MeshConfig(**sizes), "cpu"))
+    other.load(path)
+    weights = whole_weights(stage.model)
+    answers["checkpoint"] = (farthest(weights, whole_weights(other.model)), True)
+    return answers
+
+
+@pytest.mark.slow
+def test_a_run_by_schedules_equals_one_by_torch(tmp_path):
+    for answer in run_ranks(by_schedule_and_by_torch, 4, tmp_path, str(tmp_path), timeout=400):
+        for name, (distance, is_equal) in answer.items():
+            assert distance < 1e-10, name
+            assert is_equal, name
+
+
+def replicas(dtype, **fields):
+    """Returns the weights of a model after some updates of replicas, and whether all have them."""
+    mesh = build_mesh(MeshConfig(dp_replicate=SURVIVORS, **fields), "cpu")
+    model = tiny_model(**SMALL).to(dtype).train()
+    shard_model(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    for step in range(UPDATES):
+        data = batch(step, SURVIVORS)
+        data = {name: value[mesh.rows(SURVIVORS)] for name, value in data.items()}
+        train_step(model, optimizer, RECIPE, data, step, mesh)
+    weights = whole_weights(model)
+    return weights, is_equal_on_all_ranks(weights)
+
+
+def survivors_of_a_hole(rank, num_ranks):
+    theirs, _ = replicas(torch.float64)
+    ours, is_equal = replicas(torch.float64, gradient_reduction=AROUND_A_HOLE)
+    rounded, is_rounded_equal = replicas(
+        torch.float32, gradient_reduction=f"{AROUND_A_HOLE} in bfloat16"
+    )
+    differences = [(rounded[name] - weight).abs().max() for name, weight in theirs.items()]
+    return {
+        "distance": farthest(ours, theirs),
+        "rounded difference": float(max(differences)),
+        "is equal": is_equal and is_rounded_equal,
+    }
+
+
+@pytest.mark.slow
+def test_20_updates_of_12_survivors_around_a_hole_equal_those_by_torch(tmp_path):
+    for answer in run_ranks(survivors_of_a_hole, SURVIVORS, tmp_path, timeout=500):
+        assert answer["distance"] < 1e-10
+        assert answer["is equal"]
+
+        # The bfloat16 wire was used.
+        assert answer["rounded difference"] > 1e-7

@@ -1,0 +1,53 @@
+"""What is left of an all-reduce is an exact reduce-scatter, and no more than needed."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.network.algorithms import ALL_REDUCE
+from moe.network.pruning import reduce_scatter_of
+from moe.network.rings import ring_all_reduce, ring_reduce_scatter, two_way_ring_all_reduce
+from moe.network.schedule import Schedule
+from moe.network.topology import grid
+from moe.network.verify import verify
+
+RANKS = st.integers(1, 9)
+UNITS = st.integers(0, 53)
+
+
+@given(num_ranks=RANKS, num_units=UNITS)
+def test_the_reduce_scatter_in_a_ring_is_its_first_half(num_ranks: int, num_units: int) -> None:
+    ring = np.arange(num_ranks)
+    left = reduce_scatter_of(ring_all_reduce(ring, num_units), ring)
+
+    first_half = ring_reduce_scatter(ring, 0, num_units, num_ranks=num_ranks, num_units=num_units)
+    for ours, theirs in zip(left.transfers, first_half.transfers, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@given(num_ranks=RANKS, num_units=UNITS, seed=st.integers(0, 99))
+def test_chunks_may_belong_to_the_ranks_in_any_order(
+    num_ranks: int,
+    num_units: int,
+    seed: int,
+) -> None:
+    owners = np.random.default_rng(seed).permutation(num_ranks)
+
+    verify(reduce_scatter_of(two_way_ring_all_reduce(range(num_ranks), num_units), owners))
+
+
+def test_a_torus_and_a_mesh_with_a_hole_leave_a_reduce_scatter() -> None:
+    network = grid((3, 4), wraps=True, bandwidth=1.0, latency=0.0)
+    torus = ALL_REDUCE.get("torus").build(network, 240)
+    scatter = reduce_scatter_of(torus, np.arange(12))
+    verify(scatter)
+    assert num_units_sent(scatter) < 0.7 * num_units_sent(torus)
+
+    network = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0).without((1, 2, 5, 6))
+    whole = ALL_REDUCE.get("row_pair_clients_1").build(network, 240)
+    verify(whole)
+    verify(reduce_scatter_of(whole, network.live_ranks))
+
+
+def num_units_sent(schedule: Schedule) -> int:
+    return int((schedule.transfers.high - schedule.transfers.low).sum())
