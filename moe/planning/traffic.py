@@ -16,7 +16,7 @@ from moe.distributed.sharding import Layout
 from moe.models.attention import Attention
 from moe.models.blocks import FeedForward
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.optim.optimizers import OPTIMIZERS, OptimizerSpec
+from moe.optim.optimizers import OPTIMIZERS
 from moe.planning.memory import Unit, fsdp_units
 from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, stack_passes
 
@@ -122,8 +122,7 @@ def traffic(
         parts.append(_expert_transfers(stack, mesh, passes))
     for stack in stacks:
         parts.append(_tensor_parallel_transfers(stack, mesh, passes))
-    optimizer = OPTIMIZERS.get(workload.optimizer)
-    parts.append(_optimizer_transfers(optimizer, layouts, mesh))
+    parts.append(_optimizer_transfers(workload, layouts, mesh))
     parts.append(_statistics_transfers(stacks, mesh, num_balance_totals))
 
     # Equal kinds added up.
@@ -248,13 +247,14 @@ def _tensor_parallel_transfers(
 
 
 def _optimizer_transfers(
-    optimizer: OptimizerSpec,
+    workload: Workload,
     layouts: Mapping[str, Layout],
     mesh: MeshConfig,
 ) -> Iterator[Transfer]:
     """Yields the sums of the optimizer over the axes that shard a parameter."""
+    spec = OPTIMIZERS.get(workload.optimizer)
     for layout in layouts.values():
-        summed = optimizer.summed_elements(layout, mesh)
+        summed = spec.summed_elements(layout, mesh, **workload.optimizer_options)
         for axes, numel in summed.items():
             yield _all_reduce("optimizer sums", _NAMES[axes], numel * FLOAT32_BYTES, mesh)
 

@@ -48,6 +48,7 @@ class Case:
     checkpointed: bool = False
     bfloat16: bool = False
     optimizer: str = "adafactor"
+    options: dict = field(default_factory=dict)
 
 
 STATIC = {"dispatch": "static"}
@@ -90,6 +91,10 @@ EXACT = {
         (1, 1, 1, 4), {"feed_forward_proj": "relu", "tie_word_embeddings": True, **STATIC}
     ),
     "dp_shard, AdamW": Case((1, 4, 1, 1), STATIC, optimizer="adamw"),
+    "dp_shard x ep, LAMB": Case((1, 2, 2, 1), STATIC, optimizer="lamb"),
+    "ep x tp, LARS of all": Case(
+        (1, 1, 2, 2), STATIC, optimizer="lars", options={"skip": ["biases"]}
+    ),
 }
 DROPPING = {
     "dp_shard x ep": Case((1, 2, 2, 1)),
@@ -141,6 +146,7 @@ def prepare(case):
         precision=precision,
         activation_checkpointing=case.checkpointed,
         optimizer=case.optimizer,
+        optimizer_options=case.options,
     )
     return model, recipe, workload
 
@@ -153,7 +159,7 @@ def count_run(case):
     mesh = build_mesh(MeshConfig(*case.mesh), "cpu")
     shard_model(model, mesh, bfloat16=case.bfloat16)
     optimizer = OPTIMIZERS.get(case.optimizer).build(
-        parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0
+        parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0, **case.options
     )
     here = {name: value[mesh.rows(ROWS)] for name, value in batch().items()}
     grads = []
