@@ -257,6 +257,7 @@ class Mesh(NamedTuple):
         data: Ranks that hold other rows of a batch, with the same coordinate on `tp`.
         tp: Ranks that hold the same rows; None when that is this rank alone.
         data_rank: Which rows this rank holds.
+        replica: Those of `data` that hold one copy of the model between them.
     """
 
     config: MeshConfig
@@ -267,6 +268,7 @@ class Mesh(NamedTuple):
     data: ProcessGroup
     tp: ProcessGroup | None
     data_rank: int
+    replica: ProcessGroup
 
     def rows(self, num_rows: int) -> slice:
         """Returns which of a batch's rows this rank holds.
@@ -324,6 +326,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         data=data.get_group(),
         tp=device_mesh["tp"].get_group() if config.tp > 1 else None,
         data_rank=data.get_local_rank(),
+        replica=dense_shard.get_group(),
     )
 
 

@@ -19,6 +19,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.optim.optimizers import OPTIMIZERS
 from moe.planning.memory import Unit, fsdp_units
 from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, stack_passes
+from moe.sparse.losses import num_scope_ranks
 
 _LONG_BYTES = 8
 """Bytes of int64 and float64."""
@@ -106,8 +107,9 @@ def traffic(
     num_passes = workload.num_passes(mesh)
 
     # A balance loss over more than one pass needs all counts first: a forward pass of its own.
-    is_wide = model.config.balance_scope in ("ranks", "global")
-    counts_first = is_wide and num_passes * mesh.num_data_ranks > 1
+    scope = model.config.balance_scope
+    is_wide = scope in ("ranks", "global")
+    counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
     num_balance_totals = num_passes if counts_first else 0
     passes = PassCounts(
         backward=num_passes,
@@ -275,7 +277,10 @@ def _statistics_transfers(
             num_bytes += num_sums * _LONG_BYTES
 
             # Choices of each expert and their number, when the balance loss needs them first.
-            num_bytes += num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+            total_bytes = num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+            is_replica = layer.config.balance_scope == "ranks"
+            axis = "dp_shard x ep" if is_replica else "data ranks"
+            yield _all_reduce("statistics", axis, total_bytes, mesh)
     yield _all_reduce("statistics", "data ranks", num_bytes, mesh)
 
     # The norm of the gradient, a number.

@@ -82,6 +82,9 @@ EXACT = {
     "ep in two nodes, static": Case((1, 1, 4, 1, 2), STATIC),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "balance over all ranks": Case((1, 2, 2, 1), {**STATIC, "balance_scope": "global"}, micro=2),
+    "balance over the ranks of a replica": Case(
+        (2, 1, 2, 1), {**STATIC, "balance_scope": "ranks"}, micro=2
+    ),
     "ep, static, groups of one sequence": Case(
         (1, 1, 4, 1),
         {**STATIC, "group_size": 64, "capacity_scope": "sequence", "expert_capacity": 3},
