@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe.checks import check
 from moe.distributed.sharding import local_shard
 from moe.errors import ConfigError
 from moe.optim.parameter_groups import WEIGHT
@@ -73,12 +74,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
 
         Raises:
-            ConfigError: When `batch_dims` is below 0, or a stack has no dimension beside its batch
-                ones.
+            ConfigError: When `batch_dims` is below 0, a stack has no dimension beside its batch
+                ones, or `kinds` are not as many as parameters.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         batch_dims = group["batch_dims"]
+        num_kinds = len(group.get("kinds") or group["params"])
+        expected = f"one for each of the {len(group['params'])} parameters of the group"
+        check(num_kinds == len(group["params"]), "the number of kinds", num_kinds, expected)
+
         for parameter in group["params"]:
             # A whole scalar is fine, a stack of scalars is a vector without `batch_dims`.
             matrix_dims = parameter.ndim - batch_dims

@@ -247,3 +247,9 @@ def test_bfloat16_parameters_keep_float32_moments_through_a_state_dict(optimizer
 def test_an_impossible_setting_is_refused(optimizer, arguments, message):
     with pytest.raises(ConfigError, match=message):
         optimizer([torch.nn.Parameter(torch.zeros(3))], **arguments)
+
+
+def test_kinds_that_are_not_as_many_as_parameters_are_refused():
+    group = {"params": [torch.nn.Parameter(torch.zeros(3))], "kinds": ["norms", "router"]}
+    with pytest.raises(ConfigError, match="number of kinds is 2; expected one for each of the 1"):
+        LARS([group])
