@@ -381,10 +381,9 @@ def test_options_of_an_optimizer_and_a_schedule_read_back_as_they_were_written(t
     ("text", "message"),
     [
         (
-            "optim:\n  momentum: unscaled\n",
-            "Did you mean 'optim.optimizer_options.momentum'",
+            "optim:\n  trust_coefficient: 1\n",
+            "Did you mean 'optim.optimizer_options.trust_coefficient'",
         ),
-        ("optim:\n  decay_steps: 7\n", "Did you mean 'optim.schedule_options.decay_steps'"),
         (
             "optim:\n  optimizer_options: {beta1: 0.5}\n",
             "optim.optimizer_options: adafactor has no option 'beta1'. Known: none.",
