@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.studies.study import SettingValue, Study
+from eval.studies.study import SettingValue, Study, Sweep
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError
@@ -103,7 +103,7 @@ def _study_run(
     folder = out / "runs" / arm
     settings = {**study.settings, **study.arms[arm]}
     if study.sweep is not None:
-        settings[study.sweep.setting] = value
+        settings[study.sweep.setting] = _swept(study.sweep, settings, value)
         folder /= f"{study.sweep.setting}={value}"
     settings |= overrides
     folder /= f"seed-{seed}"
@@ -122,6 +122,15 @@ def _study_run(
     if study.evaluate is not None:
         commands.append(_evaluation_command(study, folder))
     return StudyRun(arm, value, seed, folder, recipe, commands)
+
+
+def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingValue) -> SettingValue:
+    """Returns the value of the sweep, or what it is as a factor of the arm's own."""
+    if not sweep.relative:
+        return value
+    own = settings[sweep.setting]
+    assert isinstance(own, int | float) and isinstance(value, int | float), "checked when read"
+    return own * value
 
 
 def _options(settings: Mapping[str, SettingValue], places: Mapping[str, object]) -> Iterator[str]:

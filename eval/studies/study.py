@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.checks import check
+from moe.checks import check, is_kind
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
@@ -25,10 +25,13 @@ class Sweep(NamedTuple):
     Attributes:
         setting: Name of the setting, e.g. `optim.lr`.
         values: Its values, in the order of the plots.
+        relative: Whether they are factors of the number that each arm has for the setting, so that
+            every arm is swept around a value of its own.
     """
 
     setting: str
     values: list[SettingValue]
+    relative: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -162,6 +165,16 @@ def _check_study(study: Study) -> None:
         for name in _OWN_SETTINGS:
             if name in settings:
                 raise ConfigError(f"{name} is set by the study itself. Remove it.")
+
+    # A factor needs a number that it is of.
+    if study.sweep is not None and study.sweep.relative:
+        setting = study.sweep.setting
+        for factor in study.sweep.values:
+            check(is_kind(factor, float), "sweep.values", factor, "factors: the sweep is relative")
+        for name, settings in study.arms.items():
+            value = settings.get(setting, study.settings.get(setting))
+            expected = f"a number in arm {name}, which the relative sweep multiplies"
+            check(is_kind(value, float), setting, value, expected)
 
     # What is compared must be there.
     for contrast in (study.primary, *study.contrasts):

@@ -65,6 +65,7 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
         precision=training.precision,
         activation_checkpointing=training.activation_checkpointing,
         optimizer=recipe.optim.optimizer,
+        optimizer_options=recipe.optim.optimizer_options,
     )
 
 

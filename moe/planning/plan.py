@@ -130,7 +130,7 @@ def make_plan(
         flops_per_sequence=forward / workload.batch_size,
         parameters=state_bytes,
         gradients=state_bytes,
-        optimizer=optimizer_bytes(layouts, mesh, workload.optimizer),
+        optimizer=optimizer_bytes(layouts, mesh, workload.optimizer, workload.optimizer_options),
         gathered=gathered,
         activations=activations(model, workload, mesh),
         collectives=collectives(model, layouts, workload, mesh),

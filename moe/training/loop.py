@@ -227,6 +227,7 @@ def _build_optimizer(run: Run) -> torch.optim.Optimizer:
         parameter_groups(run.built.model),
         clipping_threshold=optim.clipping_threshold,
         weight_decay=optim.weight_decay,
+        **optim.optimizer_options,
     )
 
 
