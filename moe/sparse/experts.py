@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.distributed.sharding import local_shard
+from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import ExpertForm, ExpertWeights, fused_feed_forward
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.sparse.config import SparseConfig
@@ -97,7 +98,9 @@ class Experts(nn.Module):
             dropout_rate=self.config.expert_dropout_rate if self.training else 0.0,
         )
         tokens = inputs.tokens.to(self.product_dtype())
-        return fused_feed_forward(tokens, inputs.rows, self.product_weights(), form)
+        is_compiling = torch.compiler.is_compiling()
+        run = compiled_feed_forward if is_compiling else fused_feed_forward
+        return run(tokens, inputs.rows, self.product_weights(), form)
 
     def run_rows(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
