@@ -12,13 +12,13 @@ from torch import Tensor
 
 from moe.kernels.cpu_experts import (
     ExpertForm,
-    ExpertWeights,
     Gradients,
     RowValues,
     run_backward,
     run_forward,
 )
 from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.expert_weights import ExpertWeights
 
 _MOST_GRADIENTS = len(Gradients._fields)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moe.kernels.cpu_matmul import multiply
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
+from moe.kernels.expert_weights import ExpertWeights, expert_weight
 
 # Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
 _ROWS_PER_PIECE = 512
@@ -56,20 +57,6 @@ class ExpertForm(NamedTuple):
     gated: bool
     bias_kind: str
     dropout_rate: float
-
-
-class ExpertWeights(NamedTuple):
-    """Stacked weights of E experts.
-
-    Attributes:
-        first: <float>[E, 2F or F, D] of the first product, gate above up.
-        down: <float>[E, D, F] of the second.
-        bias: <float>[E, F] of the hidden units; None for none.
-    """
-
-    first: Tensor
-    down: Tensor
-    bias: Tensor | None
 
 
 class RowValues(NamedTuple):
@@ -122,7 +109,7 @@ def fused_feed_forward(
     Args:
         tokens: <float>[T, D].
         rows: Which token each row is, and its weight.
-        weights: Of the experts, in the dtype of the tokens.
+        weights: Of the experts, in the dtype of the tokens or quantised.
         form: What an expert computes.
 
     Returns:
@@ -157,9 +144,7 @@ class _FusedFeedForward(torch.autograd.Function):
 
         # The outputs are needed for the gradient of the combine weights alone.
         kept_outputs = values.outputs if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(
-            tokens, first, down, bias, *values._replace(outputs=kept_outputs)
-        )
+        ctx.save_for_backward(tokens, first, down, bias, *values._replace(outputs=kept_outputs))
         ctx.rows = rows
         ctx.form = form
         return combined
@@ -232,11 +217,13 @@ def run_forward(
 
         # One expert's rows go through both products while they are in the cache.
         x = tokens.index_select(0, rows.token[here])  # [n, D]
+        first_weight = expert_weight(first, piece.expert, tokens)
         product = products[here] if keep_products else None
-        product = multiply(x, first[piece.expert], out=product)  # [n, 2F or F]
+        product = multiply(x, first_weight, out=product)  # [n, 2F or F]
         gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
         hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
-        multiply(hidden.output, down[piece.expert], out=outputs[here])  # [n, D]
+        down_weight = expert_weight(down, piece.expert, tokens)
+        multiply(hidden.output, down_weight, out=outputs[here])  # [n, D]
 
     pieces = [piece for piece in split_rows(counts, _ROWS_PER_PIECE) if piece.num_rows]
     if num_rows <= _SEQUENTIAL_ROWS:
@@ -303,7 +290,8 @@ def run_backward(
         hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
         if d_down is not None:
             torch.mm(d_row.t(), hidden.output, out=d_down.piece_sum(piece))
-        d_hidden = multiply(d_row, down[piece.expert].t())  # [n, F]
+        down_weight = expert_weight(down, piece.expert, tokens)
+        d_hidden = multiply(d_row, down_weight.t())  # [n, F]
 
         # Back through dropout, bias and activation, to dz.
         d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
@@ -315,7 +303,8 @@ def run_backward(
             x = tokens.index_select(0, token)
             torch.mm(d_product.t(), x, out=d_first.piece_sum(piece))
         if needs_tokens:
-            multiply(d_product, first[piece.expert].t(), out=d_rows[here])
+            first_weight = expert_weight(first, piece.expert, tokens)
+            multiply(d_product, first_weight.t(), out=d_rows[here])
 
     # A weight's gradient is one sum over an expert's rows: as few pieces as keep all cores busy.
     fair_share = math.ceil(num_rows / torch.get_num_threads())
