@@ -82,6 +82,7 @@ def test_a_plan_that_refuses_all_has_no_row():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_grouped_products_of_padded_rows_compile_into_one_graph():
     """The path of a GPU, run on the products that torch has for a CPU."""
