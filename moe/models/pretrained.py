@@ -102,7 +102,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
-    # Holds but for a few models; __init__ and shard_model set it for each instance.
+    # Holds but on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
 
     def __init__(self, config: STMoEConfig) -> None:
@@ -112,11 +112,6 @@ class STMoEPreTrainedModel(PreTrainedModel):
         # from_pretrained sets fields after the config has checked them.
         check_config(config)
         super().__init__(config)
-
-        # Grouped products of a GPU take rows of whole words; others wait for the counts of rows.
-        is_aligned = config.d_model % 8 == 0 and config.d_ff % 8 == 0
-        is_ragged = config.num_experts > 0 and config.dispatch == "ragged"
-        self._can_compile_fullgraph = is_aligned or not is_ragged
 
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""

@@ -125,7 +125,7 @@ class Experts(nn.Module):
             # A bias belongs to an expert: each of its rows gets a copy.
             bias = weights.bias
             if bias is not None:
-                bias = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])  # [N, F]
+                bias = bias.index_select(0, expert_of_rows(counts, x.shape[0]))  # [N, F]
 
             product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
             hidden = self._hidden(product, bias)  # [N, F]
@@ -199,6 +199,18 @@ class Experts(nn.Module):
         if keep_quantized and is_quantized(weight) and can_select_experts(weight):
             return weight
         return dequantized(weight).to(self.product_dtype())
+
+
+def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
+    """Returns the expert <int64>[num_rows] of each row; the last one's for rows behind all of them.
+
+    Args:
+        counts: <int64>[E] rows of each expert.
+        num_rows: At least their sum.
+    """
+    row = torch.arange(num_rows, device=counts.device)
+    expert = torch.searchsorted(counts.cumsum(0), row, right=True)
+    return expert.clamp(max=counts.numel() - 1)
 
 
 def activate(product: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:

@@ -1,6 +1,6 @@
 """Runs transformers' mixins, and writes the page of what they said.
 
-python -m tests.mixins run FOLDER [FOLDER ...] --to RESULTS [--side ours] [-- pytest options]
+python -m tests.mixins run CHECKOUT --to RESULTS [--side ours] [-- pytest options]
 python -m tests.mixins page RESULTS > docs/transformers.md
 """
 
@@ -12,26 +12,28 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.mixins.report import page, read_outcomes, unexplained
-from tests.mixins.run import SIDES, TEST_FILES, find_file, run_mixins
+from tests.mixins.run import SIDES, TEST_FILES, check_source, run_mixins
 
 SOURCES_FILE = "sources.txt"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs one side or both; returns 0 when every test of ours passes, is skipped or is explained."""
-    sources = [Path(source) for source in arguments.sources]
+    source = Path(arguments.source)
+    check_source(source)
     described = [f"transformers {version('transformers')}, torch {version('torch')}"]
     for name in TEST_FILES:
-        path = find_file(sources, name)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        described.append(f"`{name}`, SHA-256 {digest}...")
+        digest = hashlib.sha256((source / "tests" / name).read_bytes()).hexdigest()
+        described.append(f"`tests/{name}` with the SHA-256 {digest[:16]}...")
+    if arguments.note:
+        described.append(arguments.note)
 
     results = Path(arguments.to)
     results.mkdir(parents=True, exist_ok=True)
     (results / SOURCES_FILE).write_text("\n".join(described) + "\n")
     for side in [arguments.side] if arguments.side else SIDES:
         name = f"{side}{arguments.suffix}.xml"
-        run_mixins(sources, side, results / name, arguments.options)
+        run_mixins(source, side, results / name, arguments.options)
 
     surprises = unexplained(read_outcomes(results.glob("ours*.xml")))
     for test in surprises:
@@ -55,10 +57,11 @@ def main(arguments: Sequence[str]) -> int:
     verbs = parser.add_subparsers(required=True)
 
     verb = verbs.add_parser("run", help="run transformers' tests")
-    verb.add_argument("sources", nargs="+", help="folder with transformers' folder tests")
+    verb.add_argument("source", help="checkout of transformers")
     verb.add_argument("--to", required=True, help="folder of the results")
     verb.add_argument("--side", choices=SIDES, help="only this one")
     verb.add_argument("--suffix", default="", help="of the name of the results, for a further run")
+    verb.add_argument("--note", help="what else the page shall say of the checkout")
     verb.set_defaults(function=run)
 
     verb = verbs.add_parser("page", help="print what they said as Markdown")

@@ -146,7 +146,12 @@ def _cell(outcome: Outcome) -> str:
     """Returns an outcome as text of a table."""
     if outcome.status != "skipped":
         return outcome.status
-    return f"skipped: {outcome.reason}".replace("|", "\\|").replace("\n", " ")
+    return f"skipped: {_escaped(outcome.reason)}"
+
+
+def _escaped(text: str) -> str:
+    """Returns text for the cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _skips(outcomes: Mapping[tuple[str, str], Outcome]) -> list[str]:
@@ -158,5 +163,5 @@ def _skips(outcomes: Mapping[tuple[str, str], Outcome]) -> list[str]:
     rows = []
     for reason, tests in sorted(tests_by_reason.items()):
         names = ", ".join(f"`{test}`" for test in sorted(tests))
-        rows.append(f"| {reason} | {names} |".replace("\n", " "))
+        rows.append(f"| {_escaped(reason)} | {names} |")
     return rows

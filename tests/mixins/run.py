@@ -20,12 +20,12 @@ TEST_FILES = (
 
 _PACKAGE = '''"""The tests of transformers."""
 
-__path__ = {folders}
+__path__ = ["{folder}"]
 '''
 
 
 def run_mixins(
-    sources: Sequence[Path],
+    source: Path,
     side: str,
     results: Path,
     options: Sequence[str] = (),
@@ -33,8 +33,7 @@ def run_mixins(
     """Runs one side and writes what each test did; returns pytest's exit status.
 
     Args:
-        sources: Folders with transformers' folder `tests`. A file is taken from the first that has
-            it: the source distribution, for instance, holds only a part of the tests.
+        source: A checkout of transformers.
         side: "ours" or "theirs".
         results: The XML file to write.
         options: Further arguments of pytest.
@@ -43,8 +42,7 @@ def run_mixins(
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "tests"
         package.mkdir()
-        folders = [str(source.resolve() / "tests") for source in sources]
-        (package / "__init__.py").write_text(_PACKAGE.format(folders=folders))
+        (package / "__init__.py").write_text(_PACKAGE.format(folder=source.resolve() / "tests"))
         shutil.copy(Path(__file__).with_name(f"{side}.py"), Path(folder) / f"test_{side}.py")
 
         results.parent.mkdir(parents=True, exist_ok=True)
@@ -60,22 +58,11 @@ def run_mixins(
         return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
 
-def find_file(sources: Sequence[Path], name: str) -> Path:
-    """Returns a file of transformers' tests.
-
-    Args:
-        sources: Folders with transformers' folder `tests`.
-        name: Of the file, from there.
-
-    Raises:
-        FileNotFoundError: When none has it.
-    """
-    for source in sources:
-        path = source / "tests" / name
-        if path.is_file():
-            return path
-    places = ", ".join(map(str, sources))
-    raise FileNotFoundError(
-        f"tests/{name} is in none of {places}; expected a checkout of transformers. Its source "
-        "distribution holds only a part of the tests."
-    )
+def check_source(source: Path) -> None:
+    """Raises a FileNotFoundError unless a folder is a checkout of transformers with its tests."""
+    for name in ("__init__.py", *TEST_FILES):
+        if not (source / "tests" / name).is_file():
+            raise FileNotFoundError(
+                f"{source} has no tests/{name}; expected a checkout of transformers. Its source "
+                "distribution holds only a part of the tests."
+            )

@@ -9,7 +9,6 @@ import torch
 from torch.export import Dim, export, load, save
 from transformers import EncoderDecoderCache, StaticCache
 
-from moe import STMoEForConditionalGeneration
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
 SMALL = {"num_layers": 1, "num_decoder_layers": 1, "dispatch": "static"}
@@ -80,16 +79,6 @@ def test_the_default_dispatch_breaks_no_graph_and_keeps_every_bit(expert_dropout
     (loss, gradients), (compiled_loss, compiled_gradients) = results
     assert torch.equal(loss, compiled_loss)
     assert all(map(torch.equal, gradients, compiled_gradients))
-
-
-def test_only_models_that_break_a_graph_say_so():
-    assert STMoEForConditionalGeneration._can_compile_fullgraph
-    aligned = {"d_model": 16, "d_ff": 24}
-    for fields in (DENSE, {"dispatch": "static"}, aligned):
-        assert tiny_model(**fields)._can_compile_fullgraph
-    assert (
-        not tiny_model()._can_compile_fullgraph
-    )  # grouped products of a GPU take words of 16 bytes
 
 
 @pytest.mark.slow
