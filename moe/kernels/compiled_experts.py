@@ -20,8 +20,6 @@ from moe.kernels.cpu_experts import (
 from moe.kernels.expert_rows import ExpertRows
 from moe.kernels.expert_weights import ExpertWeights
 
-_MOST_GRADIENTS = len(Gradients._fields)
-
 # For seed, form and flags.
 _NO_GRADIENTS = (None,) * 7
 
@@ -154,7 +152,7 @@ def _fused_experts_backward(
         _stacked_weights(weights),
         ExpertForm(activation, gated, bias_kind, dropout_rate),
         RowValues(*values),
-        [*needed, False][:_MOST_GRADIENTS],
+        needed + [False] * (len(Gradients._fields) - len(needed)),
     )
 
     # The weight of a row that nobody reads has the gradient 0.
@@ -162,9 +160,12 @@ def _fused_experts_backward(
         d_row_weight = torch.zeros_like(row_weight)
         d_row_weight[: rows.weight.numel()] = gradients.row_weight
         gradients = gradients._replace(row_weight=d_row_weight)
+
+    # An operation returns tensors only: as many as there are inputs with gradients.
     results = []
-    for _, gradient in zip(needed, gradients, strict=False):
-        results.append(tokens.new_empty(0) if gradient is None else gradient)
+    inputs = (tokens, row_weight, *weights)
+    for tensor, gradient in zip(inputs, gradients, strict=False):
+        results.append(tensor.new_empty(0) if gradient is None else gradient)
     return results
 
 

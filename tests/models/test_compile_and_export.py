@@ -2,12 +2,15 @@
 is not.
 """
 
+import copy
 import logging
 
 import pytest
 import torch
 from torch.export import Dim, export, load, save
 from transformers import EncoderDecoderCache, StaticCache
+from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_prefill_decode
 
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
@@ -132,7 +135,7 @@ def test_decoding_through_a_static_cache_compiles_once(compiler):
 
 @pytest.mark.slow
 def test_generation_compiles_its_steps_where_it_is_told_to():
-    model = tiny_model(**SMALL)
+    model = tiny_model(num_layers=1, num_decoder_layers=1)
     inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
     expected = model.generate(**inputs, max_new_tokens=7)
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
@@ -184,3 +187,17 @@ def test_the_encoder_is_exported_alone():
     del inputs["decoder_input_ids"]
     exported = export(encoder, (), inputs).module()
     close(exported(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")
+def test_transformers_own_exporter_takes_both_stages_of_a_sparse_models_generation():
+    model = tiny_model(num_layers=1, num_decoder_layers=1)
+    inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
+    for stage, given in decompose_prefill_decode(model, inputs).values():
+        expected = stage(**copy.deepcopy(given)).logits
+        exported = DynamoExporter().export(
+            stage, copy.deepcopy(given), config=DynamoConfig(dynamic=True)
+        )
+        close(exported(**given).logits, expected)
