@@ -122,9 +122,11 @@ class Experts(nn.Module):
         """
         # Inputs and weights have the dtype of the products already.
         with torch.autocast(x.device.type, enabled=False):
-            # A bias belongs to an expert: each of its rows gets a copy.
+            # A bias belongs to an expert: each of its rows gets a copy. Rows behind those of all
+            # experts get one of nobody, whose gradient is of any value.
             bias = weights.bias
             if bias is not None:
+                bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, F]
                 bias = bias.index_select(0, expert_of_rows(counts, x.shape[0]))  # [N, F]
 
             product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
@@ -202,15 +204,14 @@ class Experts(nn.Module):
 
 
 def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
-    """Returns the expert <int64>[num_rows] of each row; the last one's for rows behind all of them.
+    """Returns the expert <int64>[num_rows] of each row; E for rows behind those of all experts.
 
     Args:
         counts: <int64>[E] rows of each expert.
         num_rows: At least their sum.
     """
     row = torch.arange(num_rows, device=counts.device)
-    expert = torch.searchsorted(counts.cumsum(0), row, right=True)
-    return expert.clamp(max=counts.numel() - 1)
+    return torch.searchsorted(counts.cumsum(0), row, right=True)
 
 
 def activate(product: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
