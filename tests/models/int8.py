@@ -40,8 +40,10 @@ class Int8Weight(Tensor):
             return cls(weight.qdata.select(*others), weight.scale.select(*others))
         if operation in (aten.detach.default, aten.alias.default):
             return cls(weight.qdata, weight.scale)
-        plain = [x.dequantize() if isinstance(x, cls) else x for x in args]
-        return operation(*plain, **(kwargs or {}))
+        if operation in (aten.t.default, aten.mm.default, aten.view.default):
+            plain = [x.dequantize() if isinstance(x, cls) else x for x in args]
+            return operation(*plain)
+        raise NotImplementedError(operation)  # as torchao does for most
 
 
 class PackedInt8Weight(Int8Weight):

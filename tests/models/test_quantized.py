@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe import STMoEForConditionalGeneration
+from moe import CheckpointError, STMoEForConditionalGeneration
+from moe.models.pretrained import refuse_not_finite
 from moe.models.quantized import warn_of_plain_experts
+from moe.sparse.experts import Experts
 from tests.models.int8 import Int8Weight, PackedInt8Weight
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -40,7 +42,8 @@ def quantize_by_hand(model, kind, names):
     """Puts int8 weights into a model as torchao.quantize_ does; `names` are the ends of names."""
     for module in list(model.modules()):
         for name, weight in list(module.named_parameters(recurse=False)):
-            if name in names and weight.dim() > 1:
+            is_expert = isinstance(module, Experts)
+            if name in names and (is_expert or isinstance(module, nn.Linear)):
                 narrow = nn.Parameter(kind.of(weight), requires_grad=False)
                 setattr(module, name, narrow)
     return model
@@ -57,6 +60,17 @@ def test_a_model_whose_linear_modules_alone_were_quantised_by_hand_says_so(recwa
     quantize_by_hand(model, Int8Weight, {"gate_up_proj", "down_proj"})(**tiny_batch())
     tiny_model()(**tiny_batch())
     assert not recwarn
+
+
+def test_scales_of_quantised_weights_are_checked_for_numbers_that_are_none():
+    model = quantize_by_hand(tiny_model(), Int8Weight, {"gate_up_proj"})
+    refuse_not_finite(model, "here")
+    stacked = model.sparse_layers()[1].experts.gate_up_proj
+    stacked.data.scale[3, 5] = torch.nan
+    with pytest.raises(
+        CheckpointError, match="gate_up_proj in here holds numbers that are not fin"
+    ):
+        refuse_not_finite(model, "here")
 
 
 @torch.no_grad()
@@ -128,7 +142,7 @@ def test_quantize_of_torchao_itself_reaches_experts_by_name_and_says_when_it_doe
     quantization.quantize_(model, int8)
     with pytest.warns(UserWarning, match="left the stacked experts as they were"):
         model(**tiny_batch())
-    named = quantization.FqnToConfig({"re:.*(gate_up_proj|down_proj)": int8})
+    named = quantization.FqnToConfig({r"re:.*\.experts\..*_proj": int8})
     quantization.quantize_(model, named, filter_fn=None)
     for layer in model.sparse_layers():
         assert all(hasattr(weight, "qdata") for weight in layer.experts.parameters())
