@@ -248,6 +248,8 @@ def switch(num_ranks: int, rate: Rate, *, name: str = "") -> Topology:
         name: For tables.
     """
     check_integer("ranks of a switch", num_ranks, least=1)
+
+    # The switch is the node after the ranks.
     ranks = np.arange(num_ranks)
     links = _joined(ranks, np.full(num_ranks, num_ranks), _checked(rate, "a switch"))
     default = f"{num_ranks:,} ranks at a switch"
@@ -287,6 +289,8 @@ def two_level(
     """
     check_integer("nodes of a network", num_nodes, least=1)
     check_integer("ranks of a node", per_node, least=1)
+
+    # A switch for each node, then the one above.
     num_ranks = num_nodes * per_node
     ranks = np.arange(num_ranks)
     node_switch = num_ranks + ranks // per_node
@@ -320,6 +324,7 @@ def _checked(rate: Rate, name: str) -> Rate:
 
 def _joined(members: IntArray, switches: IntArray, rate: Rate) -> Links:
     """Returns links from members to their switches and back, half of the latency each."""
+    # Up and down.
     num_links = 2 * len(members)
     return Links(
         source=np.concatenate([members, switches]),

@@ -81,6 +81,7 @@ def _units_of_exchange(size: int) -> int:
     return size * size * _UNITS_PER_RANK
 
 
+# An all-gather is the same backwards.
 _HALF = Method(ALL_REDUCE_ALGORITHMS, owned_reduce_scatter, _units_of_reduction)
 
 METHODS: dict[Kind, Method] = {
@@ -217,12 +218,14 @@ class NetworkTimer:
 
     def plan(self, collectives: Sequence[Collective]) -> NetworkPlan:
         """Returns the time of all collectives of an update."""
+        # Payloads of equal groups and methods lie in common ranges.
         payloads: dict[tuple[str, Method], list[float]] = {}
         for collective in collectives:
             key = (collective.axis, METHODS[collective.kind])
             payloads.setdefault(key, []).append(collective.payload_bytes)
         self._ranges = {key: _payload_ranges(sizes) for key, sizes in payloads.items()}
 
+        # Each by itself: they follow each other.
         parts = tuple(self.time(collective) for collective in collectives)
         return NetworkPlan(self.network, self.placement, self.dead, parts)
 
@@ -238,6 +241,7 @@ class NetworkTimer:
         Raises:
             ConfigError: When no algorithm fits, or the network has no path left.
         """
+        # The lowest estimates first, until nothing may win.
         best: Timing | None = None
         compared = []
         for index, candidate in enumerate(self.candidates(collective)):
@@ -250,6 +254,8 @@ class NetworkTimer:
             compared.append(candidate)
 
         assert best is not None, "candidates raises when there is none"
+
+        # What was simulated comes first, the fastest of all at the head.
         compared.sort(key=_by_time)
         built = self._build(collective)
         return TimedCollective(
@@ -275,6 +281,7 @@ class NetworkTimer:
                 "Declare whole rows or nodes dead, or choose another mesh."
             )
 
+        # Bounds and estimates are of all groups at once.
         candidates = []
         for name, shared in built.algorithms.items():
             bound = shared.bound(collective.payload_bytes)
@@ -285,6 +292,8 @@ class NetworkTimer:
     def simulate(self, collective: Collective, name: str) -> Simulation:
         """Returns the simulation of one call with an algorithm: of the group that takes longest."""
         payload = collective.payload_bytes
+
+        # Every group on its share of the links; the call ends with the last one.
         simulations = []
         for group in self._build(collective).algorithms[name].slowest(payload):
             simulations.append(simulate(group.schedule, group.topology, payload))
@@ -292,6 +301,7 @@ class NetworkTimer:
 
     def _timing(self, collective: Collective, name: str) -> Timing:
         """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
+        # A payload between the ends of a range lies on the line between them.
         key = (collective.axis, METHODS[collective.kind])
         payload = collective.payload_bytes
         for low, high in self._ranges.get(key, []):
@@ -304,6 +314,7 @@ class NetworkTimer:
         return self._simulated_timing(collective, name)
 
     def _simulated_timing(self, collective: Collective, name: str) -> Timing:
+        # Equal questions are asked once.
         method = METHODS[collective.kind]
         key = (collective.axis, method, name, collective.payload_bytes)
         if key not in self._simulated:
@@ -336,6 +347,7 @@ class NetworkTimer:
             if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
                 instances[name] = every
 
+        # The smallest stays even when it is too large.
         algorithms = {}
         for name, size in sizes.items():
             if size <= max(_MOST_TRANSFERS, min(sizes.values())):
@@ -347,6 +359,7 @@ class NetworkTimer:
 
     def _unfit(self, axis: str, method: Method) -> dict[str, str]:
         """Returns why algorithms cannot be built on the groups of an axis, by their name."""
+        # A reason against one group is one against all of the axis.
         reasons = {}
         layouts = self._layouts(axis)
         for name in method.algorithms.names():
@@ -358,6 +371,7 @@ class NetworkTimer:
 
     def _layouts(self, axis: str) -> list[Topology]:
         """Returns the different networks that groups of an axis see: whole, and with their dead."""
+        # Groups differ by which of their members are dead.
         groups = self.groups(axis)
         patterns = {self._dead_members(ranks) for ranks in groups.ranks}
         layouts = []
@@ -377,10 +391,13 @@ class NetworkTimer:
         algorithm = method.algorithms.get(name)
         num_units = method.units_of_size(groups.layout.num_ranks)
 
+        # One schedule for all groups with the same members dead.
         schedules: dict[frozenset[int], Schedule] = {}
         instances = []
         for ranks in groups.ranks:
             dead = self._dead_members(ranks)
+
+            # A single survivor has nobody to send to.
             if len(ranks) - len(dead) < 2:
                 continue
             if dead not in schedules:
