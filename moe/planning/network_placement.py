@@ -260,7 +260,9 @@ def _tilings(
     # Every way to write the size of the last axis as a product of divisors of the shape.
     axis = axes[-1]
     size = getattr(mesh, axis)
-    choices = [[part for part in divisors(extent) if size % part == 0] for extent in shape]
+    choices = []
+    for extent in shape:
+        choices.append([part for part in divisors(extent) if size % part == 0])
     for tile in itertools.product(*choices):
         if math.prod(tile) != size:
             continue

@@ -125,9 +125,9 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
         extent = ranks.shape[axis]
         if extent == 1:
             continue
-        neighbours = np.moveaxis(ranks, axis, 0).reshape(extent, -1)[:2, 0]
 
-        # Of one rank to the next along the axis.
+        # The way from the first rank to the next along the axis.
+        neighbours = np.moveaxis(ranks, axis, 0).reshape(extent, -1)[:2, 0]
         route = topology.route(*neighbours.tolist())
         latency += rounds * (extent - 1) * float(topology.links.latency[route].sum())
 
