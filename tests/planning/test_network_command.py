@@ -134,8 +134,8 @@ def test_options_that_do_not_go_together_are_refused(argv, message, square):
         (["--dead", "0,1,2"], "expected two ranks at least that live"),
         (["--place", "ep=1x2"], "expected a tile for dp_replicate 2 too"),
         (
-            ["--mesh.dp_shard", "4"],
-            "ranks of the mesh is 32; expected no more than the 8 of square",
+            ["--mesh.tp", "2"],
+            "ranks of the mesh is 8; expected no more than the 4 of square",
         ),
     ],
 )
