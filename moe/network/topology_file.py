@@ -22,8 +22,8 @@ from moe.errors import ConfigError, did_you_mean
 from moe.network.topology import Links, Rate, Topology, grid, switch, two_level
 from moe.parsing import read_json, read_yaml
 
-_MOST_RANKS = 65_536
-_WHY_MOST_RANKS = "more take hours to time"
+_MOST_RANKS = 8_192
+_WHY_MOST_RANKS = "more take minutes and much memory to time"
 _MOST_LINKS = 1_000_000
 _NUMBER = re.compile(
     r"\s*(\d{1,15}(?:\.\d{1,15})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z]+(?:/s)?)\s*", re.I
