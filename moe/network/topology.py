@@ -302,13 +302,18 @@ def two_level(
     members = np.unique(node_switch) if shared_card else ranks
     far = _joined(members, np.full(len(members), top_switch), outside)
 
-    columns = zip(near, far, strict=True)
+    links = Links(
+        source=np.concatenate([near.source, far.source]),
+        destination=np.concatenate([near.destination, far.destination]),
+        bandwidth=np.concatenate([near.bandwidth, far.bandwidth]),
+        latency=np.concatenate([near.latency, far.latency]),
+    )
     default = f"{num_nodes:,} nodes of {per_node:,} ranks"
     return Topology(
         name=name or default,
         num_ranks=num_ranks,
         num_nodes=top_switch + 1,
-        links=Links(*(np.concatenate(pair) for pair in columns)),
+        links=links,
         shape=(num_nodes, per_node),
         wraps=(True, True),
         switched=True,

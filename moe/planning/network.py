@@ -414,6 +414,11 @@ class NetworkTimer:
         for pattern in sorted(patterns, key=sorted):
             if groups.layout.num_ranks - len(pattern) > 1:
                 layouts.append(groups.layout.without(pattern))
+        if not layouts:
+            raise ConfigError(
+                f"No group over {axis} has two live ranks left that could exchange anything. Declare "
+                "fewer ranks dead, or choose another mesh."
+            )
         return layouts
 
     def _dead_members(self, ranks: IntArray) -> frozenset[int]:

@@ -177,6 +177,12 @@ def test_a_group_of_one_survivor_sends_nothing():
     assert timed.timing.seconds > 0
 
 
+def test_groups_that_all_lose_all_but_one_rank_are_refused():
+    timer = timer_of(switch(4, Rate(1e9, 0.0)), MeshConfig(dp_replicate=2, tp=2), dead=[0, 2])
+    with pytest.raises(ConfigError, match="No group over tp has two live ranks left"):
+        timer.time(call(ALL_REDUCE, axis="tp"))
+
+
 def test_ranks_that_cannot_be_reached_are_refused():
     line = grid((3,), wraps=False, bandwidth=BANDWIDTH, latency=LATENCY)
     with pytest.raises(ConfigError, match=r"No all-reduce can be built|no path left"):
