@@ -39,11 +39,13 @@ class Algorithm:
         summary: What it does, in a line for tables.
         build: Returns its schedule among the live ranks of a network, for a number of units.
         unfit: Returns why it cannot be built on a network, in a sentence; "" where it can.
+        is_one_ring: Whether it is one ring of all n ranks, of 2 n (n - 1) transfers.
     """
 
     summary: str
     build: Build
     unfit: Callable[[Topology], str] = fits_all
+    is_one_ring: bool = False
 
 
 ALL_REDUCE: Registry[Algorithm] = Registry("all-reduce algorithm")
@@ -101,10 +103,16 @@ _add_all_to_all(
 _add_all_to_all("two_level", "inside the nodes, then across", two_level, unfit_for_levels)
 
 
-def _add_all_reduce(name: str, build: Build, summary: str) -> None:
+def _add_all_reduce(
+    name: str,
+    build: Build,
+    summary: str,
+    *,
+    is_one_ring: bool = False,
+) -> None:
     """Adds an all-reduce whose builder says itself what speaks against a network."""
     unfit = reason_against(build)
-    ALL_REDUCE.add(name, Algorithm(summary, build, unfit))
+    ALL_REDUCE.add(name, Algorithm(summary, build, unfit, is_one_ring))
 
 
 # One ring of all live ranks.
@@ -112,16 +120,19 @@ _add_all_reduce(
     "ring",
     all_reduces.ring,
     "one ring, messages routed",
+    is_one_ring=True,
 )
 _add_all_reduce(
     "two_way_ring",
     all_reduces.two_way_ring,
     "one ring, messages routed, both ways around",
+    is_one_ring=True,
 )
 _add_all_reduce(
     "neighbour_ring",
     all_reduces.neighbours,
     "one ring of neighbours, both ways around",
+    is_one_ring=True,
 )
 
 # Rings along the axes of a torus.

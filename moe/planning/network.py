@@ -372,7 +372,13 @@ class NetworkTimer:
 
         # What all groups do, as far as there are not too many transfers.
         algorithms_by_name = method.algorithms_on(self.groups(collective.axis).layout)
-        unfit = self._unfit(collective.axis, algorithms_by_name)
+        unfit = self._unfit_long_rings(collective.axis, algorithms_by_name)
+        tried = {name: one for name, one in algorithms_by_name.items() if name not in unfit}
+        unfit |= self._unfit(collective.axis, tried)
+
+        # Long rings are tried after all where nothing else is left.
+        if len(unfit) == len(algorithms_by_name):
+            unfit = self._unfit(collective.axis, algorithms_by_name)
         instances: dict[str, list[Instance]] = {}
         sizes: dict[str, int] = {}
         for name, algorithm in algorithms_by_name.items():
@@ -392,6 +398,15 @@ class NetworkTimer:
                 unfit[name] = f"{size:,} transfers, which take too long to simulate."
         self._built[key] = _Built(algorithms, unfit)
         return self._built[key]
+
+    def _unfit_long_rings(self, axis: str, algorithms: dict[str, Algorithm]) -> dict[str, str]:
+        """Returns why rings of all ranks of a group take too long to simulate, by their name."""
+        num_groups, size = self.groups(axis).ranks.shape
+        num_transfers = 2 * num_groups * size * (size - 1)
+        if num_transfers <= _MOST_TRANSFERS:
+            return {}
+        reason = f"{num_transfers:,} transfers, which take too long to simulate."
+        return {name: reason for name, one in algorithms.items() if one.is_one_ring}
 
     def _unfit(self, axis: str, algorithms: dict[str, Algorithm]) -> dict[str, str]:
         """Returns why algorithms cannot be built on the groups of an axis, by their name."""
