@@ -9,6 +9,11 @@ export TOKENIZERS_PARALLELISM := false
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
 
+# The better tiny models, sparse and dense, with their cards: from the study of them where it was run,
+# else trained here (an hour and a half of one core).
+models: .venv/installed
+	$(BIN)/python -m scripts.models $(ARGS)
+
 # Writes docs/measured.md and the list in the README of benchmarks/studies; ARGS="--add runs/studies/NAME" adds results.
 measured: .venv/installed
 	$(BIN)/python -m scripts.measured benchmarks/studies --recipes recipes/studies --out docs/measured.md --readme README.md $(ARGS)

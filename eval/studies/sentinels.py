@@ -148,5 +148,5 @@ def sentinel_study(layers: list[str], seeds: list[int]) -> Study:
         contrasts=contrasts,
         sweep=Sweep("sparse layer", [*layers]),
         cost="a minute for each model",
-        order=55,
+        order=15,
     )
