@@ -20,7 +20,7 @@ from eval.studies.runs import StudyRun, study_runs
 from eval.studies.scheduler import Budget, find_progress, run_all
 from eval.studies.study import Study, read_study
 from moe.cli import Parser, integer, path, run_main
-from moe.errors import DataError
+from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path
 from moe.training.stages import JOB
 from scripts import build_corpus, train_tokenizer
@@ -53,6 +53,11 @@ def main(argv: list[str]) -> None:
 
     # Another process may be at work on the study.
     study = read_study(options.study)
+    if study.command != "pretrain" or study.sweep is not None:
+        raise ConfigError(
+            f"{options.study} is no study of pre-training without a sweep, of which models are "
+            f"released. Give {STUDY}, or one of its kind."
+        )
     folder = options.studies / options.study.stem
     taken = f"Another process works on the study in {folder}. Wait for it to end."
     with claim_folder(folder, JOB, taken=taken):

@@ -45,16 +45,16 @@ def primary_runs(result: StudyResult, runs: Sequence[StudyRun]) -> list[Pair]:
     """Returns the runs of the primary comparison of which both are complete, the best first.
 
     Args:
-        result: The study's result.
+        result: Result of a study without a sweep.
         runs: All runs of the study.
     """
     # Diverged runs have no model.
     contrast = result.study.primary
     outcomes: dict[tuple[str, int], RunOutcome] = {}
     for outcome in result.outcomes:
-        if not outcome.has_diverged and outcome.value == contrast.at:
+        if not outcome.has_diverged:
             outcomes[outcome.arm, outcome.seed] = outcome
-    by_arm_seed = {(run.arm, run.seed): run for run in runs if run.value == contrast.at}
+    by_arm_seed = {(run.arm, run.seed): run for run in runs}
 
     pairs = []
     for seed in result.study.seeds:
@@ -126,7 +126,7 @@ def _results(run: StudyRun, result: StudyResult) -> str:
     unit = f" ({study.measure.unit})" if study.measure.unit else ""
     rows = []
     for arm in study.arms:
-        numbers = [number for number in result.numbers if (number.arm, number.value) == (arm, None)]
+        numbers = [number for number in result.numbers if number.arm == arm]
         texts = [f"{number.number:.4f}" for number in numbers]
         chosen = [f"{number.number:.4f}" for number in numbers if number.seed == run.seed]
         rows.append([arm, ", ".join(texts), chosen[0] if arm == run.arm and chosen else ""])
@@ -152,6 +152,6 @@ def _recipe(run: StudyRun) -> str:
 def _outcome_of(run: StudyRun, result: StudyResult) -> RunOutcome:
     """Returns what a run came to."""
     for outcome in result.outcomes:
-        if (outcome.arm, outcome.value, outcome.seed) == (run.arm, run.value, run.seed):
+        if (outcome.arm, outcome.seed) == (run.arm, run.seed):
             return outcome
     raise DataError(f"The result of the study has no {run.name}. Make it again with --report.")

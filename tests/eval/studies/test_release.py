@@ -11,6 +11,7 @@ from eval.studies.report import read_result
 from eval.studies.runs import study_runs
 from eval.studies.study import Contrast, read_study
 from moe import STMoEForConditionalGeneration
+from moe.errors import ConfigError
 from scripts.models import main
 from tests.eval.studies.results import build, result_of, run, runs_of
 from tests.eval.studies.tiny_study import write_studies
@@ -77,3 +78,12 @@ def test_models_are_trained_where_they_are_missing_and_released_with_a_card(
     # A second call trains nothing, and replaces the folders.
     main([*options, "--out", str(tmp_path / "models")])
     assert len(read_result(studies / "study/study.json").outcomes) == 2
+
+
+@pytest.mark.parametrize("name", ["z_loss", "transfer_topic"])
+def test_studies_of_other_kinds_release_no_model(tmp_path: Path, name: str) -> None:
+    study = f"recipes/studies/{name}.yaml"
+    options = ["--studies", str(tmp_path / "studies"), "--study", study]
+    with pytest.raises(ConfigError, match="no study of pre-training without a sweep"):
+        main([*options, "--out", str(tmp_path / "models")])
+    assert list(tmp_path.iterdir()) == []
