@@ -54,20 +54,21 @@ def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> list[str
 
 def _most_like(texts: Sequence[str], test: Sequence[Example]) -> list[str]:
     """Returns the choice of each question whose letters are most like those of a text."""
-    # Runs of two to four letters, rare ones weighing more.
-    words = []
-    for example in test:
+    # Runs of two to four letters, rare ones weighing more; each choice beside its question's text.
+    words: list[str] = []
+    questions: list[int] = []
+    for number, example in enumerate(test):
         words += example.choices
+        questions += [number] * len(example.choices)
     letters = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4)).fit([*texts, *words])
+    products = letters.transform(words).multiply(letters.transform(texts)[questions])
+    similarity = np.asarray(products.sum(axis=1)).ravel()  # [all choices]
 
-    text_rows = letters.transform(texts)  # [N, V]
-    choice_rows = letters.transform(words)  # [all choices, V]
     answers = []
     start = 0
-    for number, example in enumerate(test):
+    for example in test:
         end = start + len(example.choices)
-        similarity = (choice_rows[start:end] @ text_rows[number].T).toarray()
-        answers.append(example.choices[int(similarity.argmax())])
+        answers.append(example.choices[int(similarity[start:end].argmax())])
         start = end
     return answers
 

@@ -16,6 +16,7 @@ from eval.studies.report import (
     crossing_sentence,
     interval_text,
     read_result,
+    seeds_text,
     study_body,
 )
 from eval.studies.study import Study, read_study
@@ -188,7 +189,7 @@ def _claim_item(result: StudyResult) -> str:
     # The difference with all that it hangs on.
     item = result.contrasts[0]
     parts = [f"{contrast_name(item)} {_effect(result)}{_short_interval(item)}"]
-    parts.append("1 seed" if item.num_seeds == 1 else f"{item.num_seeds} seeds")
+    parts.append(seeds_text(item.num_seeds))
     if _millions(result):
         parts.append(f"{_millions(result)}M tokens a run")
     parts.append(f"{_cpu_hours(result):.1f} CPU hours")

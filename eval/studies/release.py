@@ -12,7 +12,7 @@ from eval.reports.formatting import markdown_table
 from eval.studies.analysis import StudyResult
 from eval.studies.charts import contrast_name
 from eval.studies.outcomes import RunOutcome
-from eval.studies.report import interval_text
+from eval.studies.report import interval_text, seeds_text
 from eval.studies.runs import StudyRun
 from moe.commands.pretrain import build_source, describe_amount
 from moe.data.corpus import corpus_table, load_corpus
@@ -138,9 +138,12 @@ def _results(run: StudyRun, result: StudyResult) -> str:
     interval = f" (95 % interval {interval_text(item)})" if interval_text(item) else ""
     lines.append(
         f"{study.claim} *{item.verdict}*: {contrast_name(item)} is better by {item.difference:+.4f}"
-        f"{interval}, {item.num_seeds} seeds. Released are the best seed of {study.primary.arm}, and "
-        f"{study.primary.against} with the same seed. Made by `{result.command}`."
+        f"{interval}, {seeds_text(item.num_seeds)}. Released are the best seed of "
+        f"{study.primary.arm}, and {study.primary.against} with the same seed. Made by "
+        f"`{result.command}`."
     )
+    if result.missing:
+        lines.append(f"Not run: {'; '.join(result.missing)}.")
     return "\n".join(lines)
 
 

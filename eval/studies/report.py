@@ -200,6 +200,11 @@ def interval_text(item: ContrastResult) -> str:
     return f"{item.low:+.4g} to {item.high:+.4g}"
 
 
+def seeds_text(number: int) -> str:
+    """Returns a number of seeds in words."""
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
 def _p_text(p: float | None) -> str:
     return "" if p is None else f"{p:.2g}"
 

@@ -69,6 +69,8 @@ def test_models_are_trained_where_they_are_missing_and_released_with_a_card(
         for number in result.numbers:
             assert f"{number.number:.4f}" in card
         assert f"*{result.contrasts[0].verdict}*: with against without" in card
+        assert "1 seed. Released" in card
+        assert "Not run: with, seed 5; without, seed 5." in card
         assert "6 steps train on " in card
         assert "epochs of the" in card
         assert "| not stated |" in card
