@@ -47,7 +47,11 @@ significant (p < 0.05) and of the claimed sign, *does not hold at this scale* th
 shown to be smaller than the declared margin, *not resolved* neither. For a claim of equality it is the other way round.
 """
 _NOTHING = "No study is complete yet."
-_LEFT_OUT = "(left-out)=\n## Left out\n\nThese were not run; [the guide](guides/study.md) has their commands."
+_LEFT_OUT = """\
+(left-out)=
+## Left out
+
+These have no result yet, in the order of their value. [The guide](guides/study.md) says how each is run."""
 _WIDTH = 120  # characters of a line of text
 
 
