@@ -10,7 +10,13 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from pathlib import Path
 
-from eval.studies.measured import left_out_studies, measured_page, read_results, with_claims
+from eval.studies.measured import (
+    curve_figures,
+    left_out_studies,
+    measured_page,
+    read_results,
+    with_claims,
+)
 from eval.studies.report import STUDY_JSON, read_result
 from moe.cli import Parser, path, run_main
 from moe.errors import DataError
@@ -47,7 +53,9 @@ def main(argv: list[str]) -> None:
     if options.readme is not None:
         text = read_text(options.readme, advice="Give a page that exists.")
         write_text(options.readme, with_claims(text, results, left_out))
-    write_text(out, measured_page(results, left_out))
+    for name, figure in curve_figures(results).items():
+        write_text(out.with_suffix("") / f"{name}.svg", figure + "\n")
+    write_text(out, measured_page(results, left_out, out.stem))
     print(f"{len(results)} studies are in {out}, {len(left_out)} are named as left out.")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from eval.reports.formatting import markdown_table
 from eval.studies import sentinels
 from eval.studies.analysis import ContrastResult, StudyResult
-from eval.studies.charts import contrast_name
+from eval.studies.charts import contrast_name, curves_chart
 from eval.studies.report import (
     STUDY_JSON,
     crossing_sentence,
@@ -94,14 +94,31 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
 # The page
 
 
-def measured_page(results: Mapping[str, StudyResult], left_out: Mapping[str, Study]) -> str:
-    """Returns the page: a table of all claims, each study, and what was not run."""
+def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
+    """Returns the curves of each study that has some, as SVG, by the name of the study."""
+    figures = {}
+    for name, result in results.items():
+        if _has_curves(result):
+            figures[name] = curves_chart(result)
+    return figures
+
+
+def measured_page(
+    results: Mapping[str, StudyResult], left_out: Mapping[str, Study], figures: str = "measured"
+) -> str:
+    """Returns the page: a table of all claims, each study, and what was not run.
+
+    Args:
+        results: Results by the name of the study.
+        left_out: Studies without a result, by name.
+        figures: Folder beside the page with the curves, NAME.svg.
+    """
     rows = []
     for name, result in results.items():
         rows.append(_claim_row(name, result))
     lines = [_INTRODUCTION, *(markdown_table(_HEADER, rows) if rows else [_NOTHING])]
     for name, result in results.items():
-        lines += ["", *_section(name, result)]
+        lines += ["", *_section(name, result, figures)]
 
     # What is missing is said.
     if left_out:
@@ -123,9 +140,17 @@ def _claim_row(name: str, result: StudyResult) -> list[str]:
     return [title, study.claim, item.verdict, _effect(result), interval_text(item), seeds, *cost]
 
 
-def _section(name: str, result: StudyResult) -> list[str]:
+def _section(name: str, result: StudyResult, figures: str) -> list[str]:
     """Returns the section of one study."""
-    return [f"({_label(name)})=", f"## {result.study.title}", "", *study_body(result)]
+    title = result.study.title
+    lines = [f"({_label(name)})=", f"## {title}", ""]
+    if _has_curves(result):
+        lines += [f"![Curves of {title}: thin lines are seeds]({figures}/{name}.svg)", ""]
+    return [*lines, *study_body(result)]
+
+
+def _has_curves(result: StudyResult) -> bool:
+    return any(run.curve for run in result.outcomes)
 
 
 def _left_out_rows(left_out: Mapping[str, Study]) -> list[list[str]]:

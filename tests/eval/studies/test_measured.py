@@ -15,11 +15,12 @@ from eval.studies.measured import (
     read_results,
     with_claims,
 )
+from eval.studies.outcomes import Point
 from eval.studies.report import write_report
 from eval.studies.study import Measure, Study, read_study
 from moe.errors import DataError
 from scripts.measured import main
-from tests.eval.studies.results import build, result_of, runs_of
+from tests.eval.studies.results import build, result_of, run, runs_of
 
 ROOT = Path(__file__).parents[3]
 COMMITTED = ROOT / "benchmarks/studies"
@@ -117,6 +118,26 @@ def test_the_page_may_lie_beside_the_studies(tmp_path: Path) -> None:
     text = (tmp_path / "measured.md").read_text()
     assert "## Title" in text
     assert "Left out" not in text
+    assert ".svg" not in text
+
+
+def test_curves_lie_beside_the_page_that_shows_them(tmp_path: Path) -> None:
+    curve = [Point(0, 9.0), Point(10, 2.0)]
+    outcomes = []
+    for arm in ("a", "b"):
+        outcomes.append(run(arm, 0, 2.0, curve=curve))
+    (tmp_path / "gating").mkdir()
+    write_report(result_of(build(), outcomes), tmp_path / "gating")
+    main([str(tmp_path), "--out", str(tmp_path / "page.md")])
+    assert "](page/gating.svg)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page/gating.svg").read_text().startswith("<svg")
+    assert list(read_results(tmp_path)) == ["gating"]
+
+
+def test_every_committed_curve_is_shown_and_every_shown_one_is_committed() -> None:
+    page = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\(measured/([^)]+\.svg)\)", page))
+    assert shown == {path.name for path in (ROOT / "docs/measured").glob("*.svg")}
 
 
 def test_studies_stand_in_their_order_and_a_missing_run_is_named(tmp_path: Path) -> None:
