@@ -14,6 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
+from eval.choice_baselines import choose_by_vectors, choose_words
 from eval.task import Example, Task
 from eval.vector_baseline import classify_by_vectors
 from eval.word_vectors import WordVectors
@@ -56,8 +57,16 @@ class Baseline(NamedTuple):
 
 
 def has_baselines(task: Task) -> bool:
-    """Returns whether a task has baselines: a classification and a summarization do."""
-    return task.is_classification or _is_summarization(task)
+    """Returns whether a task has baselines.
+
+    A classification, a summarization and a choice of words do.
+    """
+    return uses_vectors(task) or _is_summarization(task)
+
+
+def uses_vectors(task: Task) -> bool:
+    """Returns whether a task has a baseline by vectors of words."""
+    return task.is_classification or task.has_lexical_choices
 
 
 def baseline_outputs(
@@ -69,7 +78,7 @@ def baseline_outputs(
     regression` on counts of words, and with vectors of words `word vectors`, logistic regression on
     those. A summarization has `majority` (the most frequent summary; of equals the one with the
     highest mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers
-    as pickers of a sentence.
+    as pickers of a sentence. Those of a choice of words are in `choice_baselines`.
 
     Args:
         task: The task.
@@ -89,6 +98,8 @@ def baseline_outputs(
         outputs = _classify(data.train, test)
     elif _is_summarization(task):
         outputs = _summarize(data.train, test)
+    elif task.has_lexical_choices:
+        outputs = choose_words(data.train, test)
     baselines = {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
 
     # What more a text without labels tells.
@@ -96,6 +107,9 @@ def baseline_outputs(
         answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
         fitted_to = f"{data.fitted_to} and {answers.features}"
         baselines["word vectors"] = Baseline(answers.outputs, fitted_to)
+    elif task.has_lexical_choices and data.vectors is not None:
+        chosen = choose_by_vectors(data.vectors, test)
+        baselines["word vectors"] = Baseline(chosen, f"no example, but {data.vectors.source}")
     return baselines
 
 

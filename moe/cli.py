@@ -129,7 +129,8 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
     """Runs a command and turns its failure into one message and an exit code.
 
     A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback,
-    training that diverged with 3, Ctrl-C with 130, a reader of the output that went away with 141.
+    training that diverged with 3, Ctrl-C with 130, training that SIGTERM ended in order with 143, a
+    reader of the output that went away with 141.
     `--debug` anywhere on the command line shows the traceback instead.
 
     Args:
@@ -147,10 +148,10 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         main(arguments)
         sys.stdout.flush()
 
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
-        print(f"\nInterrupted. {interrupted}", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once
+        print(f"\n{str(interrupt) or 'Interrupted.'} {interrupted}", file=sys.stderr)
+        sys.exit(getattr(interrupt, "exit_code", 130))
 
     # The reader of the output went away, as `head` does.
     except BrokenPipeError:

@@ -39,6 +39,19 @@ class DivergenceError(CheckpointError):
     exit_code = 3
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended work in order: what was done is kept.
+
+    Args:
+        text: What was kept, and where.
+        signal_number: The signal; a command ends with exit code 128 more.
+    """
+
+    def __init__(self, text: str, signal_number: int) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + signal_number
+
+
 class DistributedError(MoEError, RuntimeError):
     """Ranks do not find each other, or one is lost on the way."""
 

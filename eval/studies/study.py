@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.checks import check
+from moe.checks import check, is_kind
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
@@ -25,10 +25,13 @@ class Sweep(NamedTuple):
     Attributes:
         setting: Name of the setting, e.g. `optim.lr`.
         values: Its values, in the order of the plots.
+        relative: Whether they are factors of the number that each arm has for the setting, so that
+            every arm is swept around a value of its own.
     """
 
     setting: str
     values: list[SettingValue]
+    relative: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -58,6 +61,7 @@ class Measure(NamedTuple):
         over_sweep: With a sweep: `each` compares the arms at every value; `best` takes the best
             number of all values, `mean` their mean, and `sensitivity` their mean above the best.
         curve: Metric of the curves; the metric itself, when empty.
+        unit: Unit of the number, e.g. nats, beside which differences are printed.
 
     Source:
         Small-scale proxies (arXiv:2309.14322) §2.2 for the sensitivity to the learning rate:
@@ -69,6 +73,7 @@ class Measure(NamedTuple):
     better: Literal["lower", "higher"] = "lower"
     over_sweep: Literal["each", "best", "mean", "sensitivity"] = "each"
     curve: str = ""
+    unit: str = ""
 
 
 class Contrast(NamedTuple):
@@ -109,6 +114,8 @@ class Study(NamedTuple):
         sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
         has_crossing: Whether it is asked from how many tokens on the primary arm is better.
+        cost: What the runs were expected to cost, in words.
+        order: Where the study stands among others: the lowest first.
     """
 
     title: str
@@ -125,6 +132,8 @@ class Study(NamedTuple):
     sweep: Sweep | None = None
     evaluate: Evaluation | None = None
     has_crossing: bool = False
+    cost: str = ""
+    order: int = 100
 
 
 def read_study(path: Path) -> Study:
@@ -162,6 +171,16 @@ def _check_study(study: Study) -> None:
         for name in _OWN_SETTINGS:
             if name in settings:
                 raise ConfigError(f"{name} is set by the study itself. Remove it.")
+
+    # A factor needs a number that it is of.
+    if study.sweep is not None and study.sweep.relative:
+        setting = study.sweep.setting
+        for factor in study.sweep.values:
+            check(is_kind(factor, float), "sweep.values", factor, "factors: the sweep is relative")
+        for name, settings in study.arms.items():
+            value = settings.get(setting, study.settings.get(setting))
+            expected = f"a number in arm {name}, which the relative sweep multiplies"
+            check(is_kind(value, float), setting, value, expected)
 
     # What is compared must be there.
     for contrast in (study.primary, *study.contrasts):

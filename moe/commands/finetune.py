@@ -81,6 +81,7 @@ def build_run(
         "batch_size": training.batch_size,
         "seed": recipe.seed,
     }
+    workers = settings.pop("workers")
     source = build_source(
         train_pairs,
         tokenizer,
@@ -123,6 +124,7 @@ def build_run(
         earlier_checkpoints=earlier_checkpoints,
         dev=dev,
         probe_source=probe_source,
+        workers=workers,
     )
 
 

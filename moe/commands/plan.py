@@ -6,20 +6,40 @@
 It prints the memory of a rank, the arithmetic, and the bytes on each axis of the mesh. The settings
 are those of `stmoe pretrain`. --suggest ranks the meshes of so many ranks: those that fit first,
 then those that send for the shortest time.
+
+    stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 \
+        --network recipes/networks/tpu_v3_pod.yaml --place tp=4x4,ep=8x8 --dead 260,261,292,293
+
+On a network it times every collective, with the schedule that is best there, and says what dead
+ranks cost. See docs/guides/network.md.
 """
 
 import argparse
+import json
+from pathlib import Path
 
+from moe.checks import check
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.errors import ConfigError
+from moe.files import output_path, write_text
 from moe.models.presets import PRESETS
-from moe.planning.plan import build_model, make_plan, suggest
-from moe.planning.table import parse_bytes, show_plan, show_suggestions
+from moe.network.topology_file import Network, read_content, read_network
+from moe.planning.network import NetworkTimer
+from moe.planning.network_measure import measure_network, show_measurement
+from moe.planning.network_placement import Placement, place_by_tiles, place_in_order
+from moe.planning.network_search import show_network_suggestions, suggest_on_network
+from moe.planning.network_table import show_hole, show_network_plan
+from moe.planning.network_views import network_page, network_trace
+from moe.planning.plan import Plan, build_model, make_plan, suggest
+from moe.planning.table import parse_bytes, show_needs, show_plan, show_suggestions
 from moe.planning.workload import Workload
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
+
+_MOST_DIGITS = 6
+_NEED_NETWORK = ("place", "dead", "trace", "page", "measure")
 
 
 def add_preset(argv: list[str]) -> list[str]:
@@ -45,6 +65,7 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
         precision=training.precision,
         activation_checkpointing=training.activation_checkpointing,
         optimizer=recipe.optim.optimizer,
+        optimizer_options=recipe.optim.optimizer_options,
     )
 
 
@@ -56,12 +77,33 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument("--memory", type=str, help="of a device, e.g. 80GiB")
     explanation = "rank the meshes of so many ranks; needs --memory"
     command.add_argument("--suggest", type=int, help=explanation)
+
+    # What all from here on is about.
+    explanation = "file of the network: times every collective on it, see recipes/networks"
+    command.add_argument("--network", type=Path, help=explanation)
+    explanation = (
+        "how far each axis of the mesh reaches along those of the network, e.g. tp=4x4,ep=8x8"
+    )
+    command.add_argument("--place", type=str, help=explanation)
+    explanation = "ranks of the network that have failed, e.g. 5,6,9,10: what does that cost?"
+    command.add_argument("--dead", type=str, help=explanation)
+    explanation = "JSON file to write: a Chrome trace of the longest collective"
+    command.add_argument("--trace", type=Path, help=explanation)
+    explanation = "HTML file to write: its links, critical path, and time by payload"
+    command.add_argument("--page", type=Path, help=explanation)
+    explanation = "JSON file to write: the network of --network as its ranks measure it"
+    command.add_argument("--measure", type=Path, help=explanation)
     return command
 
 
 def main(argv: list[str]) -> None:
     """Reads the recipe and prints its plan, or ranks meshes."""
     recipe, arguments = plan_command().parse(add_preset(argv))
+    check_network_options(arguments)
+    network = None if arguments.network is None else read_network(arguments.network)
+    if arguments.measure is not None:
+        measure_command(arguments.network, arguments.measure)
+        return
     config = recipe.build_config()
     workload = read_workload(recipe)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory)
@@ -70,7 +112,12 @@ def main(argv: list[str]) -> None:
     if arguments.suggest is None:
         check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
         plan = make_plan(build_model(config), workload, recipe.mesh)
-        print(show_plan(plan, arguments.preset or "the recipe's model", memory))
+        title = arguments.preset or "the recipe's model"
+        if network is None:
+            print(show_plan(plan, title, memory))
+            return
+        print(show_needs(plan, title, memory), end="\n\n", flush=True)
+        print_network_plan(plan, network, arguments)
         return
 
     # All meshes of so many ranks.
@@ -79,4 +126,96 @@ def main(argv: list[str]) -> None:
             "--suggest needs a number of ranks above 0, and --memory of a device, e.g. 80GiB."
         )
     plans = suggest(config, workload, arguments.suggest, memory)
-    print(show_suggestions(plans, memory))
+    if network is None:
+        print(show_suggestions(plans, memory))
+        return
+    dead = read_dead(arguments.dead, network)
+    suggestions = suggest_on_network(plans, network, memory, dead)
+    print(show_network_suggestions(suggestions, network, memory))
+
+
+# ---------------------------------------------------------------------------
+# On a network
+
+
+def check_network_options(arguments: argparse.Namespace) -> None:
+    """Refuses options about a network when there is none, and files that cannot be written."""
+    for name in _NEED_NETWORK:
+        if getattr(arguments, name) is not None and arguments.network is None:
+            raise ConfigError(
+                f"--{name} is about a network. Give one: --network FILE, e.g. "
+                "recipes/networks/tpu_v3_pod.yaml."
+            )
+    inputs = [arguments.network]
+    for name, suffix in (("trace", ".json"), ("page", ".html"), ("measure", ".json")):
+        path = getattr(arguments, name)
+        if path is not None:
+            target = output_path(path, suffix=suffix, option=f"--{name}", inputs=inputs)
+            setattr(arguments, name, target)
+
+    # A page and a trace show one mesh.
+    for name in ("trace", "page", "place"):
+        if getattr(arguments, name) is not None and arguments.suggest is not None:
+            raise ConfigError(
+                f"--{name} is about one mesh, and --suggest about all. Leave one of them out."
+            )
+
+
+def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespace) -> None:
+    """Prints the times of a plan on a network, and what dead ranks cost."""
+    placement = read_placement(plan, network, arguments.place)
+    dead = read_dead(arguments.dead, network)
+    timer = NetworkTimer(network, placement)
+    timed = timer.plan(plan.collectives)
+    print(show_network_plan(plan, timed), flush=True)
+    if dead:
+        healthy = timed
+        timer = NetworkTimer(network, placement, dead)
+        timed = timer.plan(plan.collectives)
+        print(f"\n{show_hole(healthy, timed)}", flush=True)
+
+    # Around the dead ranks, where there are any.
+    if arguments.trace is not None:
+        write_text(arguments.trace, network_trace(timer, timed))
+        print(f"\nTrace of the longest collective: {arguments.trace}")
+    if arguments.page is not None:
+        write_text(arguments.page, network_page(timer, timed))
+        print(f"\nPage of the longest collective: {arguments.page}")
+
+
+def measure_command(path: Path, target: Path) -> None:
+    """Measures a network, writes what was found, and prints it."""
+    measurement = measure_network(read_content(path))
+    if measurement is None:
+        return  # another rank says it
+
+    write_text(target, json.dumps(measurement.content, indent=2) + "\n")
+    print(show_measurement(measurement))
+    print(f"Written to {target}: give it to --network.")
+
+
+def read_placement(plan: Plan, network: Network, text: str | None) -> Placement:
+    """Returns the placement that `--place` describes, else ranks in order."""
+    if text is None:
+        return place_in_order(plan.mesh, network.topology)
+    return place_by_tiles(plan.mesh, network.topology, text)
+
+
+def read_dead(text: str | None, network: Network) -> frozenset[int]:
+    """Returns the ranks of `--dead`.
+
+    Raises:
+        ConfigError: When they are no ranks of the network, or none would be left.
+    """
+    if text is None:
+        return frozenset()
+    most = network.topology.num_ranks - 1
+    dead = set()
+    for item in text.split(","):
+        number = item.strip()
+        is_rank = number.isdecimal() and len(number) <= _MOST_DIGITS and int(number) <= most
+        expected = f"ranks of {network.topology.name}, 0 to {most:,}, with commas between them"
+        check(is_rank, "--dead", text, expected)
+        dead.add(int(number))
+    check(len(dead) < most, "--dead", text, f"two ranks at least that live, of {most + 1}")
+    return frozenset(dead)

@@ -58,6 +58,7 @@ def build_run(
         source=source,
         held_out=held_out,
         probe_source=unseen,
+        workers=recipe.data.workers,
     )
 
 

@@ -46,7 +46,7 @@ def gather_or_raise(
             ranks itself where it can fail.
         group: Ranks that take part; None for all.
     """
-    if not _has_ranks():
+    if not has_ranks():
         return [function()]
 
     # A failure waits here until the others are told.
@@ -79,13 +79,14 @@ def _picklable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _has_ranks() -> bool:
+def has_ranks() -> bool:
+    """Returns whether there are other processes to talk to, or could be."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_rank_zero() -> bool:
     """Returns whether this process speaks for all: the first rank, or the only process."""
-    return not _has_ranks() or dist.get_rank() == 0
+    return not has_ranks() or dist.get_rank() == 0
 
 
 def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
@@ -94,7 +95,7 @@ def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
     Args:
         function: Runs on rank 0 only; its result is pickled.
     """
-    if not _has_ranks():
+    if not has_ranks():
         return function()
 
     # The other ranks wait in the broadcast below, whatever happens on rank 0.
@@ -139,7 +140,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         x: <any>[...] this rank's part; left as it is.
         group: Ranks that take part; None for all.
     """
-    if not _has_ranks():
+    if not has_ranks():
         return x
     total = x.detach().clone()
     with waiting_for(group, total.device):

@@ -321,6 +321,7 @@ class Mesh(NamedTuple):
         data: Ranks that hold other rows of a batch, with the same coordinate on `tp`.
         tp: Ranks that hold the same rows; None when that is this rank alone.
         data_rank: Which rows this rank holds.
+        replica: Those of `data` that hold one copy of the model between them.
         gradients: Sums gradients by a schedule; None for torch's own.
     """
 
@@ -332,6 +333,7 @@ class Mesh(NamedTuple):
     data: ProcessGroup
     tp: ProcessGroup | None
     data_rank: int
+    replica: ProcessGroup
     gradients: GradientReduction | None = None
 
     def rows(self, num_rows: int) -> slice:
@@ -391,6 +393,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         data=data.get_group(),
         tp=device_mesh["tp"].get_group() if config.tp > 1 else None,
         data_rank=data.get_local_rank(),
+        replica=dense_shard.get_group(),
         gradients=GradientReduction(gradient_schedule) if gradient_schedule else None,
     )
 

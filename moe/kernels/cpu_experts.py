@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moe.kernels.cpu_matmul import multiply
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
+from moe.kernels.expert_weights import ExpertWeights, expert_weight
 
 # Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
 _ROWS_PER_PIECE = 512
@@ -58,17 +59,37 @@ class ExpertForm(NamedTuple):
     dropout_rate: float
 
 
-class ExpertWeights(NamedTuple):
-    """Stacked weights of E experts.
+class RowValues(NamedTuple):
+    """What a forward pass computed for every row, for the backward pass; empty what that spares.
 
     Attributes:
-        first: <float>[E, 2F or F, D] of the first product, gate above up.
-        down: <float>[E, D, F] of the second.
-        bias: <float>[E, F] of the hidden units; None for none.
+        products: <float>[N, 2F or F] z, what the first product returned.
+        gates: <float>[N, F] act(z'), where the activation is GELU.
+        kept_units: <bool>[N, F] hidden units that dropout kept.
+        outputs: <float>[N, D] o, what the second product returned.
     """
 
-    first: Tensor
-    down: Tensor
+    products: Tensor
+    gates: Tensor
+    kept_units: Tensor
+    outputs: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of `fused_feed_forward`; None for those not asked for.
+
+    Attributes:
+        tokens: <float>[T, D].
+        row_weight: <float>[N] of the combine weights.
+        first: <float>[E, 2F or F, D].
+        down: <float>[E, D, F].
+        bias: <float>[E, F].
+    """
+
+    tokens: Tensor | None
+    row_weight: Tensor | None
+    first: Tensor | None
+    down: Tensor | None
     bias: Tensor | None
 
 
@@ -82,12 +103,13 @@ def fused_feed_forward(
     """Returns every token's weighted sum of its experts' outputs: gather, experts and sum in one node.
 
     Results do not depend on the number of threads in the forward pass; in the backward pass only an
-    expert with more than its fair share of all rows is summed up in another order.
+    expert with more than its fair share of all rows is summed up in another order. Compiled graphs
+    take the same as an operation of torch, see compiled_experts.py.
 
     Args:
         tokens: <float>[T, D].
         rows: Which token each row is, and its weight.
-        weights: Of the experts, in the dtype of the tokens.
+        weights: Of the experts, in the dtype of the tokens or quantised.
         form: What an expert computes.
 
     Returns:
@@ -100,16 +122,7 @@ def fused_feed_forward(
 
 
 class _FusedFeedForward(torch.autograd.Function):
-    """Gather, experts and weighted sum; only what the products return is kept for the backward pass.
-
-    For row n of token t and expert e, with * by element:
-
-        z_n = W1_e x_t                    first product, its halves z' (gate) and z'' when gated
-        p_n = act(z'_n) * z''_n           plain hidden units
-        h_n = dropout(p_n + B_e), or p_n * B_e in place of the sum
-        o_n = W2_e h_n                    second product
-        y_t = sum over its rows of w_n o_n
-    """
+    """`run_forward` and `run_backward` as one node of the graph of gradients."""
 
     @staticmethod
     def forward(
@@ -123,119 +136,187 @@ class _FusedFeedForward(torch.autograd.Function):
         form: ExpertForm,
         keep_products: bool,
     ) -> Tensor:
-        counts = rows.counts.tolist()
-        num_rows = rows.token.numel()
-        num_saved = num_rows if keep_products else 0
-        num_dropped = num_rows if form.dropout_rate else 0
-        hidden_layer = _HiddenLayer(form)
-
-        # What the backward pass needs; a tensor without rows stands for what it does not need.
-        num_gates = num_saved if hidden_layer.is_gelu else 0
-        products = tokens.new_empty(num_saved, first.shape[1])  # z  [N, 2F or F]
-        gates = tokens.new_empty(num_gates, down.shape[2])  # act(z')  [N, F]
-        kept_units = torch.empty(num_dropped, down.shape[2], dtype=torch.bool)  # [N, F]
-        outputs = tokens.new_empty(num_rows, down.shape[1])  # o  [N, D]
-
-        # Each piece has a generator of its own, so that threads do not change what is dropped.
         seed = int(torch.randint(2**62, ()).item()) if form.dropout_rate else 0
-
-        def run_piece(piece: Piece) -> None:
-            here = slice(piece.start, piece.end)
-            expert_bias = None if bias is None else bias[piece.expert]
-            if form.dropout_rate:
-                generator = torch.Generator().manual_seed(seed + piece.start)
-                kept_units[here].bernoulli_(1 - form.dropout_rate, generator=generator)
-
-            # One expert's rows go through both products while they are in the cache.
-            x = tokens.index_select(0, rows.token[here])  # [n, D]
-            product = products[here] if keep_products else None
-            product = multiply(x, first[piece.expert], out=product)  # [n, 2F or F]
-            gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
-            hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
-            multiply(hidden.output, down[piece.expert], out=outputs[here])  # [n, D]
-
-        pieces = [piece for piece in split_rows(counts, _ROWS_PER_PIECE) if piece.num_rows]
-        if num_rows <= _SEQUENTIAL_ROWS:
-            for piece in pieces:
-                run_piece(piece)
-        else:
-            run_pieces(run_piece, pieces)
+        weights = ExpertWeights(first, down, bias)
+        combined, values = run_forward(
+            tokens, rows, weights, form, keep_products=keep_products, seed=seed
+        )
 
         # The outputs are needed for the gradient of the combine weights alone.
-        kept_outputs = outputs if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(
-            tokens, weight, first, down, bias, products, gates, kept_units, kept_outputs
-        )
+        kept_outputs = values.outputs if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(tokens, first, down, bias, *values._replace(outputs=kept_outputs))
         ctx.rows = rows
-        ctx.counts = counts
-        ctx.hidden_layer = hidden_layer
-        return sum_by_token(outputs, rows, weight)  # [T, D]
+        ctx.form = form
+        return combined
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        d_output = grad_outputs[0]  # dy  [T, D]
-        tokens, weight, first, down, bias, products, gates, kept_units, outputs = ctx.saved_tensors
-        rows: ExpertRows = ctx.rows
-        hidden_layer: _HiddenLayer = ctx.hidden_layer
-        needs_tokens, _, needs_first, needs_down, needs_bias = ctx.needs_input_grad[:5]
-        num_rows = products.shape[0]
-        row_weight = weight.to(tokens.dtype)[:, None]  # [N, 1]
-
-        # One tensor for each gradient that is asked for.
-        d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
-        d_weight = None if outputs is None else torch.empty_like(weight)
-        d_first = _WeightGradient(first, num_rows) if needs_first else None
-        d_down = _WeightGradient(down, num_rows) if needs_down else None
-        d_bias = _WeightGradient(bias, num_rows) if needs_bias else None
-
-        def run_piece(piece: Piece) -> None:
-            here = slice(piece.start, piece.end)
-            token = rows.token[here]
-            product = products[here]
-            kept = kept_units[here]
-            expert_bias = None if bias is None else bias[piece.expert]
-
-            # dw_n = dy_t . o_n and do_n = w_n dy_t.
-            d_row = d_output.index_select(0, token)  # [n, D]
-            if outputs is not None and d_weight is not None:
-                d_weight[here] = torch.linalg.vecdot(d_row, outputs[here])
-            d_row *= row_weight[here]
-
-            # dW2 = do^T h, with h computed again from the kept products, and dh = do W2.
-            gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
-            hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
-            if d_down is not None:
-                torch.mm(d_row.t(), hidden.output, out=d_down.piece_sum(piece))
-            d_hidden = multiply(d_row, down[piece.expert].t())  # [n, F]
-
-            # Back through dropout, bias and activation, to dz.
-            d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
-            d_plain = hidden_layer.d_plain(d_hidden, hidden, expert_bias, kept, d_bias_sum)
-            d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
-
-            # dW1 = dz^T x and dx = dz W1.
-            if d_first is not None:
-                x = tokens.index_select(0, token)
-                torch.mm(d_product.t(), x, out=d_first.piece_sum(piece))
-            if needs_tokens:
-                multiply(d_product, first[piece.expert].t(), out=d_rows[here])
-
-        # A weight's gradient is one sum over an expert's rows: as few pieces as keep all cores busy.
-        fair_share = math.ceil(num_rows / torch.get_num_threads())
-        run_pieces(run_piece, split_rows(ctx.counts, max(_ROWS_PER_PIECE, fair_share)))
-        return (
-            sum_by_token(d_rows, rows, None) if needs_tokens else None,
-            d_weight,
-            d_first.total() if d_first is not None else None,
-            d_down.total() if d_down is not None else None,
-            d_bias.total() if d_bias is not None else None,
-            None,
-            None,
-            None,
+        tokens, first, down, bias, *values = ctx.saved_tensors
+        weights = ExpertWeights(first, down, bias)
+        needed = ctx.needs_input_grad[:5]
+        gradients = run_backward(
+            grad_outputs[0], tokens, ctx.rows, weights, ctx.form, RowValues(*values), needed
         )
+        return (*gradients, None, None, None)
+
+
+def run_forward(
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
+    *,
+    keep_products: bool,
+    seed: int,
+    num_buffered: int | None = None,
+) -> tuple[Tensor, RowValues]:
+    """Returns every token's weighted sum of its experts' outputs <float>[T, D], and what it took.
+
+    For row n of token t and expert e, with * by element:
+
+        z_n = W1_e x_t                    first product, its halves z' (gate) and z'' when gated
+        p_n = act(z'_n) * z''_n           plain hidden units
+        h_n = dropout(p_n + B_e), or p_n * B_e in place of the sum
+        o_n = W2_e h_n                    second product
+        y_t = sum over its rows of w_n o_n
+
+    Args:
+        tokens: <float>[T, D].
+        rows: Which token each row is, and its weight.
+        weights: Of the experts, in the dtype of the tokens.
+        form: What an expert computes.
+        keep_products: Whether a backward pass will need products and gates.
+        seed: Of dropout.
+        num_buffered: Rows of what is kept, where that must not depend on the tokens; None for N.
+    """
+    first, down, bias = weights
+    counts = rows.counts.tolist()
+    num_rows = rows.token.numel()
+    num_kept = num_rows if num_buffered is None else num_buffered
+    num_saved = num_kept if keep_products else 0
+    num_dropped = num_kept if form.dropout_rate else 0
+    hidden_layer = _HiddenLayer(form)
+
+    # What the backward pass needs; a tensor without rows stands for what it does not need.
+    num_gates = num_saved if hidden_layer.is_gelu else 0
+    products = tokens.new_empty(num_saved, first.shape[1])  # z  [N, 2F or F]
+    gates = tokens.new_empty(num_gates, down.shape[2])  # act(z')  [N, F]
+    kept_units = torch.empty(num_dropped, down.shape[2], dtype=torch.bool)  # [N, F]
+    outputs = tokens.new_empty(num_kept, down.shape[1])  # o  [N, D]
+
+    def run_piece(piece: Piece) -> None:
+        # Each piece has a generator of its own, so that threads do not change what is dropped.
+        here = slice(piece.start, piece.end)
+        expert_bias = None if bias is None else bias[piece.expert]
+        if form.dropout_rate:
+            generator = torch.Generator().manual_seed(seed + piece.start)
+            kept_units[here].bernoulli_(1 - form.dropout_rate, generator=generator)
+
+        # One expert's rows go through both products while they are in the cache.
+        x = tokens.index_select(0, rows.token[here])  # [n, D]
+        first_weight = expert_weight(first, piece.expert, tokens)
+        product = products[here] if keep_products else None
+        product = multiply(x, first_weight, out=product)  # [n, 2F or F]
+        gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
+        hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
+        down_weight = expert_weight(down, piece.expert, tokens)
+        multiply(hidden.output, down_weight, out=outputs[here])  # [n, D]
+
+    pieces = [piece for piece in split_rows(counts, _ROWS_PER_PIECE) if piece.num_rows]
+    if num_rows <= _SEQUENTIAL_ROWS:
+        for piece in pieces:
+            run_piece(piece)
+    else:
+        run_pieces(run_piece, pieces)
+
+    combined = sum_by_token(outputs[:num_rows], rows, rows.weight)  # [T, D]
+    return combined, RowValues(products, gates, kept_units, outputs)
+
+
+def run_backward(
+    d_output: Tensor,
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
+    values: RowValues,
+    needed: Sequence[bool],
+) -> Gradients:
+    """Returns the gradients of `run_forward`, in whose letters the steps are written.
+
+    Args:
+        d_output: <float>[T, D] gradient of its result.
+        tokens: Its tokens.
+        rows: Its rows.
+        weights: Its weights.
+        form: What an expert computes.
+        values: What it computed, with the products.
+        needed: Which gradients are asked for, in the order of `Gradients`.
+    """
+    products, gates, kept_units, outputs = values
+    first, down, bias = weights
+    needs_tokens, needs_weight, needs_first, needs_down, needs_bias = needed
+    hidden_layer = _HiddenLayer(form)
+    num_rows = rows.token.numel()
+    row_weight = rows.weight.to(tokens.dtype)[:, None]  # [N, 1]
+
+    # One tensor for each gradient that is asked for.
+    d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
+    d_weight = torch.empty_like(rows.weight) if needs_weight else None
+    d_first = _WeightGradient(first, num_rows) if needs_first else None
+    d_down = _WeightGradient(down, num_rows) if needs_down else None
+    d_bias = None
+    if needs_bias and bias is not None:
+        d_bias = _WeightGradient(bias, num_rows)
+
+    def run_piece(piece: Piece) -> None:
+        here = slice(piece.start, piece.end)
+        token = rows.token[here]
+        product = products[here]
+        kept = kept_units[here]
+        expert_bias = None if bias is None else bias[piece.expert]
+
+        # dw_n = dy_t . o_n and do_n = w_n dy_t.
+        d_row = d_output.index_select(0, token)  # [n, D]
+        if d_weight is not None:
+            d_weight[here] = torch.linalg.vecdot(d_row, outputs[here])
+        d_row *= row_weight[here]
+
+        # dW2 = do^T h, with h computed again from the kept products, and dh = do W2.
+        gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
+        hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
+        if d_down is not None:
+            torch.mm(d_row.t(), hidden.output, out=d_down.piece_sum(piece))
+        down_weight = expert_weight(down, piece.expert, tokens)
+        d_hidden = multiply(d_row, down_weight.t())  # [n, F]
+
+        # Back through dropout, bias and activation, to dz.
+        d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
+        d_plain = hidden_layer.d_plain(d_hidden, hidden, expert_bias, kept, d_bias_sum)
+        d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
+
+        # dW1 = dz^T x and dx = dz W1.
+        if d_first is not None:
+            x = tokens.index_select(0, token)
+            torch.mm(d_product.t(), x, out=d_first.piece_sum(piece))
+        if needs_tokens:
+            first_weight = expert_weight(first, piece.expert, tokens)
+            multiply(d_product, first_weight.t(), out=d_rows[here])
+
+    # A weight's gradient is one sum over an expert's rows: as few pieces as keep all cores busy.
+    fair_share = math.ceil(num_rows / torch.get_num_threads())
+    pieces = split_rows(rows.counts.tolist(), max(_ROWS_PER_PIECE, fair_share))
+    run_pieces(run_piece, pieces)
+    return Gradients(
+        tokens=sum_by_token(d_rows, rows, None) if needs_tokens else None,
+        row_weight=d_weight,
+        first=d_first.total() if d_first is not None else None,
+        down=d_down.total() if d_down is not None else None,
+        bias=d_bias.total() if d_bias is not None else None,
+    )
 
 
 class _Hidden(NamedTuple):

@@ -21,25 +21,76 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: <float>[N, I] rows.
         weight: <float>[E, O, I].
-        counts: <int64>[E] rows of each expert.
+        counts: <int64>[E] rows of each expert. Rows behind them are read by nobody, and what is
+            returned for them is of any value.
 
     Returns:
         <float>[N, O].
     """
-    # One call for all experts, where the device can read the rows in whole words.
+    is_compiling = torch.compiler.is_compiling()
+    if not _is_one_call(x, weight):
+        return _grouped_linear_op(x, weight, counts) if is_compiling else _loop(x, weight, counts)
+
+    # torch traces grouped products of bfloat16 alone; others are an operation of ours in a graph.
+    if is_compiling and x.dtype != torch.bfloat16:
+        return _grouped_linear_op(x, weight, counts)
+    return _GroupedLinear.apply(x, weight, _row_ends(counts))
+
+
+def _is_one_call(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether torch has one product for all experts: the device reads rows in whole words."""
     row_bytes = [size * x.element_size() for size in weight.shape[1:]]
     is_aligned = all(num_bytes % 16 == 0 for num_bytes in row_bytes)
-    if x.dtype != torch.float64 and is_aligned:
-        ends = counts.cumsum(0).to(torch.int32)
-        return _GroupedLinear.apply(x, weight, ends)
+    return x.dtype != torch.float64 and is_aligned
 
-    # Else one product after the other; this waits for the counts.
-    rows_by_expert = x.split(counts.tolist())
-    products = [
-        F.linear(rows, expert_weight)
-        for rows, expert_weight in zip(rows_by_expert, weight.unbind(), strict=True)
-    ]
-    return torch.cat(products)
+
+def _row_ends(counts: Tensor) -> Tensor:
+    """Returns <int32>[E] where the rows of each expert end."""
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns the products one expert after the other, which waits for the counts."""
+    products = []
+    *rows_by_expert, rest = _split_rows(x, counts)
+    for rows, expert_weight in zip(rows_by_expert, weight.unbind(), strict=True):
+        products.append(F.linear(rows, expert_weight))
+    return torch.cat([*products, rest.new_zeros(rest.shape[0], weight.shape[1])])
+
+
+def _split_rows(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """Returns the rows <float>[n, I] of each expert, and those behind them that nobody reads."""
+    sizes = counts.tolist()
+    return x.split([*sizes, x.shape[0] - sum(sizes)])
+
+
+def _gradients(
+    d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns dx <float>[N, I] and dW <float>[E, O, I] of y = x W^T, both within each expert."""
+    if not x.shape[0]:
+        return torch.zeros_like(x), torch.zeros_like(weight)
+    if _is_one_call(x, weight):
+        return _gradients_in_one_call(d_product, x, weight, _row_ends(counts))
+
+    # dx = dy W and dW = dy^T x.
+    d_weights = []
+    *d_product_by_expert, _ = _split_rows(d_product, counts)
+    *rows_by_expert, _ = _split_rows(x, counts)
+    for d_rows, rows in zip(d_product_by_expert, rows_by_expert, strict=True):
+        d_weights.append(d_rows.t() @ rows)
+    d_x = _loop(d_product, rearrange(weight, "e o i -> e i o"), counts)
+    return d_x, torch.stack(d_weights)
+
+
+def _gradients_in_one_call(
+    d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns what `_gradients` does, by grouped products."""
+    d_product = d_product.contiguous()
+    d_x = F.grouped_mm(d_product, weight, offs=ends)
+    d_weight = F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)
+    return d_x, d_weight
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -59,8 +110,47 @@ class _GroupedLinear(torch.autograd.Function):
         if not x.shape[0]:
             return torch.zeros_like(x), torch.zeros_like(weight), None
 
-        # y = x W^T, so dx = dy W and dW = dy^T x, both within each expert.
-        d_product = grad_outputs[0].contiguous()
-        d_x = F.grouped_mm(d_product, weight, offs=ends)
-        d_weight = F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)
-        return d_x, d_weight, None
+        return *_gradients_in_one_call(grad_outputs[0], x, weight, ends), None
+
+
+# ---- in compiled graphs ----
+
+
+@torch.library.custom_op("moe::grouped_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _grouped_linear_op(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns what `grouped_linear` does; a loop over experts waits for the device."""
+    return grouped_linear(x, weight, counts)
+
+
+@_grouped_linear_op.register_fake
+def _fake_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op(
+    "moe::grouped_linear_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _gradients_op(
+    d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and weight."""
+    return _gradients(d_product, x, weight, counts)
+
+
+@_gradients_op.register_fake
+def _fake_gradients(
+    d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor, None]:
+    d_x, d_weight = _gradients_op(d_product, *ctx.saved_tensors)
+    return d_x, d_weight, None
+
+
+_grouped_linear_op.register_autograd(_backward, setup_context=_save_for_backward)

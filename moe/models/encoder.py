@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from moe.errors import DataError
-from moe.models.blocks import Stack
+from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.inputs import check_token_ids, check_vectors, refuse_unknown_arguments
 from moe.models.outputs import RouterRecords, STMoEEncoderOutput, logits_by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
+from moe.models.quantized import warn_of_quantized_projections
 
 
 class STMoEEncoder(STMoEPreTrainedModel):
@@ -153,4 +154,5 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
         self, *args: Any, **kwargs: Any
     ) -> STMoEEncoderOutput:
         """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
+        warn_of_quantized_projections(self, cast(Block, self.encoder.stack.blocks[0]))
         return self.encoder(*args, **kwargs, return_dict=True)

@@ -1,6 +1,7 @@
 """The model classes: encoder-decoder with sparse layers as transformers expects them."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,7 @@ from moe.models.outputs import (
     logits_by_sequence,
 )
 from moe.models.pretrained import STMoEPreTrainedModel
+from moe.models.quantized import warn_of_quantized_projections
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals
 
@@ -108,6 +110,7 @@ class STMoEModel(STMoEPreTrainedModel):
         """
         # What was asked for; None leaves it to the config.
         refuse_unknown_arguments(further, type(self).forward)
+        warn_of_quantized_projections(self, cast(Block, self.decoder.blocks[0]))
         past_key_values = encoder_decoder_cache(past_key_values)
         self._refuse_cache_of_checkpointing(use_cache or past_key_values is not None)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
@@ -543,6 +546,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             kwargs.pop(name, None)
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
         return {**inputs, "decoder_drop_tokens": False}
+
+    def _optimize_model_for_decode(self) -> AbstractContextManager[None]:
+        """Returns a context that leaves the experts as they are.
+
+        transformers would go to batched products, which here read the weights of all experts and
+        not those of the few that a step uses.
+        """
+        return nullcontext()
 
     @staticmethod
     def create_masks_for_generate(

@@ -132,6 +132,10 @@ def shard_model(
         elif isinstance(module, Attention | FeedForward | Stack):
             module.tp = mesh.tp
 
+    # Rows that travel between ranks are counted first, at which a graph breaks.
+    if mesh.ep is not None and model.config.dispatch == "ragged":
+        model._can_compile_fullgraph = False
+
     if gather and mesh.config.num_data_ranks > 1:
         _shard_over_data_ranks(model, mesh, layouts, bfloat16)
     return layouts

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,11 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_config, check_source
 from moe.models.configuration_keywords import check_savable
 from moe.models.generation_config import load_generation_config
+from moe.models.implementations import (
+    check_attention,
+    dispatch_of_experts,
+    implementation_of_dispatch,
+)
 from moe.models.json_files import read_json_object
 from moe.models.quantized import warn_of_plain_experts
 from moe.models.weight_checksums import checking_weights, forget_weight_sums, write_weight_sums
@@ -47,6 +53,7 @@ from moe.models.weight_files import (
     saved_weights,
 )
 from moe.sparse.experts import Experts
+from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import Router
 
 DOWNLOAD = (
@@ -66,9 +73,6 @@ _COMMIT_OPTIONS = (
     "create_pr",
     "revision",
 )
-
-_EXPERTS_IMPLEMENTATIONS = {"ragged": "grouped_mm", "static": "batched_mm"}
-"""transformers' word for the products of experts, by the field dispatch."""
 
 _MODULES_WITH_WEIGHTS = (
     Experts,
@@ -98,14 +102,16 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
-    # Holds for dense models and static dispatch; __init__ sets it for each instance.
+    # Holds but on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
 
     def __init__(self, config: STMoEConfig) -> None:
+        # What was asked for by transformers' name is a setting of ours.
+        config.dispatch = dispatch_of_experts(config._experts_implementation, config.dispatch)
+
         # from_pretrained sets fields after the config has checked them.
         check_config(config)
         super().__init__(config)
-        self._can_compile_fullgraph = config.num_experts == 0 or config.dispatch == "static"
 
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
@@ -114,40 +120,50 @@ class STMoEPreTrainedModel(PreTrainedModel):
     # -----------------------------------------------------------------------
     # Choices of transformers
 
-    def get_correct_attn_implementation(
-        self, requested_attention: str | None, is_init_check: bool = False
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
         """Returns the implementation of attention that transformers takes.
+
+        Its kernels of the hub are refused here, before it looks for them.
 
         Raises:
             ConfigError: For kinds of attention that cannot add T5's bias of positions to the
                 scores.
         """
-        requested = requested_attention or ""
-        if "flash" in requested or "flex" in requested:
-            raise ConfigError(
-                f"attn_implementation is {requested_attention!r}; expected 'sdpa' or 'eager'. "
-                "Every score of attention has a trained bias of the distance added, and masks "
-                "with it: flash attention has no place for them, and flex attention would need "
-                "a kernel of its own. On a GPU 'sdpa' takes torch's memory-efficient one."
-            )
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        check_attention(attn_implementation)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Returns `eager`, transformers' word for a model that runs its experts itself.
 
         Raises:
-            ConfigError: For an implementation other than that of the config's `dispatch`.
+            ConfigError: For an implementation that is not here.
         """
-        products = _EXPERTS_IMPLEMENTATIONS[self.config.dispatch]
-        if requested_experts not in (None, "eager", products):
-            raise ConfigError(
-                f"experts_implementation is {requested_experts!r}, but experts run as the "
-                f"field dispatch says: with {self.config.dispatch!r}, by {products!r}. "
-                "Expected that or 'eager', which both stand for it; the other is "
-                "dispatch='static' for 'batched_mm' and dispatch='ragged' for 'grouped_mm'."
-            )
+        dispatch_of_experts(requested_experts, self.config.dispatch)
         return "eager"
+
+    def get_experts_implementation(self) -> dict[str, str | None]:
+        """Returns transformers' name of how the experts are run, for `set_experts_implementation`."""
+        return {"": implementation_of_dispatch(self.config.dispatch)}
+
+    def set_experts_implementation(
+        self, experts_implementation: str | dict[str, str | None]
+    ) -> None:
+        """Runs the experts in another way, as the field `dispatch` does; their numbers stay.
+
+        Args:
+            experts_implementation: `grouped_mm` for dispatch `ragged`, `batched_mm` for `static`,
+                or `eager` for the way it is.
+
+        Raises:
+            ConfigError: For another name.
+        """
+        dispatch = dispatch_of_experts(experts_implementation, self.config.dispatch)
+        self.config.dispatch = dispatch
+        for module in self.modules():
+            if isinstance(module, SparseFeedForward):
+                module.config = replace(module.config, dispatch=dispatch)
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """Switches activation checkpointing; both public names of transformers come through here.

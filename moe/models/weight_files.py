@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from moe.checks import shown
 from moe.errors import CheckpointError
+from moe.kernels.expert_weights import is_quantized
 from moe.models.json_files import COPY_AGAIN
 from moe.parsing import read_record, to_record
 
@@ -369,12 +370,15 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
 
     Args:
         name: Of the weight.
-        weight: <any>[...] its numbers; quantised ones are not checked.
+        weight: <any>[...] its numbers; of one that torchao quantised, its scales are checked.
         source: The folder or hub name.
 
     Raises:
         CheckpointError: Names the weight, with its least and largest number.
     """
+    # What a quantised weight stands for is finite when its scales are, and it knows few operations.
+    if is_quantized(weight):
+        weight = getattr(weight, "scale", torch.empty(0))
     if weight.dtype not in _CHECKED_FOR_NAN or weight.numel() == 0:
         return
 

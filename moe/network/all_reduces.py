@@ -10,12 +10,25 @@ import numpy as np
 
 from moe.checks import check, check_integer
 from moe.errors import ConfigError
-from moe.network.grids import multi_ring_all_reduce, row_pair_all_reduce, torus_all_reduce
-from moe.network.ring_orders import fold, mesh_of, neighbour_ring, survivor_order, whole_grid_of
+from moe.network.grids import (
+    multi_ring_all_reduce,
+    row_pair_all_reduce,
+    torus_all_reduce,
+)
+from moe.network.ring_orders import (
+    fold,
+    mesh_of,
+    neighbour_ring,
+    survivor_order,
+    whole_grid_of,
+)
 from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
 from moe.network.row_bands import find_bands, row_band_all_reduce
-from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
-from moe.network.schedule import IntArray, Schedule, beside
+from moe.network.row_pair_clients import (
+    pair_rows_around_holes,
+    row_pair_client_all_reduce,
+)
+from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 
 Build = Callable[[Topology, int], Schedule]
@@ -30,7 +43,9 @@ def ring(topology: Topology, num_units: int) -> Schedule:
     _check_connected(topology)
     order = survivor_order(topology)
     _check_ring(order)
-    return ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+    num_ranks = topology.num_ranks
+    return ring_all_reduce(order, num_units, num_ranks=num_ranks)
 
 
 def two_way_ring(topology: Topology, num_units: int) -> Schedule:
@@ -38,7 +53,9 @@ def two_way_ring(topology: Topology, num_units: int) -> Schedule:
     _check_connected(topology)
     order = survivor_order(topology)
     _check_ring(order)
-    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+    num_ranks = topology.num_ranks
+    return two_way_ring_all_reduce(order, num_units, num_ranks=num_ranks)
 
 
 def neighbours(topology: Topology, num_units: int) -> Schedule:
@@ -46,7 +63,9 @@ def neighbours(topology: Topology, num_units: int) -> Schedule:
     _check_connected(topology)
     order = neighbour_ring(topology)
     _check_ring(order)
-    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+    num_ranks = topology.num_ranks
+    return two_way_ring_all_reduce(order, num_units, num_ranks=num_ranks)
 
 
 def torus(topology: Topology, num_units: int) -> Schedule:
@@ -76,38 +95,30 @@ def multi_ring(*levels: int) -> Build:
 
 def row_pairs(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of rows, and then across them."""
+    grid = mesh_of(topology)
     wraps = all(topology.wraps[:-1])
-    return _row_pairs(topology, mesh_of(topology), num_units, wraps=wraps)
+    return _row_pairs(topology, grid, num_units, wraps=wraps)
 
 
 def column_pairs(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of columns, and then across them."""
+    grid = mesh_of(topology)
     wraps = all(topology.wraps[1:])
-    return _row_pairs(topology, mesh_of(topology).T, num_units, wraps=wraps)
+    return _row_pairs(topology, grid.T, num_units, wraps=wraps)
 
 
 def row_bands(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of rows, four rows where there is a hole, and across them."""
+    grid = mesh_of(topology)
     wraps = all(topology.wraps[:-1])
-    return _bands(topology, mesh_of(topology), num_units, wraps=wraps)
+    return _bands(topology, grid, num_units, wraps=wraps)
 
 
 def column_bands(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of columns, four where there is a hole, and across them."""
+    grid = mesh_of(topology)
     wraps = all(topology.wraps[1:])
-    return _bands(topology, mesh_of(topology).T, num_units, wraps=wraps)
-
-
-def in_halves(first: Build, second: Build) -> Build:
-    """Returns the builder of two schedules at once, half of the payload each."""
-
-    def build(topology: Topology, num_units: int) -> Schedule:
-        middle = num_units // 2
-        head = first(topology, middle).at(0, num_units)
-        tail = second(topology, num_units - middle).at(middle, num_units)
-        return beside([head, tail])
-
-    return build
+    return _bands(topology, grid.T, num_units, wraps=wraps)
 
 
 def row_pair_clients(num_slices: int) -> Build:
@@ -119,12 +130,16 @@ def row_pair_clients(num_slices: int) -> Build:
     def build(topology: Topology, num_units: int) -> Schedule:
         _check_connected(topology)
         grid = mesh_of(topology)
-        check(bool(topology.dead), "dead ranks", [], "some, whose neighbours become clients")
+        dead = topology.dead
+        expected = "some, whose neighbours become clients"
+        check(bool(dead), "dead ranks", [], expected)
+
+        # Rows, or else columns.
         wraps = topology.wraps
         try:
-            rows = pair_rows_around_holes(grid, topology.dead, wraps=wraps[0])
+            rows = pair_rows_around_holes(grid, dead, wraps=wraps[0])
         except ConfigError:
-            rows = pair_rows_around_holes(grid.T, topology.dead, wraps=wraps[-1])
+            rows = pair_rows_around_holes(grid.T, dead, wraps=wraps[-1])
         return row_pair_client_all_reduce(
             rows,
             num_units,
@@ -138,6 +153,7 @@ def row_pair_clients(num_slices: int) -> Build:
 def reason_against(build: Build) -> Callable[[Topology], str]:
     """Returns the function that says why a builder does not fit a network; "" where it does."""
 
+    # Without units a builder checks everything, and sends nothing.
     def unfit(topology: Topology) -> str:
         try:
             build(topology, 0)
@@ -163,22 +179,50 @@ def _torus(topology: Topology, num_units: int, *, rotates_axes: bool) -> Schedul
     )
 
 
-def _row_pairs(topology: Topology, grid: IntArray, num_units: int, *, wraps: bool) -> Schedule:
-    check(not topology.dead, "dead ranks", sorted(topology.dead), "none; take bands around holes")
+def _row_pairs(
+    topology: Topology,
+    grid: IntArray,
+    num_units: int,
+    *,
+    wraps: bool,
+) -> Schedule:
+    dead = sorted(topology.dead)
+    check(not dead, "dead ranks", dead, "none; take bands around holes")
     _check_connected(topology)
-    return row_pair_all_reduce(grid, num_units, wraps=wraps, num_ranks=topology.num_ranks)
+    return row_pair_all_reduce(
+        grid,
+        num_units,
+        wraps=wraps,
+        num_ranks=topology.num_ranks,
+    )
 
 
-def _bands(topology: Topology, grid: IntArray, num_units: int, *, wraps: bool) -> Schedule:
+def _bands(
+    topology: Topology,
+    grid: IntArray,
+    num_units: int,
+    *,
+    wraps: bool,
+) -> Schedule:
     bands = find_bands(grid, topology.dead)
     _check_connected(topology)
-    return row_band_all_reduce(bands, num_units, num_ranks=topology.num_ranks, wraps=wraps)
+    return row_band_all_reduce(
+        bands,
+        num_units,
+        num_ranks=topology.num_ranks,
+        wraps=wraps,
+    )
 
 
 def _check_ring(order: IntArray) -> None:
     """Raises for a ring whose schedule would fill the memory."""
-    reason = "a ring has twice as many transfers as ranks squared"
-    check_integer("ranks of a ring", len(order), least=1, most=_LARGEST_RING, reason=reason)
+    check_integer(
+        "ranks of a ring",
+        len(order),
+        least=1,
+        most=_LARGEST_RING,
+        reason="a ring has twice as many transfers as ranks squared",
+    )
 
 
 def _check_connected(topology: Topology) -> None:
@@ -187,14 +231,23 @@ def _check_connected(topology: Topology) -> None:
     check(bool(live.size), "live ranks", [], "at least one")
 
     # Nodes that a message from the first live rank reaches, one link further each time.
+    links = topology.links
     reached = np.zeros(topology.num_nodes, np.bool_)
     reached[live[0]] = True
     num_reached = 0
     while num_reached < reached.sum():
         num_reached = int(reached.sum())
-        reached[topology.links.destination[reached[topology.links.source]]] = True
+        is_next = reached[links.source]
+        reached[links.destination[is_next]] = True
 
+    # Those on the smaller side are cut off.
     is_reached = reached[live]
-    lost = live[~is_reached] if is_reached.mean() > 0.5 else live[is_reached]
-    expected = "none; declare them dead too, or repair the links between them and the others"
-    check(bool(is_reached.all()), "live ranks that are cut off", lost.tolist(), expected)
+    is_most = is_reached.mean() > 0.5
+    lost = live[is_reached != is_most].tolist()
+    expected = "none; declare them dead too, or repair their links"
+    check(
+        bool(is_reached.all()),
+        "live ranks that are cut off",
+        lost,
+        expected,
+    )

@@ -22,8 +22,18 @@ from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer, check_number
 from moe.errors import ConfigError
-from moe.network.axis_lanes import Grid, Lane, Order, grid_of, lanes_of_axis, num_steps, ring_of
-from moe.network.line_hops import half_ring
+from moe.network.axis_lanes import (
+    BALANCED,
+    Detour,
+    Grid,
+    Lane,
+    Order,
+    grid_of,
+    lanes_of_axis,
+    num_steps,
+    ring_of,
+)
+from moe.network.line_hops import half_ring, one_way_ring
 from moe.network.schedule import (
     IntArray,
     Intervals,
@@ -70,6 +80,9 @@ def even_counts(topology: Topology, num_units: int) -> IntArray:
 
     Slices and halves of blocks are even where each pair has a multiple of twice the slices.
     """
+    check_integer("num_units", num_units, least=0)
+
+    # Dead ranks have nothing to send.
     live = topology.live_ranks
     counts = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
     each = np.diff(split_evenly(num_units, len(live) ** 2))
@@ -87,7 +100,8 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
         counts: <int64>[N, N] units that each origin has for each target.
         topology: Its routes lead around what is dead; counts of dead ranks must be 0.
     """
-    table = _checked(counts, topology)
+    table = _checked(counts, topology.num_ranks)
+    _check_none(table, sorted(topology.dead), "dead ranks")
     num_ranks = topology.num_ranks
     shape = topology.shape or (num_ranks,)
     starts = _starts(table)
@@ -99,6 +113,7 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
     target = np.ravel_multi_index(tuple(sums), shape, mode="wrap")
     origin = np.broadcast_to(rank, target.shape)
 
+    # Offset 0 is the rank itself, which sends itself nothing.
     low = starts[origin, target]
     high = low + table[origin, target]
     high[0] = low[0]
@@ -121,10 +136,32 @@ def around(
         order: Ranks in the order of the ring.
         ring: Hops around it.
     """
-    table = np.asarray(counts, np.int64)
+    table = _checked(counts, len(np.asarray(counts)))
+    is_distinct = 0 < len(set(order)) == len(order)
+    is_known = all(0 <= rank < len(table) for rank in order)
+    expected = f"different ranks from 0 to {len(table) - 1}"
+    check(is_distinct and is_known, "order of the ring", list(order), expected)
+
     grid = ring_of(order)
+    outside = np.setdiff1d(np.arange(len(table)), grid.names)
+    _check_none(table, outside, "ranks outside the ring")
     part = _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
     return _assembled([part], [table], [0])
+
+
+def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> AllToAll:
+    """Returns the all-to-all around a ring of ranks, half of the payload forwards, half backwards.
+
+    Args:
+        counts: As of `around`.
+        order: Ranks in the order of the ring.
+    """
+    # Each half is an all-to-all of its own.
+    table = _checked(counts, len(np.asarray(counts)))
+    forwards = around(table // 2, order, ring=one_way_ring)
+    backwards = around(table - table // 2, order[::-1], ring=one_way_ring)
+    parts = [(half.schedule, half.starts[0]) for half in (forwards, backwards)]
+    return _assembled(parts, [forwards.counts[0], backwards.counts[0]], [0, 0])
 
 
 def along_axes(
@@ -134,7 +171,7 @@ def along_axes(
     ring: Order = half_ring,
     num_slices: int = 1,
     rotates: bool = True,
-    line_share: float | None = None,
+    detour: Detour = BALANCED,
 ) -> AllToAll:
     """Returns the all-to-all along one axis of a grid after the other, on slices of the payload.
 
@@ -148,21 +185,22 @@ def along_axes(
         num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
         rotates: Whether each slice begins with the axis after that of the slice before it; else
             all begin with the last axis, one after the other.
-        line_share: How much of what a broken ring has to carry stays on it; the rest crosses to
-            the neighbouring rings of the other axes, and back. What loads all links equally,
-            unless given; 1 asks no neighbour.
+        detour: What a ring with a broken link does.
 
     Raises:
         ConfigError: When ranks are dead, or the network has no axes.
     """
-    table = _checked(counts, topology)
+    table = _checked(counts, topology.num_ranks)
+    _check_none(table, sorted(topology.dead), "dead ranks")
     reason = unfit_for_axes(topology)
     if reason:
         raise ConfigError(f"{topology.name} has no all-to-all along axes. {reason} Use `direct`.")
     check_integer("num_slices", num_slices, least=1)
-    if line_share is not None:
-        check_number("line_share", line_share, least=0, most=1)
+    check_integer("detour.sides", detour.sides, least=1, most=2)
+    if detour.kept is not None:
+        check_number("detour.kept", detour.kept, least=0, most=1)
 
+    # Slice by slice, each with its own order of the axes.
     parts = []
     slices = []
     delays = []
@@ -170,8 +208,9 @@ def along_axes(
     num_axes = len(topology.shape)
     for index in range(num_slices):
         grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
-        stages = [lanes_of_axis(grid, axis, ring, line_share) for axis in range(num_axes)]
-        part_of_pair = table * (index + 1) // num_slices - table * index // num_slices
+        stages = [lanes_of_axis(grid, axis, ring, detour) for axis in range(num_axes)]
+        end = table * (index + 1) // num_slices
+        part_of_pair = end - table * index // num_slices
         parts.append(_exchange(part_of_pair, grid, stages))
         slices.append(part_of_pair)
 
@@ -245,6 +284,7 @@ def _exchange(
         grid: Ranks at their places.
         stages: Hops along each axis.
     """
+    # Pairs in the order of places, so that runs of targets lie together.
     table = counts[np.ix_(grid.names, grid.names)]
     starts = _starts(table)
     bounds = np.append(starts.ravel(), table.sum())
@@ -313,8 +353,11 @@ def _unit(
     is_end: bool,
 ) -> IntArray:
     """Returns the unit at a half block: where a block's share begins, or ends, or its middle."""
+    # The block that the half belongs to, or that ends before it.
     is_middle = half % 2 == 1
     block = half // 2 - np.where(is_middle | (not is_end), 0, 1)
+
+    # Its share of the block's units.
     pair = first_pair + block * pairs_per_block
     begin = bounds[pair]
     length = bounds[pair + pairs_per_block] - begin
@@ -356,6 +399,7 @@ def _assembled(
     delays: Sequence[int],
 ) -> AllToAll:
     """Returns slices, one after the other in the units, as one all-to-all."""
+    # Slices share no unit, so that they may go on at the same time.
     num_units = sum(schedule.num_units for schedule, _ in parts)
     schedules = []
     starts = []
@@ -367,10 +411,9 @@ def _assembled(
     return AllToAll(beside(schedules), np.stack(starts), np.stack(counts))
 
 
-def _checked(counts: ArrayLike, topology: Topology) -> IntArray:
-    """Returns counts as integers, when they are those of the network's live ranks."""
+def _checked(counts: ArrayLike, num_ranks: int) -> IntArray:
+    """Returns counts as integers, when there is one for each pair of ranks."""
     table = np.asarray(counts)
-    num_ranks = topology.num_ranks
     check(
         table.shape == (num_ranks, num_ranks),
         "shape of counts",
@@ -379,10 +422,13 @@ def _checked(counts: ArrayLike, topology: Topology) -> IntArray:
     )
     is_whole = np.issubdtype(table.dtype, np.integer)
     check(is_whole, "type of counts", str(table.dtype), "an integer type")
-    least = int(table.min())
+    least = int(table.min(initial=0))
     check(least >= 0, "counts", least, "0 or more units for every pair")
-
-    dead = sorted(topology.dead)
-    num_lost = int(table[dead].sum() + table[:, dead].sum())
-    check(num_lost == 0, "units from or for dead ranks", num_lost, "0")
     return table.astype(np.int64)
+
+
+def _check_none(counts: IntArray, ranks: Sequence[int] | IntArray, whose: str) -> None:
+    """Raises when some ranks have something to send or to receive."""
+    others = np.setdiff1d(np.arange(len(counts)), ranks)
+    num_units = int(counts.sum() - counts[np.ix_(others, others)].sum())
+    check(num_units == 0, f"units from or for {whose}", num_units, "0")

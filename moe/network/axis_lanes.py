@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.network.line_hops import Hops, by_block, half_ring, line, straight
+from moe.network.line_hops import Hops, by_block, farthest_first, half_ring, line, straight
 from moe.network.schedule import IntArray
 from moe.network.topology import Topology
 
@@ -39,6 +39,23 @@ class Lane(NamedTuple):
     destinations: IntArray
     hops: Hops
     share: tuple[float, float] = (0.0, 1.0)
+
+
+class Detour(NamedTuple):
+    """How a broken ring gets its blocks around.
+
+    Attributes:
+        kept: Which part of every block stays on what is left of the ring; None for what loads it
+            and its neighbours equally, 1 for no help.
+        sides: Neighbours on each other axis that help: 1, the next one, or 2, that before it too.
+    """
+
+    kept: float | None = None
+    sides: int = 2
+
+
+BALANCED = Detour()
+"""What loads all links equally."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +123,7 @@ def lanes_of_axis(
     grid: Grid,
     axis: int,
     ring: Order = half_ring,
-    line_share: float | None = 1.0,
+    detour: Detour = BALANCED,
 ) -> list[Lane]:
     """Returns the hops of all lines of an axis.
 
@@ -114,13 +131,14 @@ def lanes_of_axis(
         grid: The ranks.
         axis: Its axis.
         ring: Hops around a ring that is whole.
-        line_share: Which part of its blocks a broken ring keeps; None for what loads it and its
-            neighbours equally.
+        detour: What a broken ring does.
     """
     size = grid.shape[axis]
+    # Breaks of each line.  [lines, size]
     joined = np.moveaxis(grid.joined[axis], axis, -1).reshape(-1, size)
     num_breaks = np.sum(~joined, axis=1)
 
+    # Whole rings, and lines that have no two ends any more.
     whole = np.flatnonzero(num_breaks == 0)
     apart = np.flatnonzero(num_breaks > 1)
     lanes = [
@@ -134,18 +152,23 @@ def lanes_of_axis(
     for end in np.unique(place):
         lines = broken[place == end]
         hops = line(size, (int(end) + 1) % size)
-        has_help = grid.wraps[axis] and size > 2 and line_share != 1
-        if not has_help:
+        if not grid.wraps[axis] or size < 3:
             lanes.append(Lane(lines, lines, lines, hops))
             continue
-        for number in lines:
-            neighbours = np.intersect1d(_neighbours(grid, axis, int(number)), whole)
-            lanes += _shared_lanes(grid, axis, number, hops, neighbours, line_share)
+
+        # Whoever is far away keeps the middle of a broken ring busy from the start.
+        hops = farthest_first(by_block(hops), size)
+        for number in lines.tolist():
+            neighbours = _neighbours(grid, axis, number, detour.sides)
+            helpers = np.intersect1d(neighbours, whole)
+            kept = _part_kept(grid, axis, len(helpers), detour)
+            lanes += _shared_lanes(size, number, hops, helpers, kept)
     return lanes
 
 
-def _neighbours(grid: Grid, axis: int, number: int) -> list[int]:
+def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
     """Returns the lines next to one, on the other axes, that all of its ranks have links with."""
+    # Lines are numbered by their coordinates on the other axes.
     others = [other for other in range(len(grid.shape)) if other != axis]
     shape = tuple(grid.shape[other] for other in others)
     here = np.array(np.unravel_index(number, shape), np.int64)
@@ -153,43 +176,35 @@ def _neighbours(grid: Grid, axis: int, number: int) -> list[int]:
     neighbours = []
     for index, other in enumerate(others):
         joined = np.moveaxis(grid.joined[other], axis, -1)
-        for distance in (1, -1):
+        for distance in (1, -1)[:sides]:
             there = here.copy()
             there[index] = (here[index] + distance) % shape[index]
             nearer_to_start = here if distance > 0 else there
             if joined[tuple(nearer_to_start)].all():
                 neighbours.append(int(np.ravel_multi_index(tuple(there), shape)))
-    return neighbours
+    return np.array(neighbours, np.int64)
 
 
 def _shared_lanes(
-    grid: Grid,
-    axis: int,
+    size: int,
     number: int,
     hops: Hops,
-    neighbours: IntArray,
-    line_share: float | None,
+    helpers: IntArray,
+    kept: float,
 ) -> list[Lane]:
     """Returns what a broken ring does itself, and what its neighbours do for it.
 
     Args:
-        grid: The ranks.
-        axis: Axis of the ring.
-        number: Which of the axis.
-        hops: Along what is left of it.
-        neighbours: <int64>[K] rings that help.
-        line_share: As of `lanes_of_axis`.
+        size: Ranks of the ring.
+        number: Which of its axis it is.
+        hops: Of its blocks along what is left of it.
+        helpers: <int64>[K] neighbouring rings.
+        kept: Which part of every block it keeps.
     """
-    kept = line_share
-    if not len(neighbours):
-        kept = 1.0
-    elif kept is None:
-        kept = _balanced_share(grid, axis, len(neighbours))
     broken = np.array([number], np.int64)
-    lanes = [Lane(broken, broken, broken, by_block(hops), (0.0, kept))]
+    lanes = [Lane(broken, broken, broken, hops, (0.0, kept))]
 
     # Across, around, and back: a block arrives after as many steps as it is far.
-    size = grid.shape[axis]
     origin, target = np.nonzero(~np.eye(size, dtype=np.bool_))
     distance = np.minimum((target - origin) % size, (origin - target) % size)
     across = Hops(
@@ -204,9 +219,10 @@ def _shared_lanes(
     around = ring._replace(step=ring.step + 1)
     back = across._replace(step=distance + 1, source=target, destination=target)
 
-    bounds = np.linspace(kept, 1.0, len(neighbours) + 1).tolist()
-    for index, neighbour in enumerate(neighbours):
-        helper = np.array([neighbour], np.int64)
+    # Each neighbour takes as much.
+    bounds = np.linspace(kept, 1.0, len(helpers) + 1).tolist()
+    for index in range(len(helpers)):
+        helper = helpers[index : index + 1]
         share = (bounds[index], bounds[index + 1])
         lanes.append(Lane(broken, broken, helper, across, share))
         lanes.append(Lane(broken, helper, helper, around, share))
@@ -214,11 +230,16 @@ def _shared_lanes(
     return lanes
 
 
-def _balanced_share(grid: Grid, axis: int, num_neighbours: int) -> float:
-    """Returns which part of its blocks a broken ring keeps so that no link has the most to do.
+def _part_kept(grid: Grid, axis: int, num_helpers: int, detour: Detour) -> float:
+    """Returns which part of its blocks a broken ring keeps, so that no link has the most to do.
 
     Loads are those of the busiest link of a line by what each of its ranks sends in all.
     """
+    if num_helpers == 0 or detour.kept == 1:
+        return 1.0
+    if detour.kept is not None:
+        return detour.kept
+
     size = grid.shape[axis]
     on_line = _load(size, is_ring=False)
     on_ring = _load(size, is_ring=True)
@@ -228,8 +249,8 @@ def _balanced_share(grid: Grid, axis: int, num_neighbours: int) -> float:
             between = max(between, _load(other_size, is_ring=grid.wraps[other]))
 
     # What one part more costs a neighbouring ring, and the links to it.
-    by_ring = on_ring / num_neighbours
-    by_link = (size - 1) / size / num_neighbours
+    by_ring = on_ring / num_helpers
+    by_link = (size - 1) / size / num_helpers
     shares = (
         (on_ring + by_ring) / (on_line + by_ring),
         (between + by_link) / (on_line + by_link),

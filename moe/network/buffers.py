@@ -31,6 +31,7 @@ class Buffers:
 
     def pieces(self, rank: IntArray, low: IntArray, high: IntArray) -> "Pieces":
         """Returns the pieces of an interval of each of some ranks."""
+        # Bounds are numbered over all ranks.
         start = rank * self._stride
         first = np.searchsorted(self._bounds, start + low)
 
@@ -67,6 +68,7 @@ class Pieces:
     """
 
     def __init__(self, first: IntArray, last: IntArray) -> None:
+        # Expand each interval to its pieces.
         num_pieces = last - first
         self._starts = np.cumsum(num_pieces) - num_pieces
         self._interval = np.repeat(np.arange(len(first)), num_pieces)
@@ -87,14 +89,20 @@ def _all_bounds(schedule: Schedule) -> IntArray:
 
     The end of a rank's last piece begins a piece that nothing touches.
     """
+    # Part by part, so that a long table needs little memory.
     table = schedule.transfers
     stride = schedule.num_units + 1
     distinct = np.empty(0, np.int64)
     for first in range(0, len(table.step), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
+
+        # Both ends of what is read and of what is written.
         ends = [distinct]
         for rank in (table.source[rows], table.destination[rows]):
-            ends += [rank * stride + table.low[rows], rank * stride + table.high[rows]]
+            ends += [
+                rank * stride + table.low[rows],
+                rank * stride + table.high[rows],
+            ]
         distinct = sorted_distinct(np.concatenate(ends))
     return distinct
 
@@ -104,6 +112,7 @@ def sorted_distinct(numbers: IntArray) -> IntArray:
 
     That takes ten times as long where most are distinct.
     """
+    # Sorted, equal numbers stand together.
     numbers.sort()
     is_first = np.ones(len(numbers), np.bool_)
     is_first[1:] = numbers[1:] != numbers[:-1]

@@ -49,8 +49,14 @@ class CriticalPath(NamedTuple):
 def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
     """Returns the transfers that set the time; nothing for an empty schedule."""
     if not len(table.step):
-        return CriticalPath(np.empty(0, np.int64), latency=0.0, bandwidth=0.0, waiting=0.0)
+        return CriticalPath(
+            np.empty(0, np.int64),
+            latency=0.0,
+            bandwidth=0.0,
+            waiting=0.0,
+        )
 
+    # The transfer that ends last counts in full.
     events = _Events(table, timeline)
     row = int(np.argmax(timeline.finish))
     rows = [row]
@@ -70,6 +76,7 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
             latency += float(timeline.finish[row] - timeline.released[row]) * by_arrival
         rows.append(row)
 
+    # Forwards in time.
     path = np.array(rows[::-1], np.int64)
     return CriticalPath(path, latency=latency, bandwidth=bandwidth, waiting=waiting)
 
@@ -80,6 +87,8 @@ class _Events:
     def __init__(self, table: Transfers, timeline: Timeline) -> None:
         self._table = table
         self._timeline = timeline
+
+        # Two orders of the rows, and their times in those.
         self._by_finish = np.argsort(timeline.finish)
         self._by_release = np.argsort(timeline.released)
         self._finish = timeline.finish[self._by_finish]
@@ -110,6 +119,8 @@ class _Events:
     def _came_before(self, rows: IntArray, row: int) -> np.ndarray:
         """Returns <bool>[N] which rows share units with a row, and come in an earlier step."""
         table = self._table
+
+        # Both touch a unit, one before the other.
         shares = (table.low[rows] < table.high[row]) & (table.high[rows] > table.low[row])
         return shares & (table.step[rows] < table.step[row])
 

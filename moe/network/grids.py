@@ -57,6 +57,7 @@ def grid_reduce_scatter(
         low = _from_lines(bounds[:, :-1], grid.shape, axis)
         high = _from_lines(bounds[:, 1:], grid.shape, axis)
 
+    # One axis after the other.
     schedule = phases[0]
     for phase in phases[1:]:
         schedule = schedule.then(phase)
@@ -93,6 +94,7 @@ def coloured_all_reduce(
         num_units: Units of the whole payload.
         num_ranks: Ranks of the schedule; those of an array unless given.
     """
+    # Colours share links, and no units.
     bounds = split_evenly(num_units, len(colours))
     parts = []
     for colour, low, high in zip(colours, bounds[:-1], bounds[1:], strict=True):
@@ -127,6 +129,7 @@ def torus_all_reduce(
         axes = np.arange(grid.ndim)
         rotations = [grid.transpose(np.roll(axes, shift)) for shift in range(grid.ndim)]
 
+    # Both directions of each.
     colours = []
     for rotation in rotations:
         colours += [rotation, np.flip(rotation)]
@@ -186,6 +189,7 @@ def multi_ring_all_reduce(
     for size in levels:
         check_integer("size of a level", size, least=1)
 
+    # Neighbours on the fastest level stand along the last axis.
     product = math.prod(levels)
     order: IntArray = np.arange(product) if ranks is None else np.asarray(ranks, np.int64)
     check(
@@ -204,6 +208,7 @@ def factorisations(num_ranks: int, num_levels: int) -> list[tuple[int, ...]]:
     if num_levels == 1:
         return [(num_ranks,)]
 
+    # The first level, and all ways to go on.
     products = []
     for size in range(1, num_ranks + 1):
         if num_ranks % size == 0:

@@ -8,10 +8,10 @@ number of positions the opposite one is equally far both ways, and each way take
 Next: `all_to_all` makes schedules of these hops.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from moe.network.schedule import IntArray
 
@@ -73,13 +73,29 @@ def two_way_ring(size: int) -> Hops:
     hop = np.arange(1, size)[None, :, None]
     distance = np.arange(1, size)[None, None, :]
 
-    forwards = _columns(hop - 1, origin + hop - 1, origin + hop, origin, 2 * (origin + distance), 1)
-    backwards = _columns(
-        hop - 1, origin - hop + 1, origin - hop, origin, 2 * (origin - distance) + 1, 1
+    # A block is handed on as often as its target is far.
+    is_bound_further = hop <= distance
+    target = origin + distance
+    forwards = _filled(
+        step=hop - 1,
+        source=origin + hop - 1,
+        destination=origin + hop,
+        origin=origin,
+        low=2 * target,
+        high=2 * target + is_bound_further,
     )
-    is_bound_further = np.broadcast_to(hop <= distance, (size, size - 1, size - 1)).ravel()
-    parts = [_select(part, is_bound_further) for part in (forwards, backwards)]
-    return _wrapped(_joined(parts), size)
+
+    # The second half of the block, likewise.
+    target = origin - distance
+    backwards = _filled(
+        step=hop - 1,
+        source=origin - hop + 1,
+        destination=origin - hop,
+        origin=origin,
+        low=2 * target + 1,
+        high=2 * target + 1 + is_bound_further,
+    )
+    return _wrapped(_joined([forwards, backwards]), size)
 
 
 def straight(size: int) -> Hops:
@@ -87,21 +103,42 @@ def straight(size: int) -> Hops:
     origin = np.arange(size)[:, None]
     distance = np.arange(1, size)[None, :]
     target = origin + distance
-    return _wrapped(_columns(distance - 1, origin, target, origin, 2 * target, 2), size)
+    hops = _filled(
+        step=distance - 1,
+        source=origin,
+        destination=target,
+        origin=origin,
+        low=2 * target,
+        high=2 * target + 2,
+    )
+    return _wrapped(hops, size)
 
 
 def by_block(hops: Hops) -> Hops:
     """Returns the same hops with a row for every block, or half of one, that a run has."""
+    # Runs one after the other, and the blocks of each.
     first = hops.low // 2
     num_blocks = (hops.high + 1) // 2 - first
     row = np.repeat(np.arange(len(first)), num_blocks)
     starts = np.cumsum(num_blocks) - num_blocks
     block = first[row] + np.arange(len(row)) - starts[row]
 
+    # A run may begin or end in the middle of a block.
     each = _select(hops, row)
     low = np.maximum(each.low, 2 * block)
     high = np.minimum(each.high, 2 * block + 2)
     return each._replace(low=low, high=high)
+
+
+def farthest_first(hops: Hops, size: int) -> Hops:
+    """Returns single blocks in an order in which those that have the farthest to go come first.
+
+    A block that has to cross the busiest link does not wait for one that stays near.
+    """
+    block = hops.low // 2
+    goes_forwards = (hops.destination - hops.source) % size == 1
+    distance = np.where(goes_forwards, block - hops.source, hops.source - block) % size
+    return _select(hops, np.argsort(-distance, kind="stable"))
 
 
 def _runs(forward: IntArray) -> Hops:
@@ -112,32 +149,45 @@ def _runs(forward: IntArray) -> Hops:
     hop = np.arange(1, max(size, 2))[None, :]
 
     # At hop h the run has lost the h - 1 blocks that have arrived.
-    ahead = 2 * (origin + 1) + forward[:, None]
-    low = 2 * (origin + hop)
-    forwards = _columns(hop - 1, origin + hop - 1, origin + hop, origin, low, ahead - low)
-    behind = 2 * origin - backward[:, None]
-    high = 2 * (origin - hop + 1)
-    backwards = _columns(hop - 1, origin - hop + 1, origin - hop, origin, behind, high - behind)
+    forwards = _filled(
+        step=hop - 1,
+        source=origin + hop - 1,
+        destination=origin + hop,
+        origin=origin,
+        low=2 * (origin + hop),
+        high=2 * (origin + 1) + forward[:, None],
+    )
+
+    # Backwards its far end is the low one.
+    backwards = _filled(
+        step=hop - 1,
+        source=origin - hop + 1,
+        destination=origin - hop,
+        origin=origin,
+        low=2 * origin - backward[:, None],
+        high=2 * (origin - hop + 1),
+    )
     return _wrapped(_joined([forwards, backwards]), size)
 
 
-def _columns(
+def _filled(
+    *,
     step: ArrayLike,
     source: ArrayLike,
     destination: ArrayLike,
     origin: ArrayLike,
     low: ArrayLike,
-    num_halves: ArrayLike,
+    high: ArrayLike,
 ) -> Hops:
-    """Returns rows of broadcast columns."""
-    columns = np.broadcast_arrays(step, source, destination, origin, low, num_halves)
-    *firsts, length = [np.asarray(column, np.int64).ravel() for column in columns]
-    return Hops(*firsts, high=firsts[-1] + length)
+    """Returns the rows of broadcast columns that carry something."""
+    columns = np.broadcast_arrays(step, source, destination, origin, low, high)
+    flat = [np.asarray(column, np.int64).ravel() for column in columns]
+    hops = Hops(*flat)
+    return _select(hops, hops.low < hops.high)
 
 
 def _wrapped(hops: Hops, size: int) -> Hops:
-    """Returns filled rows with positions modulo `size`; a run over the end becomes two."""
-    hops = _select(hops, hops.low < hops.high)
+    """Returns rows with positions modulo `size`; a run over the end becomes two."""
     low = hops.low % (2 * size)
     high = low + hops.high - hops.low
     around = hops._replace(
@@ -146,12 +196,14 @@ def _wrapped(hops: Hops, size: int) -> Hops:
         low=low,
         high=np.minimum(high, 2 * size),
     )
+
+    # What is left of it begins at block 0.
     is_over = high > 2 * size
     rest = around._replace(low=np.zeros_like(low), high=high - 2 * size)
     return _joined([around, _select(rest, is_over)])
 
 
-def _select(hops: Hops, rows: IntArray) -> Hops:
+def _select(hops: Hops, rows: NDArray[Any]) -> Hops:
     return Hops(*(column[rows] for column in hops))
 
 

@@ -106,6 +106,7 @@ class LinkSlots:
             <float64>[N] when each starts, and <int64>[N] the row for which it waits to leave a
             link; -1 for none.
         """
+        # Messages that share a link take turns; all others are served at once.
         start = ready.copy()
         blocker = np.full(len(ready), -1)
         for turn in _turns(hops, ready, len(self._end)):
@@ -120,6 +121,7 @@ class LinkSlots:
         blocker: IntArray,
     ) -> None:
         """Gives slots to messages that share no link; moves their starts, in place."""
+        # A route is a run of rows. Its slowest link has no slack.
         row, link = hops
         first_hops = np.flatnonzero(np.diff(row, prepend=-1))
         message = row[first_hops]
@@ -158,6 +160,8 @@ class LinkSlots:
         end = self._end[link]
         start = np.maximum(earliest, end - slack)
         begin = np.maximum(start, end)
+
+        # No gap is chosen yet.
         gap = np.full(len(link), -1)
 
         # Gaps matter to those who would have to wait for the last slot.
@@ -176,14 +180,23 @@ class LinkSlots:
             place = gap_slot.argmin(axis=1)
             slot = gap_slot[np.arange(len(late)), place]
             is_better = best <= start[late]
+
+            # What does not fit into a gap stays after all slots.
             late = late[is_better]
             start[late] = best[is_better]
             begin[late] = slot[is_better]
             gap[late] = place[is_better]
         return Choice(start=start, begin=begin, gap=gap)
 
-    def _take(self, link: IntArray, choice: Choice, work: FloatArray, table_row: IntArray) -> None:
+    def _take(
+        self,
+        link: IntArray,
+        choice: Choice,
+        work: FloatArray,
+        table_row: IntArray,
+    ) -> None:
         """Gives the chosen slots to rows of the table; no link is chosen twice."""
+        # A slot is in a gap or after all others.
         over = choice.begin + work
         in_gap = choice.gap >= 0
 
@@ -210,6 +223,8 @@ class LinkSlots:
     ) -> None:
         """Adds gaps of different links, unless they are empty."""
         is_gap = end - begin > PICOSECOND
+
+        # The new gap takes the place of the oldest one.
         link = link[is_gap]
         place = self._next_gap[link] % NUM_GAPS
         self._gap_begin[link, place] = begin[is_gap]
@@ -224,6 +239,7 @@ def _turns(hops: Hops, ready: FloatArray, num_links: int) -> Iterator[Hops]:
     A message has its turn when it is the first in line at all of its links. The line is that of
     who is ready first, then of the rows.
     """
+    # Most steps of most schedules share no link.
     load = np.bincount(hops.link, minlength=num_links)
     if load.max(initial=0) <= 1:
         yield hops
@@ -257,5 +273,6 @@ def _turns(hops: Hops, ready: FloatArray, num_links: int) -> Iterator[Hops]:
 
 def _expand(first: IntArray, count: IntArray) -> IntArray:
     """Returns `first[i], first[i] + 1, ...`, `count[i]` of them, for each i."""
+    # Each run begins where the one before it ended.
     ends = np.cumsum(count)
     return np.arange(ends[-1]) + np.repeat(first - ends + count, count)

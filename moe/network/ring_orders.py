@@ -18,6 +18,10 @@ from moe.network.topology import Topology
 BoolArray = NDArray[np.bool_]
 
 
+_DIRECTIONS = ((1, 1), (0, 1), (1, -1), (0, -1))
+"""Axis and sign: right, down, left, up."""
+
+
 class TreeEdge(NamedTuple):
     """Two neighbouring blocks of 2 x 2 ranks, by row and column of blocks.
 
@@ -38,9 +42,11 @@ def mesh_of(topology: Topology) -> IntArray:
     Raises:
         ConfigError: When the network is none.
     """
-    is_mesh = bool(topology.shape) and not topology.switched
-    check(is_mesh, "network", topology.name, "a grid of ranks with links between neighbours")
-    return np.arange(topology.num_ranks).reshape(topology.shape)
+    shape = topology.shape
+    is_mesh = bool(shape) and not topology.switched
+    expected = "a grid of ranks with links between neighbours"
+    check(is_mesh, "network", topology.name, expected)
+    return np.arange(topology.num_ranks).reshape(shape)
 
 
 def whole_grid_of(topology: Topology) -> IntArray:
@@ -49,22 +55,29 @@ def whole_grid_of(topology: Topology) -> IntArray:
     Raises:
         ConfigError: When the network is neither, or a line along an axis is dead in part.
     """
-    check(bool(topology.shape), "network", topology.name, "a grid of ranks, or levels of switches")
-    grid = np.arange(topology.num_ranks).reshape(topology.shape)
+    shape = topology.shape
+    expected = "a grid of ranks, or levels of switches"
+    check(bool(shape), "network", topology.name, expected)
+    grid = np.arange(topology.num_ranks).reshape(shape)
     is_dead = np.isin(grid, list(topology.dead))
-    for axis in range(grid.ndim):
-        others = tuple(other for other in range(grid.ndim) if other != axis)
+
+    # What is dead along all other axes is left out.
+    axes = range(grid.ndim)
+    for axis in axes:
+        others = tuple(other for other in axes if other != axis)
         is_kept = ~is_dead.all(axis=others)
         grid = np.compress(is_kept, grid, axis)
         is_dead = np.compress(is_kept, is_dead, axis)
 
     dead = grid[is_dead].tolist()
-    check(not dead, "dead ranks", dead, "none on a grid, or all ranks of a line")
+    expected = "none on a grid, or all ranks of a line"
+    check(not dead, "dead ranks", dead, expected)
     return grid
 
 
 def snake(grid: IntArray) -> IntArray:
     """Returns the ranks of a grid line by line, every other line backwards: all neighbours."""
+    # Two axes to one, until one is left.
     path = grid
     while path.ndim > 1:
         turned = path.copy()
@@ -87,7 +100,9 @@ def fold(grid: IntArray, wraps: Sequence[bool]) -> IntArray:
     for axis, is_ring in enumerate(wraps):
         places = np.arange(grid.shape[axis])
         if not is_ring:
-            places = np.concatenate([places[::2], places[1::2][::-1]])
+            even = places[::2]
+            odd = places[1::2]
+            places = np.concatenate([even, odd[::-1]])
         folded = np.take(folded, places, axis)
     return folded
 
@@ -133,14 +148,17 @@ def neighbour_ring(topology: Topology) -> IntArray:
     Raises:
         ConfigError: When no such ring is known, with the reason.
     """
-    order = _ring_around_holes(topology) if topology.dead else _ring_of_whole(topology)
+    find_ring = _ring_around_holes if topology.dead else _ring_of_whole
+    order = find_ring(topology)
 
     # Links may have failed too.
-    hops = zip(order.tolist(), np.roll(order, -1).tolist(), strict=True)
+    following = np.roll(order, -1)
+    hops = zip(order.tolist(), following.tolist(), strict=True)
     for source, destination in hops:
-        has_link = source == destination or len(topology.route(source, destination)) == 1
-        link = f"the link from rank {source} to rank {destination} of the ring of neighbours"
-        check(has_link, link, "dead", "one that works, or a ring whose messages are routed")
+        num_links = len(topology.route(source, destination))
+        link = f"the link from rank {source} to rank {destination}"
+        expected = "one that works, or a ring whose messages are routed"
+        check(num_links <= 1, link, "dead", expected)
     return order
 
 
@@ -150,26 +168,33 @@ def _ring_of_whole(topology: Topology) -> IntArray:
     is_axis = np.array(grid.shape) > 1
     wraps = np.array(topology.wraps)[is_axis]
     grid = grid.squeeze()
+
+    # A line is a ring by itself, or none.
     if grid.size <= 2:
         return grid.reshape(-1)
     if grid.ndim == 1:
-        check(bool(wraps[0]), "a line of ranks", grid.shape, "one that wraps, to be a ring")
+        expected = "one that wraps, to be a ring"
+        check(bool(wraps[0]), "a line of ranks", grid.shape, expected)
         return grid
 
     # A table of neighbours: its rows an axis of even size, its columns all others in a line; or, if
     # all sizes are odd, its columns an axis that wraps.
     is_even = np.array(grid.shape) % 2 == 0
     if is_even.any():
-        rows = np.moveaxis(grid, int(np.argmax(is_even)), 0)
+        axis = int(np.argmax(is_even))
+        rows = np.moveaxis(grid, axis, 0)
         table = np.stack([snake(row) for row in rows])
     else:
         expected = "an even size, or an axis that wraps"
         check(bool(wraps.any()), "shape of a mesh", grid.shape, expected)
-        columns = np.moveaxis(grid, int(np.argmax(wraps)), 0)
+        axis = int(np.argmax(wraps))
+        columns = np.moveaxis(grid, axis, 0)
         table = np.stack([snake(column) for column in columns], axis=1)
 
     # Line by line down the table, and back up its first column.
-    return np.concatenate([snake(table[:, 1:]), table[::-1, 0]])
+    down = snake(table[:, 1:])
+    back = table[::-1, 0]
+    return np.concatenate([down, back])
 
 
 def _ring_around_holes(topology: Topology) -> IntArray:
@@ -179,12 +204,14 @@ def _ring_around_holes(topology: Topology) -> IntArray:
     are joined to one ring.
     """
     grid = mesh_of(topology)
-    check(grid.ndim == 2, "shape of a grid with dead ranks", grid.shape, "two axes")
-    is_even = all(size % 2 == 0 for size in grid.shape)
-    check(is_even, "shape of a grid with dead ranks", grid.shape, "even sizes")
+    shape = grid.shape
+    check(len(shape) == 2, "shape of a grid with dead ranks", shape, "two axes")
+    is_even = all(size % 2 == 0 for size in shape)
+    check(is_even, "shape of a grid with dead ranks", shape, "even sizes")
     blocks = _blocks(grid)
     is_live = _live_blocks(blocks, topology)
 
+    # The next rank of each: first around its block, then around all.
     following = np.zeros(grid.size, np.int64)
     following[blocks] = np.roll(blocks, -1, axis=-1)
     for first, second, is_below in _spanning_tree(is_live, topology.wraps):
@@ -204,19 +231,28 @@ def _blocks(grid: IntArray) -> IntArray:
     """Returns the <int64>[Y / 2, X / 2, 4] blocks of 2 x 2 ranks of a grid, each clockwise."""
     top = grid[::2]
     bottom = grid[1::2]
-    corners = (top[:, ::2], top[:, 1::2], bottom[:, 1::2], bottom[:, ::2])
+    corners = (
+        top[:, ::2],
+        top[:, 1::2],
+        bottom[:, 1::2],
+        bottom[:, ::2],
+    )
     return np.stack(corners, axis=-1)
 
 
 def _live_blocks(blocks: IntArray, topology: Topology) -> BoolArray:
     """Returns which blocks are live, <bool>[Y / 2, X / 2]; raises for one that is dead in part."""
-    num_dead = np.isin(blocks, list(topology.dead)).sum(axis=-1)
+    is_dead = np.isin(blocks, list(topology.dead))
+    num_dead = is_dead.sum(axis=-1)
     torn = blocks[(num_dead > 0) & (num_dead < 4)]
+
+    # A block that is dead in part.
     if len(torn):
         block = sorted(torn[0].tolist())
         dead = sorted(topology.dead.intersection(block))
-        check(False, "dead ranks", dead, f"none or all of the block {block} of 2 x 2 ranks")
-    check(bool(topology.live_ranks.size), "live ranks", [], "at least one")
+        expected = f"none or all of the block {block} of 2 x 2 ranks"
+        check(False, "dead ranks", dead, expected)
+    check(bool((num_dead == 0).any()), "live ranks", [], "at least one")
     return num_dead == 0
 
 
@@ -227,15 +263,19 @@ def _spanning_tree(is_live: BoolArray, wraps: Sequence[bool]) -> list[TreeEdge]:
     queue = deque([(row, column)])
     joined = set(queue)
 
+    # Breadth first.
     edges: list[TreeEdge] = []
     while queue:
         block = queue.popleft()
-        for axis, sign in ((1, 1), (0, 1), (1, -1), (0, -1)):
+        for axis, sign in _DIRECTIONS:
             place = block[axis] + sign
             is_inside = wraps[axis] or 0 <= place < shape[axis]
             place %= shape[axis]
-            neighbour = (place, block[1]) if axis == 0 else (block[0], place)
-            if not is_inside or not is_live[neighbour] or neighbour in joined:
+            row, column = block
+            neighbour = (place, column) if axis == 0 else (row, place)
+            if not is_inside or not is_live[neighbour]:
+                continue
+            if neighbour in joined:
                 continue
 
             # The block above or to the left comes first.

@@ -41,6 +41,8 @@ def ring_reduce_scatter(
     rings = np.atleast_2d(np.asarray(orders, np.int64))
     check(rings.size > 0, "orders of rings", rings.shape, "at least one rank")
     num_rings, size = rings.shape
+
+    # Each rank owns the chunk of its own place.
     bounds = ring_bounds(low, high, num_rings, size)
 
     return ring_reduce_to(
@@ -61,6 +63,7 @@ def ring_bounds(low: ArrayLike, high: ArrayLike, num_rings: int, size: int) -> I
         num_rings: R.
         size: p.
     """
+    # One interval for all rings, or one each.
     first = np.broadcast_to(np.asarray(low, np.int64), num_rings)
     last = np.broadcast_to(np.asarray(high, np.int64), num_rings)
     num_ring_units = (last - first)[:, None]
@@ -138,6 +141,7 @@ def two_way_ring_all_reduce(
     Every link of the ring then carries data both ways: half the time where links are full duplex.
     """
     ranks = np.asarray(order, np.int64)
+    # The second half goes against the first.
     middle = int(split_evenly(num_units, 2)[1])
 
     forwards = ring_all_reduce(ranks, middle, num_ranks=num_ranks)

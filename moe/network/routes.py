@@ -4,6 +4,7 @@
 of pairs: where the way by axes is whole it is found here for all of them together.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ class Routes(NamedTuple):
 
     def hops(self, pair: IntArray) -> tuple[IntArray, IntArray]:
         """Returns the row and the link of every hop of some pairs' routes, in order."""
+        # Each route is a run of rows of the table.
         num_hops = self.offset[pair + 1] - self.offset[pair]
         row = np.repeat(np.arange(len(pair)), num_hops)
         ends = np.cumsum(num_hops)
@@ -75,13 +77,19 @@ def find_routes(table: Transfers, topology: Topology) -> Routes:
     rows = np.argsort(pair, kind="stable")
     link = np.concatenate(links)[rows]
     offset = np.concatenate([[0], np.cumsum(np.bincount(pair, minlength=len(key)))])
+
+    # A route is as fast as its slowest link, and as far as all of them.
     bandwidth = topology.links.bandwidth[link]
     slowest = np.minimum.reduceat(bandwidth, offset[:-1]) if len(key) else bandwidth
     return Routes(
         key=key,
         offset=offset,
         link=link,
-        latency=np.bincount(pair[rows], topology.links.latency[link], minlength=len(key)),
+        latency=np.bincount(
+            pair[rows],
+            topology.links.latency[link],
+            minlength=len(key),
+        ),
         bandwidth=slowest,
         num_ranks=topology.num_ranks,
     )
@@ -89,6 +97,7 @@ def find_routes(table: Transfers, topology: Topology) -> Routes:
 
 def _distinct_pairs(table: Transfers, num_ranks: int) -> IntArray:
     """Returns the sorted numbers of all pairs of some transfers."""
+    # Part by part, so that a long table needs little memory.
     distinct = np.empty(0, np.int64)
     for first in range(0, len(table.step), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -102,6 +111,8 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
 
     Pairs whose way is broken have none; on a network that is no grid, all of them.
     """
+    if topology.switched:
+        return _hops_by_switches(key, topology)
     if not topology.shape:
         return np.empty(0, np.int64), np.empty(0, np.int64)
 
@@ -116,12 +127,22 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
     links: list[IntArray] = []
     for axis in reversed(range(len(topology.shape))):
         size = topology.shape[axis]
+
+        # The shorter way around, where there are two.
         distance = target[axis] - here[axis]
         if topology.wraps[axis]:
             distance = (distance + (size - 1) // 2) % size - (size - 1) // 2
         for hop in range(int(np.abs(distance).max(initial=0))):
+            # Pairs that have arrived on this axis wait for the others.
             moves = np.abs(distance) > hop
-            here[axis] = np.where(moves, here[axis] + np.sign(distance), here[axis]) % size
+            here[axis] = (
+                np.where(
+                    moves,
+                    here[axis] + np.sign(distance),
+                    here[axis],
+                )
+                % size
+            )
             following = np.ravel_multi_index(here, topology.shape)
             pairs.append(np.flatnonzero(moves))
             links.append(link_of(node[moves], following[moves]))
@@ -131,14 +152,47 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
         return np.empty(0, np.int64), np.empty(0, np.int64)
     pair = np.concatenate(pairs)
     link = np.concatenate(links)
+
+    # A way with a missing link is no way.
     is_whole = np.bincount(pair, link < 0, minlength=len(key)) == 0
     return pair[is_whole[pair]], link[is_whole[pair]]
+
+
+def _hops_by_switches(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray]:
+    """Returns pair and link of every hop between ranks at switches, by as few of them as there may be.
+
+    Inside a node by its switch, else by the top one, by the node's own switch where cards are
+    shared.
+    """
+    source, destination = np.divmod(key, topology.num_ranks)
+    top = np.full(len(key), topology.num_nodes - 1)
+    per_node = topology.shape[-1]
+    first_switch = topology.num_ranks
+    near = first_switch + source // per_node
+    far = first_switch + destination // per_node
+    ways = [(source, near, destination), (source, top, destination)]
+    ways.append((source, near, top, far, destination))
+
+    # A pair takes the first way that is whole.
+    link_of = _LinkFinder(topology)
+    is_open = np.ones(len(key), np.bool_)
+    pairs: list[IntArray] = []
+    links: list[IntArray] = []
+    for way in ways:
+        hops = [link_of(*ends) for ends in itertools.pairwise(way)]  # [H][P]
+        is_taken = is_open & (np.min(hops, axis=0) >= 0)
+        for hop in hops:
+            pairs.append(np.flatnonzero(is_taken))
+            links.append(hop[is_taken])
+        is_open &= ~is_taken
+    return np.concatenate(pairs), np.concatenate(links)
 
 
 class _LinkFinder:
     """The links between many pairs of nodes."""
 
     def __init__(self, topology: Topology) -> None:
+        # Links sorted by the number of their ends.
         links = topology.links
         self._num_nodes = topology.num_nodes
         key = links.source * topology.num_nodes + links.destination
@@ -148,6 +202,8 @@ class _LinkFinder:
     def __call__(self, source: IntArray, destination: IntArray) -> IntArray:
         """Returns <int64>[N] the link of each pair; -1 where there is none."""
         key = source * self._num_nodes + destination
+
+        # Look up by number; what is not there is shown by another number.
         place = np.searchsorted(self._key, key)
         place = np.minimum(place, len(self._key) - 1)
         if not len(self._key):

@@ -49,12 +49,15 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
     grid = np.asarray(ranks, np.int64)
     is_dead = find_dead_columns(grid, dead)
     width = grid.shape[1]
-    check(width % 2 == 0, "columns of a mesh with holes", width, "an even number")
+    check(width % 2 == 0, "columns of a mesh", width, "an even number")
+
+    # Two columns next to each other are both dead or both live.
     torn = np.argwhere(is_dead[:, ::2] != is_dead[:, 1::2])
     if len(torn):
         y, x = (2 * torn[0]).tolist()
         block = grid[y : y + 2, x : x + 2].ravel().tolist()
-        check(False, "dead ranks", sorted(dead), f"all of the block {block} or none")
+        expected = f"all of the block {block} or none"
+        check(False, "dead ranks", sorted(dead), expected)
 
     # A pair that helps another one is no band of its own.
     helpers = _find_helpers(is_dead)
@@ -64,10 +67,15 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
         if pair in helpers:
             helper = grid[2 * helpers[pair] : 2 * helpers[pair] + 2]
             is_below = helpers[pair] > pair
-            four = np.concatenate([rows, helper] if is_below else [rows[::-1], helper[::-1]])
+            if not is_below:
+                rows = rows[::-1]
+                helper = helper[::-1]
+            four = np.concatenate([rows, helper])
             bands.append(_two_lanes(four, holes))
         elif pair not in helpers.values() and not holes.any():
-            bands.append(_band(rows[0].reshape(-1, 1).tolist(), rows[1].reshape(-1, 1).tolist()))
+            out = rows[0].reshape(-1, 1).tolist()
+            back = rows[1].reshape(-1, 1).tolist()
+            bands.append(_band(out, back))
     return bands
 
 
@@ -104,6 +112,7 @@ def _one_way_all_reduce(
     *,
     wraps: bool,
 ) -> Schedule:
+    # Around each band.
     bounds = split_evenly(num_units, len(bands[0].owners))
     around = []
     for ring, owners in bands:
@@ -132,14 +141,17 @@ def _one_way_all_reduce(
 def _find_helpers(is_dead: BoolArray) -> dict[int, int]:
     """Returns the whole pair of rows that helps each broken one; none is needed by a dead one."""
     is_broken = is_dead.any(axis=1)
+    has_clients = is_broken & ~is_dead.all(axis=1)
+    whole = set(np.flatnonzero(~is_broken).tolist())
+
+    # The pair above, if no other one has it; from the top down this helps the most.
     helpers: dict[int, int] = {}
-    for pair in np.flatnonzero(is_broken & ~is_dead.all(axis=1)).tolist():
-        beside_it = [other for other in (pair - 1, pair + 1) if 0 <= other < len(is_dead)]
-        free = [other for other in beside_it if not is_broken[other]]
-        free = [other for other in free if other not in helpers.values()]
+    for pair in np.flatnonzero(has_clients).tolist():
+        free = whole.intersection((pair - 1, pair + 1))
+        free -= set(helpers.values())
         lines = f"whole pairs beside lines {2 * pair} and {2 * pair + 1}"
         check(len(free) > 0, lines, 0, "one for each pair of lines with a hole")
-        helpers[pair] = free[0]
+        helpers[pair] = min(free)
     return helpers
 
 
@@ -159,11 +171,11 @@ def _two_lanes(rows: IntArray, is_dead: BoolArray) -> Band:
         is_edge = 0 <= beyond < width and is_dead[beyond]
 
         # The third row is where the lane passes a hole, and steps down to it and up from it.
-        on_third = [rows[2, column]] if is_dead[column] or is_edge else []
-        upper = [] if is_dead[column] else [rows[0, column], rows[1, column]]
-        lower = [rows[3, column]] if on_third else [rows[2, column], rows[3, column]]
-        down = upper + on_third
-        out.append(down[::-1] if goes_up else down)
+        ranks = rows[:, column].tolist()
+        num_upper = 3 if is_dead[column] or is_edge else 2
+        upper = ranks[2 if is_dead[column] else 0 : num_upper]
+        lower = ranks[num_upper:]
+        out.append(upper[::-1] if goes_up else upper)
         back.append(lower[::-1] if goes_up else lower)
     return _band(out, back)
 
@@ -175,6 +187,7 @@ def _band(out: list[list[int]], back: list[list[int]]) -> Band:
         out: Ranks of the first lane in each column, in the order in which it passes them.
         back: Ranks of the second lane, likewise, which passes the last column first.
     """
+    # Columns in the order of the ring.
     columns = out + back[::-1]
     num_ranks = np.array([len(column) for column in columns])
     place = np.cumsum(num_ranks) - num_ranks
@@ -182,4 +195,5 @@ def _band(out: list[list[int]], back: list[list[int]]) -> Band:
     # Each chunk of a column has a rank of its own, where there are as many.
     chunk = np.arange(_CHUNKS_OF_COLUMN)
     owners = place[:, None] + np.minimum(chunk, num_ranks[:, None] - 1)
-    return Band(np.concatenate([np.array(column) for column in columns]), owners.ravel())
+    ring = np.concatenate(columns)
+    return Band(ring, owners.ravel())

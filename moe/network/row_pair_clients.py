@@ -74,12 +74,16 @@ def pair_rows_around_holes(
 
     is_whole = ~is_dead.any(axis=1)
     check(bool(is_whole.any()), "whole pairs of rows", 0, "at least one, without a dead rank")
+
+    # Each run of live columns of a broken pair is a fragment.
     hosts = grid[_facing_rows(is_whole, wraps=wraps)]
     fragments = []
     for pair in np.flatnonzero(~is_whole):
         for first, last in _runs(~is_dead[pair]):
-            rows = (slice(2 * pair, 2 * pair + 2), slice(first, last))
-            fragments.append(Fragment(pair_rows(grid[rows])[0], pair_rows(hosts[rows])[0]))
+            block = (slice(2 * pair, 2 * pair + 2), slice(first, last))
+            ring = pair_rows(grid[block])[0]
+            facing = pair_rows(hosts[block])[0]
+            fragments.append(Fragment(ring, facing))
     whole = fold(rings[is_whole], [wraps, True])
     return PairedRows(whole, fragments)
 
@@ -103,6 +107,8 @@ def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
     )
     is_dead = np.isin(grid, list(dead))
     upper = is_dead[::2]
+
+    # A column of a pair of rows may not be dead in part.
     torn = np.argwhere(upper != is_dead[1::2])
     if len(torn):
         pair, column = torn[0]
@@ -155,6 +161,7 @@ def _one_way_all_reduce(rows: PairedRows, num_units: int, num_ranks: int) -> Sch
     if not rows.fragments:
         return schedule
 
+    # Pieces are handed over, the pairs sum, and the pieces come back.
     clients = [_handed_over(fragment, num_units, num_ranks) for fragment in rows.fragments]
     handover = beside(clients)
     whole = handover.then(schedule).then(handover.reversed())
@@ -171,6 +178,7 @@ def _handed_over(fragment: Fragment, num_units: int, num_ranks: int) -> Schedule
     size = len(ring)
     scatter = ring_reduce_scatter(ring, 0, num_units, num_ranks=num_ranks, num_units=num_units)
 
+    # A hop for each piece.
     bounds = ring_bounds(0, num_units, 1, size)[0]
     pieces = transfers(0, ring, hosts, bounds[:-1], bounds[1:], adds=True)
     handover = replace(
@@ -190,6 +198,8 @@ def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
     """
     num_rows = 2 * len(is_whole)
     rows = np.arange(num_rows)
+
+    # The distance of each row from those of whole pairs.  [Y, rows]
     candidates = rows[np.repeat(is_whole, 2)]
     distance = np.abs(rows[:, None] - candidates)
     if wraps:
@@ -199,6 +209,7 @@ def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
 
 def _runs(is_live: BoolArray) -> list[tuple[int, int]]:
     """Returns the first and the last column, exclusive, of each run of live columns."""
+    # Where live changes to dead, and back.
     padded = np.concatenate([[False], is_live, [False]])
     edges = np.flatnonzero(padded[1:] != padded[:-1])
     return [(int(low), int(high)) for low, high in edges.reshape(-1, 2)]

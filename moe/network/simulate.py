@@ -22,7 +22,11 @@ import numpy as np
 
 from moe.checks import check, check_number
 from moe.network.buffers import Buffers, Pieces
-from moe.network.critical_path import CriticalPath, Timeline, find_critical_path
+from moe.network.critical_path import (
+    CriticalPath,
+    Timeline,
+    find_critical_path,
+)
 from moe.network.link_slots import Hops, LinkSlots, Messages
 from moe.network.routes import Routes, find_routes, pair_keys
 from moe.network.schedule import IntArray, Schedule
@@ -103,6 +107,8 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
     for messages in _messages_by_step(schedule, routes, payload_bytes):
         sources, destinations = _touched_pieces(buffers, schedule, messages.rows)
         ready = np.maximum(buffers.final(sources), buffers.free(destinations))
+
+        # Then it needs the links of its route.
         hop_row, hop_link = routes.hops(messages.pair)
         hops = Hops(row=hop_row, link=hop_link)
         start, blocker = slots.serve(messages, hops, ready)
@@ -112,6 +118,7 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         buffers.read(sources, released)
         buffers.write(destinations, finish)
 
+        # What readers of the simulation see.
         timeline.start[messages.rows] = start
         timeline.released[messages.rows] = released
         timeline.finish[messages.rows] = finish
@@ -163,11 +170,13 @@ def lower_bound(schedule: Schedule, topology: Topology, payload_bytes: float) ->
         buffers.write(destinations, finish)
         chain_seconds = max(chain_seconds, float(finish.max()))
 
+        # What each link has to do at least, and from when on.
         row, link = routes.hops(messages.pair)
         np.add.at(link_bytes, link, messages.bytes[row])
         np.minimum.at(first_start, link, start[row])
         np.minimum.at(least_latency, link, messages.latency[row])
 
+    # The busiest link: its first bytes, all of them, and the way of the last ones.
     is_used = link_bytes > 0
     busy = link_bytes[is_used] / topology.links.bandwidth[is_used]
     link_seconds = first_start[is_used] + busy + least_latency[is_used]
@@ -192,12 +201,20 @@ def _messages_by_step(
 ) -> Iterator[Messages]:
     """Yields the transfers of every step that has any."""
     table = schedule.transfers
+
+    # Steps without transfers are passed over.
     offsets = schedule.step_offsets
     for step in range(schedule.num_steps):
         rows = slice(int(offsets[step]), int(offsets[step + 1]))
         if rows.start == rows.stop:
             continue
-        key = pair_keys(table.source[rows], table.destination[rows], routes.num_ranks)
+
+        # Routes are found by pair, costs by bytes.
+        key = pair_keys(
+            table.source[rows],
+            table.destination[rows],
+            routes.num_ranks,
+        )
         pair = np.searchsorted(routes.key, key)
         num_bytes = (table.high[rows] - table.low[rows]) * (payload_bytes / schedule.num_units)
         yield Messages(

@@ -64,15 +64,23 @@ def read_network(path: Path) -> Network:
         ConfigError: When the file cannot be read, a key is unknown or missing, or a value
             impossible; names the file and the key.
     """
-    if path.suffix.lower() == ".json":
-        advice = "Give the path of a network file."
-        content = read_json(path, advice=advice, error=ConfigError)
-    else:
-        content = read_yaml(path)
+    content = read_content(path)
     try:
         return parse_network(content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def read_content(path: Path) -> Any:
+    """Returns what stands in the file of a network, unchecked.
+
+    Raises:
+        ConfigError: When it cannot be read, or is no YAML or JSON.
+    """
+    if path.suffix.lower() == ".json":
+        advice = "Give the path of a network file."
+        return read_json(path, advice=advice, error=ConfigError)
+    return read_yaml(path)
 
 
 def parse_network(content: Any) -> Network:

@@ -5,47 +5,31 @@ second moments, U_t update; n rows and m columns in a matrix.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout, local_shard
 from moe.errors import ConfigError
-from moe.optim.sharded_parameters import (
-    MatrixSharding,
-    PartialSum,
-    matrix_sharding,
-    sum_in_place,
-    zeros_with_dims,
+from moe.optim.sharded_optimizer import (
+    PendingUpdate,
+    ShardedOptimizer,
+    SumsOverRanks,
+    matrix_norms,
+    moment_dtype,
+    working_copy,
+    zero_moment,
 )
-
-MAX_BUCKET_ELEMENTS = 2**24
-"""Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
+from moe.optim.sharded_parameters import MatrixSharding, PartialSum, zeros_with_dims
 
 MIN_DIM_SIZE_TO_FACTOR = 128
 """Rows and columns from which a matrix is factored."""
 
-SumsOverRanks = Generator[list[PartialSum], None, Any]
-"""A computation that needs sums over ranks: it yields its parts and goes on when they are sums.
 
-So all parameters of a bucket are computed side by side and their sums travel together.
-"""
-
-
-class _PendingUpdate(NamedTuple):
-    """A parameter with a gradient, its group of settings, and how it is sharded."""
-
-    parameter: Tensor
-    group: dict[str, Any]
-    sharding: MatrixSharding
-
-
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(ShardedOptimizer):
     """Adafactor without momentum and weight decay, whose expert axis is a batch axis.
 
     A parameter group may hold `batch_dims: n`: the first n dimensions then count separate
@@ -109,89 +93,20 @@ class Adafactor(torch.optim.Optimizer):
         }
         for name, value in settings.items():
             _check_setting(name, value)
-        super().__init__(params, {**settings, "batch_dims": 0})
+        super().__init__(params, settings)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
-
-        Raises:
-            ConfigError: When `batch_dims` is below 0, or a stack has no dimension beside its batch
-                ones.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        batch_dims = group["batch_dims"]
-        for parameter in group["params"]:
-            # A whole scalar is fine, a stack of scalars is a vector without `batch_dims`.
-            matrix_dims = parameter.ndim - batch_dims
-            if batch_dims < 0 or matrix_dims < min(1, batch_dims):
-                raise ConfigError(
-                    f"Adafactor got a parameter of shape {tuple(parameter.shape)} in a group with "
-                    f"batch_dims {batch_dims}: {matrix_dims} dimensions are left, expected a "
-                    "vector or a matrix. Put it into a group whose batch_dims, 0 or more, counts "
-                    "the dimensions that only stack separate parameters."
-                )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; the others and their moments stay."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
-        for bucket in _buckets(self._pending_updates()):
-            updates = [self._update(*pending) for pending in bucket]
-
-            # Each round takes all updates to their next sum over ranks.
-            for partial_sums in zip_longest(*updates, fillvalue=()):
-                sum_in_place(chain.from_iterable(partial_sums))
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state as it was saved.
-
-        The base class casts moments to the dtype of the parameters, which would lose them under
-        bfloat16: here they keep the dtype that they were saved in.
-        """
-        super().load_state_dict(state_dict)
-
-        # Saved states are numbered in the order of the groups.
-        parameters: list[Tensor] = []
-        for group in self.param_groups:
-            parameters += group["params"]
-
-        # Once more, as they were saved.
-        for index, saved in state_dict["state"].items():
-            parameter = parameters[index]
-            state = dict(saved)
-            for name, value in saved.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.to(parameter.device, copy=True)
-            self.state[parameter] = state
-
-    def _pending_updates(self) -> Iterator[_PendingUpdate]:
-        """Yields the parameters that have a gradient, in the order of the groups."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    sharding = matrix_sharding(parameter, group["batch_dims"])
-                    yield _PendingUpdate(parameter, group, sharding)
-
-    def _update(
-        self, parameter: Tensor, group: dict[str, Any], sharding: MatrixSharding
-    ) -> SumsOverRanks:
+    def update(self, pending: PendingUpdate) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""
+        parameter, group, sharding, _ = pending
         batch_dims = group["batch_dims"]
         state = self.state[parameter]
         if not state:
-            state.update(_initial_state(parameter, group, sharding))
+            state.update(_initial_state(parameter, group))
 
         # All of the step is at least float32, whatever the dtype of the parameter.
-        dtype = _moment_dtype(parameter)
-        shard = local_shard(parameter)
-        X = _as_matrix(shard, batch_dims).to(dtype)  # [..., n, m]
-        G = _as_matrix(_local_gradient(parameter), batch_dims).to(dtype)  # [..., n, m]
+        work = working_copy(parameter, batch_dims)
+        X = work.X
+        G = work.G
 
         # 1 - beta2_t: the weight with which G_t^2 enters the moments.
         new_weight = (state["step"] + 1.0) ** -group["decay_exponent"]
@@ -211,10 +126,7 @@ class Adafactor(torch.optim.Optimizer):
 
         # X_t = X_{t-1} - alpha_t * U_t / max(1, RMS(U_t) / d)
         X.addcmul_(U, scale.div_(clipping), value=-group["lr"])
-
-        # X was a copy where dtype or memory layout did not allow a view.
-        if X.data_ptr() != shard.data_ptr():
-            shard.copy_(X.view_as(shard))
+        work.save()
 
 
 def _check_setting(name: str, value: float) -> None:
@@ -226,54 +138,6 @@ def _check_setting(name: str, value: float) -> None:
         holds = 0 <= value < math.inf
     if not holds:
         raise ConfigError(f"Adafactor's {name} is {value!r}; expected a finite number {bound}.")
-
-
-def _buckets(pending: Iterable[_PendingUpdate]) -> Iterator[list[_PendingUpdate]]:
-    """Yields what is updated together.
-
-    A parameter that needs no sums over ranks comes alone, the others in buckets of at most
-    `MAX_BUCKET_ELEMENTS`.
-    """
-    bucket: list[_PendingUpdate] = []
-    num_elements = 0
-    for update in pending:
-        if not update.sharding.groups:
-            yield [update]
-            continue
-
-        # A bucket that would grow too large is closed first.
-        shard_elements = update.sharding.shard_elements
-        if bucket and num_elements + shard_elements > MAX_BUCKET_ELEMENTS:
-            yield bucket
-            bucket = []
-            num_elements = 0
-        bucket.append(update)
-        num_elements += shard_elements
-    if bucket:
-        yield bucket
-
-
-def _moment_dtype(parameter: Tensor) -> torch.dtype:
-    """Returns float32, or float64 for a float64 parameter."""
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _as_matrix(x: Tensor, batch_dims: int) -> Tensor:
-    """Returns <any>[..., n, m] with all rows in one dimension, a view where memory allows it."""
-    return x.flatten(batch_dims, -2) if x.ndim - batch_dims > 2 else x
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of the gradient, <float>[...]."""
-    grad = parameter.grad
-    assert grad is not None, "step() updates only parameters with a gradient"
-    if isinstance(parameter, DTensor):
-        placements = grad.placements if isinstance(grad, DTensor) else "on no mesh"
-        assert placements == parameter.placements, (
-            f"a parameter placed as {parameter.placements} has a gradient that is placed as "
-            f"{placements}"
-        )
-    return local_shard(grad)
 
 
 def is_factored(shape: tuple[int, ...], batch_dims: int, min_dim_size: int) -> bool:
@@ -292,19 +156,17 @@ def is_factored(shape: tuple[int, ...], batch_dims: int, min_dim_size: int) -> b
     return batch_dims > 0 or min(num_rows, num_columns) >= min_dim_size
 
 
-def _initial_state(
-    parameter: Tensor, group: dict[str, Any], sharding: MatrixSharding
-) -> dict[str, Any]:
+def _initial_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     """Returns step 0 and zero moments: R and C when the parameter is factored, else V."""
     dims = tuple(range(parameter.ndim))
     batch_dims = group["batch_dims"]
-    dtype = _moment_dtype(parameter)
     if not is_factored(tuple(parameter.shape), batch_dims, group["min_dim_size_to_factor"]):
-        return {"step": 0, "v": zeros_with_dims(parameter, dims, dtype)}
+        return {"step": 0, "v": zero_moment(parameter)}
 
     # R has all dimensions but the columns, C all but the rows.
     row_dims = dims[:-1]
     column_dims = (*dims[:batch_dims], dims[-1])
+    dtype = moment_dtype(parameter)
     return {
         "step": 0,
         "v_row": zeros_with_dims(parameter, row_dims, dtype),
@@ -369,24 +231,13 @@ def _rms(
     sharding: MatrixSharding,
 ) -> SumsOverRanks:
     """Returns the root mean square of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
-    norms = [_norm(x, tuple(range(batch_dims, x.ndim))) for x in tensors]
-
-    # Sums of squares are added over ranks, roots are not.
-    if sharding.groups:
-        yield [PartialSum(norm.square_(), sharding.groups) for norm in norms]
-        for norm in norms:
-            norm.sqrt_()
+    norms = yield from matrix_norms(tensors, batch_dims, sharding)
 
     # The norm over sqrt(n m).
     size = sharding.num_rows * sharding.num_columns
     for norm in norms:
         norm.mul_(size**-0.5)
     return norms
-
-
-def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Returns the root of the sum of squares over `dims`, kept with size 1; of no dims, |x|."""
-    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
 
 
 # ---- what a step costs, before any rank exists ----

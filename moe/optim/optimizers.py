@@ -1,17 +1,26 @@
 """Optimizers by name, as a recipe asks for them: how each is built, and what it costs on a mesh."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moe.checks import check_number
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
 from moe.errors import ConfigError
 from moe.optim import adafactor
+from moe.optim.lamb import LAMB
+from moe.optim.lars import LARS
+from moe.optim.options import check_options, option_names
+from moe.optim.parameter_groups import SPECIAL_KINDS, WEIGHT
+from moe.optim.trust_ratio import refuse_clipping, summed_norms
 from moe.registry import Registry
+
+RESERVED = frozenset({"lr", "clipping_threshold", "weight_decay"})
+"""Keywords of optimizers that recipes have keys of their own for; all others are options."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +28,61 @@ class OptimizerSpec:
     """An optimizer that a recipe can name.
 
     Attributes:
-        build: Takes the groups of `parameter_groups`, `clipping_threshold` and `weight_decay`.
-        state_elements: Returns the numbers of state that a rank keeps for one parameter.
+        build: Takes the groups of `parameter_groups`, `clipping_threshold`, `weight_decay`, and
+            options by name.
+        state_elements: Returns the numbers of state that a rank keeps for one parameter. It and
+            `summed_elements` take the options that a recipe gives by name, too.
         summed_elements: Returns the numbers that a rank sums over other ranks in a step for one
             parameter, by the mesh axes over which it sums.
+        options_of: Its keywords but `RESERVED` are the options; None for those of `build`.
     """
 
     build: Callable[..., torch.optim.Optimizer]
-    state_elements: Callable[[Layout, MeshConfig], int]
-    summed_elements: Callable[[Layout, MeshConfig], dict[tuple[str, ...], int]]
+    state_elements: Callable[..., int]
+    summed_elements: Callable[..., dict[tuple[str, ...], int]]
+    options_of: Callable[..., Any] | None = None
+
+    def option_names(self) -> list[str]:
+        """Returns the names of the options."""
+        return option_names(self.options_of or self.build, RESERVED)
 
 
 OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer")
+
+
+def check_optimizer(
+    name: str,
+    *,
+    clipping_threshold: float,
+    weight_decay: float,
+    options: Mapping[str, Any],
+) -> None:
+    """Raises a ConfigError unless an optimizer can be built with these settings of a recipe.
+
+    Args:
+        name: A name in OPTIMIZERS.
+        clipping_threshold: Setting of that name.
+        weight_decay: Setting of that name.
+        options: Options by name.
+    """
+    place = "optim.optimizer_options"
+    spec = OPTIMIZERS.get(name)
+    check_options(place, name, spec.options_of or spec.build, options, RESERVED)
+
+    # One of a single number refuses what one of a model would.
+    number = torch.nn.Parameter(torch.zeros(1, 1))
+    groups = [{"params": [number], "batch_dims": 0, "kinds": [WEIGHT]}]
+    try:
+        spec.build(
+            groups,
+            clipping_threshold=clipping_threshold,
+            weight_decay=weight_decay,
+            **options,
+        )
+    except ConfigError as error:
+        if str(error).startswith("optim."):
+            raise
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def build_adafactor(
@@ -57,23 +109,89 @@ def build_adamw(
     *,
     clipping_threshold: float,
     weight_decay: float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Returns torch's AdamW.
 
     Its learning rate is absolute, and `clipping_threshold` is Adafactor's alone.
+
+    Raises:
+        ConfigError: When an option is out of range.
     """
+    check_number("beta1 of adamw", beta1, least=0, below=1)
+    check_number("beta2 of adamw", beta2, least=0, below=1)
+    check_number("epsilon of adamw", epsilon, least=0)
+
     # torch would keep `batch_dims` in the group, and in every checkpoint.
     parameters = [{"params": group["params"]} for group in groups]
-    return torch.optim.AdamW(parameters, weight_decay=weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        betas=(beta1, beta2),
+        eps=epsilon,
+        weight_decay=weight_decay,
+    )
 
 
-def _adamw_state_elements(layout: Layout, mesh: MeshConfig) -> int:
+def build_lars(
+    groups: list[dict[str, Any]],
+    *,
+    clipping_threshold: float,
+    weight_decay: float,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Returns LARS, with the options that its class has.
+
+    Raises:
+        ConfigError: When clipping is asked for, or an option is out of range.
+    """
+    refuse_clipping("lars", clipping_threshold)
+    return LARS(groups, weight_decay=weight_decay, **options)
+
+
+def build_lamb(
+    groups: list[dict[str, Any]],
+    *,
+    clipping_threshold: float,
+    weight_decay: float,
+    **options: Any,
+) -> torch.optim.Optimizer:
+    """Returns LAMB, with the options that its class has.
+
+    Raises:
+        ConfigError: When clipping is asked for, or an option is out of range.
+    """
+    refuse_clipping("lamb", clipping_threshold)
+    return LAMB(groups, weight_decay=weight_decay, **options)
+
+
+def _one_moment(layout: Layout, mesh: MeshConfig, **options: Any) -> int:
+    """Returns the numbers of the shard: one momentum for each."""
+    return math.prod(layout.local_shape(mesh))
+
+
+def _two_moments(layout: Layout, mesh: MeshConfig, **options: Any) -> int:
     """Returns twice the shard: a first and a second moment of every number."""
     return 2 * math.prod(layout.local_shape(mesh))
 
 
-def _no_sums(layout: Layout, mesh: MeshConfig) -> dict[tuple[str, ...], int]:
+def _no_sums(layout: Layout, mesh: MeshConfig, **options: Any) -> dict[tuple[str, ...], int]:
     return {}
+
+
+def _lars_sums(
+    layout: Layout, mesh: MeshConfig, *, skip: Sequence[str] = SPECIAL_KINDS, **options: Any
+) -> dict[tuple[str, ...], int]:
+    """Returns the squares of |w| and |g| of each matrix."""
+    return summed_norms(layout, mesh, skip=skip, num_norms=2)
+
+
+def _lamb_sums(
+    layout: Layout, mesh: MeshConfig, *, skip: Sequence[str] = SPECIAL_KINDS, **options: Any
+) -> dict[tuple[str, ...], int]:
+    """Returns the squares of |w|, |u| and |g| of each matrix."""
+    return summed_norms(layout, mesh, skip=skip, num_norms=3)
 
 
 OPTIMIZERS.add(
@@ -88,7 +206,25 @@ OPTIMIZERS.add(
     "adamw",
     OptimizerSpec(
         build=build_adamw,
-        state_elements=_adamw_state_elements,
+        state_elements=_two_moments,
         summed_elements=_no_sums,
+    ),
+)
+OPTIMIZERS.add(
+    "lamb",
+    OptimizerSpec(
+        build=build_lamb,
+        state_elements=_two_moments,
+        summed_elements=_lamb_sums,
+        options_of=LAMB,
+    ),
+)
+OPTIMIZERS.add(
+    "lars",
+    OptimizerSpec(
+        build=build_lars,
+        state_elements=_one_moment,
+        summed_elements=_lars_sums,
+        options_of=LARS,
     ),
 )

@@ -1,4 +1,4 @@
-"""Which parameters are stacks of experts: the groups that Adafactor is built from."""
+"""Parameters in groups for an optimizer: which are stacks of experts, and what kind each is."""
 
 from typing import Any
 
@@ -12,6 +12,12 @@ EXPERT_STACKS = (
 )
 """Endings of the names of parameters whose first dimension counts experts."""
 
+WEIGHT = "weights"
+"""Kind of every parameter that is none of `SPECIAL_KINDS`."""
+
+SPECIAL_KINDS = ("norms", "biases", "router")
+"""Kinds of parameters that an optimizer may treat apart."""
+
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Returns the trainable parameters in two groups, experts apart; an empty group is left out.
@@ -20,18 +26,32 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
         model: Any module; stacked experts are known by their names, `EXPERT_STACKS`.
 
     Returns:
-        Groups with `params` and `batch_dims`: 1 for stacked experts, else 0.
+        Groups with `params`, `batch_dims`: 1 for stacked experts, else 0, and `kinds`: the kind of
+        each parameter, see `parameter_kind`.
     """
-    dense: list[nn.Parameter] = []
-    stacked: list[nn.Parameter] = []
+    dense: dict[str, Any] = {"params": [], "batch_dims": 0, "kinds": []}
+    stacked: dict[str, Any] = {"params": [], "batch_dims": 1, "kinds": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = stacked if name.endswith(EXPERT_STACKS) else dense
-            group.append(parameter)
+            matrix_dims = parameter.ndim - group["batch_dims"]
+            group["params"].append(parameter)
+            group["kinds"].append(parameter_kind(name, matrix_dims))
 
-    groups: list[dict[str, Any]] = []
-    if dense:
-        groups.append({"params": dense, "batch_dims": 0})
-    if stacked:
-        groups.append({"params": stacked, "batch_dims": 1})
-    return groups
+    return [group for group in (dense, stacked) if group["params"]]
+
+
+def parameter_kind(name: str, matrix_dims: int) -> str:
+    """Returns `norms`, `biases`, `router` or `weights`.
+
+    Args:
+        name: Name of a parameter, or of its rule on a mesh. What has `bias` in it is a bias, a
+            table of position biases too; what has `router` in it is a router.
+        matrix_dims: Dimensions beside those that only stack parameters. Every other vector is a
+            norm.
+    """
+    if "bias" in name:
+        return "biases"
+    if "router" in name:
+        return "router"
+    return "norms" if matrix_dims < 2 else WEIGHT

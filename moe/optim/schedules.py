@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
+from moe.checks import check_integer, check_number
 from moe.errors import ConfigError
 from moe.registry import Registry
 
@@ -10,30 +12,51 @@ Schedule = Callable[[int], float]
 """Maps a step, 0 for the first update, to its learning rate."""
 
 SCHEDULES: Registry[Callable[..., Schedule]] = Registry("schedule")
-"""Shapes of the learning rate by name; each maker takes `lr` and `warmup_steps`."""
+"""Shapes of the learning rate by name.
+
+Each maker takes `lr` and `warmup_steps`, and `total_steps` when it has such a keyword. Its other
+keywords are options of a recipe.
+"""
+
+Warmup = Literal["constant", "linear"]
+DecayStart = Literal["warmup_end", "first_step"]
+
+LR_SCALINGS: dict[str, Callable[[float], float]] = {
+    "linear": float,
+    "sqrt": math.sqrt,
+}
+"""Factor of the rate for a batch that is so many times the one that the rate was found for."""
 
 
 @SCHEDULES.register("rsqrt")
-def rsqrt(*, lr: float, warmup_steps: int) -> Schedule:
+def rsqrt(
+    *, lr: float, warmup_steps: float, warmup: Warmup = "constant", warmup_start: int = -1
+) -> Schedule:
     """Returns lr / sqrt(max(step, warmup_steps)): constant at first, then falling.
 
     Args:
         lr: Numerator. The highest rate is lr / sqrt(warmup_steps): 0.01 for 1.0 and 10,000 steps.
         warmup_steps: Steps at the highest rate; 0 is read as 1.
+        warmup: `linear` rises to the highest rate over these steps instead of starting with it.
+        warmup_start: Step at which a linear warm-up has the rate 0; see `polynomial`.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.2; `truncated_rsqrt` of Mesh-TensorFlow, T5X pretrain.gin.
-        Differs: no.
+        Differs: no. With `linear`: `linear_warmup * rsqrt_decay` of flax's examples.
     """
+    _check_warmup_start(warmup_start)
 
     def rate(step: int) -> float:
-        return lr / math.sqrt(max(step, warmup_steps, 1))
+        highest = lr / math.sqrt(max(step, warmup_steps, 1))
+        if warmup == "constant":
+            return highest
+        return highest * _warmed_up(step, warmup_steps, warmup_start)
 
     return rate
 
 
 @SCHEDULES.register("constant")
-def constant(*, lr: float, warmup_steps: int) -> Schedule:
+def constant(*, lr: float, warmup_steps: float) -> Schedule:
     """Returns `lr` after a linear warm-up.
 
     Args:
@@ -51,6 +74,161 @@ def constant(*, lr: float, warmup_steps: int) -> Schedule:
         return lr * min(1.0, warmed_up)
 
     return rate
+
+
+@SCHEDULES.register("polynomial")
+def polynomial(
+    *,
+    lr: float,
+    warmup_steps: float,
+    total_steps: int,
+    power: float = 2.0,
+    end_lr: float = 0.0,
+    decay_steps: float | None = None,
+    decay_start: DecayStart = "warmup_end",
+    warmup_start: int = -1,
+) -> Schedule:
+    """Returns end_lr + (lr - end_lr) (1 - t / decay_steps)^power after a linear warm-up.
+
+    Args:
+        lr: The rate at which the warm-up ends.
+        warmup_steps: Steps over which the rate rises; 0 for no warm-up.
+        total_steps: Steps of the run.
+        power: 1 falls in a line; larger falls faster at first.
+        end_lr: The rate after `decay_steps`, and from then on.
+        decay_steps: Steps over which the rate falls; None for those that are left of the run.
+        decay_start: Where t is 0. From the `first_step`, the end of the warm-up jumps to a rate
+            that has been falling since then (BERT).
+        warmup_start: Step at which the warm-up has the rate 0. -1 lets the first update learn, 0
+            wastes it; a number further below begins with a higher rate.
+
+    Raises:
+        ConfigError: When an option is out of range.
+
+    Source:
+        MLPerf-0.6 on TPU-v3 pods (arXiv:1909.09756) and multipod (arXiv:2011.03641), as in
+        mlcommons/training_results_v0.7: resnet lars_util.py and train.py, bert optimization.py.
+        Differs: the first update has a rate above 0, unless `warmup_start` is 0.
+    """
+    check_number("power", power, above=0)
+    check_number("end_lr", end_lr, least=0, most=lr, reason="it is the end of a fall from lr")
+    _check_warmup_start(warmup_start)
+
+    # Where the fall begins and how long it takes.
+    start = 0.0
+    if warmup_steps and decay_start == "warmup_end":
+        start = warmup_start + warmup_steps
+    if decay_steps is None:
+        decay_steps = max(1.0, total_steps - start)
+    check_number("decay_steps", decay_steps, least=1)
+    length = decay_steps
+
+    def rate(step: int) -> float:
+        if step - warmup_start < warmup_steps:
+            return lr * _warmed_up(step, warmup_steps, warmup_start)
+        fallen = min(1.0, max(0.0, (step - start) / length))
+        return end_lr + (lr - end_lr) * (1.0 - fallen) ** power
+
+    return rate
+
+
+@SCHEDULES.register("linear")
+def linear(
+    *,
+    lr: float,
+    warmup_steps: float,
+    total_steps: int,
+    end_lr: float = 0.0,
+    decay_steps: float | None = None,
+    decay_start: DecayStart = "warmup_end",
+    warmup_start: int = -1,
+) -> Schedule:
+    """Returns a rate that rises and falls in lines: `polynomial` with the power 1."""
+    return polynomial(
+        lr=lr,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        power=1.0,
+        end_lr=end_lr,
+        decay_steps=decay_steps,
+        decay_start=decay_start,
+        warmup_start=warmup_start,
+    )
+
+
+@SCHEDULES.register("exponential")
+def exponential(
+    *,
+    lr: float,
+    warmup_steps: float,
+    decay_steps: float,
+    decay_rate: float = 0.97,
+    staircase: bool = True,
+    decay_start: DecayStart = "first_step",
+    warmup_start: int = -1,
+) -> Schedule:
+    """Returns lr decay_rate^(t / decay_steps) after a linear warm-up.
+
+    Args:
+        lr: The rate at which the warm-up ends.
+        warmup_steps: Steps over which the rate rises; 0 for no warm-up.
+        decay_steps: Steps in which the rate falls by `decay_rate`.
+        decay_rate: Share of the rate that is left then; 1 falls never.
+        staircase: Whether the rate stays between these steps and falls at once.
+        decay_start: Where t is 0; see `polynomial`.
+        warmup_start: See `polynomial`.
+
+    Raises:
+        ConfigError: When an option is out of range.
+
+    Source:
+        EfficientNets on TPU-v3 (arXiv:2011.00071): ×0.97 every 2.4 epochs after 5 of warm-up;
+        tensorflow/tpu efficientnet/utils.py. Differs: the first update has a rate above 0, unless
+        `warmup_start` is 0.
+    """
+    check_number("decay_steps", decay_steps, least=1)
+    check_number("decay_rate", decay_rate, above=0, most=1, reason="a rate that grows diverges")
+    _check_warmup_start(warmup_start)
+
+    start = 0.0
+    if warmup_steps and decay_start == "warmup_end":
+        start = warmup_start + warmup_steps
+
+    def rate(step: int) -> float:
+        if step - warmup_start < warmup_steps:
+            return lr * _warmed_up(step, warmup_steps, warmup_start)
+        num_falls = max(0.0, (step - start) / decay_steps)
+        if staircase:
+            num_falls = math.floor(num_falls)
+        return lr * decay_rate**num_falls
+
+    return rate
+
+
+def _warmed_up(step: int, warmup_steps: float, warmup_start: int) -> float:
+    """Returns the share of the rate that a linear warm-up has reached."""
+    return min(1.0, (step - warmup_start) / warmup_steps) if warmup_steps else 1.0
+
+
+def _check_warmup_start(warmup_start: int) -> None:
+    reason = "the first update is step 0"
+    check_integer("warmup_start", warmup_start, most=0, reason=reason)
+
+
+def scaled_rate(lr: float, *, batch_size: int, base_batch_size: int, scaling: str) -> float:
+    """Returns the rate for a batch, of one that was found for another.
+
+    Args:
+        lr: The rate that was found.
+        batch_size: Sequences in an update now.
+        base_batch_size: Sequences in an update then.
+        scaling: `linear`, lr batch_size / base_batch_size, or `sqrt`, of the root of that ratio.
+
+    Source:
+        LARS (arXiv:1708.03888) and EfficientNets (arXiv:2011.00071), whose rates are per 256
+        examples: linear. LAMB (arXiv:1904.00962): square root.
+    """
+    return lr * LR_SCALINGS[scaling](batch_size / base_batch_size)
 
 
 def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) -> Schedule:

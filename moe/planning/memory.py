@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
@@ -101,6 +101,7 @@ def optimizer_bytes(
     layouts: Mapping[str, Layout],
     mesh: MeshConfig,
     optimizer: str,
+    options: Mapping[str, Any],
 ) -> int:
     """Returns the bytes of a rank's optimizer state.
 
@@ -108,9 +109,10 @@ def optimizer_bytes(
         layouts: Layouts by name of parameter.
         mesh: Sizes.
         optimizer: A name in OPTIMIZERS.
+        options: Options of that optimizer by name.
     """
     spec = OPTIMIZERS.get(optimizer)
-    numel = sum(spec.state_elements(layout, mesh) for layout in layouts.values())
+    numel = sum(spec.state_elements(layout, mesh, **options) for layout in layouts.values())
     return FLOAT32_BYTES * numel
 
 

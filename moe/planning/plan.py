@@ -73,6 +73,12 @@ class Plan:
         return transfers(self.collectives, self.mesh)
 
     @property
+    def flops_per_rank(self) -> float:
+        """Operations of a rank in an update; what activation checkpointing repeats is not counted."""
+        num_tokens = self.workload.batch_size * sum(self.workload.lengths)
+        return self.flops_per_token * num_tokens / self.mesh.num_ranks
+
+    @property
     def memory(self) -> int:
         """Bytes of a rank in all."""
         train_state = self.parameters + self.gradients + self.optimizer
@@ -124,7 +130,7 @@ def make_plan(
         flops_per_sequence=forward / workload.batch_size,
         parameters=state_bytes,
         gradients=state_bytes,
-        optimizer=optimizer_bytes(layouts, mesh, workload.optimizer),
+        optimizer=optimizer_bytes(layouts, mesh, workload.optimizer, workload.optimizer_options),
         gathered=gathered,
         activations=activations(model, workload, mesh),
         collectives=collectives(model, layouts, workload, mesh),

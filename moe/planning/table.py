@@ -58,11 +58,15 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
         title: Name of what is planned.
         memory: Bytes of a device; None for no verdict.
     """
+    transfers = "\n".join(_transfer_lines(plan))
+    return f"{show_needs(plan, title, memory)}\n\n{transfers}"
+
+
+def show_needs(plan: Plan, title: str, memory: int | None) -> str:
+    """Returns what is planned, and the memory of a rank; arguments as of `show_plan`."""
     lines = list(_summary_lines(plan, title))
     lines.append("")
     lines += _memory_lines(plan, memory)
-    lines.append("")
-    lines += _transfer_lines(plan)
     return "\n".join(lines)
 
 

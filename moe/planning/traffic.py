@@ -18,9 +18,10 @@ from moe.distributed.sharding import Layout
 from moe.models.attention import Attention
 from moe.models.blocks import FeedForward
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.optim.optimizers import OPTIMIZERS, OptimizerSpec
+from moe.optim.optimizers import OPTIMIZERS
 from moe.planning.memory import Unit, fsdp_units
 from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, stack_passes
+from moe.sparse.losses import num_scope_ranks
 
 _LONG_BYTES = 8
 """Bytes of int64 and float64."""
@@ -170,8 +171,9 @@ def collectives(
     num_passes = workload.num_passes(mesh)
 
     # A balance loss over more than one pass needs all counts first: a forward pass of its own.
-    is_wide = model.config.balance_scope in ("ranks", "global")
-    counts_first = is_wide and num_passes * mesh.num_data_ranks > 1
+    scope = model.config.balance_scope
+    is_wide = scope in ("ranks", "global")
+    counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
     num_balance_totals = num_passes if counts_first else 0
     passes = PassCounts(
         backward=num_passes,
@@ -186,8 +188,7 @@ def collectives(
         parts.append(_expert_collectives(stack, mesh, passes))
     for stack in stacks:
         parts.append(_tensor_parallel_collectives(stack, passes))
-    optimizer = OPTIMIZERS.get(workload.optimizer)
-    parts.append(_optimizer_collectives(optimizer, layouts, mesh))
+    parts.append(_optimizer_collectives(workload, layouts, mesh))
     parts.append(_statistics_collectives(stacks, num_balance_totals))
 
     # Equal ones as one.
@@ -309,14 +310,15 @@ def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterat
 
 
 def _optimizer_collectives(
-    optimizer: OptimizerSpec,
+    workload: Workload,
     layouts: Mapping[str, Layout],
     mesh: MeshConfig,
 ) -> Iterator[Collective]:
     """Yields the sums of the optimizer over the axes that shard a parameter."""
+    spec = OPTIMIZERS.get(workload.optimizer)
     numel_by_axes: dict[tuple[str, ...], int] = {}
     for layout in layouts.values():
-        summed = optimizer.summed_elements(layout, mesh)
+        summed = spec.summed_elements(layout, mesh, **workload.optimizer_options)
         for axes, numel in summed.items():
             numel_by_axes[axes] = numel_by_axes.get(axes, 0) + numel
 
@@ -340,7 +342,10 @@ def _statistics_collectives(
             num_bytes += num_sums * _LONG_BYTES
 
             # Choices of each expert and their number, when the balance loss needs them first.
-            num_bytes += num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+            total_bytes = num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
+            is_replica = layer.config.balance_scope == "ranks"
+            axis = "dp_shard x ep" if is_replica else "data ranks"
+            yield Collective("statistics", axis, ALL_REDUCE, total_bytes, 1)
     yield Collective("statistics", "data ranks", ALL_REDUCE, num_bytes, 1)
 
     # The norm of the gradient, a number.

@@ -3,8 +3,9 @@
 Comes first: all else in this folder counts with these records.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
 from moe.checks import check_field_types, check_integer
 from moe.distributed.mesh import MeshConfig
@@ -34,6 +35,7 @@ class Workload:
             gathered; parameters, gradients and the optimizer's state are float32 in either.
         activation_checkpointing: Whether a block keeps its input only.
         optimizer: A name in `moe.optim.optimizers.OPTIMIZERS`.
+        optimizer_options: Options of that optimizer by name, as a recipe gives them.
         masked: Whether batches come with segments, as pairs of texts do; then every sequence has a
             bias of its own in attention. Those of span corruption fill their rows and need none.
 
@@ -48,6 +50,7 @@ class Workload:
     precision: Literal["float32", "bfloat16"] = "float32"
     activation_checkpointing: bool = False
     optimizer: str = "adafactor"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False
 
     def __post_init__(self) -> None:

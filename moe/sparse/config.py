@@ -73,7 +73,8 @@ class SparseConfig:
             over groups: over those that hold a real token, or with `all_positions` over all, so
             that a group of nothing but padding lowers it.
         balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch`
-            (one call), a set of `ranks` or the `global` batch; for the last two see
+            (one call), those of the `ranks` that hold one copy of the model between them (all but
+            `dp_replicate` in a mesh), or the `global` batch; for the last two see
             `balance_totals`.
         router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions`
             (Flaxformer).

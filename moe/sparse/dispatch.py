@@ -5,6 +5,7 @@ Comes after plan.py, which it carries out; between the two halves the experts wo
 on other ranks are in expert_parallel.py:
 
     RowDispatcher    exactly the accepted rows, sorted by expert
+    PaddedRowDispatcher  these and more, so that their number is fixed: in compiled graphs
     FusedDispatcher  the same on a CPU, where gather, experts and combine are one kernel
     SlotDispatcher   C slots of every expert for each group, empty or not
 """
@@ -140,6 +141,55 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     )
 
 
+def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
+    """Returns the rows of `sort_rows`, with refused choices as rows behind those of all experts.
+
+    No shape depends on the tokens then, and the device is never waited for: the form of compiled
+    graphs.
+
+    Args:
+        plan: Where tokens go.
+        num_experts: Experts, E.
+    """
+    accepted = plan.accepted.flatten()  # [T * K]
+    num_choices = plan.accepted.shape[-1]
+
+    # Sorted by expert, where refused choices count as one expert more.
+    expert = plan.expert_index.flatten().masked_fill(~accepted, num_experts)
+    choice = expert.argsort(stable=True)  # [T * K]
+    counts = expert.new_zeros(num_experts + 1)
+    counts = counts.scatter_add(0, expert, torch.ones_like(expert))  # [E + 1]
+
+    # The rows in the order of their tokens, those of refused choices again at the end.
+    row = torch.arange(choice.numel(), device=choice.device)
+    row_of_choice = torch.empty_like(choice).scatter(0, choice, row)
+    order = (~accepted).to(torch.int64).argsort(stable=True)  # accepted choices first
+    rows_of_token = plan.accepted.flatten(0, 1).sum(dim=-1)  # [T]
+    return ExpertRows(
+        counts=counts[:num_experts],
+        token=choice // num_choices,
+        weight=plan.combine_weight.flatten().index_select(0, choice),
+        by_token=row_of_choice.index_select(0, order),
+        token_start=rows_of_token.cumsum(0) - rows_of_token,
+    )
+
+
+def local_row_dispatcher(plan: DispatchPlan, num_experts: int) -> Dispatcher:
+    """Returns the dispatcher of the rows of a plan for experts on this rank.
+
+    Args:
+        plan: Where tokens go.
+        num_experts: Experts, E.
+    """
+    if not torch.compiler.is_compiling():
+        return row_dispatcher(sort_rows(plan, num_experts))
+
+    # A graph has rows of one number, and the CPU's kernel does not read those behind the last.
+    rows = pad_rows(plan, num_experts)
+    dispatcher = row_dispatcher(rows)
+    return dispatcher if isinstance(dispatcher, FusedDispatcher) else PaddedRowDispatcher(rows)
+
+
 def row_dispatcher(rows: ExpertRows) -> Dispatcher:
     """Returns the dispatcher of rows for experts on this rank: the fused one on a CPU.
 
@@ -167,6 +217,29 @@ class RowDispatcher(Dispatcher):
         num_tokens = self._rows.token_start.numel()
         combined = outputs.new_zeros(num_tokens, outputs.shape[1])  # [T, D]
         return combined.index_add(0, self._rows.token, outputs * weight)
+
+
+class PaddedRowDispatcher(RowDispatcher):
+    """Rows of which those behind the last expert's belong to nobody; see `pad_rows`.
+
+    Grouped products leave them as the memory was, in outputs and in gradients. They are zeros
+    before and behind the experts, so that whatever stood there reaches no token.
+    """
+
+    def __init__(self, rows: ExpertRows) -> None:
+        super().__init__(rows)
+        row = torch.arange(rows.token.numel(), device=rows.token.device)
+        self._is_padding = (row >= rows.counts.sum())[:, None]  # [T * K, 1]
+
+    def dispatch(self, tokens: Tensor) -> InFlight:
+        """Returns a row for each choice of the tokens <float>[T, D]."""
+        x = tokens.index_select(0, self._rows.token)  # [T * K, D]
+        x = x.masked_fill(self._is_padding, 0)
+        return Arrived(SortedRows(x, self._rows.counts))
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the tokens <float>[T, D] of the rows <float>[T * K, D]."""
+        return super().combine(outputs.masked_fill(self._is_padding, 0))
 
 
 class FusedDispatcher(Dispatcher):

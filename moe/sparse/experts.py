@@ -12,7 +12,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.distributed.sharding import local_shard
-from moe.kernels.cpu_experts import ExpertForm, ExpertWeights, fused_feed_forward
+from moe.kernels.compiled_experts import compiled_feed_forward
+from moe.kernels.cpu_experts import ExpertForm, fused_feed_forward
+from moe.kernels.expert_weights import (
+    ExpertWeights,
+    can_select_experts,
+    dequantized,
+    is_quantized,
+)
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertInputs, SortedRows, UngatheredRows
@@ -97,7 +104,10 @@ class Experts(nn.Module):
             dropout_rate=self.config.expert_dropout_rate if self.training else 0.0,
         )
         tokens = inputs.tokens.to(self.product_dtype())
-        return fused_feed_forward(tokens, inputs.rows, self.product_weights(), form)
+        is_compiling = torch.compiler.is_compiling()
+        run = compiled_feed_forward if is_compiling else fused_feed_forward
+        weights = self.product_weights(keep_quantized=not is_compiling)
+        return run(tokens, inputs.rows, weights, form)
 
     def run_rows(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
@@ -112,10 +122,12 @@ class Experts(nn.Module):
         """
         # Inputs and weights have the dtype of the products already.
         with torch.autocast(x.device.type, enabled=False):
-            # A bias belongs to an expert: each of its rows gets a copy.
+            # A bias belongs to an expert: each of its rows gets a copy. Rows behind those of all
+            # experts get one of nobody, whose gradient is of any value.
             bias = weights.bias
             if bias is not None:
-                bias = bias.repeat_interleave(counts, dim=0, output_size=x.shape[0])  # [N, F]
+                bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, F]
+                bias = bias.index_select(0, expert_of_rows(counts, x.shape[0]))  # [N, F]
 
             product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
             hidden = self._hidden(product, bias)  # [N, F]
@@ -167,21 +179,39 @@ class Experts(nn.Module):
             return torch.get_autocast_dtype(device)
         return self.down_proj.dtype
 
-    def product_weights(self) -> ExpertWeights:
-        """Returns this rank's weights in the dtype of the products, gate and up side by side."""
-        # The shard of this rank, in the numbers that a quantised weight stands for.
-        dtype = self.product_dtype()
-        first = _dequantized(local_shard(self.first_proj))
+    def product_weights(self, *, keep_quantized: bool = False) -> ExpertWeights:
+        """Returns this rank's weights in the dtype of the products, gate and up side by side.
+
+        Args:
+            keep_quantized: Whether quantised weights stay so where experts can be had one by one;
+                else they are the numbers that they stand for.
+        """
+        first = local_shard(self.first_proj)
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
             first = first.flatten(1, 2)  # [E, 2F, D]
-        down = _dequantized(local_shard(self.down_proj))
-        bias = None if self.bias is None else local_shard(self.bias).to(dtype)
-        return ExpertWeights(first.to(dtype), down.to(dtype), bias)
+        bias = None if self.bias is None else local_shard(self.bias).to(self.product_dtype())
+        return ExpertWeights(
+            first=self._product_weight(first, keep_quantized),
+            down=self._product_weight(local_shard(self.down_proj), keep_quantized),
+            bias=bias,
+        )
+
+    def _product_weight(self, weight: Tensor, keep_quantized: bool) -> Tensor:
+        """Returns a stacked weight <dtype of the products>[E, O, I], or one of torchao."""
+        if keep_quantized and is_quantized(weight) and can_select_experts(weight):
+            return weight
+        return dequantized(weight).to(self.product_dtype())
 
 
-def _dequantized(weight: Tensor) -> Tensor:
-    """Returns the numbers that a weight of torchao stands for, and any other weight as it is."""
-    return weight.dequantize() if hasattr(weight, "qdata") else weight
+def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
+    """Returns the expert <int64>[num_rows] of each row; E for rows behind those of all experts.
+
+    Args:
+        counts: <int64>[E] rows of each expert.
+        num_rows: At least their sum.
+    """
+    row = torch.arange(num_rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), row, right=True)
 
 
 def activate(product: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:

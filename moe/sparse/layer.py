@@ -12,7 +12,13 @@ from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import Dispatcher, SlotDispatcher, fill_slots, row_dispatcher, sort_rows
+from moe.sparse.dispatch import (
+    Dispatcher,
+    SlotDispatcher,
+    fill_slots,
+    local_row_dispatcher,
+    sort_rows,
+)
 from moe.sparse.expert_parallel import SlotExchange, exchange_rows
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
@@ -157,9 +163,10 @@ class SparseFeedForward(nn.Module):
         plan = plan._replace(combine_weight=combine_weight)
 
         # Rows or slots, here or over the ep axis.
-        if self.config.dispatch == "ragged":
-            rows = sort_rows(plan, self.config.num_experts)
-            return row_dispatcher(rows) if self.ep is None else exchange_rows(rows, self.ep)
+        if self.config.dispatch == "ragged" and not torch.compiler.is_exporting():
+            if self.ep is not None:
+                return exchange_rows(sort_rows(plan, self.config.num_experts), self.ep)
+            return local_row_dispatcher(plan, self.config.num_experts)
         slots = fill_slots(plan, self.config.num_experts)
         return SlotDispatcher(slots) if self.ep is None else SlotExchange(slots, self.ep)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.distributed.collectives import sum_over_ranks
-from moe.sparse.config import SparseConfig
+from moe.distributed.mesh import MeshConfig
+from moe.sparse.config import BalanceScope, SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores
 
 
@@ -222,6 +223,13 @@ def _num_share_tokens(is_real: Tensor, config: SparseConfig) -> Tensor:
 
 
 # ---- scopes wider than one call ----
+
+
+def num_scope_ranks(scope: BalanceScope, mesh: MeshConfig) -> int:
+    """Returns over how many data ranks of a mesh a scope reaches."""
+    if scope == "global":
+        return mesh.num_data_ranks
+    return mesh.dp_shard * mesh.ep if scope == "ranks" else 1
 
 
 def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> BalanceTotals:

@@ -22,6 +22,7 @@ from moe.distributed.launch import DEFAULT_TIMEOUT
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.models.configuration import STMoEConfig
 from moe.sparse.router_options import router_options_by_name
+from moe.training.optim_recipe import optim_options
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import (
     EXTENDS,
@@ -95,10 +96,11 @@ class RecipeCommand(Generic[R]):
                 self._mappings.add(name)
         self._command_arguments: dict[str, dict[str, Any]] = {}
 
-        # Names that a wrong one may have meant: settings, and options of routers.
+        # Names that a wrong one may have meant: settings, and options of routers and optimizers.
         self._suggestions = set(self._settings)
         for name in self._mappings:
-            for option in router_options_by_name():
+            options = optim_options(name) or router_options_by_name()
+            for option in options:
                 self._suggestions.add(f"{name}.{option}")
 
         self._parser = ArgumentParser(description=description, exit_on_error=False)

@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -22,6 +19,7 @@ from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
+from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import ALL_ROWS, BatchSource
 from moe.distributed.collectives import (
     broadcast_from_rank_zero,
@@ -30,13 +28,14 @@ from moe.distributed.collectives import (
 )
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.waiting import Waits, measured_waits
-from moe.errors import CheckpointError, DataError, DivergenceError, NonFiniteError
+from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
+from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
 from moe.training.probe import (
     PROBE_FOLDER,
@@ -69,6 +68,7 @@ _CHANGEABLE_SETTINGS = frozenset(
         "training.checkpoint_every",
         "training.keep_checkpoints",
         "training.micro_batch_size",
+        "data.workers",
         *(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig)),
     }
 )
@@ -91,6 +91,7 @@ class Run(NamedTuple):
         dev: Scores models at every evaluation; the best stays in best/, see best_model.py. None
             for no scores.
         probe_source: Held-out batches, not packed, of which the first are probed; None for none.
+        workers: Processes that make batches ahead; see `batches_ahead`.
     """
 
     folder: Path
@@ -102,6 +103,7 @@ class Run(NamedTuple):
     earlier_checkpoints: Path | None = None
     dev: DevEvaluation | None = None
     probe_source: BatchSource | None = None
+    workers: int | None = 0
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -122,6 +124,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
+        Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is whole.
         ConfigError: When the recipe's numbers do not go together.
     """
     model_folder = run.folder / MODEL_FOLDER
@@ -141,7 +144,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
         keep = run.recipe.training.keep_checkpoints
         with (
-            _interrupts_between_steps() as raise_if_interrupted,
+            stop_requests() as stop_requested,
             measured_waits() as waits,
             _open_metrics(run.folder, first_step) as writer,
             CheckpointWriter(
@@ -149,7 +152,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             ) as checkpoints,
         ):
             reporter = _Reporter(run, writer, probe, waits, description)
-            _run_steps(run, optimizer, first_step, reporter, checkpoints, raise_if_interrupted)
+            _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
 
         # The model's folder is what tells a complete run from one that was stopped.
         export_model(model, layouts, mesh, model_folder, run.tokenizer)
@@ -166,7 +169,7 @@ def _run_steps(
     first_step: int,
     reporter: "_Reporter",
     checkpoints: CheckpointWriter,
-    raise_if_interrupted: Callable[[], None],
+    stop_requested: Callable[[], int | None],
 ) -> None:
     """Takes all steps from `first_step` on, reporting and saving as often as the recipe says."""
     model, layouts, mesh = run.built
@@ -179,11 +182,14 @@ def _run_steps(
         reporter.report_held_out(0)
         reporter.report_probe(0)
 
-    with reporter.progress_bar(first_step) as bar:
+    steps = range(first_step, training.steps)
+    made = batches_ahead(run.source, rows, steps, workers=run.workers)
+    with closing(made) as batches, reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
-        for step in range(first_step, training.steps):
+        for step in steps:
             reporter.begin_step()
-            batch = to_device(run.source.batch(step, rows), model.device)
+            with reporter.waiting_for_data():
+                batch = to_device(next(batches), model.device)
             done = step + 1
             with _divergence_where_not_finite(done, run.folder):
                 metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
@@ -198,9 +204,16 @@ def _run_steps(
                     reporter.restart_clock()
                 reporter.report_probe(done)
 
-            if _is_due(done, training.checkpoint_every, training.steps):
-                checkpoints.save(model, optimizer, layouts, _run_state(run, done))
-            raise_if_interrupted()
+            # A run that is asked to end keeps what it has done.
+            signal_number = stop_requested()
+            is_due = _is_due(done, training.checkpoint_every, training.steps)
+            if is_due or signal_number is not None:
+                checkpoint = checkpoints.save(model, optimizer, layouts, _run_state(run, done))
+                if signal_number is not None:
+                    checkpoints.wait()
+                    raise Interrupted(
+                        f"Stopped after step {done:,}; {checkpoint} is whole.", signal_number
+                    )
 
 
 def _is_due(step: int, every: int, last_step: int) -> bool:
@@ -214,6 +227,7 @@ def _build_optimizer(run: Run) -> torch.optim.Optimizer:
         parameter_groups(run.built.model),
         clipping_threshold=optim.clipping_threshold,
         weight_decay=optim.weight_decay,
+        **optim.optimizer_options,
     )
 
 
@@ -295,6 +309,16 @@ class _Reporter:
         """Begins to count tokens and seconds anew, after something that is not training."""
         self._started = time.perf_counter()
         self._tokens = 0.0
+        self._data_seconds = 0.0
+        self._num_steps = 0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the seconds of the block as those for which a step waits for its batch."""
+        started = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - started
+        self._num_steps += 1
 
     def begin_step(self) -> None:
         """Begins to measure the work of this rank; `report_step` ends it."""
@@ -308,7 +332,8 @@ class _Reporter:
         self._report_ranks(step)
         if self._writer is not None and _is_due(step, training.log_every, training.steps):
             tokens_per_second = self._tokens / (time.perf_counter() - self._started)
-            self._writer.write(step, step_values(metrics, tokens_per_second))
+            data_wait = self._data_seconds / self._num_steps
+            self._writer.write(step, step_values(metrics, tokens_per_second, data_wait))
             self._health.observe(step, metrics.layer_stats)
             ce_loss = f"{float(metrics.ce_loss):.3f}"
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
@@ -507,7 +532,7 @@ def _run_state(run: Run, step: int) -> RunState:
 
 
 # ---------------------------------------------------------------------------
-# The folder, and Ctrl-C
+# The folder
 
 
 def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]:
@@ -538,42 +563,3 @@ def refuse_to_overwrite(folder: Path, resume: bool) -> None:
         raise DataError(
             f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
         )
-
-
-class _PendingInterrupt:
-    """Remembers a Ctrl-C until it is asked for; a second one acts at once."""
-
-    def __init__(self) -> None:
-        self._received = False
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT."""
-        if self._received:
-            raise KeyboardInterrupt
-        self._received = True
-
-    def raise_if_received(self) -> None:
-        """Raises the KeyboardInterrupt that was held back."""
-        if self._received:
-            raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called; a second Ctrl-C acts at once.
-
-    An interrupt in the middle of an exchange would leave other ranks waiting, and in the middle of
-    a line of metrics half of it.
-    """
-    pending = _PendingInterrupt()
-
-    # Only the main thread may handle signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield pending.raise_if_received
-        return
-
-    previous = signal.signal(signal.SIGINT, pending.receive)
-    try:
-        yield pending.raise_if_received
-    finally:
-        signal.signal(signal.SIGINT, previous)

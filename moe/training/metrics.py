@@ -42,12 +42,17 @@ class Histogram(NamedTuple):
     counts: Sequence[float]
 
 
-def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, float]:
+def step_values(
+    metrics: StepMetrics,
+    tokens_per_second: float,
+    data_wait: float,
+) -> dict[str, float]:
     """Returns the numbers of one update under the names that logs have.
 
     Args:
         metrics: What `train_step` returned.
         tokens_per_second: Over the steps since the last log.
+        data_wait: Seconds for which one of these steps waited for its batch, on average.
     """
     values = {
         "train/loss": float(metrics.loss),
@@ -55,6 +60,7 @@ def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, flo
         "train/grad_norm": float(metrics.grad_norm),
         "train/lr": metrics.lr,
         "train/tokens_per_second": tokens_per_second,
+        "train/data_wait_seconds": data_wait,
     }
 
     # A dense stack has no routers to report on.

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from moe.checks import check, check_choice, check_field_types, check_integer, check_number
+from moe.checks import check, check_choice, check_field_types, check_integer
+from moe.data.batches_ahead import check_workers
 from moe.data.mixture import check_rates
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
 from moe.data.pipeline import LARGEST_BATCH, WHY_LARGEST_BATCH, Sentinels
@@ -17,8 +18,8 @@ from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
 from moe.models.subsets import check_subset
-from moe.optim.optimizers import OPTIMIZERS
-from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
+from moe.optim.schedules import Schedule
+from moe.training.optim_recipe import MOST_STEPS, WHY_MOST_STEPS, OptimRecipe
 
 Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
@@ -32,71 +33,8 @@ _ARCHITECTURE = {
     if item.name in STMoEConfig.__annotations__ and item.name not in _NOT_SETTINGS
 }
 
-_MOST_STEPS = 99_999_999
-_WHY_MOST_STEPS = "checkpoints are numbered with eight digits"
-_HIGHEST_RATE = 1e6
-_WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of itself"
-_LARGEST_DECAY = 100
-_WHY_LARGEST_DECAY = "weights shrink by lr times this share in a step"
 _MOST_HELD_OUT = 1_000_000
 _MOST_PROBED = 10_000
-
-
-@dataclass(frozen=True)
-class OptimRecipe:
-    """The optimizer and its learning rate.
-
-    Attributes:
-        optimizer: `adafactor` (the paper's) or `adamw`, whose rate is absolute.
-        schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)) or `constant`.
-        lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
-            lr / sqrt(warmup_steps).
-        warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (`constant`).
-        cooldown_steps: Last steps, over which the rate falls linearly to zero.
-        clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
-            loses quality with 0.1.
-        weight_decay: Share of lr by which adamw shrinks weights.
-        max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
-    """
-
-    optimizer: str = "adafactor"
-    schedule: str = "rsqrt"
-    lr: float = 1.0
-    warmup_steps: int = 10_000
-    cooldown_steps: int = 0
-    clipping_threshold: float = 1.0
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        # An unknown name raises with the closest one.
-        OPTIMIZERS.get(self.optimizer)
-        SCHEDULES.get(self.schedule)
-
-        check_number("optim.lr", self.lr, above=0, most=_HIGHEST_RATE, reason=_WHY_HIGHEST_RATE)
-        for name in ("warmup_steps", "cooldown_steps"):
-            check_integer(
-                f"optim.{name}",
-                getattr(self, name),
-                least=0,
-                most=_MOST_STEPS,
-                reason=_WHY_MOST_STEPS,
-            )
-
-        check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
-        check_number(
-            "optim.weight_decay",
-            self.weight_decay,
-            least=0,
-            most=_LARGEST_DECAY,
-            reason=_WHY_LARGEST_DECAY,
-        )
-        check_number(
-            "optim.max_grad_norm",
-            self.max_grad_norm,
-            above=0,
-            optional="null to leave gradients as they are",
-        )
 
 
 @dataclass(frozen=True)
@@ -150,8 +88,8 @@ class TrainingRecipe:
                 f"training.{name}",
                 getattr(self, name),
                 least=1,
-                most=_MOST_STEPS,
-                reason=_WHY_MOST_STEPS,
+                most=MOST_STEPS,
+                reason=WHY_MOST_STEPS,
             )
         check_integer(
             "training.held_out_batches",
@@ -164,7 +102,7 @@ class TrainingRecipe:
         # The routing of a fixed text.
         every = self.probe_every
         check_integer(
-            "training.probe_every", every, least=0, most=_MOST_STEPS, reason=_WHY_MOST_STEPS
+            "training.probe_every", every, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
         )
         check_integer(
             "training.probe_batches",
@@ -195,6 +133,8 @@ class SpanCorruptionRecipe:
             follows.
         noise_density: Share of tokens that are masked.
         mean_noise_span_length: Mean length of a masked span in tokens.
+        workers: Processes of every rank that make batches ahead of the steps; no number changes a
+            batch. 0 makes them between the steps; null for one to each four cores of a rank.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: 512 and 114 tokens; T5's span corruption.
@@ -203,8 +143,10 @@ class SpanCorruptionRecipe:
     inputs_length: int = 512
     noise_density: float = 0.15
     mean_noise_span_length: float = 3.0
+    workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_workers(self.workers)
         check_integer(
             "data.inputs_length",
             self.inputs_length,
@@ -226,6 +168,7 @@ class PairsRecipe:
         sentinels: `one` ends every input and begins every target with the first sentinel, as
             pre-training does; the saved model and tokenizer do the same by themselves. `none`
             leaves the texts alone.
+        workers: Processes of every rank that make batches ahead; see `SpanCorruptionRecipe`.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster and is no better in general.
@@ -235,8 +178,10 @@ class PairsRecipe:
     targets_length: int = 114
     pack: bool = False
     sentinels: Sentinels = "none"
+    workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_workers(self.workers)
         check_field_types(self, prefix="data.")
         for name in ("inputs_length", "targets_length"):
             check_integer(
@@ -369,14 +314,11 @@ class Recipe:
         """Returns the learning rate as a function of the step.
 
         Raises:
-            ConfigError: When the cooldown is longer than the run.
+            ConfigError: When the cooldown is longer than the run, or a setting of the schedule is
+                impossible.
         """
-        optim = self.optim
-        build = SCHEDULES.get(optim.schedule)
-        schedule = build(lr=optim.lr, warmup_steps=optim.warmup_steps)
-        return with_cooldown(
-            schedule, total_steps=self.training.steps, cooldown_steps=optim.cooldown_steps
-        )
+        training = self.training
+        return self.optim.schedule_for(training.batch_size, training.steps)
 
 
 @dataclass(frozen=True)

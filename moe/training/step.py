@@ -14,15 +14,22 @@ from torch.distributed import ProcessGroup
 
 from moe.data.pipeline import Batch
 from moe.distributed.collectives import sum_each_over_ranks
-from moe.distributed.mesh import Mesh, divisors
+from moe.distributed.mesh import Mesh, MeshConfig, divisors
 from moe.distributed.sharding import clip_gradient, sum_gradients_now
 from moe.errors import ConfigError
 from moe.models.losses import LossCounts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
+from moe.sparse.config import BalanceScope
 from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.losses import BalanceTotals, RouterLosses, add_totals, balance_totals
+from moe.sparse.losses import (
+    BalanceTotals,
+    RouterLosses,
+    add_totals,
+    balance_totals,
+    num_scope_ranks,
+)
 from moe.sparse.router import Router
 from moe.sparse.stats import RouterStats, add_stats
 from moe.training.recipe import Recipe
@@ -101,11 +108,12 @@ def train_step(
 
     # f_i, the share of the tokens that chose expert i, over more than one pass: the choices of all
     # passes must be known before the first loss.
-    is_split = len(micro_batches) > 1 or (mesh is not None and mesh.config.num_data_ranks > 1)
-    if model.config.balance_scope in ("ranks", "global") and is_split:
+    scope = model.config.balance_scope
+    num_passes = len(micro_batches) * num_scope_ranks(scope, mesh.config if mesh else MeshConfig())
+    if scope in ("ranks", "global") and num_passes > 1:
         with torch.no_grad():
             passes = _forward_passes(model, micro_batches, counts, recipe, step, mesh)
-            totals = _sum_balance_totals(passes, mesh)
+            totals = _sum_balance_totals(passes, scope, mesh)
         counts = counts._replace(balance_totals=totals)
 
     # Gradient of L = L_CE + c_B L_B + c_z L_z (eq. 6), added up over the micro-batches.
@@ -267,13 +275,13 @@ def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
 
 
 def _sum_balance_totals(
-    passes: Iterator[STMoEOutput], mesh: Mesh | None
+    passes: Iterator[STMoEOutput], scope: BalanceScope, mesh: Mesh | None
 ) -> tuple[BalanceTotals, ...]:
-    """Returns choices and tokens of each sparse layer over all passes and all data ranks."""
+    """Returns choices and tokens of each sparse layer over all passes of the scope."""
     totals: list[BalanceTotals] = []
     for output in passes:
         for layer, router in enumerate(router_outputs(output)):
-            pass_totals = _balance_totals(router.losses, mesh)
+            pass_totals = _balance_totals(router.losses, scope, mesh)
             if layer < len(totals):
                 totals[layer] = add_totals(totals[layer], pass_totals)
             else:
@@ -281,9 +289,10 @@ def _sum_balance_totals(
     return tuple(totals)
 
 
-def _balance_totals(losses: RouterLosses, mesh: Mesh | None) -> BalanceTotals:
+def _balance_totals(losses: RouterLosses, scope: BalanceScope, mesh: Mesh | None) -> BalanceTotals:
+    """Returns choices and tokens of one pass over the ranks of the scope."""
     if mesh:
-        return balance_totals(losses, mesh.data)
+        return balance_totals(losses, mesh.data if scope == "global" else mesh.replica)
     return BalanceTotals(losses.choices, losses.num_share_tokens)
 
 

@@ -11,6 +11,7 @@ from moe.checkpoint.writer import load_checkpoint
 from moe.distributed.mesh import MeshConfig
 from moe.models.parallelize import model_layouts, shard_model
 from moe.optim.adafactor import Adafactor
+from moe.optim.lamb import LAMB
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
@@ -44,7 +45,11 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), eps=1e-3)
 
 
-OPTIMIZERS = {"adafactor": adafactor, "adamw": adamw}
+def lamb(model):
+    return LAMB(parameter_groups(model), lr=0.01, weight_decay=0.1)
+
+
+OPTIMIZERS = {"adafactor": adafactor, "adamw": adamw, "lamb": lamb}
 
 
 def build(seed=0, **changes):

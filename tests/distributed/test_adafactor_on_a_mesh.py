@@ -1,4 +1,4 @@
-"""Adafactor on parameters that are cut over four ranks in every way that the library cuts them.
+"""Optimizers on parameters that are cut over four ranks in every way that the library cuts them.
 
 The oracle is the same optimizer on whole parameters in one process. Each rank brings the elements
 that it holds and where they stand in the whole, as it learned from a parameter of running numbers
@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from moe.optim import adafactor
+from moe.optim import sharded_optimizer
 from moe.optim.adafactor import Adafactor
+from moe.optim.lamb import LAMB
+from moe.optim.lars import LARS
 from tests.distributed.ranks import run_ranks
 
 NUM_RANKS, NUM_STEPS = 4, 20
@@ -106,6 +108,17 @@ def build_adafactor(parameters, cases):
     return Adafactor(groups, lr=0.1, min_dim_size_to_factor=5)
 
 
+def build_with_ratios(kind, parameters, cases, **options):
+    """Returns LARS or LAMB in two groups; every third parameter is one that is skipped."""
+    groups = []
+    for batch_dims in (0, 1):
+        names = [name for name, case in cases.items() if case.batch_dims == batch_dims]
+        kinds = ["router" if number % 3 == 2 else "weights" for number in range(len(names))]
+        members = [parameters[name] for name in names]
+        groups.append({"params": members, "batch_dims": batch_dims, "kinds": kinds})
+    return kind(groups, lr=0.1, weight_decay=0.1, **options)
+
+
 def build_adamw(parameters, cases, foreach=None):
     return torch.optim.AdamW([parameters[name] for name in cases], lr=0.1, foreach=foreach)
 
@@ -122,7 +135,7 @@ def steps_of_one_process(cases, dtype, num_steps=NUM_STEPS, build=build_adafacto
     return parameters
 
 
-ADAMW = {
+OTHERS = {
     "adamw": (CASES, build_adamw),
     "adamw, foreach": (
         {
@@ -130,6 +143,12 @@ ADAMW = {
         },  # torch refuses to mix them with plain tensors
         partial(build_adamw, foreach=True),
     ),
+    "lars": (CASES, partial(build_with_ratios, LARS, trust_coefficient=0.5)),
+    "lars, unscaled": (
+        CASES,
+        partial(build_with_ratios, LARS, trust_coefficient=0.5, momentum="unscaled"),
+    ),
+    "lamb": (CASES, partial(build_with_ratios, LAMB)),
 }
 
 
@@ -228,7 +247,7 @@ class OnAMesh:
         }
 
 
-def count_all_reduces(num_parameters, meshes):
+def count_all_reduces(num_parameters, meshes, build=build_adafactor):
     """Returns how many exchanges one step takes on as many vectors and twice as many matrices."""
     vectors = {f"vector {i}": Case(FSDP, (3,)) for i in range(num_parameters)}
     matrices = {f"matrix {i}": Case(FSDP, (5, 7)) for i in range(2 * num_parameters)}
@@ -236,7 +255,7 @@ def count_all_reduces(num_parameters, meshes):
     parameters = {
         name: cut_up(torch.ones(case.shape), case, meshes) for name, case in cases.items()
     }
-    optimizer = build_adafactor(parameters, cases)
+    optimizer = build(parameters, cases)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     real, calls = dist.all_reduce, []
@@ -255,12 +274,15 @@ def on_a_rank(rank, num_ranks, folder):
     parameters.
     """
     answers, meshes = {}, {}
-    for dtype, limit in ((torch.float64, adafactor.MAX_BUCKET_ELEMENTS), (torch.float32, 30)):
-        adafactor.MAX_BUCKET_ELEMENTS, before = limit, adafactor.MAX_BUCKET_ELEMENTS
+    for dtype, limit in (
+        (torch.float64, sharded_optimizer.MAX_BUCKET_ELEMENTS),
+        (torch.float32, 30),
+    ):
+        sharded_optimizer.MAX_BUCKET_ELEMENTS, before = limit, sharded_optimizer.MAX_BUCKET_ELEMENTS
         run = OnAMesh(CASES, dtype, meshes)
         run.take_steps(range(NUM_STEPS))
         answers[dtype] = run.elements()
-        adafactor.MAX_BUCKET_ELEMENTS = before
+        sharded_optimizer.MAX_BUCKET_ELEMENTS = before
 
     first = OnAMesh({name: CASES[name] for name in RESHARDED}, torch.float64, meshes)
     first.take_steps(range(NUM_STEPS // 2))
@@ -271,9 +293,11 @@ def on_a_rank(rank, num_ranks, folder):
     answers["resumed"] = second.elements()
 
     answers["all-reduces"] = [count_all_reduces(num, meshes) for num in (1, 13)]
-    for name, (cases, build) in ADAMW.items():
+    lamb = OTHERS["lamb"][1]
+    answers["all-reduces of lamb"] = [count_all_reduces(num, meshes, lamb) for num in (1, 13)]
+    for name, (cases, build) in OTHERS.items():
         run = OnAMesh(cases, torch.float64, meshes, build)
-        run.take_steps(range(5))
+        run.take_steps(range(NUM_STEPS))
         answers[name] = run.elements()
     return answers
 
@@ -330,11 +354,12 @@ def test_a_run_goes_on_where_parameters_are_cut_otherwise(answers):
 @pytest.mark.slow
 def test_the_number_of_all_reduces_does_not_grow_with_the_number_of_parameters(answers):
     assert [answer["all-reduces"] for answer in answers] == [[3, 3]] * NUM_RANKS
+    assert [answer["all-reduces of lamb"] for answer in answers] == [[1, 1]] * NUM_RANKS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ADAMW)
-def test_torchs_adamw_takes_the_same_steps_on_several_meshes_at_once(answers, name):
-    cases, build = ADAMW[name]
-    parameters = steps_of_one_process(cases, torch.float64, num_steps=5, build=build)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_take_the_same_steps_on_several_meshes_at_once(answers, name):
+    cases, build = OTHERS[name]
+    parameters = steps_of_one_process(cases, torch.float64, build=build)
     assert_same([answer[name] for answer in answers], parameters, 1e-12)

@@ -65,6 +65,14 @@ SHORT = {
         "feed_forward_proj": "relu",
         "tie_word_embeddings": True,
     },
+    "lamb": {"optimizer": "lamb"},
+    "lars": {"optimizer": "lars"},
+    "balanced over the ranks, biases": {
+        "balance_scope": "ranks",
+        "micro": 2,
+        "router": "bias_balanced",
+        "router_options": None,
+    },
     "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
@@ -332,6 +340,29 @@ def average_over_data_ranks(model, mesh):
     """
     for layer in model.sparse_layers():
         layer.experts.set_gradient_divide_factor(2.0)
+
+
+def balanced_over_a_replica(rank, num_ranks):
+    """Returns how far two replicas, each a scope of its own, are from as many micro-batches."""
+    fields = {"balance_scope": "micro_batch", "micro": ROWS // 2}
+    theirs = run(torch.float64, 2, **fields, load_balance_loss_weight=3.0)
+    others = run(torch.float64, 2, balance_scope="global", load_balance_loss_weight=3.0)
+    answers = {"global": distance(others["loss 0"], theirs["loss 0"])}
+    for sizes in ((2, 2, 1, 1), (2, 1, 2, 1)):
+        for micro in (None, 2):
+            mesh = build_mesh(MeshConfig(*sizes), "cpu")
+            fields = {"balance_scope": "ranks", "micro": micro, "load_balance_loss_weight": 3.0}
+            ours = run(torch.float64, 2, mesh, **fields)
+            far = {number: distance(ours[number], theirs[number]) for number in theirs}
+            answers[sizes, micro] = max(far.values())
+    return answers
+
+
+@pytest.mark.slow
+def test_a_balance_over_the_ranks_of_a_replica_is_that_of_its_rows_in_one_process(tmp_path):
+    for answer in run_ranks(balanced_over_a_replica, 4, tmp_path):
+        assert answer.pop("global") > 1e-6  # all rows together are another scope
+        assert max(answer.values()) < 1e-10, answer
 
 
 WRONG_GROUPS = {

@@ -112,6 +112,10 @@ def _write_texts(root: Path) -> None:
     (root / "t5x").mkdir()
     (root / "t5x/checkpoint").write_bytes(b"\x80")
 
+    square = {"shape": [2, 2], "wraps": False, "bandwidth": "1 GB/s", "latency": "1 us"}
+    network = {"name": "square", "grid": square}
+    (root / "network.yaml").write_text(yaml.safe_dump(network), encoding="utf-8")
+
     for name in ("pretrain.yaml", "finetune.yaml"):
         recipe = yaml.safe_load((root / name).read_text(encoding="utf-8"))
         recipe["training"] = SHORT

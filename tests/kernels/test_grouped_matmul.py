@@ -5,7 +5,7 @@ experts.
 import pytest
 import torch
 
-from moe.kernels.cpu_experts import ExpertWeights
+from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.sparse.dispatch import RowDispatcher
 from moe.sparse.experts import Experts

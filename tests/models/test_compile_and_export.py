@@ -2,12 +2,15 @@
 is not.
 """
 
+import copy
 import logging
 
 import pytest
 import torch
 from torch.export import Dim, export, load, save
 from transformers import EncoderDecoderCache, StaticCache
+from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_prefill_decode
 
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
@@ -49,7 +52,6 @@ def loss_and_gradients(model, run):
 def test_a_training_step_compiles_into_one_graph(compiler):
     sparse = {"num_sparse_decoder_layers": 0} if compiler == "inductor" else {}  # one, for speed
     model = tiny_model(**SMALL, **sparse).train()
-    assert model._can_compile_fullgraph
     compiled = torch.compile(model, fullgraph=True, **COMPILERS[compiler])
     close(loss_and_gradients(model, compiled), loss_and_gradients(model, model))
 
@@ -62,11 +64,24 @@ def test_a_training_step_with_activation_checkpointing_and_eager_attention_compi
 
 
 @pytest.mark.slow
-def test_ragged_experts_compile_around_their_threads():
-    model = tiny_model(**{**SMALL, "dispatch": "ragged"}, num_sparse_decoder_layers=0).train()
-    assert not model._can_compile_fullgraph
-    compiled = torch.compile(model, backend="aot_eager")
-    close(loss_and_gradients(model, compiled), loss_and_gradients(model, model))
+@pytest.mark.parametrize("expert_dropout_rate", [0.0, 0.3])
+def test_the_default_dispatch_breaks_no_graph_and_keeps_every_bit(expert_dropout_rate):
+    """T5 has no break either; the draws of dropout are those of the model that is not compiled."""
+    model = tiny_model(
+        num_layers=1,
+        num_decoder_layers=1,
+        num_sparse_decoder_layers=0,
+        expert_dropout_rate=expert_dropout_rate,
+        capacity_factor=0.7,
+    ).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (model, compiled):
+        torch.manual_seed(5)
+        results.append(loss_and_gradients(model, run))
+    (loss, gradients), (compiled_loss, compiled_gradients) = results
+    assert torch.equal(loss, compiled_loss)
+    assert all(map(torch.equal, gradients, compiled_gradients))
 
 
 @pytest.mark.slow
@@ -120,7 +135,7 @@ def test_decoding_through_a_static_cache_compiles_once(compiler):
 
 @pytest.mark.slow
 def test_generation_compiles_its_steps_where_it_is_told_to():
-    model = tiny_model(**SMALL)
+    model = tiny_model(num_layers=1, num_decoder_layers=1)
     inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
     expected = model.generate(**inputs, max_new_tokens=7)
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
@@ -138,8 +153,11 @@ def example(batch=4, length=13, targets=11):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_exported_model_gives_the_same_after_saving(tmp_path):
-    model, inputs = tiny_model(**SMALL), example()
-    save(export(model, (), inputs), tmp_path / "model.pt2")
+    """With the default dispatch, for which an exported graph has slots, of torch's operations alone."""
+    model, inputs = tiny_model(**{**SMALL, "dispatch": "ragged"}), example()
+    exported = export(model, (), inputs)
+    assert "torch.ops.moe" not in exported.graph_module.code
+    save(exported, tmp_path / "model.pt2")
     a, b = load(tmp_path / "model.pt2").module()(**inputs), model(**inputs, use_cache=False)
     assert list(a) == list(b)
     close(
@@ -169,3 +187,17 @@ def test_the_encoder_is_exported_alone():
     del inputs["decoder_input_ids"]
     exported = export(encoder, (), inputs).module()
     close(exported(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")
+def test_transformers_own_exporter_takes_both_stages_of_a_sparse_models_generation():
+    model = tiny_model(num_layers=1, num_decoder_layers=1)
+    inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
+    for stage, given in decompose_prefill_decode(model, inputs).values():
+        expected = stage(**copy.deepcopy(given)).logits
+        exported = DynamoExporter().export(
+            stage, copy.deepcopy(given), config=DynamoConfig(dynamic=True)
+        )
+        close(exported(**given).logits, expected)

@@ -2,6 +2,8 @@
 T5 as an oracle.
 """
 
+import re
+
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForSeq2SeqLM
@@ -361,30 +363,59 @@ def new_ids():
     return torch.tensor([[0, 5, 6, 7]]).repeat(4, 1)
 
 
-@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "flex_attention",
+        "flash_attention_2",
+        "kernels-community/metal-attn",
+        "paged|eager",
+    ],
+)
 def test_attention_that_knows_no_position_bias_is_refused(attention):
-    message = (
-        f"attn_implementation is '{attention}'; expected 'sdpa' or 'eager'.*bias of the distance"
-    )
+    name = re.escape(attention)
+    message = f"attn_implementation is '{name}'; expected 'sdpa' or 'eager'.*bias of the distance"
     with pytest.raises(ConfigError, match=message):
         tiny_model(attn_implementation=attention)
     with pytest.raises(ConfigError, match=message):
         tiny_model().set_attn_implementation(attention)
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "fitting", "other"),
-    [("ragged", "grouped_mm", "batched_mm"), ("static", "batched_mm", "grouped_mm")],
-)
-def test_transformers_names_of_expert_products_are_those_of_the_dispatch(dispatch, fitting, other):
-    for name in (fitting, "eager"):
-        model = tiny_model(dispatch=dispatch, experts_implementation=name)
-        model.set_experts_implementation(name)
-    with pytest.raises(
-        ConfigError,
-        match=f"experts_implementation is '{other}', but .* with '{dispatch}', by '{fitting}'",
-    ):
-        tiny_model(dispatch=dispatch, experts_implementation=other)
+@torch.no_grad()
+def test_transformers_names_of_expert_products_choose_the_dispatch(tmp_path):
+    model, batch = tiny_model(), tiny_batch()
+    expected = model(**batch).logits
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
+    before = model.get_experts_implementation()
+    for asked in ("batched_mm", {"": "batched_mm"}):
+        model.set_experts_implementation(asked)
+        assert model.config.dispatch == "static"
+        assert {layer.config.dispatch for layer in model.sparse_layers()} == {"static"}
+        torch.testing.assert_close(model(**batch).logits, expected, rtol=0, atol=1e-5)
+    model.set_experts_implementation("eager")
+    assert model.get_experts_implementation() == {"": "batched_mm"}
+    model.set_experts_implementation(before)
+    assert torch.equal(model(**batch).logits, expected)
+
+    # At the making of a model too; the configuration can then be used again.
+    model.save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(
+        tmp_path, experts_implementation="batched_mm"
+    )
+    assert loaded.config.dispatch == "static"
+    loaded.config.dispatch = "ragged"
+    again = STMoEForConditionalGeneration(loaded.config)
+    assert again.get_experts_implementation() == {"": "grouped_mm"}
+
+
+@pytest.mark.parametrize("name", ["batched_m", "deepgemm", "kernels-community/megablocks", 3])
+def test_other_names_of_expert_products_are_refused(name):
+    message = f"experts_implementation is {name!r}; expected 'grouped_mm'"
+    with pytest.raises(ConfigError, match=message):
+        tiny_model().set_experts_implementation(name)
+    if isinstance(name, str):
+        with pytest.raises(ConfigError, match=message):
+            tiny_model(experts_implementation=name)
 
 
 def test_bfloat16_parameters_run():

@@ -16,14 +16,13 @@ from moe import (
     ConfigError,
     MeshConfig,
     MoEError,
-    STMoEConfig,
     STMoEForConditionalGeneration,
     build_mesh,
     load_complete,
     load_model_on_mesh,
 )
 from moe.models.weight_checksums import forget_weight_sums
-from tests.models.tiny import DENSE, FIELDS, tiny_model
+from tests.models.tiny import tiny_model
 
 
 class RunsCode:
@@ -264,19 +263,3 @@ def test_a_config_that_could_not_be_loaded_again_is_not_saved(tmp_path):
     with pytest.raises(ConfigError, match="d_ff is 'wide'"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_experts_are_computed_as_dispatch_says():
-    for dispatch, name, other in (
-        ("ragged", "grouped_mm", "batched_mm"),
-        ("static", "batched_mm", "grouped_mm"),
-    ):
-        fields = {**FIELDS, "dispatch": dispatch}
-        for fitting in (name, "eager"):
-            STMoEForConditionalGeneration(STMoEConfig(**fields, experts_implementation=fitting))
-        message = f"experts_implementation is '{other}', but experts run as .* says: with '{dispatch}', by '{name}'"
-        with pytest.raises(ConfigError, match=message):
-            STMoEForConditionalGeneration(STMoEConfig(**fields, experts_implementation=other))
-    STMoEForConditionalGeneration(
-        STMoEConfig(**{**FIELDS, **DENSE}, experts_implementation="eager")
-    )

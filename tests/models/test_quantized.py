@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from moe import STMoEForConditionalGeneration
+from moe import CheckpointError, STMoEForConditionalGeneration
+from moe.models.pretrained import refuse_not_finite
 from moe.models.quantized import warn_of_plain_experts
+from moe.sparse.experts import Experts
+from tests.models.int8 import Int8Weight, PackedInt8Weight
 from tests.models.tiny import tiny_batch, tiny_model
 
 
@@ -22,7 +25,7 @@ def test_experts_that_a_quantiser_left_are_counted(recwarn):
     total = model.num_parameters()
     with pytest.warns(
         UserWarning,
-        match=f"experts as they were: {experts:,} of {total:,} parameters .{experts / total:.0%}",
+        match=f"experts as they were: {experts:,} of {total:,}.*parameters .{experts / total:.0%}",
     ):
         warn_of_plain_experts(model)
     for layer in model.sparse_layers():
@@ -35,6 +38,74 @@ def test_experts_that_a_quantiser_left_are_counted(recwarn):
     assert not recwarn
 
 
+def quantize_by_hand(model, kind, names):
+    """Puts int8 weights into a model as torchao.quantize_ does; `names` are the ends of names."""
+    for module in list(model.modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            is_expert = isinstance(module, Experts)
+            if name in names and (is_expert or isinstance(module, nn.Linear)):
+                narrow = nn.Parameter(kind.of(weight), requires_grad=False)
+                setattr(module, name, narrow)
+    return model
+
+
+@torch.no_grad()
+def test_a_model_whose_linear_modules_alone_were_quantised_by_hand_says_so(recwarn):
+    model = quantize_by_hand(tiny_model(), Int8Weight, {"weight"})
+    experts = 2 * 7 * (62 * 29 + 29 * 31)
+    message = f"experts as they were: {experts:,} of .*with filter_fn=None for quantize_"
+    with pytest.warns(UserWarning, match=message):
+        model(**tiny_batch())
+    recwarn.clear()
+    quantize_by_hand(model, Int8Weight, {"gate_up_proj", "down_proj"})(**tiny_batch())
+    tiny_model()(**tiny_batch())
+    assert not recwarn
+
+
+def test_scales_of_quantised_weights_are_checked_for_numbers_that_are_none():
+    model = quantize_by_hand(tiny_model(), Int8Weight, {"gate_up_proj"})
+    refuse_not_finite(model, "here")
+    stacked = model.sparse_layers()[1].experts.gate_up_proj
+    stacked.data.scale[3, 5] = torch.nan
+    with pytest.raises(
+        CheckpointError, match="gate_up_proj in here holds numbers that are not fin"
+    ):
+        refuse_not_finite(model, "here")
+
+
+@torch.no_grad()
+def test_an_expert_is_unpacked_alone_and_only_where_it_has_rows():
+    names = {"gate_up_proj", "down_proj"}
+    one_token = {"input_ids": torch.tensor([[5]]), "decoder_input_ids": torch.tensor([[0]])}
+    results = {}
+    for kind in (Int8Weight, PackedInt8Weight):
+        model = quantize_by_hand(tiny_model(), kind, names)
+        kind.unpacked = []
+        results[kind] = model(**one_token).logits
+    assert torch.equal(*results.values())
+
+    # One token has two experts in each of two layers, and each of those two products.
+    assert len(Int8Weight.unpacked) == 2 * 2 * 2
+    assert {len(shape) for shape in Int8Weight.unpacked} == {2}
+    assert PackedInt8Weight.unpacked == [(7, 62, 29), (7, 29, 31)] * 2
+
+
+def test_adapters_beside_quantised_experts_have_the_gradients_of_plain_ones():
+    gradients = []
+    for narrow in (True, False):
+        model = quantize_by_hand(tiny_model(), Int8Weight, {"gate_up_proj", "down_proj"})
+        for layer in model.sparse_layers():
+            for name, weight in list(layer.experts.named_parameters()):
+                if not narrow:
+                    plain = nn.Parameter(weight.data.dequantize(), requires_grad=False)
+                    setattr(layer.experts, name, plain)
+        projections = [p for p in model.parameters() if p.requires_grad]
+        loss = model(**tiny_batch()).loss
+        gradients.append(torch.autograd.grad(loss, projections))
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torchao about itself
 @pytest.mark.parametrize(("experts", "share"), [(False, 0.32), (True, 0.93)])
 def test_a_quantised_model_saves_and_loads_the_same(tmp_path, experts, share):
@@ -58,3 +129,22 @@ def test_a_quantised_model_saves_and_loads_the_same(tmp_path, experts, share):
         wide, a, b = (each(**tiny_batch()).logits for each in (model, quantised, loaded))
     assert torch.equal(a, b)
     assert (a - wide).abs().mean() < 0.03 * wide.abs().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torchao about itself
+@torch.no_grad()
+def test_quantize_of_torchao_itself_reaches_experts_by_name_and_says_when_it_does_not():
+    quantization = pytest.importorskip("torchao.quantization")
+    int8 = quantization.Int8WeightOnlyConfig()
+    model = tiny_model(d_model=32, d_ff=64, eval_capacity_factor=None)
+    wide = model(**tiny_batch()).logits
+    quantization.quantize_(model, int8)
+    with pytest.warns(UserWarning, match="left the stacked experts as they were"):
+        model(**tiny_batch())
+    named = quantization.FqnToConfig({r"re:.*\.experts\..*_proj": int8})
+    quantization.quantize_(model, named, filter_fn=None)
+    for layer in model.sparse_layers():
+        assert all(hasattr(weight, "qdata") for weight in layer.experts.parameters())
+    narrow = model(**tiny_batch()).logits
+    assert (narrow - wide).abs().mean() < 0.03 * wide.abs().mean()

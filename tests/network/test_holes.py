@@ -60,7 +60,7 @@ def test_survivors_of_every_aligned_hole_sum_exactly(
     "dead",
     [
         block((8, 8), (2, 2), (2, 2)) + block((8, 8), (2, 6), (2, 2)),
-        block((8, 8), (0, 0), (2, 2)) + block((8, 8), (4, 4), (2, 4)),
+        block((8, 8), (0, 0), (2, 2)) + block((8, 8), (4, 4), (2, 2)),
         block((8, 8), (2, 2), (4, 2)) + block((8, 8), (2, 6), (2, 2)),
     ],
 )
@@ -81,14 +81,20 @@ def test_few_units_are_summed_around_a_hole(name: str, num_units: int) -> None:
     verify(ALL_REDUCE.get(name).build(network, num_units))
 
 
-@pytest.mark.parametrize("corner", [(0, 0), (0, 4), (2, 2), (6, 6), (4, 0)])
-@pytest.mark.parametrize("hole", [(2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("corner", "hole"),
+    [
+        ((0, 0), (2, 2)),
+        ((0, 4), (2, 4)),
+        ((2, 2), (4, 4)),
+        ((4, 0), (2, 12)),
+        ((10, 8), (2, 4)),
+    ],
+)
 def test_a_band_is_a_ring_of_neighbours(corner: tuple[int, int], hole: tuple[int, int]) -> None:
     shape = (12, 12)
     network = mesh(*shape).without(block(shape, corner, hole))
     ranks = np.arange(144).reshape(shape)
-    if hole == (4, 4) and corner[0] in (0, 10):
-        pytest.skip("a hole of four rows at the edge has a whole pair on one side only")
     bands = find_bands(ranks, network.dead)
 
     assert sorted(np.concatenate([band.ring for band in bands])) == network.live_ranks.tolist()

@@ -39,7 +39,7 @@ def test_a_grid_of_odd_axes_has_a_ring_where_one_wraps(shape: tuple[int, ...]) -
     [
         [0, 1, 8, 9],
         [18, 19, 26, 27, 44, 45, 36, 37],
-        [2, 3, 10, 11, 16, 17, 24, 25, 52, 53, 60, 61],
+        [2, 3, 10, 11, 32, 33, 40, 41, 52, 53, 60, 61],
     ],
 )
 def test_a_ring_goes_around_any_blocks_that_do_not_divide_the_grid(dead: list[int]) -> None:
@@ -66,7 +66,7 @@ def test_a_grid_without_a_known_ring_is_refused_with_the_reason() -> None:
         neighbour_ring(mesh(3, 4).without([0, 1, 4, 5]))
     with pytest.raises(ConfigError, match="expected two axes"):
         neighbour_ring(mesh(2, 2, 2).without([0, 1]))
-    with pytest.raises(ConfigError, match=r"the link from rank 0 to rank 1 .* is .dead."):
+    with pytest.raises(ConfigError, match=r"the link from rank 0 to rank 1 is .dead."):
         neighbour_ring(mesh(4, 4).without(links=[(0, 1)]))
 
 

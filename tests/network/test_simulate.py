@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.errors import ConfigError
+from moe.network.link_slots import NUM_GAPS
 from moe.network.rings import ring_all_reduce, ring_reduce_scatter
 from moe.network.schedule import Schedule, Transfers, beside, intervals, transfers
 from moe.network.simulate import lower_bound, simulate
@@ -203,6 +204,49 @@ def test_whoever_is_ready_first_has_the_link() -> None:
     simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
 
     assert simulation.start.tolist() == [0.0, 4.0 + LATENCY, 0.0]
+
+
+def test_a_link_that_waits_for_a_late_message_serves_others_meanwhile() -> None:
+    # Row 1 of step 1 comes over link 1 > 2 after 4 s; rows of step 2 have their data already, and
+    # one of them fits into the time before, the other one does not.
+    table = copies((0, 0, 1, 0, 4), (1, 1, 2, 0, 4), (2, 1, 2, 4, 7), (2, 1, 2, 7, 9))
+    simulation = simulate(schedule_of(5, 9, table), network(5), 72.0)
+
+    late = 4.0 + LATENCY
+    assert simulation.start.tolist() == [0.0, late, 0.0, late + 4.0]
+    assert simulation.critical_path.tolist() == [0, 1, 3]
+    assert simulation.path.waiting == 4.0
+
+
+def test_a_link_forgets_the_oldest_of_many_gaps() -> None:
+    # Link 1 > 2 is busy for half of the time, as what it carries comes over a link of half its
+    # speed: a gap before every message. Then short messages of a last step fill the gaps.
+    num_messages = NUM_GAPS + 3
+    line = network(3, wraps=False)
+    is_first = line.links.source == 0
+    links = line.links._replace(
+        bandwidth=np.where(is_first, BANDWIDTH / 2, BANDWIDTH),
+        latency=np.zeros(len(is_first)),
+    )
+    unit = np.arange(num_messages)
+    table = transfers(
+        step=np.concatenate([unit, unit + 1, np.full(num_messages, 2 * num_messages)]),
+        source=np.repeat([0, 1, 1], num_messages),
+        destination=np.repeat([1, 2, 2], num_messages),
+        low=np.concatenate([unit, unit, unit + num_messages]),
+        high=np.concatenate([unit, unit, unit + num_messages]) + 1,
+        adds=False,
+    )
+    schedule = schedule_of(3, 2 * num_messages, table)
+    topology = dataclasses.replace(line, links=links)
+
+    simulation = simulate(schedule, topology, 2 * num_messages * BANDWIDTH)
+
+    # Gap i is from 2 i + 1 to 2 i + 2, but for the first one, from 0 to 2; three are forgotten.
+    filled = simulation.start[-num_messages:]
+    end = 2.0 * num_messages + 1.0
+    expected = [2.0 * index + 1.0 for index in range(3, num_messages)]
+    assert filled.tolist() == [*expected, end, end + 1.0, end + 2.0]
 
 
 def test_a_message_over_several_links_takes_their_latencies_and_the_slowest_one() -> None:

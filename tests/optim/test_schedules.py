@@ -3,7 +3,16 @@
 import pytest
 
 from moe import ConfigError
-from moe.optim.schedules import constant, rsqrt, with_cooldown
+from moe.optim.schedules import (
+    SCHEDULES,
+    constant,
+    exponential,
+    linear,
+    polynomial,
+    rsqrt,
+    with_cooldown,
+)
+from moe.training.recipe import OptimRecipe
 
 
 def test_rsqrt_is_constant_in_warm_up_and_falls_like_one_over_root():
@@ -28,3 +37,188 @@ def test_cooldown_ends_just_above_zero():
 def test_a_cooldown_longer_than_the_run_is_refused():
     with pytest.raises(ConfigError, match="cooldown_steps is 11; expected 0 to the 10 steps"):
         with_cooldown(constant(lr=1.0, warmup_steps=0), total_steps=10, cooldown_steps=11)
+
+
+# ---- the schedules of large batches ----
+
+# Rates at ten steps, from the formulas of the submissions' own code, worked out apart from this library
+# (mlcommons/training_results_v0.7, tensorflow/tpu).
+
+RESNET_JAX = {
+    # resnet/train.py: 79 steps are 4 epochs of 1.29 M images, 33 of 92 epochs are the warm-up.
+    # step <= 651.75: 23.080977304670448 step / 651.75
+    # then: 1e-4 + 23.080877304670448 (1 - (step - 651.75) / 1166.25)^2
+    0: 0.0,
+    1: 0.035413850870227,
+    79: 2.797694218747933,
+    316: 11.190776874991732,
+    651: 23.054416916517777,
+    652: 23.071083026655437,
+    948: 12.844313149642602,
+    1185: 6.799591244176436,
+    1501: 1.7053478995830829,
+    1816: 0.0001678779925995127,
+}
+BERT_TF = {
+    # bert/optimization.py: warm-up from step -76 over 287 steps to 0.00288293; then
+    # 0.00288293 (1 - step / 560), which has been falling since step 0; the run stops at 496.
+    0: 0.0007634239721254356,
+    1: 0.0007734690243902439,
+    50: 0.0012656765853658537,
+    100: 0.0017679291986062717,
+    150: 0.00227018181184669,
+    210: 0.0028728849477351916,
+    211: 0.0017966831607142857,
+    300: 0.0013385032142857144,
+    400: 0.0008236942857142857,
+    495: 0.00033462580357142865,
+}
+TRANSFORMER_JAX = {
+    # transformer/train.py: 3.309 min(1, step / 664) / sqrt(max(step, 664)) / sqrt(1024)
+    0: 0.0,
+    1: 6.043585489369013e-06,
+    10: 6.043585489369012e-05,
+    166: 0.001003235191235256,
+    332: 0.002006470382470512,
+    664: 0.004012940764941024,
+    665: 0.0040099223810878964,
+    1328: 0.0028375776273897296,
+    2000: 0.0023122340429833762,
+    2656: 0.002006470382470512,
+}
+
+
+def test_the_rates_of_resnet_on_a_multipod_are_reproduced():
+    batch_size, epoch = 65_536, 79 * 65_536 // 4
+    optim = OptimRecipe(
+        schedule="polynomial",
+        lr=23.080977304670448,
+        warmup_epochs=33,
+        epoch_examples=epoch,
+        schedule_options={"end_lr": 1e-4, "decay_steps": 1166.25, "warmup_start": 0},
+    )
+    rate = optim.schedule_for(batch_size, 1817)
+    assert {step: rate(step) for step in RESNET_JAX} == pytest.approx(RESNET_JAX, rel=1e-9)
+
+
+def test_the_rates_of_bert_on_a_multipod_are_reproduced():
+    rate = linear(
+        lr=0.00288293,
+        warmup_steps=287,
+        total_steps=496,
+        decay_steps=560,
+        decay_start="first_step",
+        warmup_start=-76,
+    )
+    assert {step: rate(step) for step in BERT_TF} == pytest.approx(BERT_TF, rel=1e-9)
+
+
+def test_the_rates_of_the_transformer_on_a_multipod_are_reproduced():
+    rate = rsqrt(lr=3.309 / 1024**0.5, warmup_steps=664, warmup="linear", warmup_start=0)
+    assert {step: rate(step) for step in TRANSFORMER_JAX} == pytest.approx(
+        TRANSFORMER_JAX, rel=1e-9
+    )
+
+
+def test_the_staircase_of_efficientnet_is_reproduced():
+    """efficientnet/utils.py: 0.016 per 256 images, 0.97 every 2.4 epochs of 1,281,167 images, and 5
+    epochs of warm-up in whole steps.
+    """
+    optim = OptimRecipe(
+        schedule="exponential",
+        lr=0.016,
+        lr_scaling="linear",
+        base_batch_size=256,
+        warmup_steps=int(5 * 1_281_167 / 4096),
+        epoch_examples=1_281_167,
+        schedule_options={"decay_epochs": 2.4, "warmup_start": 0},
+    )
+    rate = optim.schedule_for(4096, 109_500)
+
+    # 312.785 steps are an epoch: a stair is 750.684 steps long, the warm-up 1563.
+    falls = {1563: 2, 2252: 2, 2253: 3, 7506: 9, 7507: 10, 75_068: 99, 75_069: 100}
+    expected = {step: 0.256 * 0.97**count for step, count in falls.items()}
+    expected |= {0: 0.0, 1: 0.256 / 1563, 1562: 0.256 * 1562 / 1563}
+    assert {step: rate(step) for step in expected} == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_polynomial_ends_one_step_above_its_end_unless_told_otherwise():
+    rate = polynomial(lr=1.0, warmup_steps=4, total_steps=13, power=2)
+    assert [rate(step) for step in (0, 1, 3)] == [0.25, 0.5, 1.0]
+    assert rate(12) == pytest.approx((1 / 10) ** 2)
+    assert [rate(step) for step in (13, 99)] == [0.0, 0.0]
+    assert polynomial(lr=1.0, warmup_steps=0, total_steps=4, power=1)(0) == 1.0
+
+
+def test_a_smooth_exponential_halves_between_the_stairs():
+    settings = {"lr": 1.0, "warmup_steps": 0, "decay_steps": 8, "decay_rate": 0.25}
+    stairs, smooth = (exponential(**settings, staircase=flag) for flag in (True, False))
+    assert [stairs(step) for step in (0, 7, 8, 16)] == [1.0, 1.0, 0.25, 0.0625]
+    assert [smooth(step) for step in (0, 4, 8)] == [1.0, 0.5, 0.25]
+    later = exponential(**{**settings, "warmup_steps": 3}, decay_start="warmup_end")
+    assert [later(step) for step in (2, 9, 10)] == [1.0, 1.0, 0.25]
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 16), ("sqrt", 4), (None, 1)])
+def test_the_rate_grows_with_the_batch(scaling, factor):
+    base = None if scaling is None else 48
+    optim = OptimRecipe(
+        schedule="constant", lr=0.01, warmup_steps=0, lr_scaling=scaling, base_batch_size=base
+    )
+    assert optim.schedule_for(768, 10)(5) == pytest.approx(0.01 * factor)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.names())
+def test_every_schedule_is_finite_and_at_most_its_highest_rate(schedule):
+    options = {"decay_steps": 7} if schedule == "exponential" else {}
+    for warmup_steps in (0, 1, 7, 100):
+        optim = OptimRecipe(
+            schedule=schedule, lr=3.0, warmup_steps=warmup_steps, schedule_options=options
+        )
+        rate = optim.schedule_for(5, 40)
+        assert all(0 <= rate(step) <= 3.0 for step in range(100))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "linear", "schedule_options": {"power": 2}}, "linear has no option 'power'"),
+        ({"schedule": "exponential"}, "exponential needs the option decay_steps"),
+        (
+            {"schedule": "polynomial", "schedule_options": {"power": 0}},
+            "schedule_options: power is 0; expected a finite number above 0",
+        ),
+        (
+            {"schedule": "polynomial", "lr": 0.1, "schedule_options": {"end_lr": 0.2}},
+            "end_lr is 0.2; expected a finite number from 0 to 0.1",
+        ),
+        (
+            {"schedule": "linear", "schedule_options": {"warmup_start": 1}},
+            r"warmup_start is 1; expected an integer of at most 0",
+        ),
+        (
+            {"schedule": "linear", "schedule_options": {"decay_start": "end"}},
+            "decay_start is 'end'; expected one of warmup_end, first_step",
+        ),
+        ({"warmup_epochs": 2}, "warmup_epochs is in epochs, but optim.epoch_examples is null"),
+        ({"epoch_examples": 100}, "epoch_examples is 100; expected null, since nothing is in"),
+        (
+            {
+                "schedule": "linear",
+                "epoch_examples": 9,
+                "schedule_options": {"decay_steps": 3, "decay_epochs": 3},
+            },
+            "decay_steps and decay_epochs, which are one length",
+        ),
+        ({"lr_scaling": "cubic"}, "lr_scaling is 'cubic'; expected linear, sqrt, or null"),
+        ({"lr_scaling": "linear"}, "base_batch_size is None; expected a batch size"),
+        ({"base_batch_size": 8}, "base_batch_size is 8; expected null, since optim.lr_scaling"),
+        (
+            {"lr": 1e6, "lr_scaling": "linear", "base_batch_size": 1},
+            "optim.lr, by lr_scaling linear .* is 5000000.0; expected",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimRecipe(**settings).schedule_for(5, 40)

@@ -48,6 +48,7 @@ class Case:
     checkpointed: bool = False
     bfloat16: bool = False
     optimizer: str = "adafactor"
+    options: dict = field(default_factory=dict)
 
 
 STATIC = {"dispatch": "static"}
@@ -81,6 +82,9 @@ EXACT = {
     "ep in two nodes, static": Case((1, 1, 4, 1, 2), STATIC),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "balance over all ranks": Case((1, 2, 2, 1), {**STATIC, "balance_scope": "global"}, micro=2),
+    "balance over the ranks of a replica": Case(
+        (2, 1, 2, 1), {**STATIC, "balance_scope": "ranks"}, micro=2
+    ),
     "ep, static, groups of one sequence": Case(
         (1, 1, 4, 1),
         {**STATIC, "group_size": 64, "capacity_scope": "sequence", "expert_capacity": 3},
@@ -90,6 +94,10 @@ EXACT = {
         (1, 1, 1, 4), {"feed_forward_proj": "relu", "tie_word_embeddings": True, **STATIC}
     ),
     "dp_shard, AdamW": Case((1, 4, 1, 1), STATIC, optimizer="adamw"),
+    "dp_shard x ep, LAMB": Case((1, 2, 2, 1), STATIC, optimizer="lamb"),
+    "ep x tp, LARS of all": Case(
+        (1, 1, 2, 2), STATIC, optimizer="lars", options={"skip": ["biases"]}
+    ),
 }
 DROPPING = {
     "dp_shard x ep": Case((1, 2, 2, 1)),
@@ -141,6 +149,7 @@ def prepare(case):
         precision=precision,
         activation_checkpointing=case.checkpointed,
         optimizer=case.optimizer,
+        optimizer_options=case.options,
     )
     return model, recipe, workload
 
@@ -153,7 +162,7 @@ def count_run(case):
     mesh = build_mesh(MeshConfig(*case.mesh), "cpu")
     shard_model(model, mesh, bfloat16=case.bfloat16)
     optimizer = OPTIMIZERS.get(case.optimizer).build(
-        parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0
+        parameter_groups(model), clipping_threshold=1.0, weight_decay=0.0, **case.options
     )
     here = {name: value[mesh.rows(ROWS)] for name, value in batch().items()}
     grads = []

@@ -1,18 +1,20 @@
-"""Ctrl-C stops between two steps, never inside one: whatever is being written is written to its
-end.
-"""
+"""Ctrl-C and SIGTERM stop between two steps, never inside one, and lose no step that is done."""
 
 import json
 import os
 import signal
+import sys
 
 import pytest
 
+from moe.checkpoint.integrity import first_damage
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import train_tokenizer
 from moe.distributed.mesh import MeshConfig
+from moe.errors import Interrupted
 from moe.models.parallelize import model_layouts
 from moe.training.build import BuiltModel
+from moe.training.interruption import SIGNALS, stop_requests
 from moe.training.loop import Run, train
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from tests.models.tiny import tiny_model
@@ -20,22 +22,23 @@ from tests.training.tiny_run import write_texts
 
 
 class Interrupting:
-    """A source that presses Ctrl-C while it makes the batch of a step."""
+    """A source that gets signals while it makes the batch of a step."""
 
     batch_size, fingerprint = 4, "x"
 
-    def __init__(self, source, step, times):
-        self.source, self.step, self.times = source, step, times
+    def __init__(self, source, step, numbers):
+        self.source, self.step, self.numbers = source, step, numbers
 
     def batch(self, step, rows):
         if step == self.step:
-            for _ in range(self.times):
-                os.kill(os.getpid(), signal.SIGINT)
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
         return self.source.batch(step, rows)
 
 
-@pytest.mark.parametrize(("times", "last"), [(1, 3), (2, 2)])
-def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(tmp_path, times, last):
+@pytest.fixture
+def interrupted(tmp_path):
+    """Trains a run that gets signals in its third step, and returns its folder and how it ended."""
     texts = [file.read_text() for file in sorted(write_texts(tmp_path / "texts").iterdir())]
     tokenizer = train_tokenizer(texts, 230, tmp_path / "tokenizer")
     pairs = [(text[:20], text[20:30]) for text in texts]
@@ -44,13 +47,61 @@ def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(tmp_path
         optim=OptimRecipe(schedule="constant", lr=0.01, warmup_steps=0),
         training=TrainingRecipe(steps=9, batch_size=4, log_every=1, checkpoint_every=2),
     )
-    model = tiny_model(vocab_size=230)
-    built = BuiltModel(model, model_layouts(model, model.config, MeshConfig()), None)
-    run = Run(tmp_path / "run", recipe, built, tokenizer, Interrupting(source, 2, times), None)
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        train(run)
-    assert signal.getsignal(signal.SIGINT) is handler
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["step"] == last
-    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_00000002"]
+
+    def train_and_send(*numbers):
+        model = tiny_model(vocab_size=230)
+        built = BuiltModel(model, model_layouts(model, model.config, MeshConfig()), None)
+        sending = Interrupting(source, 2, numbers)
+        run = Run(tmp_path / "run", recipe, built, tokenizer, sending, None)
+        with pytest.raises(KeyboardInterrupt) as ended:
+            train(run)
+        return run.folder, ended.value
+
+    return train_and_send
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def last_logged_step(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads(lines[-1])["step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(interrupted, number, capfd):
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+
+    folder, ended = interrupted(number)
+
+    assert isinstance(ended, Interrupted)
+    assert ended.exit_code == 128 + number
+    assert str(ended).startswith("Stopped after step 3; ")
+    assert "ends after this step, with a checkpoint" in capfd.readouterr().err
+    assert last_logged_step(folder) == 3
+    assert checkpoints(folder) == ["step_00000002", "step_00000003"]
+    assert first_damage(folder / "checkpoints" / "step_00000003") is None
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+
+
+def test_a_second_ctrl_c_at_a_prompt_stops_in_the_middle_of_a_step(interrupted, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
+    folder, ended = interrupted(signal.SIGINT, signal.SIGINT)
+
+    assert not isinstance(ended, Interrupted)
+    assert last_logged_step(folder) == 2
+    assert checkpoints(folder) == ["step_00000002"]
+
+
+def test_what_the_starter_ignores_stays_ignored():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_requests() as stop_requested:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop_requested() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop_requested() == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -167,6 +167,7 @@ def lines(out):
     for text in (out / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
         line.pop("train/tokens_per_second", None)
+        line.pop("train/data_wait_seconds", None)
         is_probe = any(name.startswith("probe/") for name in line)
         (probes if is_probe else training).append(line)
     return training, probes

@@ -356,9 +356,55 @@ def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on
     assert recipe.model["decoder_router_options"] == {"second_expert_policy": "all"}
 
 
+def test_options_of_an_optimizer_and_a_schedule_read_back_as_they_were_written(tmp_path):
+    file, again = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    file.write_text(
+        "optim:\n  optimizer: lars\n  optimizer_options: {momentum: unscaled, epsilon: 1e-6}\n"
+        "  schedule: linear\n  schedule_options: {decay_epochs: 2}\n"
+        "  warmup_epochs: 1\n  epoch_examples: 1280\n"
+    )
+    recipe = parse("--config", file, "--optim.optimizer_options.skip", "[norms]")
+    assert recipe.optim.optimizer_options == {
+        "momentum": "unscaled",
+        "epsilon": 1e-6,
+        "skip": ["norms"],
+    }
+    save_recipe(recipe, again)
+    assert parse("--config", again) == recipe
+
+    # 128 sequences an update: an epoch of 10 updates that rise and 20 that fall.
+    rate = recipe.build_schedule()
+    assert [rate(step) for step in (4, 9, 19, 29)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "optim:\n  trust_coefficient: 1\n",
+            "Did you mean 'optim.optimizer_options.trust_coefficient'",
+        ),
+        (
+            "optim:\n  optimizer_options: {beta1: 0.5}\n",
+            "optim.optimizer_options: adafactor has no option 'beta1'. Known: none.",
+        ),
+        (
+            "optim:\n  optimizer: lamb\n  optimizer_options: {beta_1: 0.5}\n",
+            "lamb has no option 'beta_1'. Did you mean 'beta1'?",
+        ),
+        (
+            "optim:\n  optimizer: lars\n  optimizer_options: {momentum: 0.9}\n",
+            "optim.optimizer_options.momentum is 0.9; expected one of scaled, unscaled.",
+        ),
+        (
+            "optim:\n  optimizer: adamw\n  optimizer_options: {beta2: 1.5}\n",
+            "optim.optimizer_options: beta2 of adamw is 1.5; expected a finite number",
+        ),
+        ("optim:\n  weight_decay: 0.1\n", "but adafactor has none. Set it to 0"),
+        (
+            "optim:\n  optimizer: lamb\n  clipping_threshold: 0.5\n",
+            "optim.clipping_threshold is 0.5, but lamb has none",
+        ),
         (
             "optim:\n  lrr: 1\n",
             "no setting 'optim.lrr' in a PretrainRecipe. Did you mean 'optim.lr'",

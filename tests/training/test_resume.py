@@ -101,6 +101,55 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
         assert (out / "model" / file).read_bytes() == (unstopped / "model" / file).read_bytes()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_end_loses_no_step(inputs, unstopped, tmp_path, number):
+    out = tmp_path / "run"
+    seldom = ("--training.checkpoint_every", "1000")
+    ended = stop_when(lambda: last_step(out) >= 3, number, inputs, out, *seldom)
+    assert ended.returncode == 128 + number, ended.stderr
+    assert "Stopped after step" in ended.stderr
+    assert "with --resume goes on" in ended.stderr
+    assert [folder.name for folder in checkpoint_folders(out / "checkpoints")] == [
+        f"step_{last_step(out):08}"
+    ]
+
+    done = call(inputs, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(unstopped)
+
+
+def test_batches_made_ahead_change_no_number_of_a_run_that_is_stopped_and_goes_on_without(
+    inputs, unstopped, tmp_path
+):
+    out = tmp_path / "run"
+    workers = ("--data.workers", "1")
+    ended = stop_when(lambda: last_step(out) >= 3, signal.SIGTERM, inputs, out, *workers)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+
+    done = call(inputs, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(unstopped)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["train/data_wait_seconds"] > 0 for line in lines if "train/loss" in line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_at_once_and_leaves_a_folder_that_goes_on(
+    inputs, unstopped, tmp_path, number
+):
+    out = tmp_path / "run"
+    run = Command("scripts.pretrain", arguments(inputs, out))
+    run.wait_for(lambda: last_step(out) >= 3)
+    run.send_signal(number)
+    run.send_signal(number)
+    ended = run.finish()
+    assert ended.returncode in (-number, 128 + number)  # both may arrive as one
+
+    done = call(inputs, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(out) == losses(unstopped)
+
+
 def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
     inputs, unstopped, tmp_path, capsys
 ):

@@ -49,7 +49,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(changes, micro):
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     for a, b in zip(parts, whole, strict=True):
-        assert step_values(a, 1.0) == pytest.approx(step_values(b, 1.0), abs=1e-12)
+        assert step_values(a, 1.0, 0.5) == pytest.approx(step_values(b, 1.0, 0.5), abs=1e-12)
 
 
 def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
@@ -148,10 +148,10 @@ def test_metrics_have_the_public_names():
         "max_over_mean",
         "dead_experts",
     )
-    train = ("loss", "ce_loss", "grad_norm", "lr", "tokens_per_second")
+    train = ("loss", "ce_loss", "grad_norm", "lr", "tokens_per_second", "data_wait_seconds")
     expected = {f"train/{name}" for name in train}
     expected |= {f"router/{stack}/{name}" for stack in ("encoder", "decoder") for name in router}
-    assert set(step_values(metrics, 7.0)) == expected
+    assert set(step_values(metrics, 7.0, 0.5)) == expected
     assert int(metrics.tokens) == int(
         tiny_batch()["attention_mask"].sum() + (tiny_batch()["labels"] != -100).sum()
     )

@@ -57,8 +57,13 @@ def losses(out):
 def kill_a_rank(torchrun, checkpoint):
     """Kills one rank when a checkpoint is there; torchrun itself lives on."""
     wait_for(checkpoint, torchrun)
+    os.kill(ranks_of(torchrun)[-1], signal.SIGKILL)
+
+
+def ranks_of(torchrun):
+    """Returns the numbers of the processes that torchrun has started."""
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    return [int(child) for child in children]
 
 
 @pytest.mark.slow
@@ -75,6 +80,25 @@ def test_a_run_whose_rank_is_killed_starts_again_by_itself_and_ends_like_one_lef
     assert code == 0, text
     assert losses(disturbed) == losses(alone)
     assert [step for step, _ in losses(alone)] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.slow
+def test_ranks_of_which_one_is_asked_to_end_end_after_the_same_step(inputs, tmp_path):
+    out = tmp_path / "run"
+    seldom = ["--training.checkpoint_every", "1000"]
+    process = start(inputs, out, *MESH, *seldom)
+    process.wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses(out)) >= 3)
+    os.kill(ranks_of(process)[-1], signal.SIGTERM)
+    text, code = finish(process)
+    assert code != 0
+    assert "Stopped after step" in text
+
+    alone = tmp_path / "alone"
+    text, code = finish(start(inputs, alone, *MESH))
+    assert code == 0, text
+    text, code = finish(start(inputs, out, *MESH, "--resume"))
+    assert code == 0, text
+    assert losses(out) == losses(alone)
 
 
 def wait_for(path, process):

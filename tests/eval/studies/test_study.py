@@ -55,6 +55,20 @@ def test_a_sweep_gives_every_arm_each_value(tmp_path: Path) -> None:
     assert {run.recipe.optim.lr for run in runs if run.value == 0.3} == {0.3}
 
 
+def test_a_relative_sweep_multiplies_what_each_arm_has(tmp_path: Path) -> None:
+    arms = {"with": {"optim.lr": 0.5}, "without": {"optim.lr": 0.01}}
+    sweep = {"setting": "optim.lr", "values": [0.5, 3], "relative": True}
+    measure = {"metric": "heldout/loss", "over_sweep": "best"}
+    content = study(tmp_path, arms=arms, sweep=sweep, measure=measure)
+
+    runs = study_runs(content, tmp_path / "out")[:4]
+    rates = [(run.arm, run.value, run.recipe.optim.lr) for run in runs]
+    expected = [("with", 0.5, 0.25), ("without", 0.5, 0.005), ("with", 3, 1.5)]
+    assert rates[:3] == expected
+    assert rates[3][2] == pytest.approx(0.03)
+    assert len({run.folder for run in runs}) == 4
+
+
 def test_settings_of_the_arm_the_sweep_and_the_command_line_win_in_that_order(
     tmp_path: Path,
 ) -> None:
@@ -100,6 +114,22 @@ def test_a_study_that_makes_no_sense_is_refused(
     with pytest.raises(ConfigError, match=message) as error:
         study(tmp_path, **changes)
     assert "study.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "arms", "message"),
+    [
+        ([0.5], {"with": {"optim.lr": 1}, "without": {}}, "optim.lr is None; expected a number in"),
+        (["half"], {"with": {"optim.lr": 1}, "without": {"optim.lr": 1}}, "'half'; expected fac"),
+    ],
+)
+def test_a_relative_sweep_of_no_number_is_refused(
+    tmp_path: Path, values: list[object], arms: dict[str, object], message: str
+) -> None:
+    sweep = {"setting": "optim.lr", "values": values, "relative": True}
+    measure = {"metric": "heldout/loss", "over_sweep": "best"}
+    with pytest.raises(ConfigError, match=message):
+        study(tmp_path, arms=arms, sweep=sweep, measure=measure)
 
 
 def test_an_unknown_setting_is_refused_before_any_run_begins(tmp_path: Path) -> None:

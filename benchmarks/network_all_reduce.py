@@ -1,0 +1,488 @@
+"""All-reduces on the networks of the papers: their laws, their published times, and failed chips.
+
+Payloads are those of ResNet-50 in float32 and of BERT-large in bfloat16. The rate of a link of a TPU
+v3 is published as 70, 82 and 100 GB/s; it is a parameter here, and named in each report.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from benchmarks.network_rows import (
+    CLOSED_FORM,
+    PRIMARY,
+    PROTOTYPE,
+    RECOLLECTION,
+    REPORTS,
+    VENDOR,
+    Claim,
+    Row,
+    published,
+)
+from moe.network.grids import (
+    factorisations,
+    multi_ring_all_reduce,
+    row_pair_all_reduce,
+    torus_all_reduce,
+)
+from moe.network.ring_orders import neighbour_ring, snake
+from moe.network.rings import (
+    ring_all_reduce,
+    two_way_ring_all_reduce,
+)
+from moe.network.row_pair_clients import (
+    pair_rows_around_holes,
+    row_pair_client_all_reduce,
+)
+from moe.network.schedule import IntArray, Schedule
+from moe.network.simulate import Simulation, simulate
+from moe.network.topology import Links, Topology, grid
+
+RESNET_BYTES = 25.6e6 * 4
+BERT_BYTES = 334e6 * 2
+
+LINK_RATE = 70e9
+"""Bytes a second of a link of a TPU v3 in one direction: the lowest of the published rates."""
+
+UNITS_PER_CHIP = 64
+"""So fine that no chunk of any schedule here is larger than another by more than 2 %."""
+
+CORES_PER_CHIP = 2
+
+
+def chips(
+    shape: tuple[int, int],
+    *,
+    wraps: bool | tuple[bool, bool],
+    latency: float,
+) -> Topology:
+    """Returns a grid of TPU v3 chips."""
+    return grid(shape, wraps=wraps, bandwidth=LINK_RATE, latency=latency)
+
+
+def torus_schedule(shape: tuple[int, ...]) -> Schedule:
+    """Returns the 2-D sum, both ways around each ring, the last axis first."""
+    ranks = np.arange(np.prod(shape)).reshape(shape)
+    return torus_all_reduce(ranks, ranks.size * UNITS_PER_CHIP)
+
+
+def torus_shape(num_chips: int) -> tuple[int, int]:
+    """Returns the squarest grid of a power of two."""
+    # Half of the bits for the rows, the rest for the columns.
+    num_rows = 2 ** (num_chips.bit_length() // 2 - (num_chips.bit_length() % 2 == 0))
+    num_rows = min(num_rows, num_chips // num_rows)
+    return num_rows, num_chips // num_rows
+
+
+@REPORTS.register("scaling")
+def scaling_rows() -> list[Row]:
+    """Returns R1 and R2: ResNet-50 from 16 to 1,024 chips, on a model of two fitted numbers.
+
+    A step takes a time for every image of a core, a constant, and the all-reduce, which is not
+    fitted. The two constants make 16 and 1,024 chips exact.
+    """
+    # What is logged, and what we say of the network alone.
+    runs = published("resnet_v0.6")
+    images = np.array([run["batch"] / run["chips"] / CORES_PER_CHIP for run in runs])
+    logged = np.array([run["block"] / run["steps"] for run in runs])
+    sums = np.array([_torus_seconds(run["chips"]) for run in runs])
+
+    # Solve for the two constants at both ends.
+    ends = [0, -1]
+    design = np.stack([images[ends], np.ones(2)], axis=1)
+    per_image, constant = np.linalg.solve(design, (logged - sums)[ends])
+    steps = per_image * images + constant + sums
+
+    rows = []
+    for run, step in zip(runs, steps, strict=True):
+        what = f"ResNet-50, {run['chips']} chips: block of {run['steps']} steps"
+        claim = Claim("R1", what, "s", PRIMARY)
+        rows.append(claim.close(float(step) * run["steps"], run["block"], 0.12))
+
+    # From the last but one run to the last one.
+    speedup = Claim(
+        "R2",
+        "ResNet-50: speed-up from 512 to 1,024 chips",
+        "x",
+        PRIMARY,
+    )
+    ours = float(steps[-2] / steps[-1])
+    rows.append(speedup.close(ours, runs[-2]["block"] / runs[-1]["block"], 0.1))
+    return rows
+
+
+def _torus_seconds(num_chips: int) -> float:
+    """Returns the all-reduce of ResNet-50's gradients on a torus of so many chips."""
+    shape = torus_shape(num_chips)
+    topology = chips(shape, wraps=True, latency=2e-6)
+    return simulate(torus_schedule(shape), topology, RESNET_BYTES).seconds
+
+
+@REPORTS.register("multipod")
+def multipod_rows() -> list[Row]:
+    """Returns R3, R4 and R7: 4,096 chips, of which Y (32) wraps and X (128) does not."""
+    shape = (128, 32)
+    schedule = torus_schedule(shape)
+    topology = chips(shape, wraps=(False, True), latency=2e-6)
+    resnet = simulate(schedule, topology, RESNET_BYTES)
+    bert = simulate(schedule, topology, BERT_BYTES)
+
+    # Logged steps, and remembered shares of them.
+    resnet_run, _, bert_run = published("multipod_v0.7")
+    shares = published("all_reduce_share")
+    rows = []
+    for name, run, simulation in (
+        ("ResNet-50", resnet_run, resnet),
+        ("BERT", bert_run, bert),
+    ):
+        # The logged step includes evaluation: it is an upper bound.
+        step = run["block"] / run["steps"]
+        bound = Claim(
+            "R3*",
+            f"{name}, 4,096 chips: all-reduce, below the step",
+            "ms",
+            PRIMARY,
+        )
+        rows.append(bound.reported(simulation.seconds * 1e3, step * 1e3, "below"))
+        share = Claim(
+            "R4*",
+            f"{name}: share of the all-reduce in the step",
+            "",
+            RECOLLECTION,
+        )
+        theirs = shares["resnet" if simulation is resnet else "bert"]
+        rows.append(share.reported(simulation.seconds / step, theirs, "±20%"))
+
+    claim = Claim(
+        "R7",
+        "bytes of the second axis over those of the first",
+        "",
+        CLOSED_FORM,
+    )
+    rows.append(claim.close(_payload_ratio(resnet), 1 / 32, 1e-9))
+    return rows
+
+
+def _payload_ratio(simulation: Simulation) -> float:
+    """Returns the payload of the rings of X over that of those of Y.
+
+    A ring of p chips carries 2 (p - 1) / p of its payload over its links, in two directions. Those
+    of X have no wrap, so that a chip in the middle of a row carries both what goes out and what
+    comes back.
+    """
+    # Bytes by axis: Y varies within a row of the array.
+    table = simulation.schedule.transfers
+    num_bytes = (table.high - table.low).astype(float)
+    num_columns = simulation.topology.shape[1]
+    is_first_axis = table.source // num_columns == table.destination // num_columns
+    by_axis = [
+        float(num_bytes[is_first_axis].sum()),
+        float(num_bytes[~is_first_axis].sum()),
+    ]
+    sizes = (num_columns, simulation.topology.shape[0])
+    payloads = [total / (size - 1) * size for total, size in zip(by_axis, sizes, strict=True)]
+    return payloads[1] / payloads[0]
+
+
+@REPORTS.register("laws")
+def law_rows() -> list[Row]:
+    """Returns R5, R6 and R8: steps, bytes of the busiest link, and bandwidth of a pod."""
+    rows = []
+    for size in (4, 16, 32):
+        # Steps of both ways to sum on a square.
+        along_axes = torus_schedule((size, size)).num_steps
+        around = ring_all_reduce(snake(np.arange(size**2).reshape(size, size)), size**2).num_steps
+        two = Claim(
+            "R5",
+            f"steps on {size} x {size} chips along two axes",
+            "",
+            CLOSED_FORM,
+        )
+        one = Claim(
+            "R5",
+            f"steps on {size} x {size} chips around one ring",
+            "",
+            CLOSED_FORM,
+        )
+        rows.append(two.close(along_axes, 4 * (size - 1), 1e-12))
+        rows.append(one.close(around, 2 * (size**2 - 1), 1e-12))
+
+    for shape in ((16, 16), (16, 32), (32, 32)):
+        rows += _bandwidth_rows(shape)
+
+    # The rate of which the vendor speaks is that of all links.
+    pod = grid((32, 32), wraps=True, bandwidth=82e9, latency=0.0)
+    claim = Claim(
+        "R8",
+        "links of a pod of 1,024 chips at 82 GB/s together",
+        "TB/s",
+        VENDOR,
+    )
+    theirs = published("pod")["all_reduce_bytes_per_second"]
+    ours = float(pod.links.bandwidth.sum())
+    rows.append(claim.close(ours / 1e12, theirs / 1e12, 0.03))
+    return rows
+
+
+def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
+    """Returns the rows of R6: seconds over those of the payload on one link, without latency."""
+    num_chips = shape[0] * shape[1]
+    ranks = np.arange(num_chips).reshape(shape)
+
+    # Without latency the time is that of the bytes.
+    torus = chips(shape, wraps=True, latency=0.0)
+    mesh = chips(shape, wraps=False, latency=0.0)
+    schedule = torus_schedule(shape)
+    pairs = row_pair_all_reduce(ranks, num_chips * UNITS_PER_CHIP)
+
+    bound = 1 - 1 / num_chips
+    rows = []
+    for topology, factor in ((torus, bound), (mesh, 2 * bound)):
+        claim = Claim(
+            "R6",
+            f"bytes of the busiest links of each axis, {topology.name}",
+            "S",
+            CLOSED_FORM,
+        )
+        rows.append(claim.close(_load_factor(schedule, topology), factor, 1e-9))
+
+    time = Claim("R6", f"time of that, {mesh.name}", "S / b", PROTOTYPE)
+    rows.append(time.between(_bytes_factor(schedule, mesh), 1.9 * bound, 2 * bound))
+    if num_chips >= 512:
+        paired = Claim(
+            "R6",
+            f"time of pairs of rows, {mesh.name}",
+            "S / b",
+            PROTOTYPE,
+        )
+        rows.append(paired.between(_bytes_factor(pairs, mesh), bound, 1.05))
+    return rows
+
+
+def _load_factor(schedule: Schedule, topology: Topology) -> float:
+    """Returns the bytes of the busiest link of each axis together, over those of the payload."""
+    simulation = simulate(schedule, topology, RESNET_BYTES)
+
+    # Axes are used one after the other: their loads add up.
+    axis = axis_of_links(topology)
+    busiest = [simulation.link_bytes[axis == index].max() for index in range(len(topology.shape))]
+    return float(sum(busiest)) / RESNET_BYTES
+
+
+def _bytes_factor(schedule: Schedule, topology: Topology) -> float:
+    """Returns seconds over those that the payload takes on one link."""
+    seconds = simulate(schedule, topology, RESNET_BYTES).seconds
+    return seconds * LINK_RATE / RESNET_BYTES
+
+
+def axis_of_links(topology: Topology) -> IntArray:
+    """Returns <int64>[links] the axis of a grid along which each link goes."""
+    links = topology.links
+
+    # The coordinate in which both ends differ.
+    ends = np.unravel_index(np.stack([links.source, links.destination]), topology.shape)
+    return np.argmax([end[0] != end[1] for end in ends], axis=0)
+
+
+@REPORTS.register("levels")
+def level_rows() -> list[Row]:
+    """Returns R9: the formula of multi-rings for all factorisations, and which of two is faster."""
+    # Factorisations with no level of a single rank.
+    levels = [sizes for sizes in factorisations(64, 3) if 1 not in sizes]
+    errors = [abs(_multi_ring_ratio(sizes) - 1) for sizes in levels]
+    formula = Claim(
+        "R9",
+        f"time over the formula, worst of {len(levels)} X x Y x Z",
+        "x",
+        CLOSED_FORM,
+    )
+
+    two_level = Claim(
+        "R9",
+        "4x4x4 over 4x8x2, slow between racks of 8 hosts",
+        "x",
+        VENDOR,
+    )
+    flat = Claim(
+        "R9",
+        "4x4x4 over 4x8x2, all hosts at one switch",
+        "x",
+        VENDOR,
+    )
+    return [
+        formula.close(1 + max(errors), 1.0, 1e-9),
+        two_level.between(_cubic_over_long(core_share=1 / 8), 1.01, np.inf),
+        flat.between(_cubic_over_long(core_share=1.0), 0.0, 1.0 + 1e-9),
+    ]
+
+
+def _multi_ring_ratio(levels: tuple[int, ...]) -> float:
+    """Returns the simulated time over DDL's formula, where each level has links of its own."""
+    shape = levels[::-1]
+    topology = grid(shape, wraps=True, bandwidth=1.0, latency=0.0)
+
+    # Each level is slower than the one before it, and further away.
+    rates = 100e9 / 4.0 ** np.arange(len(levels))
+    latencies = 1e-6 * 3.0 ** np.arange(len(levels))
+    level = len(levels) - 1 - axis_of_links(topology)
+    links = topology.links._replace(bandwidth=rates[level], latency=latencies[level])
+    network = replace(topology, links=links)
+    schedule = multi_ring_all_reduce(levels, 64 * UNITS_PER_CHIP)
+    seconds = simulate(schedule, network, RESNET_BYTES).seconds
+
+    # T = sum_i 2 (p_i - 1) alpha_i + 2 (p_i - 1) / p_i S / (p_1 ... p_{i-1}) / B_i
+    expected = 0.0
+    payload = RESNET_BYTES
+    for size, rate, latency in zip(levels, rates, latencies, strict=True):
+        expected += 2 * (size - 1) * (latency + payload / size / rate)
+        payload /= size
+    return seconds / expected
+
+
+def _cubic_over_long(*, core_share: float) -> float:
+    """Returns the time of 4x4x4 over that of 4x8x2 on 64 GPUs, 4 a host and 8 hosts a rack.
+
+    Args:
+        core_share: Bandwidth of the links between racks over that of all hosts of a rack. With 1.0
+            all hosts are at one switch.
+    """
+    # Both factorisations on the same network.
+    topology = hosts_in_racks(core_share)
+    seconds = []
+    for levels in ((4, 4, 4), (4, 8, 2)):
+        schedule = multi_ring_all_reduce(levels, 64 * UNITS_PER_CHIP)
+        seconds.append(simulate(schedule, topology, RESNET_BYTES).seconds)
+    return seconds[0] / seconds[1]
+
+
+def hosts_in_racks(core_share: float) -> Topology:
+    """Returns 2 racks of 8 hosts of 4 GPUs: 300 GB/s in a host, 50 GB/s out of it."""
+    gpus = np.arange(64)
+    hosts = 64 + gpus // 4
+    racks = 80 + np.arange(16) // 8
+    if core_share == 1.0:
+        racks[:] = 80
+
+    # GPUs to hosts, hosts to racks, and rack to rack.
+    lower = [gpus, np.arange(64, 80), np.array([80])]
+    upper = [hosts, racks, np.array([81])]
+    rates = [300e9, 50e9, 8 * 50e9 * core_share]
+    latencies = [1e-6, 2e-6, 2e-6]
+    sizes = [len(column) for column in lower]
+
+    # Each link both ways.
+    below = np.concatenate(lower)
+    above = np.concatenate(upper)
+    links = Links(
+        source=np.concatenate([below, above]),
+        destination=np.concatenate([above, below]),
+        bandwidth=np.tile(np.repeat(rates, sizes), 2),
+        latency=np.tile(np.repeat(latencies, sizes), 2),
+    )
+    return Topology("hosts in racks", 64, 82, links)
+
+
+@REPORTS.register("holes")
+def hole_rows() -> list[Row]:
+    """Returns F1: what holes cost an all-reduce on 512 and 1,024 chips without wrap."""
+    rows = []
+    for shape in ((16, 32), (32, 32)):
+        for hole in ((2, 2), (2, 4)):
+            rows += _rows_of_hole(shape, hole)
+    return rows
+
+
+def _rows_of_hole(shape: tuple[int, int], hole: tuple[int, int]) -> list[Row]:
+    num_chips = shape[0] * shape[1]
+    healthy = chips(shape, wraps=False, latency=1.5e-6)
+    broken = healthy.without(ranks=interior_hole(shape, hole))
+    name = f"{num_chips} chips, a hole of {hole[0]} x {hole[1]}"
+
+    rows = []
+    for payload, model, most in (
+        (RESNET_BYTES, "102 MB", 1.75),
+        (BERT_BYTES, "668 MB", 1.5),
+    ):
+        # The best of the detours against the whole mesh. One ring has 2 (N - 1) steps: it
+        # pays for large payloads only.
+        before = simulate(_whole_mesh(shape), healthy, payload).seconds
+        detours = _detours(shape, hole)
+        if payload == BERT_BYTES:
+            detours = [*detours, _ring_around(shape, hole)]
+        after = min(simulate(part, broken, payload).seconds for part in detours)
+        claim = Claim(
+            "F1",
+            f"{name}: {model}, over the healthy time",
+            "x",
+            PROTOTYPE,
+        )
+        rows.append(claim.between(after / before, 1.0, most))
+
+        if payload == RESNET_BYTES:
+            step = _resnet_step(num_chips)
+            loss = Claim(
+                "F1",
+                f"{name}: loss of ResNet-50's step",
+                "%",
+                PROTOTYPE,
+            )
+            rows.append(loss.between(100 * (after - before) / step, 0.0, 5.0))
+    return rows
+
+
+def interior_hole(shape: tuple[int, int], hole: tuple[int, int]) -> list[int]:
+    """Returns the ranks of a hole in the middle of a grid, at an even row and column."""
+    # Aligned to pairs of rows and of columns.
+    row = shape[0] // 4 * 2
+    column = shape[1] // 4 * 2
+    ranks = np.arange(shape[0] * shape[1]).reshape(shape)
+    return ranks[row : row + hole[0], column : column + hole[1]].ravel().tolist()
+
+
+@cache
+def _whole_mesh(shape: tuple[int, int]) -> Schedule:
+    ranks = np.arange(shape[0] * shape[1]).reshape(shape)
+    return row_pair_all_reduce(ranks, ranks.size * UNITS_PER_CHIP)
+
+
+@cache
+def _detours(shape: tuple[int, int], hole: tuple[int, int]) -> list[Schedule]:
+    """Returns the ways around a hole in which fragments are clients, in slices."""
+    dead = interior_hole(shape, hole)
+    ranks = np.arange(shape[0] * shape[1]).reshape(shape)
+    num_units = ranks.size * UNITS_PER_CHIP
+
+    # Fragments as clients.
+    rows = pair_rows_around_holes(ranks, dead)
+    detours = []
+    for num_slices in (2, 4):
+        detour = row_pair_client_all_reduce(
+            rows,
+            num_units,
+            num_ranks=ranks.size,
+            num_slices=num_slices,
+        )
+        detours.append(detour)
+
+    return detours
+
+
+def _ring_around(shape: tuple[int, int], hole: tuple[int, int]) -> Schedule:
+    """Returns the sum around one ring of all live chips, half of it each way."""
+    mesh = chips(shape, wraps=False, latency=0.0)
+    broken = mesh.without(ranks=interior_hole(shape, hole))
+    num_units = mesh.num_ranks * UNITS_PER_CHIP
+    return two_way_ring_all_reduce(
+        neighbour_ring(broken),
+        num_units,
+        num_ranks=mesh.num_ranks,
+    )
+
+
+def _resnet_step(num_chips: int) -> float:
+    """Returns the logged seconds of a step of ResNet-50."""
+    for run in published("resnet_v0.6"):
+        if run["chips"] == num_chips:
+            return run["block"] / run["steps"]
+    raise AssertionError(f"no run of ResNet-50 on {num_chips} chips")

@@ -1,0 +1,248 @@
+"""The experts of a CPU as one operation of torch, for compiled graphs.
+
+A compiler cannot look into cpu_experts.py, which starts threads and counts rows. As an operation
+whose shapes follow from those of its inputs it breaks no graph. There may therefore be more rows
+than tokens were sent to experts: those behind the last expert's are read by nobody.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.kernels.cpu_experts import (
+    ExpertForm,
+    Gradients,
+    RowValues,
+    run_backward,
+    run_forward,
+)
+from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.expert_weights import ExpertWeights
+
+# For seed, form and flags.
+_NO_GRADIENTS = (None,) * 7
+
+
+def compiled_feed_forward(
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
+) -> Tensor:
+    """Returns what `fused_feed_forward` does, bit for bit, inside of a graph.
+
+    Args:
+        tokens: <float>[T, D].
+        rows: Which token each row is; at least as many as `counts` adds up to.
+        weights: Of the experts, in the dtype of the tokens.
+        form: What an expert computes.
+
+    Returns:
+        <float>[T, D]; zeros for a token without rows.
+    """
+    inputs = (tokens, rows.weight, *weights)
+    needs_graph = any(x is not None and x.requires_grad for x in inputs)
+
+    # Drawn in the graph, so that activation checkpointing drops the same units again.
+    seed = torch.zeros((), dtype=torch.int64)
+    if form.dropout_rate:
+        seed = torch.randint(2**62, ())
+
+    stacked = [weight for weight in weights if weight is not None]
+    combined, *_ = _fused_experts(
+        tokens,
+        rows.weight,
+        stacked,
+        [rows.counts, rows.token, rows.by_token, rows.token_start],
+        seed,
+        *form,
+        torch.is_grad_enabled() and needs_graph,
+        rows.weight.requires_grad,
+    )
+    return combined
+
+
+# ---- forward ----
+
+
+@torch.library.custom_op("moe::fused_experts", mutates_args=(), device_types="cpu")
+def _fused_experts(
+    tokens: Tensor,
+    row_weight: Tensor,
+    weights: list[Tensor],
+    row_indices: list[Tensor],
+    seed: Tensor,
+    activation: str,
+    gated: bool,
+    bias_kind: str,
+    dropout_rate: float,
+    keep_products: bool,
+    keep_outputs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the combined outputs <float>[T, D], and the fields of `RowValues`."""
+    combined, values = run_forward(
+        tokens,
+        _rows_of_experts(row_indices, row_weight),
+        _stacked_weights(weights),
+        ExpertForm(activation, gated, bias_kind, dropout_rate),
+        keep_products=keep_products,
+        seed=int(seed),
+        num_buffered=row_weight.numel(),
+    )
+
+    # The outputs are needed for the gradient of the combine weights alone.
+    outputs = values.outputs if keep_outputs else values.outputs.new_empty(0, tokens.shape[1])
+    return combined, values.products, values.gates, values.kept_units, outputs
+
+
+@_fused_experts.register_fake
+def _fake_forward(
+    tokens: Tensor,
+    row_weight: Tensor,
+    weights: list[Tensor],
+    row_indices: list[Tensor],
+    seed: Tensor,
+    activation: str,
+    gated: bool,
+    bias_kind: str,
+    dropout_rate: float,
+    keep_products: bool,
+    keep_outputs: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns tensors of the shapes of `_fused_experts`."""
+    first, down = weights[:2]
+    d_ff = down.shape[2]
+    num_rows = row_weight.shape[0]
+    num_saved = num_rows if keep_products else 0
+    num_gates = num_saved if activation == "gelu" else 0
+    num_dropped = num_rows if dropout_rate else 0
+    return (
+        tokens.new_empty(tokens.shape),
+        tokens.new_empty(num_saved, first.shape[1]),
+        tokens.new_empty(num_gates, d_ff),
+        tokens.new_empty(num_dropped, d_ff, dtype=torch.bool),
+        tokens.new_empty(num_rows if keep_outputs else 0, tokens.shape[1]),
+    )
+
+
+# ---- backward ----
+
+
+@torch.library.custom_op("moe::fused_experts_backward", mutates_args=(), device_types="cpu")
+def _fused_experts_backward(
+    d_output: Tensor,
+    tokens: Tensor,
+    row_weight: Tensor,
+    weights: list[Tensor],
+    row_indices: list[Tensor],
+    values: list[Tensor],
+    activation: str,
+    gated: bool,
+    bias_kind: str,
+    dropout_rate: float,
+    needed: list[bool],
+) -> list[Tensor]:
+    """Returns the gradients of tokens, row weights and weights; empty ones that are not needed."""
+    rows = _rows_of_experts(row_indices, row_weight)
+    gradients = run_backward(
+        d_output,
+        tokens,
+        rows,
+        _stacked_weights(weights),
+        ExpertForm(activation, gated, bias_kind, dropout_rate),
+        RowValues(*values),
+        needed + [False] * (len(Gradients._fields) - len(needed)),
+    )
+
+    # The weight of a row that nobody reads has the gradient 0.
+    if gradients.row_weight is not None:
+        d_row_weight = torch.zeros_like(row_weight)
+        d_row_weight[: rows.weight.numel()] = gradients.row_weight
+        gradients = gradients._replace(row_weight=d_row_weight)
+
+    # An operation returns tensors only: as many as there are inputs with gradients.
+    results = []
+    inputs = (tokens, row_weight, *weights)
+    for tensor, gradient in zip(inputs, gradients, strict=False):
+        results.append(tensor.new_empty(0) if gradient is None else gradient)
+    return results
+
+
+@_fused_experts_backward.register_fake
+def _fake_backward(
+    d_output: Tensor,
+    tokens: Tensor,
+    row_weight: Tensor,
+    weights: list[Tensor],
+    row_indices: list[Tensor],
+    values: list[Tensor],
+    activation: str,
+    gated: bool,
+    bias_kind: str,
+    dropout_rate: float,
+    needed: list[bool],
+) -> list[Tensor]:
+    """Returns tensors of the shapes of `_fused_experts_backward`."""
+    gradients = []
+    for is_needed, tensor in zip(needed, (tokens, row_weight, *weights), strict=True):
+        gradients.append(tensor.new_empty(tensor.shape if is_needed else 0))
+    return gradients
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keeps what the gradients of `_fused_experts` need."""
+    tokens, row_weight, weights, row_indices, _, *form, _, _ = inputs
+    _, *values = output
+    ctx.mark_non_differentiable(*values)
+    ctx.set_materialize_grads(False)
+    ctx.form = form
+    ctx.num_weights = len(weights)
+    ctx.save_for_backward(tokens, row_weight, *values, *row_indices, *weights)
+
+
+def _backward(ctx: Any, d_output: Tensor, *_: None) -> tuple[Any, ...]:
+    """Returns the gradients of the inputs of `_fused_experts`, None for those not needed."""
+    tokens, row_weight, *others = ctx.saved_tensors
+    values = others[:4]
+    row_indices = others[4:8]
+    weights = others[8:]
+
+    needs_tokens, needs_row_weight, needs_weights, *_ = ctx.needs_input_grad
+    needed = [needs_tokens, needs_row_weight, *needs_weights]
+    computed = _fused_experts_backward(
+        d_output, tokens, row_weight, weights, row_indices, values, *ctx.form, needed
+    )
+
+    # Autograd wants None for what it did not ask for.
+    gradients: list[Tensor | None] = []
+    for is_needed, gradient in zip(needed, computed, strict=True):
+        gradients.append(gradient if is_needed else None)
+    d_tokens, d_row_weight, *d_weights = gradients
+    d_row_indices = [None for _ in row_indices]
+    return d_tokens, d_row_weight, d_weights, d_row_indices, *_NO_GRADIENTS
+
+
+_fused_experts.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# ---- shared ----
+
+
+def _rows_of_experts(row_indices: list[Tensor], weight: Tensor) -> ExpertRows:
+    """Returns the rows that experts read, of counts, tokens and order of all, and their weights."""
+    counts, token, by_token, token_start = row_indices
+    num_rows = int(counts.sum())
+    return ExpertRows(
+        counts=counts,
+        token=token[:num_rows],
+        weight=weight[:num_rows],
+        by_token=by_token[:num_rows],
+        token_start=token_start,
+    )
+
+
+def _stacked_weights(weights: list[Tensor]) -> ExpertWeights:
+    """Returns weights of which the last, a bias, may be missing."""
+    first, down = weights[:2]
+    return ExpertWeights(first, down, weights[2] if len(weights) > 2 else None)

@@ -1,0 +1,51 @@
+"""Stacked weights of experts, plain or quantised by torchao."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """Stacked weights of E experts.
+
+    Attributes:
+        first: <float>[E, 2F or F, D] of the first product, gate above up.
+        down: <float>[E, D, F] of the second.
+        bias: <float>[E, F] of the hidden units; None for none.
+    """
+
+    first: Tensor
+    down: Tensor
+    bias: Tensor | None
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Returns whether a weight is one of torchao, which holds other numbers than it stands for."""
+    return hasattr(weight, "qdata")
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """Returns the numbers that a weight of torchao stands for, and any other weight as it is."""
+    return weight.dequantize() if is_quantized(weight) else weight
+
+
+def can_select_experts(stacked: Tensor) -> bool:
+    """Returns whether one expert of a quantised stack can be had without the others."""
+    try:
+        stacked[0]
+    except (AssertionError, NotImplementedError, RuntimeError):
+        # Formats that pack several experts, or that never thought of any.
+        return False
+    return True
+
+
+def expert_weight(stacked: Tensor, expert: int, like: Tensor) -> Tensor:
+    """Returns the weight <dtype of like>[O, I] of one expert; a quantised one is unpacked here.
+
+    Args:
+        stacked: <float>[E, O, I], plain or quantised.
+        expert: Its index.
+        like: <float>[...] of the dtype of the products.
+    """
+    weight = stacked[expert]
+    return dequantized(weight).to(like.dtype) if is_quantized(weight) else weight

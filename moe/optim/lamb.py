@@ -1,0 +1,134 @@
+"""LAMB: Adam whose step is relative to the norm of each layer, and of each expert.
+
+Letters of the paper: w weights, g gradient, m and v moments, r Adam's step, u the whole update.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moe.checks import check_flag
+from moe.distributed.sharding import local_shard
+from moe.optim.parameter_groups import SPECIAL_KINDS
+from moe.optim.sharded_optimizer import (
+    PendingUpdate,
+    SumsOverRanks,
+    matrix_norms,
+    working_copy,
+    zero_moment,
+)
+from moe.optim.trust_ratio import TrustRatioOptimizer, add_product, is_adapted
+
+
+class LAMB(TrustRatioOptimizer):
+    """LAMB, whose expert axis is a batch axis: each expert has a trust ratio of its own.
+
+    A step is w <- w - lr ratio u, with u = r + weight_decay w and r Adam's step. The ratio of a
+    matrix is |w| / |u|, and 1 where |w| or |u| is 0. Where |g| is 0, as that of an expert without
+    tokens, it is at most 1: else what is left of r would be stretched to full length for hundreds
+    of steps, and weight decay would shrink the expert by lr a step instead of lr weight_decay.
+    Skipped parameters have the step of Adam: ratio 1, no decay.
+
+    Moments are kept in float32 (float64 for float64 parameters). DTensor parameters take the same
+    steps as whole ones, on any mesh; norms need one all-reduce for each axis.
+
+    Args:
+        params: Parameters or groups of them, see `parameter_groups`.
+        lr: Share of its own norm by which a step changes a matrix.
+        beta1: Share of the first moment that stays; larger averages over more steps.
+        beta2: Share of the second moment that stays.
+        epsilon: Added to the root of the second moment.
+        weight_decay: Share of the weights that is added to Adam's step.
+        bias_correction: Whether moments are divided by what their zero start takes from them, as
+            in the paper; BERT's own code does not.
+        skip: Kinds of parameters that get no ratio and no decay: `norms`, `biases`, `router`.
+
+    Raises:
+        ConfigError: When a value is out of range or a parameter has no dimension beside its batch
+            ones.
+
+    Source:
+        LAMB (arXiv:1904.00962) algorithm 2, with phi the identity. Differs: one ratio for each
+        expert of a stack, at most 1 where the gradient is 0; routers are skipped by default.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-6,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        skip: Sequence[str] = SPECIAL_KINDS,
+    ) -> None:
+        self.check_setting("beta1", beta1, least=0, below=1)
+        self.check_setting("beta2", beta2, least=0, below=1)
+        check_flag("bias_correction of lamb", bias_correction)
+        settings = {
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "epsilon": epsilon,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "skip": skip,
+        }
+        super().__init__(params, settings)
+
+    def update(self, pending: PendingUpdate) -> SumsOverRanks:
+        """Takes one step on this rank's shard of one parameter."""
+        parameter, group, sharding, _ = pending
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = zero_moment(parameter)
+            state["exp_avg_sq"] = zero_moment(parameter)
+
+        # All of the step is at least float32, whatever the dtype of the parameter.
+        work = working_copy(parameter, group["batch_dims"])
+        w = work.X
+        g = work.G
+        state["step"] += 1
+        u = _adam_step(g, state, group)
+
+        # lr ratio; u = r + weight_decay w.
+        rate: float | Tensor = group["lr"]
+        if is_adapted(pending):
+            if group["weight_decay"]:
+                u.add_(w, alpha=group["weight_decay"])
+            norms = yield from matrix_norms((w, u, g), group["batch_dims"], sharding)
+            rate = _trust_ratio(*norms).mul_(rate)  # [..., 1, 1]
+
+        add_product(w, u, rate, -1)
+        work.save()
+
+
+def _adam_step(g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Mixes g <float>[..., n, m] into the moments and returns r = m / (sqrt(v) + epsilon)."""
+    # m_t = beta1 m_{t-1} + (1 - beta1) g_t, and v_t likewise of g_t^2.
+    m = local_shard(state["exp_avg"]).view_as(g)
+    m.lerp_(g, 1 - group["beta1"])
+    v = local_shard(state["exp_avg_sq"]).view_as(g)
+    v.mul_(group["beta2"]).addcmul_(g, g, value=1 - group["beta2"])
+
+    # What a start at 0 takes from moments of so many steps.
+    m_correction = 1.0
+    v_correction = 1.0
+    if group["bias_correction"]:
+        m_correction = 1 - group["beta1"] ** state["step"]
+        v_correction = 1 - group["beta2"] ** state["step"]
+
+    denominator = v.sqrt().div_(math.sqrt(v_correction)).add_(group["epsilon"])
+    return denominator.reciprocal_().mul_(m).div_(m_correction)
+
+
+def _trust_ratio(w_norm: Tensor, u_norm: Tensor, g_norm: Tensor) -> Tensor:
+    """Returns |w| / |u|, 1 where either is 0, and at most 1 where |g| is 0; <float>[..., 1, 1]."""
+    ratio = w_norm / u_norm
+    ratio = ratio.where((w_norm > 0) & (u_norm > 0), 1.0)
+    return ratio.where(g_norm > 0, ratio.clamp(max=1.0))

@@ -1,0 +1,102 @@
+"""Options that a recipe gives to an optimizer or a schedule by name: the keywords of a function.
+
+Read beside optimizers.py and schedules.py, whose entries say with their keywords which options they
+have.
+"""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from moe.checks import check, is_kind, shown
+from moe.errors import ConfigError, did_you_mean
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a finite number"}
+
+
+class _Option(NamedTuple):
+    """A keyword of a function.
+
+    Attributes:
+        annotation: Its type; None where it has none.
+        is_required: Whether it has no default.
+    """
+
+    annotation: Any
+    is_required: bool
+
+
+def option_names(function: Callable[..., Any], reserved: Collection[str]) -> list[str]:
+    """Returns the keywords of a function that a recipe may give as options.
+
+    Args:
+        function: An entry of a registry.
+        reserved: Keywords that recipes have keys of their own for.
+    """
+    return [name for name in _keywords(function) if name not in reserved]
+
+
+def check_options(
+    place: str,
+    owner: str,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    reserved: Collection[str],
+) -> None:
+    """Raises unless a function has all options, and each has a value of its type.
+
+    Args:
+        place: Key of the recipe, for messages, e.g. `optim.schedule_options`.
+        owner: Name of the entry.
+        function: Whose keywords the options are.
+        options: Values by name.
+        reserved: Keywords that recipes have keys of their own for.
+
+    Raises:
+        ConfigError: For the first option that is unknown, missing, or of another type.
+    """
+    known = option_names(function, reserved)
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{place}: {owner} has no option {shown(name)}.{did_you_mean(name, known)} "
+                f"Known: {', '.join(known) or 'none'}."
+            )
+
+    keywords = _keywords(function)
+    for name in known:
+        if name in options:
+            _check_kind(f"{place}.{name}", options[name], keywords[name].annotation)
+        elif keywords[name].is_required:
+            raise ConfigError(f"{place}: {owner} needs the option {name}. Give it a value.")
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> dict[str, _Option]:
+    """Returns the keywords of a function by name; of a class those that make one of it."""
+    made_by = function.__init__ if isinstance(function, type) else function
+    annotations = typing.get_type_hints(made_by)
+    keywords = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            is_required = parameter.default is parameter.empty
+            keywords[name] = _Option(annotations.get(name), is_required)
+    return keywords
+
+
+def _check_kind(name: str, value: object, annotation: Any) -> None:
+    """Raises a ConfigError when a value is not of a type that can be told by its annotation."""
+    kinds = typing.get_args(annotation) or (annotation,)
+
+    # One of a few texts.
+    if typing.get_origin(annotation) is typing.Literal:
+        is_choice = isinstance(value, str) and value in kinds
+        check(is_choice, name, value, f"one of {', '.join(map(str, kinds))}")
+
+    # A number or a flag, or null where the annotation allows it.
+    is_null = value is None and type(None) in kinds
+    for kind in kinds:
+        if kind in _KINDS and not is_null:
+            check(is_kind(value, kind), name, value, _KINDS[kind])

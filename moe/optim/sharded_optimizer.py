@@ -1,0 +1,253 @@
+"""What optimizers that take sums over a parameter's matrices share: each rank updates its shard.
+
+A parameter is read as `<float>[..., n, m]`, see sharded_parameters.py; adafactor.py, lars.py and
+lamb.py say what a step is.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe.checks import check
+from moe.distributed.sharding import local_shard
+from moe.errors import ConfigError
+from moe.optim.parameter_groups import WEIGHT
+from moe.optim.sharded_parameters import (
+    MatrixSharding,
+    PartialSum,
+    matrix_sharding,
+    sum_in_place,
+    zeros_with_dims,
+)
+
+MAX_BUCKET_ELEMENTS = 2**24
+"""Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
+
+SumsOverRanks = Generator[list[PartialSum], None, Any]
+"""A computation that needs sums over ranks: it yields its parts and goes on when they are sums.
+
+So all parameters of a bucket are computed side by side and their sums travel together.
+"""
+
+
+class PendingUpdate(NamedTuple):
+    """A parameter with a gradient.
+
+    Attributes:
+        parameter: <float>[..., n, m] the parameter.
+        group: Its group of settings.
+        sharding: How it is sharded.
+        kind: What it is, see `parameter_kind`.
+    """
+
+    parameter: Tensor
+    group: dict[str, Any]
+    sharding: MatrixSharding
+    kind: str
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer that reads each parameter as matrices, whose sums it takes over ranks.
+
+    A parameter group may hold `batch_dims: n`: the first n dimensions then count separate
+    parameters that are stored together (stacked experts), whose sums are taken apart. DTensor
+    parameters take the same steps as whole ones. Their gradients must be placed as they are, and
+    all ranks must bring gradients of the same parameters.
+
+    Sums travel together: an all-reduce for each round of `update` and each axis, in
+    `MAX_BUCKET_ELEMENTS`.
+    """
+
+    def __init__(self, params: Iterable[Any], settings: dict[str, Any]) -> None:
+        super().__init__(params, {**settings, "batch_dims": 0})
+
+    @abstractmethod
+    def update(self, pending: PendingUpdate) -> SumsOverRanks:
+        """Takes one step on this rank's shard of one parameter."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
+
+        Raises:
+            ConfigError: When `batch_dims` is below 0, a stack has no dimension beside its batch
+                ones, or `kinds` are not as many as parameters.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        batch_dims = group["batch_dims"]
+        num_kinds = len(group.get("kinds") or group["params"])
+        expected = f"one for each of the {len(group['params'])} parameters of the group"
+        check(num_kinds == len(group["params"]), "the number of kinds", num_kinds, expected)
+
+        for parameter in group["params"]:
+            # A whole scalar is fine, a stack of scalars is a vector without `batch_dims`.
+            matrix_dims = parameter.ndim - batch_dims
+            if batch_dims < 0 or matrix_dims < min(1, batch_dims):
+                name = type(self).__name__
+                raise ConfigError(
+                    f"{name} got a parameter of shape {tuple(parameter.shape)} in a group with "
+                    f"batch_dims {batch_dims}: {matrix_dims} dimensions are left, expected a "
+                    "vector or a matrix. Put it into a group whose batch_dims, 0 or more, counts "
+                    "the dimensions that only stack separate parameters."
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; the others and their state stay."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        for bucket in _buckets(self._pending_updates()):
+            updates = [self.update(pending) for pending in bucket]
+
+            # Each round takes all updates to their next sum over ranks.
+            for partial_sums in zip_longest(*updates, fillvalue=()):
+                sum_in_place(chain.from_iterable(partial_sums))
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state as it was saved.
+
+        The base class casts moments to the dtype of the parameters, which would lose them under
+        bfloat16: here they keep the dtype that they were saved in.
+        """
+        super().load_state_dict(state_dict)
+
+        # Saved states are numbered in the order of the groups.
+        parameters: list[Tensor] = []
+        for group in self.param_groups:
+            parameters += group["params"]
+
+        # Once more, as they were saved.
+        for index, saved in state_dict["state"].items():
+            parameter = parameters[index]
+            state = dict(saved)
+            for name, value in saved.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(parameter.device, copy=True)
+            self.state[parameter] = state
+
+    def _pending_updates(self) -> Iterator[PendingUpdate]:
+        """Yields the parameters that have a gradient, in the order of the groups."""
+        for group in self.param_groups:
+            parameters = group["params"]
+            kinds = group.get("kinds") or [WEIGHT] * len(parameters)
+            for parameter, kind in zip(parameters, kinds, strict=True):
+                if parameter.grad is not None:
+                    sharding = matrix_sharding(parameter, group["batch_dims"])
+                    yield PendingUpdate(parameter, group, sharding, kind)
+
+
+def _buckets(pending: Iterable[PendingUpdate]) -> Iterator[list[PendingUpdate]]:
+    """Yields what is updated together.
+
+    A parameter that needs no sums over ranks comes alone, the others in buckets of at most
+    `MAX_BUCKET_ELEMENTS`.
+    """
+    bucket: list[PendingUpdate] = []
+    num_elements = 0
+    for update in pending:
+        if not update.sharding.groups:
+            yield [update]
+            continue
+
+        # A bucket that would grow too large is closed first.
+        shard_elements = update.sharding.shard_elements
+        if bucket and num_elements + shard_elements > MAX_BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+            num_elements = 0
+        bucket.append(update)
+        num_elements += shard_elements
+    if bucket:
+        yield bucket
+
+
+class WorkingCopy(NamedTuple):
+    """The shard of a parameter and of its gradient that this rank has, at least in float32.
+
+    Attributes:
+        X: <float>[..., n, m] the parameter, a view of it where dtype and memory allow it.
+        G: <float>[..., n, m] the gradient.
+        shard: <float>[...] the shard of the parameter itself.
+    """
+
+    X: Tensor
+    G: Tensor
+    shard: Tensor
+
+    def save(self) -> None:
+        """Writes X back where it is a copy."""
+        if self.X.data_ptr() != self.shard.data_ptr():
+            self.shard.copy_(self.X.view_as(self.shard))
+
+
+def working_copy(parameter: Tensor, batch_dims: int) -> WorkingCopy:
+    """Returns parameter and gradient as a step computes with them.
+
+    Args:
+        parameter: <float>[..., n, m] with a gradient, placed alike.
+        batch_dims: How many of its first dimensions count separate matrices.
+    """
+    dtype = moment_dtype(parameter)
+    shard = local_shard(parameter)
+    X = _as_matrix(shard, batch_dims).to(dtype)  # [..., n, m]
+    G = _as_matrix(_local_gradient(parameter), batch_dims).to(dtype)  # [..., n, m]
+    return WorkingCopy(X, G, shard)
+
+
+def moment_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns float32, or float64 for a float64 parameter."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def zero_moment(parameter: Tensor) -> Tensor:
+    """Returns zeros <float>[..., n, m] of the moments' dtype, placed as the parameter."""
+    dims = tuple(range(parameter.ndim))
+    return zeros_with_dims(parameter, dims, moment_dtype(parameter))
+
+
+def _as_matrix(x: Tensor, batch_dims: int) -> Tensor:
+    """Returns <any>[..., n, m] with all rows in one dimension, a view where memory allows it."""
+    return x.flatten(batch_dims, -2) if x.ndim - batch_dims > 2 else x
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """Returns this rank's shard of the gradient, <float>[...]."""
+    grad = parameter.grad
+    assert grad is not None, "step() updates only parameters with a gradient"
+    if isinstance(parameter, DTensor):
+        placements = grad.placements if isinstance(grad, DTensor) else "on no mesh"
+        assert placements == parameter.placements, (
+            f"a parameter placed as {parameter.placements} has a gradient that is placed as "
+            f"{placements}"
+        )
+    return local_shard(grad)
+
+
+def matrix_norms(
+    tensors: tuple[Tensor, ...],
+    batch_dims: int,
+    sharding: MatrixSharding,
+) -> SumsOverRanks:
+    """Returns the norm of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
+    norms = [_norm(x, tuple(range(batch_dims, x.ndim))) for x in tensors]
+
+    # Sums of squares are added over ranks, roots are not.
+    if sharding.groups:
+        yield [PartialSum(norm.square_(), sharding.groups) for norm in norms]
+        for norm in norms:
+            norm.sqrt_()
+    return norms
+
+
+def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Returns the root of the sum of squares over `dims`, kept with size 1; of no dims, |x|."""
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()

@@ -1,0 +1,96 @@
+"""Trust ratios: steps of LARS and LAMB relative to the norm of each weight matrix.
+
+Comes after sharded_optimizer.py; lars.py and lamb.py say what the norms are of.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moe.checks import check, check_number
+from moe.distributed.mesh import MeshConfig
+from moe.distributed.sharding import Layout
+from moe.errors import ConfigError
+from moe.optim.parameter_groups import SPECIAL_KINDS, parameter_kind
+from moe.optim.sharded_optimizer import PendingUpdate, ShardedOptimizer
+
+
+class TrustRatioOptimizer(ShardedOptimizer):
+    """An optimizer whose step on a matrix is scaled by a trust ratio, taken for each expert alone.
+
+    A parameter group may hold `kinds`, the kind of each parameter as `parameter_groups` gives
+    them; those named in `skip` get neither ratio nor weight decay. Without `kinds` every parameter
+    is a weight. Like every setting, `skip` may differ between groups.
+
+    Args:
+        params: Parameters or groups of them, see `parameter_groups`.
+        settings: Defaults of the groups: `lr`, `weight_decay`, `epsilon`, `skip` and others.
+    """
+
+    def __init__(self, params: Iterable[Any], settings: dict[str, Any]) -> None:
+        for name in ("lr", "weight_decay", "epsilon"):
+            self.check_setting(name, settings[name], least=0)
+        self._check_skip(settings["skip"])
+        super().__init__(params, {**settings, "skip": list(settings["skip"])})
+
+    @classmethod
+    def check_setting(cls, name: str, value: object, **bounds: Any) -> None:
+        """Raises a ConfigError unless a setting is a number within `bounds`, see `check_number`."""
+        check_number(f"{name} of {cls.__name__.lower()}", value, **bounds)
+
+    def _check_skip(self, skip: object) -> None:
+        name = f"skip of {type(self).__name__.lower()}"
+        is_list = isinstance(skip, list | tuple) and all(kind in SPECIAL_KINDS for kind in skip)
+        check(is_list, name, skip, f"a list of kinds of {', '.join(SPECIAL_KINDS)}, or []")
+
+
+def is_adapted(pending: PendingUpdate) -> bool:
+    """Returns whether a parameter gets a trust ratio and weight decay."""
+    return pending.kind not in pending.group["skip"]
+
+
+def add_product(x: Tensor, y: Tensor, rate: float | Tensor, sign: int) -> None:
+    """Adds sign * rate * y to x <float>[..., n, m], in place; `rate` may differ by matrix."""
+    if isinstance(rate, Tensor):
+        x.addcmul_(y, rate, value=sign)
+    else:
+        x.add_(y, alpha=sign * rate)
+
+
+def refuse_clipping(name: str, clipping_threshold: float) -> None:
+    """Raises a ConfigError when a recipe sets Adafactor's clipping for an optimizer without it."""
+    if clipping_threshold != 1.0:
+        raise ConfigError(
+            f"optim.clipping_threshold is {clipping_threshold}, but {name} has none: its ratio "
+            "bounds the step. Leave it at 1.0, or set optim.max_grad_norm."
+        )
+
+
+# ---- what a step costs, before any rank exists ----
+
+
+def summed_norms(
+    layout: Layout, mesh: MeshConfig, *, skip: Sequence[str], num_norms: int
+) -> dict[tuple[str, ...], int]:
+    """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes.
+
+    Args:
+        layout: Where the parameter lies.
+        mesh: Sizes.
+        skip: Kinds without a ratio.
+        num_norms: Norms that are taken of each matrix.
+    """
+    batch_dims = int(layout.expert)
+    if parameter_kind(layout.rule, len(layout.shape) - batch_dims) in skip:
+        return {}
+
+    # Norms are of whole matrices: axes that shard the experts alone need no sum.
+    num_matrices = math.prod(layout.local_shape(mesh)[:batch_dims])
+    elements: dict[tuple[str, ...], int] = {}
+    if layout.num_shards > 1 and layout.shard_dim >= batch_dims:
+        elements[layout.fsdp_axes] = num_norms * num_matrices
+    if layout.tp_dim is not None and layout.tp_dim >= batch_dims:
+        elements[("tp",)] = num_norms * num_matrices
+    return elements

@@ -1,0 +1,258 @@
+"""Payload against time for several algorithms: which is the fastest where, and the drawing.
+
+Both axes are logarithmic. Between two payloads that were simulated a curve is straight there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from moe.checks import check
+from moe.network.topology import FloatArray
+from moe.planning.table import show_bytes
+
+WIDTH = 760
+HEIGHT = 380
+_LEFT = 70
+_RIGHT = 36
+_TOP = 14
+_BOTTOM = 44
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Times of one algorithm.
+
+    Attributes:
+        name: Of the algorithm.
+        payload_bytes: Ascending, above 0; those of all curves of a chart are the same.
+        seconds: Of each payload, above 0.
+    """
+
+    name: str
+    payload_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+class Range(NamedTuple):
+    """Payloads for which one algorithm is the fastest.
+
+    Attributes:
+        name: Of the algorithm.
+        low: Smallest payload in bytes: where it crosses the one before; the first of all.
+        high: Largest one: where the next one crosses it; the last of all.
+    """
+
+    name: str
+    low: float
+    high: float
+
+
+def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
+    """Returns which curve is the lowest, from the smallest payload to the largest.
+
+    Raises:
+        ConfigError: When the curves have different payloads, or numbers that have no logarithm.
+    """
+    if not curves:
+        return []
+    payloads = _checked_payloads(curves)
+    x = np.log(payloads)
+    y = np.log([curve.seconds for curve in curves])  # [curves, payloads]
+
+    # Every two curves may cross between two payloads; the lowest one changes only there.
+    cuts = {float(x[0]), float(x[-1])}
+    for first in range(len(curves)):
+        for second in range(first):
+            cuts |= _crossings(x, y[first] - y[second])
+
+    ranges: list[Range] = []
+    for low, high in pairwise(sorted(cuts)):
+        # Between two cuts the order of the curves does not change.
+        middle = (low + high) / 2
+        heights = [np.interp(middle, x, line) for line in y]
+        name = curves[int(np.argmin(heights))].name
+        if ranges and ranges[-1].name == name:
+            ranges[-1] = ranges[-1]._replace(high=_number(high))
+        else:
+            ranges.append(Range(name, _number(low), _number(high)))
+    return ranges
+
+
+def _checked_payloads(curves: Sequence[Curve]) -> tuple[float, ...]:
+    payloads = curves[0].payload_bytes
+    for curve in curves:
+        check(
+            curve.payload_bytes == payloads,
+            f"payloads of {curve.name}",
+            curve.payload_bytes,
+            f"those of {curves[0].name}: {payloads}",
+        )
+        is_complete = len(curve.seconds) == len(payloads) > 1
+        check(
+            is_complete,
+            f"times of {curve.name}",
+            len(curve.seconds),
+            f"{len(payloads)}, two at least",
+        )
+        is_positive = min(curve.seconds) > 0 and payloads[0] > 0
+        check(
+            is_positive,
+            f"times and payloads of {curve.name}",
+            curve,
+            "numbers above 0",
+        )
+        ascends = all(low < high for low, high in pairwise(payloads))
+        check(
+            ascends,
+            f"payloads of {curve.name}",
+            payloads,
+            "ascending ones",
+        )
+    return payloads
+
+
+def _number(logarithm: float) -> float:
+    """Returns the number of a logarithm, to twelve digits: 1 GiB is no byte less."""
+    return float(f"{math.exp(logarithm):.12g}")
+
+
+def _crossings(x: FloatArray, difference: FloatArray) -> set[float]:
+    """Returns where a line of straight pieces is zero."""
+    places = set()
+    for left in range(len(x) - 1):
+        # A change of sign between two payloads is a crossing.
+        before = difference[left]
+        after = difference[left + 1]
+        if before * after < 0:
+            share = before / (before - after)
+            places.add(float(x[left] + share * (x[left + 1] - x[left])))
+        elif before == 0:
+            places.add(float(x[left]))
+    return places
+
+
+class Tick(NamedTuple):
+    """A line of the chart's raster.
+
+    Attributes:
+        place: x or y.
+        label: Its number.
+    """
+
+    place: float
+    label: str
+
+
+class Line(NamedTuple):
+    """A drawn curve.
+
+    Attributes:
+        name: Of the algorithm.
+        points: x and y of every payload, for an SVG polyline.
+        marks: x, y and the text of every payload.
+    """
+
+    name: str
+    points: str
+    marks: list[tuple[float, float, str]]
+
+
+class Crossing(NamedTuple):
+    """Where the fastest algorithm changes.
+
+    Attributes:
+        x: Place of the payload.
+        label: The payload.
+    """
+
+    x: float
+    label: str
+
+
+class Chart(NamedTuple):
+    """What an SVG is drawn of.
+
+    Attributes:
+        columns: Raster of payloads.
+        rows: Raster of times.
+        lines: The curves.
+        crossings: Where the fastest one changes.
+    """
+
+    columns: list[Tick]
+    rows: list[Tick]
+    lines: list[Line]
+    crossings: list[Crossing]
+
+
+def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
+    """Returns the places of a chart of WIDTH x HEIGHT.
+
+    Args:
+        curves: At least one.
+        ranges: Of `fastest_ranges`.
+    """
+    # The axes span all numbers.
+    payloads = np.array(curves[0].payload_bytes)
+    seconds = np.array([curve.seconds for curve in curves])
+    across = _Scale(payloads.min(), payloads.max(), _LEFT, WIDTH - _RIGHT)
+    up = _Scale(seconds.min(), seconds.max(), HEIGHT - _BOTTOM, _TOP)
+
+    lines = []
+    for curve in curves:
+        # Every payload is a point with a text.
+        marks = []
+        for payload, time in zip(curve.payload_bytes, curve.seconds, strict=True):
+            text = f"{curve.name}: {show_bytes(payload)} in {show_seconds(time)}"
+            marks.append((across(payload), up(time), text))
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in marks)
+        lines.append(Line(curve.name, points, marks))
+
+    # A line where the next algorithm becomes the fastest.
+    crossings = [Crossing(across(part.low), show_bytes(part.low)) for part in ranges[1:]]
+    return Chart(
+        columns=[Tick(across(number), show_bytes(number)) for number in across.powers(8)],
+        rows=[Tick(up(number), show_seconds(number)) for number in up.powers(10)],
+        lines=lines,
+        crossings=crossings,
+    )
+
+
+class _Scale:
+    """A logarithmic axis."""
+
+    def __init__(self, low: float, high: float, first: float, last: float) -> None:
+        self._low = math.log(low)
+        self._range = math.log(high) - self._low or 1.0
+        self._first = first
+        self._last = last
+        self._ends = (low, high)
+
+    def __call__(self, number: float) -> float:
+        share = (math.log(number) - self._low) / self._range
+        return self._first + share * (self._last - self._first)
+
+    def powers(self, base: int) -> list[float]:
+        """Returns the powers of a number that are on the axis; both ends where there are none."""
+        # A power that is rounded to just outside is on the axis.
+        first = math.ceil(math.log(self._ends[0], base) - 1e-9)
+        last = math.floor(math.log(self._ends[1], base) + 1e-9)
+        numbers = [float(base) ** exponent for exponent in range(first, last + 1)]
+        return numbers if len(numbers) > 1 else list(self._ends)
+
+
+def show_seconds(seconds: float) -> str:
+    """Returns a time with its unit."""
+    if seconds == 0:
+        return "0 s"
+
+    # The largest unit of which there is one.
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,179 @@
+"""The groups of an axis that run at once, each on its share of the links.
+
+A link that several groups use is shared in proportion to what each sends over it, as networks of
+packets do. So every group can be timed alone, on links that are slower where others use them too,
+and groups whose links and routes are alike take the same time.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from moe.network.routes import find_routes
+from moe.network.schedule import IntArray, Schedule
+from moe.network.topology import FloatArray, Topology
+
+_DIGITS = 9
+"""Decimal digits to which the numbers of two groups agree that are alike."""
+
+_MOST_GROUPS = 3
+"""Groups that are simulated, of those that differ: near a hole there may be dozens."""
+
+
+class Instance(NamedTuple):
+    """What one group does.
+
+    Attributes:
+        ranks: <int64>[size] its ranks of the network.
+        schedule: Of ranks 0 to size - 1.
+    """
+
+    ranks: IntArray
+    schedule: Schedule
+
+
+class GroupOnLinks(NamedTuple):
+    """A group on its share of the links.
+
+    Attributes:
+        schedule: Of ranks of the network.
+        topology: The network with the group's share of each bandwidth.
+        load: Units on its busiest link over the bandwidth, those of other groups counted.
+        latency: Mean seconds of a message on the way.
+    """
+
+    schedule: Schedule
+    topology: Topology
+    load: float
+    latency: float
+
+    def estimate(self, payload_bytes: float) -> float:
+        """Returns seconds with a barrier after each step, more or less."""
+        bound = self.load * payload_bytes / self.schedule.num_units
+        return bound + self.schedule.num_steps * self.latency
+
+
+class SharedLinks(NamedTuple):
+    """The groups of an axis that differ.
+
+    Attributes:
+        groups: One of each kind.
+    """
+
+    groups: tuple[GroupOnLinks, ...]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the longest schedule."""
+        return max(group.schedule.num_steps for group in self.groups)
+
+    def bound(self, payload_bytes: float) -> float:
+        """Returns the seconds of the busiest link, which all groups together need at least."""
+        num_units = self.groups[0].schedule.num_units
+        return max(group.load for group in self.groups) * payload_bytes / num_units
+
+    def estimate(self, payload_bytes: float) -> float:
+        """Returns the estimate of the slowest group."""
+        return max(group.estimate(payload_bytes) for group in self.groups)
+
+    def slowest(self, payload_bytes: float) -> list[GroupOnLinks]:
+        """Returns the few groups that take longest by their estimates."""
+
+        def negative_estimate(group: GroupOnLinks) -> float:
+            return -group.estimate(payload_bytes)
+
+        return sorted(self.groups, key=negative_estimate)[:_MOST_GROUPS]
+
+
+class _Use(NamedTuple):
+    """What one group uses.
+
+    Attributes:
+        link: <int64>[L] links.
+        load: <float64>[L] units that it sends over each, over the bandwidth.
+        latency: <float64>[P] seconds of its routes.
+    """
+
+    link: IntArray
+    load: FloatArray
+    latency: FloatArray
+
+
+def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
+    """Returns the groups that differ, each on its share of the links.
+
+    Args:
+        instances: What every group does, all at the same time.
+        topology: Where.
+    """
+    uses = [_use(instance, topology) for instance in instances]
+    total = np.zeros(len(topology.links.source))
+    for use in uses:
+        total[use.link] += use.load
+
+    # Groups are alike when their links are as busy, and their routes as long, in any order.
+    groups: dict[tuple[int, bytes, bytes], GroupOnLinks] = {}
+    for instance, use in zip(instances, uses, strict=True):
+        busy = _rounded(np.sort(total[use.link]))
+        latency = _rounded(np.sort(use.latency))
+        signature = (id(instance.schedule), busy.tobytes(), latency.tobytes())
+        if signature not in groups:
+            groups[signature] = _on_links(instance, use, total, topology)
+
+    return SharedLinks(tuple(groups.values()))
+
+
+def _use(instance: Instance, topology: Topology) -> _Use:
+    """Returns the links that a group uses, and how much."""
+    table = instance.schedule.transfers
+    source = instance.ranks[table.source]
+    destination = instance.ranks[table.destination]
+    routes = find_routes(table._replace(source=source, destination=destination), topology)
+
+    # Units of each pair of ranks, then of each link.
+    pair = np.searchsorted(routes.key, source * topology.num_ranks + destination)
+    units = np.bincount(pair, table.high - table.low, minlength=len(routes.key))
+    row, hop = routes.hops(np.arange(len(routes.key)))
+    link, place = np.unique(hop, return_inverse=True)
+    load = np.bincount(place, units[row]) / topology.links.bandwidth[link]
+    return _Use(link, load, routes.latency)
+
+
+def _on_links(
+    instance: Instance,
+    use: _Use,
+    total: FloatArray,
+    topology: Topology,
+) -> GroupOnLinks:
+    """Returns a group on its share of the links."""
+    bandwidth = topology.links.bandwidth.copy()
+    bandwidth[use.link] *= use.load / total[use.link]
+    links = topology.links._replace(bandwidth=bandwidth)
+
+    # The ranks of the network in the place of those of the group.
+    old = instance.schedule
+    names = instance.ranks
+    table = old.transfers._replace(
+        source=names[old.transfers.source],
+        destination=names[old.transfers.destination],
+    )
+    schedule = replace(
+        old,
+        num_ranks=topology.num_ranks,
+        transfers=table,
+        before=old.before._replace(rank=names[old.before.rank]),
+        after=old.after._replace(rank=names[old.after.rank]),
+    )
+    return GroupOnLinks(
+        schedule=schedule,
+        topology=replace(topology, links=links),
+        load=float(total[use.link].max()),
+        latency=float(use.latency.mean()),
+    )
+
+
+def _rounded(numbers: FloatArray) -> FloatArray:
+    """Returns numbers with so few digits that equal sums in another order are equal."""
+    scale = 10.0 ** (np.floor(np.log10(np.maximum(numbers, 1e-300))) - _DIGITS)
+    return np.round(numbers / scale) * scale

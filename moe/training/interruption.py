@@ -1,0 +1,80 @@
+"""Ctrl-C and SIGTERM while a run trains: it finishes the step, writes a checkpoint, and then ends.
+
+Schedulers send SIGTERM some time before they take a machine away. Ranks get the signal at different
+moments, some perhaps never, and must all end after the same step.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from moe.distributed.collectives import has_ranks
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What asks a run to end."""
+
+_MESSAGE = b"\nThe run ends after this step, with a checkpoint. A second signal ends it at once, without.\n"
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], int | None]]:
+    """Holds signals that ask the run to end back until the yielded function is asked for them.
+
+    The function returns the number of a signal that any rank has received, else None. All ranks
+    must call it after the same steps, and all get the same answer. A second signal ends the process
+    at once; in a notebook or at a prompt Ctrl-C raises a KeyboardInterrupt instead. What the starter
+    wants ignored, as `nohup` does, stays ignored.
+    """
+    request = _StopRequest()
+
+    # Only the main thread may handle signals.
+    if threading.current_thread() is not threading.main_thread():
+        yield request.received_by_any_rank
+        return
+
+    with ExitStack() as handlers:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous = signal.signal(number, request.receive)
+                handlers.callback(signal.signal, number, previous)
+        yield request.received_by_any_rank
+
+
+class _StopRequest:
+    """Remembers the first signal until it is asked for."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal."""
+        if self._received is not None:
+            _act_at_once(number)
+        self._received = number
+
+        # print() is not safe here: the signal may have come in the middle of another print().
+        os.write(2, _MESSAGE)
+
+    def received_by_any_rank(self) -> int | None:
+        """Returns the number of the signal; of two that ranks have received, the larger one."""
+        if not has_ranks():
+            return self._received
+        number = torch.tensor(self._received or 0)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number) or None
+
+
+def _act_at_once(number: int) -> None:
+    """Ends the process as a signal does that nobody handles."""
+    is_interactive = hasattr(sys, "ps1")
+    if number == signal.SIGINT and is_interactive:
+        raise KeyboardInterrupt
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,101 @@
+"""The report on the network: its rows, and the saved table that the documentation quotes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import benchmarks.network_all_reduce
+import benchmarks.network_goodput  # noqa: F401  they register their reports
+from benchmarks.network import format_rows, main
+from benchmarks.network_rows import CLOSED_FORM, REPORTS, Claim, published, rows_of
+
+SAVED = Path("benchmarks/network.json")
+QUICK = ("goodput", "levels", "scaling")
+
+
+def test_quick_reports_pass() -> None:
+    rows = rows_of(QUICK)
+
+    assert {row.id for row in rows} == {"G1", "G2", "R1", "R2", "R9"}
+    assert [row.what for row in rows if not row.passes] == []
+
+
+@pytest.mark.slow
+def test_all_laws_pass() -> None:
+    rows = rows_of(["laws"])
+
+    assert {row.id for row in rows} == {"R5", "R6", "R8"}
+    assert [row.what for row in rows if not row.passes] == []
+
+
+def test_the_saved_table_has_every_claim_and_passes() -> None:
+    rows = json.loads(SAVED.read_text(encoding="utf-8"))["rows"]
+
+    claims = {"R1", "R2", "R3*", "R4*", "R5", "R6", "R7", "R8", "R9", "F1", "G1", "G2"}
+    assert claims <= {row["id"] for row in rows}
+    assert [row["what"] for row in rows if row["passes"] is False] == []
+
+    # What is uncertain is only reported, and all else asserted.
+    assert {row["id"] for row in rows if row["passes"] is None} == {"R3*", "R4*"}
+
+
+def test_the_saved_numbers_are_those_of_the_quick_reports() -> None:
+    saved = json.loads(SAVED.read_text(encoding="utf-8"))["rows"]
+    by_claim = {(row["id"], row["what"]): row["predicted"] for row in saved}
+
+    for row in rows_of(QUICK):
+        assert by_claim[row.id, row.what] == pytest.approx(row.predicted)
+
+
+def test_a_row_fails_outside_its_tolerance() -> None:
+    claim = Claim("X1", "something", "s", CLOSED_FORM)
+
+    assert claim.close(1.12, 1.0, 0.12 + 1e-9).passes
+    assert not claim.close(0.87, 1.0, 0.12).passes
+    assert claim.between(1.0, 1.0, 1.75).passes
+    assert not claim.between(1.76, 1.0, 1.75).passes
+    assert claim.reported(2.0, 1.0, "below").passes is None
+
+
+def test_the_table_says_what_does_not_pass() -> None:
+    claim = Claim("X1", "something", "s", CLOSED_FORM)
+
+    table = format_rows([claim.close(2.0, 1.0, 0.12), claim.reported(2.0, 1.0, "below")])
+
+    _, failed, reported = table.splitlines()
+    assert failed.split() == ["X1", "something", "2", "1", "s", "±12%", "closed", "form", "NO"]
+    assert reported.endswith("-")
+
+
+def test_the_command_prints_and_saves_the_reports_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "network.json"
+
+    main(["--only", "goodput", "--json", str(path)])
+
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["id"] for row in report["rows"]] == ["G1", "G1", "G2", "G2", "G2"]
+    assert report["sources"] == published("sources")
+    assert "effective time" in capsys.readouterr().out
+
+
+def test_the_command_fails_when_a_row_does_not_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = Claim("X1", "something", "s", CLOSED_FORM).close(2.0, 1.0, 0.12)
+    monkeypatch.setattr(REPORTS, "_entries", {"wrong": lambda: [wrong]})
+
+    with pytest.raises(SystemExit, match="1"):
+        main([])
+    assert "1 of 1 rows do not pass" in capsys.readouterr().out
+
+
+def test_published_runs_have_what_they_are_compared_by() -> None:
+    runs = published("resnet_v0.6")
+
+    assert [run["chips"] for run in runs] == [16, 64, 128, 256, 512, 1024]
+    for run in runs:
+        # Four epochs of ImageNet's 1,281,167 images, to within a step.
+        assert abs(run["steps"] * run["batch"] - 4 * 1_281_167) <= run["batch"]

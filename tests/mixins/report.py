@@ -1,0 +1,167 @@
+"""What transformers' mixins said of our models and of its T5, as one page of Markdown."""
+
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PAIRS = {"STMoETest": "T5ModelTest", "STMoEEncoderTest": "T5EncoderOnlyModelTest"}
+"""Classes of ours, and that of T5 which each is compared with."""
+
+ON_PURPOSE = {
+    "test_model_weights_reload_no_missing_tied_weights": (
+        "It writes other weights over a saved model.safetensors. A model folder holds the SHA-256 "
+        "of its files, and one that does not fit is refused as damaged; the error says which file "
+        "to remove when that was on purpose."
+    ),
+    "test_training_gradient_checkpointing": (
+        "Asks for reentrant checkpointing, which loses the gradient of the routers' losses and is "
+        "refused with that reason."
+    ),
+    "test_training_gradient_checkpointing_use_reentrant_true": "The same.",
+}
+"""Tests that fail here, and why they shall."""
+
+_STATUS_OF_TAG = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+_ORDER = ("failed", "passed", "skipped")
+_LEAD = """\
+# Transformers' own tests
+
+transformers tests each of its models by mixins. Here they run on ours as they are, without a change
+to any of them: `ModelTesterMixin`, `GenerationTesterMixin`, the export mixins and `ConfigTester`, and
+on T5 by transformers' own test classes of it. Their sources are not part of this repository; a
+checkout of transformers has them:
+
+```
+git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers ../transformers
+pip install parameterized httpx
+python -m tests.mixins run ../transformers --to runs/mixins
+python -m tests.mixins page runs/mixins > docs/transformers.md
+```
+
+`TRANSFORMERS_SOURCE=../transformers make test` runs them with all other tests.
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a test did: passed, failed or skipped, and for the last why."""
+
+    status: str
+    reason: str = ""
+
+
+Outcomes = dict[tuple[str, str], Outcome]
+"""By class and test."""
+
+
+def read_outcomes(paths: Iterable[Path]) -> Outcomes:
+    """Returns what each test did; of several runs the one in which it was not skipped counts."""
+    outcomes: Outcomes = {}
+    for path in paths:
+        for case in ElementTree.parse(path).getroot().iter("testcase"):
+            owner = case.attrib["classname"].rpartition(".")[2]
+            key = (owner, case.attrib["name"].split(" ")[0])
+            outcome = _outcome(case)
+
+            # Subtests are cases of their own, and one that fails fails the test.
+            before = outcomes.get(key, outcome)
+            outcomes[key] = min(before, outcome, key=lambda each: _ORDER.index(each.status))
+    return outcomes
+
+
+def _outcome(case: ElementTree.Element) -> Outcome:
+    """Returns what a case of the XML says."""
+    for element in case:
+        status = _STATUS_OF_TAG.get(element.tag)
+        if status is not None:
+            return Outcome(status, element.attrib.get("message", "").strip())
+    return Outcome("passed")
+
+
+def unexplained(ours: Outcomes) -> list[str]:
+    """Returns the tests that fail here without a reason in `ON_PURPOSE`."""
+    failed = {test for (_, test), outcome in ours.items() if outcome.status == "failed"}
+    return sorted(failed - ON_PURPOSE.keys())
+
+
+def page(ours: Outcomes, theirs: Outcomes, sources: Sequence[str]) -> str:
+    """Returns the page.
+
+    Args:
+        ours: Outcomes of the classes of ours.
+        theirs: Outcomes of the classes of T5.
+        sources: What was run, a line each.
+    """
+    lines = [_LEAD, *(f"- {source}" for source in sources), ""]
+    lines += ["| class | test class | passed | failed | skipped |", "|---|---|---|---|---|"]
+    for our_class, their_class in PAIRS.items():
+        shared = _shared_tests(ours, theirs, our_class, their_class)
+        lines.append(_counts("ours", our_class, ours, shared))
+        lines.append(_counts("T5", their_class, theirs, shared))
+
+    for our_class, their_class in PAIRS.items():
+        shared = _shared_tests(ours, theirs, our_class, their_class)
+        lines += ["", f"## {our_class} beside {their_class}", ""]
+        lines += _differences(ours, theirs, our_class, their_class, shared)
+    lines += ["", "## Fails here", ""]
+    failed = sorted({test for (_, test), outcome in ours.items() if outcome.status == "failed"})
+    lines += [f"- `{test}`: {ON_PURPOSE.get(test, 'not explained')}" for test in failed]
+    lines += ["", "## Skipped here", "", "| why, in transformers' words | tests |", "|---|---|"]
+    lines += _skips(ours)
+    return "\n".join(lines) + "\n"
+
+
+def _shared_tests(ours: Outcomes, theirs: Outcomes, our_class: str, their_class: str) -> list[str]:
+    """Returns the tests that both classes have, in alphabetical order."""
+    our_tests = {test for owner, test in ours if owner == our_class}
+    their_tests = {test for owner, test in theirs if owner == their_class}
+    return sorted(our_tests & their_tests)
+
+
+def _counts(name: str, owner: str, outcomes: Outcomes, tests: Sequence[str]) -> str:
+    """Returns the row of a class in the first table."""
+    statuses = [outcomes[owner, test].status for test in tests]
+    counts = [str(statuses.count(status)) for status in ("passed", "failed", "skipped")]
+    return f"| {name} | `{owner}` | {' | '.join(counts)} |"
+
+
+def _differences(
+    ours: Outcomes, theirs: Outcomes, our_class: str, their_class: str, tests: Sequence[str]
+) -> list[str]:
+    """Returns a table of the tests that one class passes and the other does not."""
+    rows = []
+    for test in tests:
+        our_outcome = ours[our_class, test]
+        their_outcome = theirs[their_class, test]
+        if (our_outcome.status == "passed") != (their_outcome.status == "passed"):
+            rows.append(f"| `{test}` | {_cell(our_outcome)} | {_cell(their_outcome)} |")
+    if not rows:
+        return ["Both pass and skip the same tests."]
+    return ["| test | ours | T5 |", "|---|---|---|", *rows]
+
+
+def _cell(outcome: Outcome) -> str:
+    """Returns an outcome as text of a table."""
+    if outcome.status != "skipped":
+        return outcome.status
+    return f"skipped: {_escaped(outcome.reason)}"
+
+
+def _escaped(text: str) -> str:
+    """Returns text for the cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _skips(outcomes: Mapping[tuple[str, str], Outcome]) -> list[str]:
+    """Returns a row for each reason, with the tests that have it."""
+    tests_by_reason: dict[str, set[str]] = defaultdict(set)
+    for (_, test), outcome in outcomes.items():
+        if outcome.status == "skipped":
+            tests_by_reason[outcome.reason].add(test)
+    rows = []
+    for reason, tests in sorted(tests_by_reason.items()):
+        names = ", ".join(f"`{test}`" for test in sorted(tests))
+        rows.append(f"| {_escaped(reason)} | {names} |")
+    return rows

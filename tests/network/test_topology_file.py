@@ -1,0 +1,179 @@
+"""Networks from files and mappings: what they mean, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.errors import ConfigError
+from moe.network.rings import ring_all_reduce
+from moe.network.routes import find_routes
+from moe.network.schedule import transfers
+from moe.network.simulate import simulate
+from moe.network.topology import Rate, switch, two_level
+from moe.network.topology_file import parse_network, read_network
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "networks"
+RATE = {"bandwidth": "8 Gb/s", "latency": "2 us"}
+GRID = {"shape": [3, 5], "wraps": True, **RATE}
+NODES = {"nodes": 3, "per_node": 5, "inside": RATE, "across": RATE}
+LINK = {"from": 0, "to": 1, **RATE}
+TABLE = {"ranks": 2, "switches": 1, "both_ways": True, "table": [LINK]}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_links"),
+    [
+        ("tpu_v3_pod", 1024, 4 * 1024),
+        ("tpu_v3_multipod", 4096, 2 * 4096 + 2 * 32 * 127),
+        ("hgx_h100", 1024, 4 * 1024),
+        ("ethernet_two_level", 256, 2 * 256 + 2 * 16),
+        ("this_machine", 4, 8),
+    ],
+)
+def test_the_networks_of_the_recipes_have_their_links(name, num_ranks, num_links):
+    network = read_network(RECIPES / f"{name}.yaml")
+    assert network.topology.num_ranks == num_ranks
+    assert len(network.topology.links.source) == num_links
+    assert network.notes
+
+
+def test_every_network_of_the_recipes_is_tested():
+    assert len(list(RECIPES.glob("*"))) == 5
+
+
+def test_units_are_those_of_the_field():
+    topology = parse_network({"grid": GRID}).topology
+    assert set(topology.links.bandwidth) == {1e9}
+    assert set(topology.links.latency) == {2e-6}
+    numbers = {"ranks": 3, "bandwidth": 1e9, "latency": 2e-6}
+    links = parse_network({"switch": numbers, "device_flops": "989 TFLOP/s"})
+    assert set(links.topology.links.latency) == {1e-6}  # half of it to the switch
+    assert links.device_flops == 989e12
+
+
+def test_a_list_of_links_is_a_network():
+    chain = [LINK, {**LINK, "from": 1, "to": 2}]
+    topology = parse_network(
+        {"links": {**TABLE, "table": chain, "ranks": 3, "switches": 0}}
+    ).topology
+    assert [int(topology.links.destination[hop]) for hop in topology.route(0, 2)] == [1, 2]
+    assert topology.shape == ()
+
+
+def test_json_and_yaml_hold_the_same(tmp_path):
+    content = {"name": "x", "two_level": NODES, "notes": ["measured"]}
+    (tmp_path / "x.json").write_text(json.dumps(content))
+    (tmp_path / "x.yaml").write_text(json.dumps(content))  # YAML holds JSON
+    both = [read_network(tmp_path / name) for name in ("x.json", "x.yaml")]
+    assert both[0].notes == both[1].notes == ("measured",)
+    assert np.array_equal(both[0].topology.links.source, both[1].topology.links.source)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, r"the form of a network is \[\]; expected exactly one of grid, switch"),
+        ({"grid": GRID, "switch": {}}, "expected exactly one of grid"),
+        ([], "a network is .*; expected a mapping"),
+        ({"gird": GRID}, "a network has no key 'gird'. Did you mean 'grid'?"),
+        ({"grid": {**GRID, "wrap": 1}}, "grid has no key 'wrap'. Did you mean 'wraps'?"),
+        ({"grid": {"shape": [2]}}, "grid has no wraps, which it needs"),
+        ({"grid": {**GRID, "shape": []}}, "grid.shape is .*; expected a list of sizes"),
+        ({"grid": {**GRID, "shape": [0]}}, "a size of grid.shape is 0"),
+        ({"grid": {**GRID, "shape": [10**9, 10**9]}}, "ranks of grid.shape is 10{18}"),
+        ({"grid": {**GRID, "wraps": [True]}}, "grid.wraps is .*; expected one for each of 2"),
+        ({"grid": {**GRID, "wraps": "yes"}}, "grid.wraps is 'yes'; expected true or false"),
+        ({"grid": {**GRID, "bandwidth": "70"}}, "grid.bandwidth is '70'; expected a number and"),
+        ({"grid": {**GRID, "bandwidth": "7 GB"}}, "one of B/s.*e.g. 400 Gb/s"),
+        ({"grid": {**GRID, "bandwidth": 0}}, "grid.bandwidth is 0; expected a bandwidth above 0"),
+        ({"grid": {**GRID, "bandwidth": True}}, "grid.bandwidth is True; expected a finite number"),
+        ({"grid": {**GRID, "bandwidth": "9e99 GB/s"}}, "no more than 1e18"),
+        ({"grid": {**GRID, "latency": -1}}, "grid.latency is -1; expected a latency of 0 or more"),
+        ({"grid": {**GRID, "latency": "1 h"}}, "grid.latency is '1 h'; expected a number and one"),
+        ({"switch": {**RATE}}, "switch has no ranks"),
+        ({"switch": {**RATE, "ranks": 1.5}}, "switch.ranks is 1.5; expected an integer"),
+        ({"two_level": {**NODES, "inside": 3}}, "two_level.inside is 3; expected a mapping"),
+        ({"two_level": {**NODES, "shared_card": 1}}, "two_level.shared_card is 1; expected true"),
+        ({"links": {**TABLE, "table": []}}, "links.table is .*; expected a list of 1 to"),
+        (
+            {"links": {**TABLE, "table": [{**LINK, "to": 3}]}},
+            "end is 3; .*2 ranks, then 1 switches",
+        ),
+        ({"links": {**TABLE, "table": [{**LINK, "to": 0}]}}, "from 0 to itself"),
+        ({"links": {**TABLE, "table": [LINK, LINK]}}, "expected a link that is not in the table"),
+        ({"grid": GRID, "notes": "x"}, "notes is 'x'; expected a list of texts"),
+        ({"grid": GRID, "name": 3}, "name is 3; expected a text"),
+        (
+            {"grid": GRID, "device_flops": -1},
+            "device_flops is -1.0; expected a finite number above",
+        ),
+    ],
+)
+def test_what_is_no_network_is_refused(content, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_network(content)
+
+
+def test_an_error_names_the_file(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("grid: {shape: [2]}\n")
+    with pytest.raises(ConfigError, match=r"x\.yaml: grid has no wraps"):
+        read_network(path)
+
+
+# ---------------------------------------------------------------------------
+# Switches
+
+
+@pytest.mark.parametrize("shared_card", [False, True])
+def test_messages_stay_inside_their_node_where_they_can(shared_card):
+    slow = Rate(5e9, 7e-6)
+    topology = two_level(3, 2, inside=Rate(50e9, 3e-6), across=slow, shared_card=shared_card)
+    inside = topology.route(2, 3)
+    assert topology.links.bandwidth[inside].tolist() == [50e9, 50e9]
+    across = topology.route(2, 4)
+    assert topology.links.bandwidth[across].min() == 5e9
+    expected = 10e-6 if shared_card else 7e-6
+    assert topology.links.latency[across].sum() == pytest.approx(expected)
+
+
+@given(
+    num_nodes=st.integers(1, 5),
+    per_node=st.integers(1, 5),
+    shared_card=st.booleans(),
+)
+def test_all_routes_at_once_are_those_of_one_pair(num_nodes, per_node, shared_card):
+    rate = Rate(1e9, 1e-6)
+    topology = two_level(num_nodes, per_node, inside=rate, across=rate, shared_card=shared_card)
+    source, destination = np.divmod(np.arange(topology.num_ranks**2), topology.num_ranks)
+    is_pair = source != destination
+    table = transfers(0, source[is_pair], destination[is_pair], 0, 1, adds=False)
+    routes = find_routes(table, topology)
+    for index, key in enumerate(routes.key.tolist()):
+        pair = divmod(key, topology.num_ranks)
+        links = routes.link[routes.offset[index] : routes.offset[index + 1]]
+        assert np.array_equal(links, topology.route(*pair)), pair
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 7, 8])
+def test_a_ring_at_a_switch_takes_its_closed_form(num_ranks):
+    topology = switch(num_ranks, Rate(1e9, 5e-6))
+    units = num_ranks * 10
+    payload = units * 1e5
+    seconds = simulate(ring_all_reduce(range(num_ranks), units), topology, payload).seconds
+    steps = 2 * (num_ranks - 1)
+    assert seconds == pytest.approx(steps * 5e-6 + steps / num_ranks * payload / 1e9)
+
+
+@given(factor=st.floats(1.0, 20.0), level=st.sampled_from(["inside", "across"]))
+def test_more_bandwidth_is_never_slower(factor, level):
+    rates = {"inside": Rate(4e9, 3e-6), "across": Rate(1e9, 9e-6)}
+    schedule = ring_all_reduce(range(12), 120)
+    before = simulate(schedule, two_level(3, 4, **rates), 1e8).seconds
+    faster = Rate(rates[level].bandwidth * factor, rates[level].latency)
+    after = simulate(schedule, two_level(3, 4, **{**rates, level: faster}), 1e8).seconds
+    assert after <= before * (1 + 1e-12)

@@ -1,0 +1,255 @@
+"""LARS and LAMB against plain numpy derivations of their formulas, experts one by one."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe import ConfigError
+from moe.optim.lamb import LAMB
+from moe.optim.lars import LARS
+from moe.optim.parameter_groups import parameter_groups
+from tests.models.tiny import tiny_batch, tiny_model
+
+DECAY = 0.03
+OPTIMIZERS = {
+    "lars": lambda params, **options: LARS(params, weight_decay=DECAY, **options),
+    "lars, unscaled": lambda params, **options: LARS(
+        params, weight_decay=DECAY, momentum="unscaled", **options
+    ),
+    "lamb": lambda params, **options: LAMB(params, weight_decay=DECAY, **options),
+    "lamb, uncorrected": lambda params, **options: LAMB(
+        params, weight_decay=DECAY, bias_correction=False, **options
+    ),
+}
+
+
+def norm(x):
+    return np.sqrt((x**2).sum())
+
+
+def lars_oracle(w, grads, rates, *, scaled, adapted=True, beta=0.9, eta=0.001):
+    """Runs both definitions of arXiv:1909.09756 on one matrix."""
+    v = np.zeros_like(w)
+    for g, lr in zip(grads, rates, strict=True):
+        ratio, decay = 1.0, DECAY if adapted else 0.0
+        if adapted and norm(w) > 0 and norm(g) > 0:
+            ratio = eta * norm(w) / (norm(g) + decay * norm(w))
+        if scaled:
+            v = beta * v + lr * ratio * (g + decay * w)
+            w = w - v
+        else:
+            v = beta * v + (g + decay * w)
+            w = w - lr * ratio * v
+    return w
+
+
+def lamb_oracle(w, grads, rates, *, corrected, adapted=True):
+    """Runs algorithm 2 of arXiv:1904.00962 on one matrix."""
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, (g, lr) in enumerate(zip(grads, rates, strict=True), start=1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        m_hat, v_hat = (m / (1 - 0.9**t), v / (1 - 0.999**t)) if corrected else (m, v)
+        u = m_hat / (np.sqrt(v_hat) + 1e-6) + (DECAY * w if adapted else 0)
+        ratio = 1.0
+        if adapted and norm(w) > 0 and norm(u) > 0:
+            ratio = norm(w) / norm(u)
+            ratio = min(ratio, 1.0) if norm(g) == 0 else ratio
+        w = w - lr * ratio * u
+    return w
+
+
+def oracle(name, w, grads, rates, adapted=True):
+    if name.startswith("lars"):
+        return lars_oracle(w, grads, rates, scaled=name == "lars", adapted=adapted)
+    return lamb_oracle(w, grads, rates, corrected=name == "lamb", adapted=adapted)
+
+
+def steps(optimizer, parameters, grads, rates):
+    for step, lr in enumerate(rates):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad[step].clone()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+
+
+RATES = [0.1, 0.3, 0.2, 0.05, 0.4]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("shape", "batch_dims"), [((), 0), ((7,), 0), ((5, 7), 0), ((3, 2, 5, 7), 1), ((3, 7), 1)]
+)
+@pytest.mark.parametrize("kind", ["weights", "router"])
+def test_steps_equal_the_formulas_expert_by_expert(name, shape, batch_dims, kind):
+    rng = np.random.default_rng(0)
+    start, grads = rng.normal(size=shape), rng.normal(size=(len(RATES), *shape))
+    if batch_dims:
+        grads[:, 1] *= 1e4  # a hot expert
+        grads[:, 2] = 0  # and one that has no tokens
+    parameter = torch.nn.Parameter(torch.tensor(start))
+    group = {"params": [parameter], "batch_dims": batch_dims, "kinds": [kind]}
+    steps(OPTIMIZERS[name]([group]), [parameter], [torch.tensor(grads)], RATES)
+
+    adapted = kind == "weights"
+    if batch_dims:
+        experts = [oracle(name, w, grads[:, e], RATES, adapted) for e, w in enumerate(start)]
+        expected = np.stack(experts)
+    else:
+        expected = oracle(name, start, grads, RATES, adapted)
+    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stacked_experts_take_the_steps_of_separate_tensors(name):
+    torch.manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(5, 3, 7, dtype=torch.float64))
+    alone = [torch.nn.Parameter(w.detach().clone()) for w in stack]
+    grads = torch.randn(20, 5, 3, 7, dtype=torch.float64)
+    grads[:, 0] *= 1e6
+    grads[:7, 1] = 0
+    grads[7:, 2] = 0
+    rates = torch.linspace(0.3, 0.01, 20).tolist()
+    steps(OPTIMIZERS[name]([{"params": [stack], "batch_dims": 1}]), [stack], [grads], rates)
+    steps(OPTIMIZERS[name](alone), alone, grads.unbind(1), rates)
+    torch.testing.assert_close(stack.detach(), torch.stack(alone).detach(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_zeros_give_no_nan_and_ratio_one(name, decay):
+    weights = torch.nn.Parameter(torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]], [[3.0, 4.0]]]))
+    optimizer = OPTIMIZERS[name]([{"params": [weights], "batch_dims": 1, "weight_decay": decay}])
+    grad = torch.tensor([[[1.0, 1.0]], [[0.0, 0.0]], [[0.0, 0.0]]])
+    steps(optimizer, [weights], [grad.expand(1, 3, 1, 2)], [0.5])
+
+    # Ratio 1: an expert without tokens shrinks by lr weight_decay and no more.
+    assert weights[1].tolist() == pytest.approx(torch.tensor([[3.0, 4.0]]) * (1 - 0.5 * decay))
+    assert torch.equal(weights[1], weights[2])
+    assert weights.isfinite().all()
+    assert (weights[0] < 0).all()
+
+
+def test_an_expert_that_loses_its_tokens_stops_and_does_not_run_on():
+    """LAMB alone would stretch what is left of the moments to the full length of a step."""
+    torch.manual_seed(0)
+    weights = torch.nn.Parameter(torch.full((1, 5, 7), 0.5, dtype=torch.float64))
+    optimizer = LAMB([{"params": [weights], "batch_dims": 1}], lr=0.01)
+    steps(optimizer, [weights], [torch.randn(3, 1, 5, 7, dtype=torch.float64)], [0.01] * 3)
+    before = weights.detach().clone()
+    steps(optimizer, [weights], [torch.zeros(400, 1, 5, 7, dtype=torch.float64)], [0.01] * 400)
+    moved = float((weights.detach() - before).norm() / before.norm())
+    assert 0 < moved < 0.2  # 400 whole steps would be 4
+
+
+def test_at_a_constant_rate_scaled_and_unscaled_momentum_are_the_same():
+    grads = torch.randn(20, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = [
+        without_ratio(momentum, grads, [0.3] * 20).detach() for momentum in ("scaled", "unscaled")
+    ]
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+
+
+def test_when_the_rate_changes_they_differ_by_the_closed_form():
+    """After a step at rate a and T of rate b with gradients g_0 ... g_T the step at t has
+    scaled:   sum_s beta^(t-s) lambda_s g_s
+    unscaled: sum_s beta^(t-s) lambda_t g_s
+    so that after T + 1 steps the unscaled weights are ahead by (a - b) g_0 (beta + ... + beta^T).
+    """
+    a, b, beta, T = 0.7, 0.2, 0.9, 12
+    grads = torch.randn(
+        T + 1, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    rates = [a] + [b] * T
+    scaled, unscaled = (without_ratio(kind, grads, rates) for kind in ("scaled", "unscaled"))
+    expected = (a - b) * grads[0] * sum(beta**t for t in range(1, T + 1))
+    torch.testing.assert_close((unscaled - scaled).detach(), expected, rtol=0, atol=1e-12)
+    assert float(expected.abs().max()) > 1
+
+
+def without_ratio(momentum, grads, rates):
+    """Returns weights after steps of LARS whose ratio is 1, as that of skipped parameters."""
+    weights = torch.nn.Parameter(torch.ones(5, 7, dtype=torch.float64))
+    group = {"params": [weights], "kinds": ["router"]}
+    steps(LARS([group], momentum=momentum), [weights], [grads], rates)
+    return weights
+
+
+@pytest.mark.parametrize("optimizer", [LARS, LAMB])
+@pytest.mark.parametrize("skip", [("norms", "biases", "router"), ("biases",), ()])
+def test_skipped_kinds_do_not_see_the_weight_decay(optimizer, skip):
+    model = tiny_model(expert_bias="multiplicative")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = optimizer(parameter_groups(model), lr=0.5, weight_decay=0.1, skip=skip)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step.step()
+
+    kept = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    expected = set()
+    for name, parameter in model.named_parameters():
+        is_norm = name.endswith("norm.weight")
+        is_bias = name.endswith(("experts.bias", "position_bias.table"))
+        is_router = name.endswith("router.gate")
+        kinds = {"norms": is_norm, "biases": is_bias, "router": is_router}
+        if any(kinds[kind] for kind in skip) or not parameter.any():
+            expected.add(name)
+    assert kept == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [LARS, LAMB])
+def test_it_learns(optimizer):
+    model, batch = tiny_model().train(), tiny_batch()
+    options = {"trust_coefficient": 1.0} if optimizer is LARS else {}
+    step = optimizer(parameter_groups(model), lr=0.05, **options)
+    losses = []
+    for _ in range(30):
+        loss = model(**batch).ce_loss
+        losses.append(loss.item())
+        loss.backward()
+        step.step()
+        step.zero_grad()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("optimizer", [LARS, LAMB])
+def test_bfloat16_parameters_keep_float32_moments_through_a_state_dict(optimizer):
+    parameter = torch.nn.Parameter(torch.randn(5, 7, dtype=torch.bfloat16))
+    step = optimizer([parameter])
+    parameter.grad = torch.randn(5, 7, dtype=torch.bfloat16)
+    step.step()
+    copy = torch.nn.Parameter(parameter.detach().clone())
+    resumed = optimizer([copy])
+    resumed.load_state_dict(step.state_dict())
+    moments = [x for x in resumed.state[copy].values() if isinstance(x, torch.Tensor)]
+    assert moments and all(moment.dtype == torch.float32 for moment in moments)
+    copy.grad = parameter.grad.clone()
+    step.step()
+    resumed.step()
+    assert torch.equal(copy, parameter)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "message"),
+    [
+        (LARS, {"lr": -1.0}, "lr of lars is -1.0; expected a finite number of at least 0"),
+        (LARS, {"beta": 1}, "beta of lars is 1; expected .* below 1"),
+        (LARS, {"trust_coefficient": 0}, "trust_coefficient of lars is 0"),
+        (LARS, {"momentum": "nesterov"}, "'nesterov'; expected one of scaled, unscaled"),
+        (LARS, {"skip": ["norm"]}, "skip of lars is .*kinds of norms, biases, router"),
+        (LAMB, {"skip": "norms"}, "skip of lamb is 'norms'"),
+        (LAMB, {"beta2": float("nan")}, "beta2 of lamb is nan"),
+        (LAMB, {"bias_correction": "no"}, "bias_correction of lamb is 'no'; expected true"),
+        (LAMB, {"weight_decay": -0.1}, "weight_decay of lamb is -0.1"),
+    ],
+)
+def test_an_impossible_setting_is_refused(optimizer, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        optimizer([torch.nn.Parameter(torch.zeros(3))], **arguments)
+
+
+def test_kinds_that_are_not_as_many_as_parameters_are_refused():
+    group = {"params": [torch.nn.Parameter(torch.zeros(3))], "kinds": ["norms", "router"]}
+    with pytest.raises(ConfigError, match="number of kinds is 2; expected one for each of the 1"):
+        LARS([group])

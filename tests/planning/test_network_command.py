@@ -1,0 +1,144 @@
+"""scripts.plan on a network: what it prints, writes and refuses, and the tables of docs/results.md."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moe.network.topology_file import read_network
+from scripts.plan import main
+from tests.processes import fork_context
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--config", str(ROOT / "recipes" / "st_moe_tiny_pretrain.yaml"), "--model.group_size", "64"]
+SQUARE = {"grid": {"shape": [2, 4], "wraps": True, "bandwidth": "1 GB/s", "latency": "1 us"}}
+MESH = ["--mesh.dp_replicate", "2", "--mesh.ep", "4"]
+
+
+@pytest.fixture
+def square(tmp_path):
+    path = tmp_path / "square.json"
+    path.write_text(json.dumps({"name": "square", **SQUARE}))
+    return str(path)
+
+
+def printed(capsys, *argv):
+    main([str(word) for word in argv])
+    return capsys.readouterr().out
+
+
+def quoted_commands():
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    section = page.partition("## ST-MoE-32B on three networks")[2].partition("\n## ")[0]
+    pattern = r"```bash\n(python -m scripts\.plan .*?)```\n+```text\n(.*?)```"
+    return re.findall(pattern, section, re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_tables_of_three_networks_are_what_the_commands_print(index, capsys):
+    command, table = quoted_commands()[index]
+    argv = shlex.split(command.replace("\\\n", " "))[3:]
+    text = printed(capsys, *argv)
+    blocks = table.strip("\n").split("\n\n")
+    assert len(blocks) >= 2
+    for block in blocks:
+        assert block in text
+
+
+@pytest.mark.slow
+def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, square, tmp_path):
+    page = tmp_path / "plan.html"
+    trace = tmp_path / "plan.trace.json"
+    text = printed(
+        capsys,
+        *(*TINY, *MESH, "--network", square, "--place", "dp_replicate=2x1,ep=1x4"),
+        *("--page", page, "--trace", trace),
+    )
+    assert "on square, 8 ranks; the mesh is placed dp_replicate=2x1,ep=1x4" in text
+    assert re.search(r"rows to experts and back +ep +all-to-all +\d+ .*\n", text)
+    assert "schedules compared for the largest payload of each, ms a call" in text
+    assert "assumed\n  - Links work at the bandwidth and latency of the file" in text
+    total = float(re.search(r"\n  in all  +(\S+)\n", text.partition("what for")[2])[1])
+    rows = re.findall(r"^  .*(?:all-\S+|reduce-scatter) .*?(\S+)  [a-z]\S*(?:, \S+)*$", text, re.M)
+    assert sum(map(float, rows[: len(rows)])) == pytest.approx(total, rel=0.02)
+    assert page.read_text(encoding="utf-8").lstrip().startswith("<!")
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+
+
+@pytest.mark.slow
+def test_dead_ranks_cost_what_the_table_says(capsys, square):
+    text = printed(capsys, *TINY, *MESH, "--network", square, "--dead", "2")
+    assert "1 of 8 ranks of square are dead: 2" in text
+    assert "1 of 2 groups of ep lose a rank." in text
+    assert "Every parameter is held 2 times" in text
+    ratios = re.findall(r" (\d+\.\d\d)  [a-z]", text.partition("are dead")[2])
+    assert ratios
+    total = re.search(r"in all, seconds of a step +(\S+) +(\S+) +(\S+)", text)
+    assert float(total[3]) == pytest.approx(float(total[2]) / float(total[1]), abs=0.02)
+
+
+@pytest.mark.slow
+def test_meshes_on_a_network_are_simulated_and_ranked(capsys, square):
+    text = printed(capsys, *TINY, "--network", square, "--suggest", "8", "--memory", "80GiB")
+    lines = text.splitlines()
+    assert lines[0] == "on square"
+    seconds = [float(line.split()[8]) for line in lines[2:5]]
+    assert seconds == sorted(seconds)
+    assert "of which 3 were simulated" in lines[-1]
+
+
+@pytest.mark.slow
+def test_a_network_is_measured_on_ranks_and_read_again(capsys, tmp_path):
+    fork_context()
+    path = tmp_path / "pair.yaml"
+    path.write_text("name: pair\nswitch: {ranks: 2, bandwidth: 1 GB/s, latency: 1 s}\n")
+    measured = tmp_path / "measured.json"
+    text = printed(capsys, "--network", path, "--measure", measured)
+    assert re.search(r"switch: \S+ GB/s, \S+ us", text)
+    assert re.search(r"4\.00 MiB +ring +\S+ +\S+\n", text)
+    network = read_network(measured)
+    assert network.topology.name == "pair"
+    assert 0 < network.topology.links.latency.max() < 0.5
+    assert "2 ranks at once, gloo" in network.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--dead", "1"], "--dead is about a network. Give one: --network FILE"),
+        (["--place", "tp=2"], "--place is about a network"),
+        (["--page", "x.html"], "--page is about a network"),
+        (["--network", "square", "--page", "x.txt"], "--page"),
+        (["--network", "square", "--trace", "square"], "--trace"),
+        (["--network", "nowhere.yaml"], r"nowhere\.yaml cannot be read"),
+        (
+            ["--network", "square", "--suggest", "8", "--memory", "1GiB", "--place", "tp=2x4"],
+            "--place is about one mesh, and --suggest about all",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(argv, message, square):
+    words = [square if word == "square" else word for word in argv]
+    with pytest.raises(ValueError, match=message):
+        main([*TINY, *words])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--dead", "8"], "--dead is '8'; expected ranks of square, 0 to 7"),
+        (["--dead", ""], "--dead is ''; expected ranks of square"),
+        (["--dead", "0,1,2,3,4,5,6"], "expected two ranks at least that live"),
+        (["--place", "ep=1x4"], "expected a tile for dp_replicate 2 too"),
+        (
+            ["--mesh.dp_shard", "4"],
+            "ranks of the mesh is 32; expected no more than the 8 of square",
+        ),
+    ],
+)
+def test_what_the_network_does_not_have_is_refused(argv, message, square):
+    with pytest.raises(ValueError, match=message):
+        main([*TINY, *MESH, "--network", square, *argv])

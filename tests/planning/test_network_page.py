@@ -1,0 +1,198 @@
+"""The page has the numbers of the simulations, everything inside, and each link in its place."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.errors import ConfigError
+from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
+from moe.network.simulate import Simulation, simulate
+from moe.network.topology import Links, Topology, grid
+from moe.planning.network_page import MAX_PATH_ROWS, NetworkPage, render_network_page
+from moe.planning.network_page_curves import Curve, Range, fastest_ranges, show_seconds
+from moe.planning.network_page_layout import PITCH, place_network
+
+ROW, COLUMN = 3, 5
+
+
+def mesh(*, wraps: bool = False) -> Topology:
+    return grid((ROW, COLUMN), wraps=wraps, bandwidth=8e9, latency=1e-6)
+
+
+def tree() -> Topology:
+    """Returns two switches with two ranks each."""
+    ends = [(0, 4), (1, 4), (2, 5), (3, 5), (4, 5), (4, 0), (4, 1), (5, 2), (5, 3), (5, 4)]
+    links = Links(*np.array(ends).T, bandwidth=np.full(10, 8e9), latency=np.zeros(10))
+    return Topology("tree", 4, 6, links)
+
+
+def simulations(topology: Topology) -> dict[str, Simulation]:
+    ranks = topology.live_ranks
+    ring = ring_all_reduce(ranks, len(ranks), num_ranks=topology.num_ranks)
+    both = two_way_ring_all_reduce(ranks, 2 * len(ranks), num_ranks=topology.num_ranks)
+    return {"ring": simulate(ring, topology, 1e6), "two ways": simulate(both, topology, 1e6)}
+
+
+def numbers_in(page: str) -> dict[str, Any]:
+    match = re.search(
+        r'<script type="application/json" id="numbers">(.*?)</script>', page, re.DOTALL
+    )
+    assert match is not None
+    return json.loads(match[1])
+
+
+def test_the_page_has_the_loads_and_the_path_of_every_algorithm() -> None:
+    topology = mesh().without(ranks=[7])
+    parts = simulations(topology)
+
+    page = render_network_page(NetworkPage("A hole", topology, parts))
+
+    numbers = numbers_in(page)
+    assert numbers["dead"] == [7]
+    assert [shown["name"] for shown in numbers["algorithms"]] == ["ring", "two ways"]
+    for shown, simulation in zip(numbers["algorithms"], parts.values(), strict=True):
+        busy = simulation.link_busy_seconds / simulation.seconds
+        np.testing.assert_allclose(shown["busy"], busy, atol=1e-4)
+        assert shown["pathLength"] == len(simulation.critical_path)
+        assert sum(shown["parts"]) == pytest.approx(simulation.seconds)
+        assert shown["path"][-1][-1] == simulation.seconds
+
+        # Each transfer of the path goes over at least one of the links that are outlined.
+        sources = {numbers["source"][link] for link in shown["pathLinks"]}
+        assert {step[1] for step in shown["path"]} <= sources
+    assert "8 GB/s" in page
+    assert "<dd>1: 7</dd>" in page
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    curve = Curve("ring", (1e3, 1e6), (1e-5, 1e-3))
+    page = render_network_page(NetworkPage("Page", mesh(), simulations(mesh()), [curve], ["Note."]))
+
+    assert re.findall(r"\s(?:src|href|srcset|data)=", page) == []
+    assert "http" not in page
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_names_are_texts_and_no_markup() -> None:
+    name = "</script><b>bold</b>"
+    part = simulations(mesh())["ring"]
+    curves = [Curve(name, (1e3, 1e6), (1e-5, 1e-3))]
+
+    page = render_network_page(NetworkPage(name, mesh(), {name: part}, curves, [name]))
+
+    assert "<b>" not in page
+    assert page.count("</script>") == 2
+    assert numbers_in(page)["algorithms"][0]["name"] == name
+
+
+def test_a_long_path_is_shortened_and_the_page_says_how_long_it_is() -> None:
+    line = grid((103,), wraps=True, bandwidth=8e9, latency=1e-6)
+    part = simulate(ring_all_reduce(range(103), 103), line, 1e6)
+
+    shown = numbers_in(render_network_page(NetworkPage("Long", line, {"ring": part})))
+
+    assert len(shown["algorithms"][0]["path"]) == MAX_PATH_ROWS
+    assert shown["algorithms"][0]["pathLength"] == 204
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_lane_is_between_its_two_chips(wraps: bool) -> None:
+    topology = mesh(wraps=wraps)
+    layout = place_network(topology)
+    middle = layout.chips[:, :2] + layout.chips[:, 2:] / 2
+    lanes = layout.links[:, :2] + layout.links[:, 2:] / 2
+
+    source = middle[topology.links.source]
+    destination = middle[topology.links.destination]
+    distance = np.linalg.norm(source - destination, axis=1)
+    is_near = distance < 1.5 * PITCH
+
+    # Halfway between neighbours; next to its source where it goes around the end.
+    halfway = (source + destination) / 2
+    assert np.abs(lanes - halfway)[is_near].max() < PITCH / 4
+    assert np.linalg.norm(lanes - source, axis=1).max() < PITCH
+    assert (~is_near).any() == wraps
+    assert len(np.unique(layout.links, axis=0)) == len(layout.links)
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), wraps=st.booleans())
+def test_no_two_links_stand_in_one_place_and_all_are_on_the_page(
+    shape: list[int], wraps: bool
+) -> None:
+    topology = grid(shape, wraps=wraps, bandwidth=1.0, latency=0.0)
+    layout = place_network(topology)
+
+    boxes = np.concatenate([layout.links, layout.chips])
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 0] + boxes[:, 2] <= layout.width + 1e-9).all()
+    assert (boxes[:, 1] + boxes[:, 3] <= layout.height + 1e-9).all()
+    assert len(np.unique(np.round(layout.links, 6), axis=0)) == len(layout.links)
+
+
+def test_links_of_switches_stand_in_strips() -> None:
+    layout = place_network(tree())
+
+    titles = [strip.title for strip in layout.strips]
+    assert titles == [
+        "4 links from ranks to switches",
+        "2 links between switches",
+        "4 links from switches to ranks",
+    ]
+    assert len(np.unique(layout.links[:, :2], axis=0)) == 10
+    part = simulations(tree())
+    assert numbers_in(render_network_page(NetworkPage("Tree", tree(), part)))["chips"] == []
+
+
+def test_the_fastest_algorithm_changes_where_the_curves_cross() -> None:
+    # 1 ms + S / (1 GB/s), and 10 ms + S / (2 GB/s), cross at 18 MB; both are straight between the
+    # payloads on logarithmic axes only, so that payloads are dense.
+    payloads = tuple(np.geomspace(1e5, 1e9, 801).tolist())
+    small = Curve("small", payloads, tuple(1e-3 + size / 1e9 for size in payloads))
+    large = Curve("large", payloads, tuple(1e-2 + size / 2e9 for size in payloads))
+
+    first, second = fastest_ranges([large, small])
+
+    assert (first.name, second.name) == ("small", "large")
+    assert first.low == 1e5
+    assert first.high == second.low == pytest.approx(18e6, rel=1e-3)
+    assert second.high == 1e9
+    assert fastest_ranges([small]) == [Range("small", 1e5, 1e9)]
+    gibibyte = Curve("whole", (1024.0, 2.0**30), (1.0, 2.0))
+    assert fastest_ranges([gibibyte]) == [Range("whole", 1024.0, 2.0**30)]
+    assert fastest_ranges([]) == []
+
+
+@pytest.mark.parametrize(
+    ("curves", "message"),
+    [
+        ([Curve("a", (1.0, 2.0), (1.0,))], "times of a is 1; expected 2"),
+        ([Curve("a", (1.0, 2.0), (0.0, 1.0))], "expected numbers above 0"),
+        ([Curve("a", (2.0, 1.0), (1.0, 1.0))], "expected ascending ones"),
+        ([Curve("a", (1.0,), (1.0,))], "expected 1, two at least"),
+        (
+            [Curve("a", (1.0, 2.0), (1.0, 1.0)), Curve("b", (1.0, 3.0), (1.0, 1.0))],
+            "payloads of b",
+        ),
+    ],
+)
+def test_curves_that_cannot_be_drawn_are_refused(curves: list[Curve], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fastest_ranges(curves)
+
+
+def test_a_page_of_nothing_or_of_another_network_is_refused() -> None:
+    with pytest.raises(ConfigError, match="simulations of a page is 0"):
+        render_network_page(NetworkPage("Empty", mesh(), {}))
+    with pytest.raises(ConfigError, match="links of ring is 44; expected the 10"):
+        render_network_page(NetworkPage("Other", tree(), simulations(mesh())))
+
+
+def test_times_have_the_largest_unit_in_which_they_are_one_at_least() -> None:
+    times = [0.0, 2e-9, 1.5e-6, 0.25, 61.0]
+    assert [show_seconds(time) for time in times] == ["0 s", "2 ns", "1.5 µs", "250 ms", "61 s"]
