@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
     check_network_options(arguments)
     network = None if arguments.network is None else read_network(arguments.network)
     if arguments.measure is not None:
-        measure_command(arguments.network, arguments.measure)
+        measure_command(arguments)
         return
     config = recipe.build_config()
     workload = read_workload(recipe)
@@ -183,8 +183,10 @@ def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespa
         print(f"\nPage of the longest collective: {arguments.page}")
 
 
-def measure_command(path: Path, target: Path) -> None:
-    """Measures a network, writes what was found, and prints it."""
+def measure_command(arguments: argparse.Namespace) -> None:
+    """Measures the network, writes what was found, and prints it."""
+    path: Path = arguments.network
+    target: Path = arguments.measure
     measurement = measure_network(read_content(path))
     if measurement is None:
         return  # another rank says it

@@ -29,7 +29,7 @@ def _owned(all_reduce: Schedule) -> Intervals:
     begins = all_reduce.before
     bounds = np.unique(np.concatenate([begins.low, begins.high, copies.low, copies.high]))
 
-    # How many intervals cover each piece of each rank's buffer.  [ranks, pieces + 1]
+    # Pieces that a rank begins with, and never receives.  [ranks, pieces + 1]
     shape = (all_reduce.num_ranks, len(bounds))
     has = _coverage(shape, begins.rank, np.searchsorted(bounds, [begins.low, begins.high]))
     gets = _coverage(shape, copies.destination, np.searchsorted(bounds, [copies.low, copies.high]))

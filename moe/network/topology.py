@@ -248,6 +248,8 @@ def switch(num_ranks: int, rate: Rate, *, name: str = "") -> Topology:
         name: For tables.
     """
     check_integer("ranks of a switch", num_ranks, least=1)
+
+    # The switch is the node after the ranks.
     ranks = np.arange(num_ranks)
     links = _joined(ranks, np.full(num_ranks, num_ranks), _checked(rate, "a switch"))
     default = f"{num_ranks:,} ranks at a switch"
@@ -287,6 +289,8 @@ def two_level(
     """
     check_integer("nodes of a network", num_nodes, least=1)
     check_integer("ranks of a node", per_node, least=1)
+
+    # A switch for each node, then the one above.
     num_ranks = num_nodes * per_node
     ranks = np.arange(num_ranks)
     node_switch = num_ranks + ranks // per_node
@@ -298,13 +302,18 @@ def two_level(
     members = np.unique(node_switch) if shared_card else ranks
     far = _joined(members, np.full(len(members), top_switch), outside)
 
-    columns = zip(near, far, strict=True)
+    links = Links(
+        source=np.concatenate([near.source, far.source]),
+        destination=np.concatenate([near.destination, far.destination]),
+        bandwidth=np.concatenate([near.bandwidth, far.bandwidth]),
+        latency=np.concatenate([near.latency, far.latency]),
+    )
     default = f"{num_nodes:,} nodes of {per_node:,} ranks"
     return Topology(
         name=name or default,
         num_ranks=num_ranks,
         num_nodes=top_switch + 1,
-        links=Links(*(np.concatenate(pair) for pair in columns)),
+        links=links,
         shape=(num_nodes, per_node),
         wraps=(True, True),
         switched=True,
@@ -320,6 +329,7 @@ def _checked(rate: Rate, name: str) -> Rate:
 
 def _joined(members: IntArray, switches: IntArray, rate: Rate) -> Links:
     """Returns links from members to their switches and back, half of the latency each."""
+    # Up and down.
     num_links = 2 * len(members)
     return Links(
         source=np.concatenate([members, switches]),

@@ -22,8 +22,8 @@ from moe.errors import ConfigError, did_you_mean
 from moe.network.topology import Links, Rate, Topology, grid, switch, two_level
 from moe.parsing import read_json, read_yaml
 
-_MOST_RANKS = 65_536
-_WHY_MOST_RANKS = "more take hours to time"
+_MOST_RANKS = 8_192
+_WHY_MOST_RANKS = "more take minutes and much memory to time"
 _MOST_LINKS = 1_000_000
 _NUMBER = re.compile(
     r"\s*(\d{1,15}(?:\.\d{1,15})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z]+(?:/s)?)\s*", re.I
@@ -90,6 +90,8 @@ def parse_network(content: Any) -> Network:
         ConfigError: When a key is unknown or missing, or a value impossible.
     """
     known = {"name", "notes", "device_flops", *FORMS}
+
+    # Exactly one form.
     settings = _mapping("a network", content, known)
     forms = [form for form in FORMS if form in settings]
     names = ", ".join(FORMS)
@@ -106,6 +108,7 @@ def parse_network(content: Any) -> Network:
         flops = _quantity("device_flops", flops, _FLOPS_UNITS, "989 TFLOP/s")
         check_number("device_flops", flops, above=0)
 
+    # The form itself.
     form = forms[0]
     topology = FORMS[form](settings[form], name=name)
     return Network(topology, tuple(notes), flops)
@@ -113,6 +116,7 @@ def parse_network(content: Any) -> Network:
 
 def _parse_grid(content: Any, *, name: str) -> Topology:
     """Returns a grid; `wraps` is true for a torus, false for a mesh, or a list with one an axis."""
+    # Sizes of the axes.
     settings = _mapping("grid", content, ("shape", "wraps", "bandwidth", "latency"))
     shape = _required("grid", settings, "shape")
     is_list = isinstance(shape, list) and len(shape) > 0
@@ -121,6 +125,7 @@ def _parse_grid(content: Any, *, name: str) -> Topology:
         check_integer("a size of grid.shape", size, least=1)
     _check_ranks("grid.shape", int(np.prod(shape, dtype=object)))
 
+    # One flag for all axes, or one each.
     wraps = _required("grid", settings, "wraps")
     ends = wraps if isinstance(wraps, list) else [wraps] * len(shape)
     for end in ends:
@@ -133,6 +138,7 @@ def _parse_grid(content: Any, *, name: str) -> Topology:
 
 def _parse_switch(content: Any, *, name: str) -> Topology:
     """Returns ranks around one switch."""
+    # Ranks and one rate.
     settings = _mapping("switch", content, ("ranks", "bandwidth", "latency"))
     num_ranks = _required("switch", settings, "ranks")
     check_integer("switch.ranks", num_ranks, least=1)
@@ -150,6 +156,7 @@ def _parse_two_level(content: Any, *, name: str) -> Topology:
     check_integer("two_level.per_node", per_node, least=1)
     _check_ranks("two_level", num_nodes * per_node)
 
+    # Two rates: inside and across.
     shared_card = settings.get("shared_card", False)
     check_flag("two_level.shared_card", shared_card)
     rates = {}
@@ -167,11 +174,14 @@ def _parse_links(content: Any, *, name: str) -> Topology:
     num_switches = settings.get("switches", 0)
     check_integer("links.ranks", num_ranks, least=1)
     check_integer("links.switches", num_switches, least=0)
+
+    # Switches are numbered after the ranks.
     num_nodes = num_ranks + num_switches
     _check_ranks("links.ranks", num_nodes)
     both_ways = settings.get("both_ways", False)
     check_flag("links.both_ways", both_ways)
 
+    # Each link once, or both ways.
     table = _required("links", settings, "table")
     is_list = isinstance(table, list) and 0 < len(table) <= _MOST_LINKS
     check(is_list, "links.table", table, f"a list of 1 to {_MOST_LINKS:,} links")
@@ -179,6 +189,8 @@ def _parse_links(content: Any, *, name: str) -> Topology:
     for index, item in enumerate(table):
         part = f"links.table[{index}]"
         link = _mapping(part, item, ("from", "to", "bandwidth", "latency"))
+
+        # Nodes that there are.
         ends = (_required(part, link, "from"), _required(part, link, "to"))
         for end in ends:
             reason = f"{num_ranks} ranks, then {num_switches} switches"
@@ -190,6 +202,7 @@ def _parse_links(content: Any, *, name: str) -> Topology:
             check(pair not in rows, part, pair, "a link that is not in the table yet")
             rows[pair] = _rate(part, link)
 
+    # In the order of the file.
     pairs = np.array(list(rows), np.int64)
     return Topology(
         name=name or f"{num_ranks:,} ranks",
@@ -257,6 +270,7 @@ def _quantity(name: str, value: Any, units: Mapping[str, float], example: str) -
         check_number(name, value)
         return float(value)
 
+    # A number and a unit that is known.
     match = _NUMBER.fullmatch(value)
     unit = match[2] if match is not None else ""
     known = ", ".join(units)

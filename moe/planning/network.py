@@ -21,7 +21,8 @@ import numpy as np
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE as ALL_REDUCE_ALGORITHMS
 from moe.network.algorithms import ALL_TO_ALL as ALL_TO_ALL_ALGORITHMS
-from moe.network.algorithms import Algorithm
+from moe.network.algorithms import Algorithm, multi_ring
+from moe.network.grids import factorisations
 from moe.network.halves import owned_reduce_scatter
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
@@ -51,6 +52,9 @@ _MOST_SIMULATED = 5
 _PAYLOAD_RANGE = 16.0
 """Factor within which payloads are interpolated."""
 
+_MOST_FACTORISATIONS = 4
+"""Of a group's ranks into levels that are tried."""
+
 _MOST_TRANSFERS = 1_000_000
 """Transfers of all groups that are simulated; a schedule of more is left out where another fits."""
 
@@ -62,11 +66,18 @@ class Method(NamedTuple):
         algorithms: Builders.
         part: Returns what is carried out of what they build.
         units_of_size: Returns the units of a payload for a group of so many ranks.
+        explored: Returns further algorithms for the network of a group, by name.
     """
 
     algorithms: Registry[Algorithm]
     part: Callable[[Schedule], Schedule]
     units_of_size: Callable[[int], int]
+    explored: Callable[[Topology], dict[str, Algorithm]]
+
+    def algorithms_on(self, layout: Topology) -> dict[str, Algorithm]:
+        """Returns all algorithms to try on the network of a group, by name."""
+        registered = {name: self.algorithms.get(name) for name in self.algorithms.names()}
+        return {**registered, **self.explored(layout)}
 
 
 def _whole(schedule: Schedule) -> Schedule:
@@ -81,13 +92,38 @@ def _units_of_exchange(size: int) -> int:
     return size * size * _UNITS_PER_RANK
 
 
-_HALF = Method(ALL_REDUCE_ALGORITHMS, owned_reduce_scatter, _units_of_reduction)
+# An all-gather is the same backwards.
+def _levels(layout: Topology) -> dict[str, Algorithm]:
+    """Returns rings in levels, those of the fewest steps: at switches all factorisations do.
+
+    Source:
+        PowerAI DDL (arXiv:1708.02188): X x Y x Z as a knob, and a mode that explores it.
+    """
+    if not layout.switched:
+        return {}
+    size = layout.num_ranks
+    levels = [*factorisations(size, 2), *factorisations(size, 3)]
+    levels = [sizes for sizes in levels if min(sizes) > 1]
+    levels.sort(key=sum)
+
+    algorithms = {}
+    for sizes in levels[:_MOST_FACTORISATIONS]:
+        name = "x".join(str(extent) for extent in sizes)
+        algorithms[f"multi_ring {name}"] = multi_ring(*sizes)
+    return algorithms
+
+
+def _nothing_more(layout: Topology) -> dict[str, Algorithm]:
+    return {}
+
+
+_HALF = Method(ALL_REDUCE_ALGORITHMS, owned_reduce_scatter, _units_of_reduction, _levels)
 
 METHODS: dict[Kind, Method] = {
-    ALL_REDUCE: Method(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction),
+    ALL_REDUCE: Method(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction, _levels),
     REDUCE_SCATTER: _HALF,
     ALL_GATHER: _HALF,
-    ALL_TO_ALL: Method(ALL_TO_ALL_ALGORITHMS, _whole, _units_of_exchange),
+    ALL_TO_ALL: Method(ALL_TO_ALL_ALGORITHMS, _whole, _units_of_exchange, _nothing_more),
 }
 """How each kind is made."""
 
@@ -217,12 +253,14 @@ class NetworkTimer:
 
     def plan(self, collectives: Sequence[Collective]) -> NetworkPlan:
         """Returns the time of all collectives of an update."""
+        # Payloads of equal groups and methods lie in common ranges.
         payloads: dict[tuple[str, Method], list[float]] = {}
         for collective in collectives:
             key = (collective.axis, METHODS[collective.kind])
             payloads.setdefault(key, []).append(collective.payload_bytes)
         self._ranges = {key: _payload_ranges(sizes) for key, sizes in payloads.items()}
 
+        # Each by itself: they follow each other.
         parts = tuple(self.time(collective) for collective in collectives)
         return NetworkPlan(self.network, self.placement, self.dead, parts)
 
@@ -238,6 +276,7 @@ class NetworkTimer:
         Raises:
             ConfigError: When no algorithm fits, or the network has no path left.
         """
+        # The lowest estimates first, until nothing may win.
         best: Timing | None = None
         compared = []
         for index, candidate in enumerate(self.candidates(collective)):
@@ -250,6 +289,8 @@ class NetworkTimer:
             compared.append(candidate)
 
         assert best is not None, "candidates raises when there is none"
+
+        # What was simulated comes first, the fastest of all at the head.
         compared.sort(key=_by_time)
         built = self._build(collective)
         return TimedCollective(
@@ -275,6 +316,7 @@ class NetworkTimer:
                 "Declare whole rows or nodes dead, or choose another mesh."
             )
 
+        # Bounds and estimates are of all groups at once.
         candidates = []
         for name, shared in built.algorithms.items():
             bound = shared.bound(collective.payload_bytes)
@@ -285,6 +327,8 @@ class NetworkTimer:
     def simulate(self, collective: Collective, name: str) -> Simulation:
         """Returns the simulation of one call with an algorithm: of the group that takes longest."""
         payload = collective.payload_bytes
+
+        # Every group on its share of the links; the call ends with the last one.
         simulations = []
         for group in self._build(collective).algorithms[name].slowest(payload):
             simulations.append(simulate(group.schedule, group.topology, payload))
@@ -292,6 +336,7 @@ class NetworkTimer:
 
     def _timing(self, collective: Collective, name: str) -> Timing:
         """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
+        # A payload between the ends of a range lies on the line between them.
         key = (collective.axis, METHODS[collective.kind])
         payload = collective.payload_bytes
         for low, high in self._ranges.get(key, []):
@@ -304,6 +349,7 @@ class NetworkTimer:
         return self._simulated_timing(collective, name)
 
     def _simulated_timing(self, collective: Collective, name: str) -> Timing:
+        # Equal questions are asked once.
         method = METHODS[collective.kind]
         key = (collective.axis, method, name, collective.payload_bytes)
         if key not in self._simulated:
@@ -325,17 +371,19 @@ class NetworkTimer:
             return self._built[key]
 
         # What all groups do, as far as there are not too many transfers.
-        unfit = self._unfit(collective.axis, method)
+        algorithms_by_name = method.algorithms_on(self.groups(collective.axis).layout)
+        unfit = self._unfit(collective.axis, algorithms_by_name)
         instances: dict[str, list[Instance]] = {}
         sizes: dict[str, int] = {}
-        for name in method.algorithms.names():
+        for name, algorithm in algorithms_by_name.items():
             if name in unfit:
                 continue
-            every = self._instances(collective.axis, method, name)
+            every = self._instances(collective.axis, method, algorithm)
             sizes[name] = sum(len(one.schedule.transfers.step) for one in every)
             if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
                 instances[name] = every
 
+        # The smallest stays even when it is too large.
         algorithms = {}
         for name, size in sizes.items():
             if size <= max(_MOST_TRANSFERS, min(sizes.values())):
@@ -345,25 +393,32 @@ class NetworkTimer:
         self._built[key] = _Built(algorithms, unfit)
         return self._built[key]
 
-    def _unfit(self, axis: str, method: Method) -> dict[str, str]:
+    def _unfit(self, axis: str, algorithms: dict[str, Algorithm]) -> dict[str, str]:
         """Returns why algorithms cannot be built on the groups of an axis, by their name."""
+        # A reason against one group is one against all of the axis.
         reasons = {}
         layouts = self._layouts(axis)
-        for name in method.algorithms.names():
+        for name, algorithm in algorithms.items():
             for layout in layouts:
-                reason = method.algorithms.get(name).unfit(layout)
+                reason = algorithm.unfit(layout)
                 if reason:
                     reasons[name] = reason
         return reasons
 
     def _layouts(self, axis: str) -> list[Topology]:
         """Returns the different networks that groups of an axis see: whole, and with their dead."""
+        # Groups differ by which of their members are dead.
         groups = self.groups(axis)
         patterns = {self._dead_members(ranks) for ranks in groups.ranks}
         layouts = []
         for pattern in sorted(patterns, key=sorted):
             if groups.layout.num_ranks - len(pattern) > 1:
                 layouts.append(groups.layout.without(pattern))
+        if not layouts:
+            raise ConfigError(
+                f"No group over {axis} has two live ranks left that could exchange anything. Declare "
+                "fewer ranks dead, or choose another mesh."
+            )
         return layouts
 
     def _dead_members(self, ranks: IntArray) -> frozenset[int]:
@@ -371,16 +426,18 @@ class NetworkTimer:
             return frozenset()
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
-    def _instances(self, axis: str, method: Method, name: str) -> list[Instance]:
+    def _instances(self, axis: str, method: Method, algorithm: Algorithm) -> list[Instance]:
         """Returns what each group does: the same, but for groups with dead ranks."""
         groups = self.groups(axis)
-        algorithm = method.algorithms.get(name)
         num_units = method.units_of_size(groups.layout.num_ranks)
 
+        # One schedule for all groups with the same members dead.
         schedules: dict[frozenset[int], Schedule] = {}
         instances = []
         for ranks in groups.ranks:
             dead = self._dead_members(ranks)
+
+            # A single survivor has nobody to send to.
             if len(ranks) - len(dead) < 2:
                 continue
             if dead not in schedules:

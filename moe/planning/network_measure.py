@@ -101,6 +101,7 @@ def measure_network(content: Mapping[str, Any]) -> Measurement | None:
     Raises:
         ConfigError: When it has a form that has no neighbours, or other ranks than are running.
     """
+    # What cannot be measured is refused before a rank starts.
     topology = parse_network(content).topology
     patterns = _patterns(content, topology)
     check(bool(patterns), "a network to measure", topology.name, "two ranks at least")
@@ -117,6 +118,8 @@ def _measure_here(content: Mapping[str, Any], num_ranks: int) -> Measurement:
             f"The network has {num_ranks:,} ranks, and at most {_MOST_LOCAL_RANKS} are started on "
             "one machine. Start the ranks of all machines with torchrun, or give the file fewer."
         )
+
+    # They meet in a file, and the first one answers in another.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, num_ranks, dict(content))
         start_processes(_run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
@@ -189,6 +192,7 @@ def _patterns(content: Mapping[str, Any], topology: Topology) -> list[_Pattern]:
 
 def _rate(pattern: _Pattern, rank: int, device: torch.device) -> Rate:
     """Returns the latency and bandwidth of one pattern."""
+    # Each rank has one that it sends to and one that it hears.
     target = int(pattern.target[rank])
     source = int(np.flatnonzero(pattern.target == rank)[0])
     seconds = {}
@@ -228,6 +232,8 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     What others do on the machine only adds to it.
     """
     repeats = []
+
+    # All start together, and the slowest counts.
     for _ in range(_REPEATS):
         dist.barrier()
         start = time.perf_counter()
@@ -246,12 +252,14 @@ def _with_rates(
     world: World,
 ) -> dict[str, Any]:
     """Returns a network file with measured rates: of several for one key the slowest."""
+    # A grid has one rate for all its axes.
     slowest: dict[tuple[str, ...], Rate] = {}
     for keys, rate in rates:
         other = slowest.get(keys, rate)
         bandwidth = min(rate.bandwidth, other.bandwidth)
         slowest[keys] = Rate(bandwidth, max(rate.latency, other.latency))
 
+    # The file with other numbers.
     measured = json.loads(json.dumps(dict(content)))
     for keys, rate in slowest.items():
         part = measured
@@ -259,6 +267,7 @@ def _with_rates(
             part = part[key]
         part.update(rate._asdict())
 
+    # What was measured replaces what was assumed.
     backend = dist.get_backend()
     version = torch.__version__
     measured["notes"] = [
@@ -269,6 +278,7 @@ def _with_rates(
 
 def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...]:
     """Returns the time of every all-reduce that fits, and what the simulation says."""
+    # Every algorithm that fits, for a small and a large payload.
     trials = []
     for name in ALL_REDUCE.names():
         algorithm = ALL_REDUCE.get(name)
@@ -297,6 +307,7 @@ def _by_payload(trial: Trial) -> tuple[int, float]:
 
 def show_measurement(measurement: Measurement) -> str:
     """Returns the measured rates, and the schedules beside what was predicted, as text."""
+    # Each rate where it stands in the file.
     content = measurement.content
     network = parse_network(content)
     lines = [f"{network.topology.name}: {network.notes[0]}"]

@@ -90,8 +90,11 @@ class Placement:
         """<int64>[dp_replicate, dp_shard, ep across, ep inside, tp] rank of the network at each
         coordinate of the mesh.
         """
+        # Coordinates of the mesh, each an index into the tile of its axis.
         sizes = [math.prod(self.tiles[part]) for part in _PARTS]
         coordinates = np.meshgrid(*(np.arange(size) for size in sizes), indexing="ij")
+
+        # Digits of the index, times how far neighbours of the axis stand apart.
         positions = [np.zeros(sizes, np.int64) for _ in self.shape]
         for part, coordinate in zip(_PARTS, coordinates, strict=True):
             digits = np.unravel_index(coordinate, self.tiles[part])
@@ -101,6 +104,7 @@ class Placement:
 
     def groups(self, axis: str) -> Groups:
         """Returns the groups of an axis of traffic.AXES."""
+        # Members last: a row for each group.
         members = _members(axis)
         kept = [index for index, part in enumerate(_PARTS) if part not in members]
         moved = [index for index, part in enumerate(_PARTS) if part in members]
@@ -109,6 +113,8 @@ class Placement:
 
         # The ranks of a group in the order of the network, not of the mesh.
         ranks = np.sort(ranks, axis=1)
+
+        # How far a group reaches along each axis of the network, and how evenly.
         extents = []
         strides = []
         wraps = []
@@ -119,6 +125,8 @@ class Placement:
                 extents.append(extent)
                 strides.append(stride)
                 wraps.append(self.switched or (self.wraps[network_axis] and whole))
+
+        # The description is that of the tables.
         layout = self._layout(extents, wraps)
         is_even = all(strides)
         description = _times(tuple(extents)) or "1"
@@ -135,6 +143,7 @@ class Placement:
 
     def _reach(self, members: tuple[str, ...], axis: int) -> tuple[int, int]:
         """Returns how many ranks of a group stand along an axis, and their stride; 0 if uneven."""
+        # From the innermost axis out, each must go on where the last one ended.
         reaching = [part for part in members if self.tiles[part][axis] > 1]
         extent = math.prod(self.tiles[part][axis] for part in reaching)
         stride = 0
@@ -170,6 +179,7 @@ def place_in_order(mesh: MeshConfig, topology: Topology) -> Placement:
     expected = f"no more than the {num_ranks:,} of {topology.name}"
     check(mesh.num_ranks <= num_ranks, "ranks of the mesh", mesh.num_ranks, expected)
 
+    # Tiles where the sizes allow them.
     shape = topology.shape or (num_ranks,)
     tiles = _fill(mesh, shape)
     if tiles is not None:
@@ -197,6 +207,8 @@ def place_by_tiles(mesh: MeshConfig, topology: Topology, text: str) -> Placement
     shape = topology.shape
     check(bool(shape), "--place", text, f"no placement: {topology.name} has no axes")
     tiles: dict[str, Tile] = {}
+
+    # One tile for each axis that is named.
     for item in text.split(","):
         axis, _, value = item.partition("=")
         axis = axis.strip()
@@ -209,10 +221,13 @@ def place_by_tiles(mesh: MeshConfig, topology: Topology, text: str) -> Placement
         check(axis not in tiles, "--place", text, f"{axis} once")
         tiles[axis] = _read_tile(axis, value, mesh, shape)
 
+    # Axes of one rank need none.
     for axis in MESH_AXES:
         size = getattr(mesh, axis)
         check(axis in tiles or size == 1, "--place", text, f"a tile for {axis} {size} too")
         tiles.setdefault(axis, (1,) * len(shape))
+
+    # Tiles of all axes side by side must fit.
     for index, size in enumerate(shape):
         reach = math.prod(tile[index] for tile in tiles.values())
         expected = (
@@ -245,7 +260,9 @@ def _tilings(
     # Every way to write the size of the last axis as a product of divisors of the shape.
     axis = axes[-1]
     size = getattr(mesh, axis)
-    choices = [[part for part in divisors(extent) if size % part == 0] for extent in shape]
+    choices = []
+    for extent in shape:
+        choices.append([part for part in divisors(extent) if size % part == 0])
     for tile in itertools.product(*choices):
         if math.prod(tile) != size:
             continue
@@ -262,6 +279,7 @@ def _placement(mesh: MeshConfig, topology: Topology, tiles: Mapping[str, Tile]) 
 
 def _fill(mesh: MeshConfig, shape: Tile) -> dict[str, Tile] | None:
     """Returns the tiles of ranks in order; None when an axis ends within a row of another."""
+    # The innermost axis fills the last axis of the network first.
     sizes = axis_sizes(mesh)
     room = list(shape)
     tiles: dict[str, Tile] = {}
@@ -292,6 +310,7 @@ def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
     Raises:
         ConfigError: When the tile of `ep` cannot be split so.
     """
+    # Ranks of a node stand along the last axis as far as they can.
     inside = [1] * len(tiles["ep"])
     across = list(tiles["ep"])
     left = mesh.ep // mesh.ep_nodes
@@ -308,6 +327,7 @@ def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
 
 def _read_tile(axis: str, value: str, mesh: MeshConfig, shape: Tile) -> Tile:
     """Returns the sizes in a text like `4x4`."""
+    # Numbers, one for each axis, with the product of the mesh.
     sizes = value.split("x")
     name = f"the tile of {axis} in --place"
     is_number = all(size.strip().isdecimal() and len(size) < 7 for size in sizes)

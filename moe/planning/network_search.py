@@ -62,6 +62,7 @@ def suggest_on_network(
         memory: Bytes of a device.
         dead: Ranks of the network that have failed.
     """
+    # The best placement of each mesh, by the formula.
     suggestions = []
     for plan in plans:
         placed = [_estimated(plan, placement, network) for placement in _placements(plan, network)]
@@ -70,6 +71,7 @@ def suggest_on_network(
     fitting = [item for item in suggestions if item.plan.memory <= memory]
     others = [item for item in suggestions if item.plan.memory > memory]
 
+    # The best few that fit, with simulated times.
     timed = []
     for item in fitting[:NUM_TIMED]:
         timer = NetworkTimer(network, item.placement, dead)
@@ -85,6 +87,7 @@ def _placements(plan: Plan, network: Network) -> Iterable[Placement]:
 
 def _estimated(plan: Plan, placement: Placement, network: Network) -> Suggestion:
     """Returns a placement with the cost of all its collectives by the formula."""
+    # Groups of an axis are the same for all its collectives.
     groups: dict[str, Groups] = {}
     seconds = 0.0
     for collective in plan.collectives:
@@ -122,6 +125,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
         extent = ranks.shape[axis]
         if extent == 1:
             continue
+
+        # The way from the first rank to the next along the axis.
         neighbours = np.moveaxis(ranks, axis, 0).reshape(extent, -1)[:2, 0]
         route = topology.route(*neighbours.tolist())
         latency += rounds * (extent - 1) * float(topology.links.latency[route].sum())
@@ -162,6 +167,8 @@ def show_network_suggestions(
     """
     names = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}"
     heading = f"{names}{'rows/pass':>11}{'memory':>13}{'fits':>6}{'formula':>10}{'seconds':>10}"
+
+    # A row for each mesh; those that were simulated come first.
     lines = [f"on {network.topology.name}", f"{heading}  placed"]
     for item in suggestions[:_MOST_SHOWN]:
         plan = item.plan
@@ -172,6 +179,7 @@ def show_network_suggestions(
         needs = f"{plan.workload.rows_of_pass(mesh):>11}{show_bytes(plan.memory):>13}{fits:>6}"
         lines.append(f"{sizes}{needs}{item.estimate:>10.3g}{seconds:>10}  {item.placement}")
 
+    # Also of those that are not shown.
     num_fitting = sum(item.plan.memory <= memory for item in suggestions)
     lines.append(
         f"{len(suggestions):,} meshes, each with the placement of the lowest cost by formula; "

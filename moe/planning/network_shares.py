@@ -107,6 +107,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
         instances: What every group does, all at the same time.
         topology: Where.
     """
+    # What each link carries for all groups.
     uses = [_use(instance, topology) for instance in instances]
     total = np.zeros(len(topology.links.source))
     for use in uses:
@@ -126,6 +127,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
 
 def _use(instance: Instance, topology: Topology) -> _Use:
     """Returns the links that a group uses, and how much."""
+    # Ranks of the network in the place of those of the group.
     table = instance.schedule.transfers
     source = instance.ranks[table.source]
     destination = instance.ranks[table.destination]
@@ -136,6 +138,8 @@ def _use(instance: Instance, topology: Topology) -> _Use:
     units = np.bincount(pair, table.high - table.low, minlength=len(routes.key))
     row, hop = routes.hops(np.arange(len(routes.key)))
     link, place = np.unique(hop, return_inverse=True)
+
+    # A link may lie on the routes of several pairs.
     load = np.bincount(place, units[row]) / topology.links.bandwidth[link]
     return _Use(link, load, routes.latency)
 
@@ -147,6 +151,7 @@ def _on_links(
     topology: Topology,
 ) -> GroupOnLinks:
     """Returns a group on its share of the links."""
+    # Its own load over that of all.
     bandwidth = topology.links.bandwidth.copy()
     bandwidth[use.link] *= use.load / total[use.link]
     links = topology.links._replace(bandwidth=bandwidth)
@@ -175,5 +180,6 @@ def _on_links(
 
 def _rounded(numbers: FloatArray) -> FloatArray:
     """Returns numbers with so few digits that equal sums in another order are equal."""
+    # The power of ten of the last digit that counts.
     scale = 10.0 ** (np.floor(np.log10(np.maximum(numbers, 1e-300))) - _DIGITS)
     return np.round(numbers / scale) * scale

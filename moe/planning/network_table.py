@@ -51,6 +51,7 @@ class Row(NamedTuple):
 
 def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
     """Returns the collectives by what they are for, those that take longest first."""
+    # All payloads of a use are one row.
     parts_by_use: dict[Use, list[TimedCollective]] = {}
     for part in timed.parts:
         collective = part.collective
@@ -59,6 +60,7 @@ def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
 
     rows = {}
     for use, parts in parts_by_use.items():
+        # The range of payloads, and the schedules from the largest down.
         parts.sort(key=_payload)
         payloads = show_bytes(_payload(parts[0]))
         if len(parts) > 1:
@@ -101,6 +103,7 @@ def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
 
 def _place_lines(timed: NetworkPlan) -> Iterator[str]:
     """Yields where the groups of every axis lie."""
+    # The network, then a line for each axis.
     topology = timed.network.topology
     yield f"on {topology.name}, {topology.num_ranks:,} ranks; the mesh is placed {timed.placement}"
     yield f"  {'axis':<18}{'ranks':>7}{'groups':>8}  a group lies on"
@@ -123,6 +126,8 @@ def _time_lines(timed: NetworkPlan) -> Iterator[str]:
 def _step_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
     """Yields the bounds of a step, where the device's arithmetic is known."""
     yield f"network               {timed.seconds:.3g} s, if no collectives overlap"
+
+    # Bounds of a step need the arithmetic of the device.
     flops = timed.network.device_flops
     if flops is None:
         return
@@ -142,6 +147,8 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
         collective = part.collective
         amount = show_bytes(collective.payload_bytes)
         yield f"  {collective.kind.name} of {amount} over {collective.axis}: {_reason(part)}"
+
+        # Those that were simulated, the next one, and the names of the rest.
         simulated = [one for one in part.candidates if one.timing is not None]
         others = part.candidates[len(simulated) :]
         for candidate in (*simulated, *others[:1]):
@@ -153,6 +160,7 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
 
 def _reason(part: TimedCollective) -> str:
     """Returns where the time of the best schedule goes."""
+    # Shares of the critical path.
     timing = part.timing
     seconds_by_cause = {
         "sending": timing.bandwidth,
@@ -178,6 +186,7 @@ def _compared(candidate: Candidate) -> str:
 
 def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
     """Yields what all numbers rest on."""
+    # Of the network, then of the model of it.
     notes = list(timed.network.notes)
     notes += [
         "Links work at the bandwidth and latency of the file, both ways at once, for this run alone.",
@@ -187,6 +196,8 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
         "A chunk of a reduce-scatter stays at the rank that sums it; backwards it is the all-gather.",
         "Optimizer sums and statistics are one message on each axis.",
     ]
+
+    # How many groups stand for all.
     alike = _alike(timed.parts)
     if alike:
         notes.append(f"Of groups that are alike one was simulated, of others the slowest: {alike}.")
@@ -197,6 +208,7 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
 
 def _alike(parts: Iterable[TimedCollective]) -> str:
     """Returns how many groups stand for all of an axis."""
+    # Once for each axis.
     texts: dict[str, str] = {}
     for part in parts:
         num_groups = len(part.groups.ranks)
@@ -217,6 +229,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
         healthy: The plan on the whole network.
         broken: The plan around the dead ranks.
     """
+    # Who is dead, and what that takes from the run.
     topology = healthy.network.topology
     dead = sorted(broken.dead)
     named = ", ".join(str(rank) for rank in dead[:_MOST_RANKS_SHOWN])
@@ -226,6 +239,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
     lines += _lost_lines(broken)
     lines.append("")
 
+    # Before and after, by use.
     heading = f"{'what for':<28}{'over':<18}{'collective':<16}"
     lines.append(f"{heading}{'whole':>10}{'broken':>10}{'ratio':>8}  schedule")
     whole_rows = rows_by_use(healthy)
@@ -234,6 +248,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
         seconds = f"{whole.seconds:>10.3g}{row.seconds:>10.3g}{row.seconds / whole.seconds:>8.2f}"
         lines.append(f"{use}{seconds}  {row.schedules}")
 
+    # The step.
     ratio = broken.seconds / healthy.seconds
     total = f"{healthy.seconds:>10.3g}{broken.seconds:>10.3g}{ratio:>8.2f}"
     lines.append(f"  {'in all, seconds of a step':<60}{total}")
@@ -242,6 +257,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
 
 def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
     """Yields what the dead ranks take from the run besides links."""
+    # Dead ranks that no mesh stands on are links only.
     mesh = broken.placement.mesh
     dead = broken.dead.intersection(broken.placement.ranks.ravel().tolist())
     if not dead:

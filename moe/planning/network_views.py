@@ -35,6 +35,7 @@ def network_trace(timer: NetworkTimer, timed: NetworkPlan) -> str:
 
 def network_page(timer: NetworkTimer, timed: NetworkPlan) -> str:
     """Returns the longest collective as a page: loads, critical paths, payload against time."""
+    # Those that were compared, on the links of one group.
     part = longest_collective(timed)
     collective = part.collective
     names = [candidate.name for candidate in part.candidates if candidate.timing is not None]
@@ -49,6 +50,7 @@ def network_page(timer: NetworkTimer, timed: NetworkPlan) -> str:
             seconds.append(timer.simulate(call, name).seconds)
         curves.append(Curve(name, _CURVE_PAYLOADS, tuple(seconds)))
 
+    # What is shown, and on what it rests.
     title = f"{collective.kind.name} over {collective.axis}, for {collective.what}"
     notes = [
         *timed.network.notes,

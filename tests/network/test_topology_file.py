@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.errors import ConfigError
@@ -141,6 +141,7 @@ def test_messages_stay_inside_their_node_where_they_can(shared_card):
     assert topology.links.latency[across].sum() == pytest.approx(expected)
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     num_nodes=st.integers(1, 5),
     per_node=st.integers(1, 5),
@@ -169,6 +170,7 @@ def test_a_ring_at_a_switch_takes_its_closed_form(num_ranks):
     assert seconds == pytest.approx(steps * 5e-6 + steps / num_ranks * payload / 1e9)
 
 
+@settings(max_examples=20, deadline=None)
 @given(factor=st.floats(1.0, 20.0), level=st.sampled_from(["inside", "across"]))
 def test_more_bandwidth_is_never_slower(factor, level):
     rates = {"inside": Rate(4e9, 3e-6), "across": Rate(1e9, 9e-6)}

@@ -177,6 +177,12 @@ def test_a_group_of_one_survivor_sends_nothing():
     assert timed.timing.seconds > 0
 
 
+def test_groups_that_all_lose_all_but_one_rank_are_refused():
+    timer = timer_of(switch(4, Rate(1e9, 0.0)), MeshConfig(dp_replicate=2, tp=2), dead=[0, 2])
+    with pytest.raises(ConfigError, match="No group over tp has two live ranks left"):
+        timer.time(call(ALL_REDUCE, axis="tp"))
+
+
 def test_ranks_that_cannot_be_reached_are_refused():
     line = grid((3,), wraps=False, bandwidth=BANDWIDTH, latency=LATENCY)
     with pytest.raises(ConfigError, match=r"No all-reduce can be built|no path left"):
@@ -215,3 +221,22 @@ def test_a_network_of_links_alone_is_timed_in_order():
     built = timer._build(call(ALL_REDUCE)).algorithms[timed.algorithm].groups[0]
     exact = simulate(built.schedule, built.topology, PAYLOAD).seconds
     assert timed.timing.seconds == exact
+
+
+# ---------------------------------------------------------------------------
+# Levels
+
+
+def test_on_a_flat_network_levels_save_steps_and_send_no_more():
+    topology = switch(64, Rate(BANDWIDTH, LATENCY))
+    timer = timer_of(topology, MeshConfig(dp_replicate=64))
+    small = timer.time(call(ALL_REDUCE, payload=64.0))
+    assert small.algorithm == "multi_ring 4x4x4"
+    assert small.timing.seconds == pytest.approx(2 * 9 * LATENCY, rel=0.01)
+    bounds = {one.name: one.bound for one in timer.candidates(call(ALL_REDUCE))}
+    assert bounds["multi_ring 4x4x4"] == pytest.approx(bounds["ring"])
+
+
+def test_on_a_grid_no_levels_are_tried():
+    names = [one.name for one in timer_of(TORUS, DATA).candidates(call(ALL_REDUCE))]
+    assert not any(name.startswith("multi_ring") for name in names)

@@ -13,8 +13,8 @@ from tests.processes import fork_context
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "recipes" / "st_moe_tiny_pretrain.yaml"), "--model.group_size", "64"]
-SQUARE = {"grid": {"shape": [2, 4], "wraps": True, "bandwidth": "1 GB/s", "latency": "1 us"}}
-MESH = ["--mesh.dp_replicate", "2", "--mesh.ep", "4"]
+SQUARE = {"grid": {"shape": [2, 2], "wraps": True, "bandwidth": "1 GB/s", "latency": "1 us"}}
+MESH = ["--mesh.dp_replicate", "2", "--mesh.ep", "2"]
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, squ
     trace = tmp_path / "plan.trace.json"
     text = printed(
         capsys,
-        *(*TINY, *MESH, "--network", square, "--place", "dp_replicate=2x1,ep=1x4"),
+        *(*TINY, *MESH, "--network", square, "--place", "dp_replicate=2x1,ep=1x2"),
         *("--page", page, "--trace", trace),
     )
-    assert "on square, 8 ranks; the mesh is placed dp_replicate=2x1,ep=1x4" in text
+    assert "on square, 4 ranks; the mesh is placed dp_replicate=2x1,ep=1x2" in text
     assert re.search(r"rows to experts and back +ep +all-to-all +\d+ .*\n", text)
     assert "schedules compared for the largest payload of each, ms a call" in text
     assert "assumed\n  - Links work at the bandwidth and latency of the file" in text
@@ -71,7 +71,7 @@ def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, squ
 @pytest.mark.slow
 def test_dead_ranks_cost_what_the_table_says(capsys, square):
     text = printed(capsys, *TINY, *MESH, "--network", square, "--dead", "2")
-    assert "1 of 8 ranks of square are dead: 2" in text
+    assert "1 of 4 ranks of square are dead: 2" in text
     assert "1 of 2 groups of ep lose a rank." in text
     assert "Every parameter is held 2 times" in text
     ratios = re.findall(r" (\d+\.\d\d)  [a-z]", text.partition("are dead")[2])
@@ -82,7 +82,7 @@ def test_dead_ranks_cost_what_the_table_says(capsys, square):
 
 @pytest.mark.slow
 def test_meshes_on_a_network_are_simulated_and_ranked(capsys, square):
-    text = printed(capsys, *TINY, "--network", square, "--suggest", "8", "--memory", "80GiB")
+    text = printed(capsys, *TINY, "--network", square, "--suggest", "4", "--memory", "80GiB")
     lines = text.splitlines()
     assert lines[0] == "on square"
     seconds = [float(line.split()[8]) for line in lines[2:5]]
@@ -129,13 +129,13 @@ def test_options_that_do_not_go_together_are_refused(argv, message, square):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--dead", "8"], "--dead is '8'; expected ranks of square, 0 to 7"),
+        (["--dead", "4"], "--dead is '4'; expected ranks of square, 0 to 3"),
         (["--dead", ""], "--dead is ''; expected ranks of square"),
-        (["--dead", "0,1,2,3,4,5,6"], "expected two ranks at least that live"),
-        (["--place", "ep=1x4"], "expected a tile for dp_replicate 2 too"),
+        (["--dead", "0,1,2"], "expected two ranks at least that live"),
+        (["--place", "ep=1x2"], "expected a tile for dp_replicate 2 too"),
         (
-            ["--mesh.dp_shard", "4"],
-            "ranks of the mesh is 32; expected no more than the 8 of square",
+            ["--mesh.tp", "2"],
+            "ranks of the mesh is 8; expected no more than the 4 of square",
         ),
     ],
 )
