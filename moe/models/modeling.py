@@ -14,6 +14,7 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import check_has_decoder
 from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
@@ -58,6 +59,7 @@ class STMoEModel(STMoEPreTrainedModel):
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
+        check_has_decoder(config)
         self.encoder = STMoEEncoder(config)
         self.decoder = Stack(config, decoder=True)
         self.post_init()
