@@ -105,6 +105,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
+    # Of a model that is loaded in float16, whose routers compute in float32 all the same.
+    _keep_in_fp32_modules = ["router"]
+
     # Holds but on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
 

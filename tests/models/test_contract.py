@@ -250,3 +250,14 @@ def test_both_names_of_the_dtype_take_what_transformers_takes(tmp_path, name, dt
     tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, **{name: dtype})
     assert loaded.dtype == (torch.float32 if dtype is torch.float32 else torch.bfloat16)
+
+
+@torch.no_grad()
+def test_routers_of_a_model_in_float16_keep_their_numbers(tmp_path):
+    model = tiny_model(eval_capacity_factor=None)
+    model.save_pretrained(tmp_path)
+    half = STMoEForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    for wide, narrow in zip(model.sparse_layers(), half.sparse_layers(), strict=True):
+        assert torch.equal(narrow.router.gate, wide.router.gate)
+        assert narrow.experts.down_proj.dtype == torch.float16
+    assert half(**tiny_batch()).logits.isfinite().all()
