@@ -14,7 +14,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from eval.choice_baselines import choose_by_vectors, choose_words
+from eval.choice_baselines import (
+    ChoiceScores,
+    best_choices,
+    choose_by_vectors,
+    choose_words,
+)
 from eval.task import Example, Task
 from eval.vector_baseline import classify_by_vectors
 from eval.word_vectors import WordVectors
@@ -50,10 +55,12 @@ class Baseline(NamedTuple):
     Attributes:
         outputs: N answers.
         fitted_to: What it has seen, in words.
+        scores: Of a choice of words, the scores of the choices; None for other tasks.
     """
 
     outputs: list[str]
     fitted_to: str
+    scores: ChoiceScores | None = None
 
 
 def has_baselines(task: Task) -> bool:
@@ -93,13 +100,13 @@ def baseline_outputs(
     if not data.train or num_characters > MAX_CHARACTERS:
         return {}
 
+    if task.has_lexical_choices:
+        return _choose(data, test)
     outputs: dict[str, list[str]] = {}
     if task.is_classification:
         outputs = _classify(data.train, test)
     elif _is_summarization(task):
         outputs = _summarize(data.train, test)
-    elif task.has_lexical_choices:
-        outputs = choose_words(data.train, test)
     baselines = {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
 
     # What more a text without labels tells.
@@ -107,9 +114,18 @@ def baseline_outputs(
         answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
         fitted_to = f"{data.fitted_to} and {answers.features}"
         baselines["word vectors"] = Baseline(answers.outputs, fitted_to)
-    elif task.has_lexical_choices and data.vectors is not None:
-        chosen = choose_by_vectors(data.vectors, test)
-        baselines["word vectors"] = Baseline(chosen, f"no example, but {data.vectors.source}")
+    return baselines
+
+
+def _choose(data: BaselineData, test: Sequence[Example]) -> dict[str, Baseline]:
+    """Returns the baselines of a choice of words."""
+    baselines = {}
+    for name, scores in choose_words(data.train, test).items():
+        baselines[name] = Baseline(best_choices(scores), data.fitted_to, scores)
+    if data.vectors is not None:
+        scores = choose_by_vectors(data.vectors, test)
+        fitted_to = f"no example, but {data.vectors.source}"
+        baselines["word vectors"] = Baseline(best_choices(scores), fitted_to, scores)
     return baselines
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 from eval.task import Example
@@ -13,8 +14,12 @@ from eval.word_vectors import WordVectors
 _ROWS = 256  # questions that are compared with all training examples at a time
 
 
-def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
-    """Returns the choices of baselines for each question, by name.
+ChoiceScores = list[dict[str, float]]
+"""Of each question, the score of each choice; the highest one wins, of equals the first."""
+
+
+def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str, ChoiceScores]:
+    """Returns the scores of the choices of each question, by the name of the baseline.
 
     `majority` takes the choice that is the most frequent training target, of equals the first of
     the alphabet; `spelling` the one whose letters are most like those of the input; `nearest
@@ -26,34 +31,42 @@ def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str,
         test: N questions to answer.
     """
     counts = Counter(example.targets for example in train)
-    majority = []
+    frequency: ChoiceScores = []
     for example in test:
-        ordered = sorted(example.choices)
-        majority.append(max(ordered, key=lambda choice: counts[choice]))
+        frequency.append({choice: float(counts[choice]) for choice in sorted(example.choices)})
 
     inputs = [example.inputs for example in test]
     return {
-        "majority": majority,
+        "majority": frequency,
         "spelling": _most_like(inputs, test),
         "nearest example": _most_like(_nearest_targets(train, inputs), test),
     }
 
 
-def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> list[str]:
-    """Returns the choice whose words are most like those of the input, by vectors of a text's words.
+def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> ChoiceScores:
+    """Returns how much the words of each choice are like those of the input, by their vectors.
 
-    The first of several; a choice that the text lacks is like nothing.
+    A choice that the text of the vectors lacks is like nothing.
     """
     means = _unit(vectors.mean([example.inputs for example in test]))  # [N, D]
-    answers = []
+    scores = []
     for example, mean in zip(test, means, strict=True):
         similarity = _unit(vectors.mean(example.choices)) @ mean
-        answers.append(example.choices[int(similarity.argmax())])
-    return answers
+        scores.append(_by_choice(example, similarity))
+    return scores
 
 
-def _most_like(texts: Sequence[str], test: Sequence[Example]) -> list[str]:
-    """Returns the choice of each question whose letters are most like those of a text."""
+def best_choices(scores: ChoiceScores) -> list[str]:
+    """Returns the choice with the highest score of each question, of equals the first."""
+    return [max(by_choice, key=lambda choice: by_choice[choice]) for by_choice in scores]
+
+
+def _by_choice(example: Example, values: NDArray[np.floating]) -> dict[str, float]:
+    return dict(zip(example.choices, map(float, values), strict=True))
+
+
+def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
+    """Returns how much the letters of each choice are like those of the text of its question."""
     # Runs of two to four letters, rare ones weighing more; each choice beside its question's text.
     words: list[str] = []
     questions: list[int] = []
@@ -64,19 +77,20 @@ def _most_like(texts: Sequence[str], test: Sequence[Example]) -> list[str]:
     products = letters.transform(words).multiply(letters.transform(texts)[questions])
     similarity = np.asarray(products.sum(axis=1)).ravel()  # [all choices]
 
-    answers = []
+    scores = []
     start = 0
     for example in test:
         end = start + len(example.choices)
-        answers.append(example.choices[int(similarity[start:end].argmax())])
+        scores.append(_by_choice(example, similarity[start:end]))
         start = end
-    return answers
+    return scores
 
 
 def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[str]:
     """Returns the target of the training example whose words are most like those of each input."""
     words = TfidfVectorizer(token_pattern=r"\w+")
-    train_rows = words.fit_transform([example.inputs for example in train])  # [M, V]
+    counted = words.fit_transform([example.inputs for example in train])
+    train_rows = sparse.csr_matrix(counted)  # [M, V]
     rows = words.transform(inputs)  # [N, V]
 
     # Some questions at a time: all of them by all examples would fill the memory.

@@ -7,7 +7,7 @@ import pytest
 
 from eval.baseline_data import BaselineSettings, check_baselines
 from eval.baselines import BaselineData, baseline_outputs, has_baselines
-from eval.choice_baselines import choose_by_vectors, choose_words
+from eval.choice_baselines import best_choices, choose_by_vectors, choose_words
 from eval.task import TASKS, Example
 from eval.word_vectors import build_word_vectors
 from moe.errors import ConfigError
@@ -17,6 +17,10 @@ TASK = TASKS.get("wordnet_word")
 
 def example(inputs: str, targets: str, *choices: str) -> Example:
     return Example(inputs, inputs, inputs, targets, choices or (targets,), {})
+
+
+def answers_of(train: list[Example], test: list[Example]) -> dict[str, list[str]]:
+    return {name: best_choices(scores) for name, scores in choose_words(train, test).items()}
 
 
 TRAIN = [
@@ -32,7 +36,7 @@ def test_each_baseline_uses_what_it_may_and_ties_go_to_the_first():
         example("one more dish of the oven", "pancake", "catfish", "pancake", "sleigh"),
         example("somebody who pans a cake", "pancake", "catfish", "pancake", "sleigh"),
     ]
-    answers = choose_words(TRAIN, test)
+    answers = answers_of(TRAIN, test)
     assert answers["majority"] == ["catfish"] * 3
     assert answers["nearest example"][:2] == ["catfish", "pancake"]
     assert answers["spelling"][2] == "pancake"
@@ -40,8 +44,8 @@ def test_each_baseline_uses_what_it_may_and_ties_go_to_the_first():
 
 def test_the_majority_prefers_what_is_often_trained():
     test = [example("x", "b", "c", "b", "a")]
-    assert choose_words([example("y", "b")], test)["majority"] == ["b"]
-    assert choose_words([example("y", "z")], test)["majority"] == ["a"]
+    assert answers_of([example("y", "b")], test)["majority"] == ["b"]
+    assert answers_of([example("y", "z")], test)["majority"] == ["a"]
 
 
 def test_vectors_choose_the_word_that_stands_near_the_definition_in_the_text():
@@ -55,7 +59,7 @@ def test_vectors_choose_the_word_that_stands_near_the_definition_in_the_text():
         example("hot oven", "bread", "unheard", "bread"),
         example("unheard", "bread", "whale", "bread"),
     ]
-    assert choose_by_vectors(vectors, test) == ["whale", "bread", "bread", "whale"]
+    assert best_choices(choose_by_vectors(vectors, test)) == ["whale", "bread", "bread", "whale"]
     assert not np.isnan(vectors.mean(["unheard"])).any()
 
     # They stand beside the others, and say what they were made of.
@@ -72,7 +76,7 @@ def test_many_questions_are_compared_in_parts():
     for number in range(600):
         target = f"word{number % 40}x"
         test.append(example(f"number {number % 40}", target, "unlike", target))
-    assert choose_words(train, test)["nearest example"] == [item.targets for item in test]
+    assert answers_of(train, test)["nearest example"] == [item.targets for item in test]
 
 
 def test_only_tasks_that_say_so_have_them():
