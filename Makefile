@@ -4,10 +4,19 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-fast check docs notebooks format clean
+.PHONY: demo models measured test test-fast check docs notebooks format clean
 
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
+
+# The better tiny models, sparse and dense, with their cards: from the study of them where it was run,
+# else trained here (an hour and a half of one core).
+models: .venv/installed
+	$(BIN)/python -m scripts.models $(ARGS)
+
+# Writes docs/measured.md and the list in the README of benchmarks/studies; ARGS="--add runs/studies/NAME" adds results.
+measured: .venv/installed
+	$(BIN)/python -m scripts.measured benchmarks/studies --recipes recipes/studies --out docs/measured.md --readme README.md $(ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

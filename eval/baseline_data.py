@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.baselines import BaselineData, has_baselines
+from eval.baselines import BaselineData, has_baselines, uses_vectors
 from eval.task import Example, Task
 from eval.word_vectors import WordVectors
 from moe.checks import check_integer
@@ -44,12 +44,13 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
             f"--train-examples {settings.train_examples} would change nothing: no task has "
-            "baselines, which are those of classifications and summaries. Leave it out."
+            "baselines, which are those of classifications, choices of words and summaries. Leave it "
+            "out."
         )
-    if settings.text is not None and not any(task.is_classification for task in tasks):
+    if settings.text is not None and not any(map(uses_vectors, tasks)):
         raise ConfigError(
-            f"--baseline-text {settings.text} would change nothing: no task is a classification. "
-            "Leave it out."
+            f"--baseline-text {settings.text} would change nothing: no task is a classification or "
+            "a choice of words. Leave it out."
         )
 
 

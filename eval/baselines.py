@@ -14,6 +14,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.naive_bayes import MultinomialNB
 from sklearn.pipeline import Pipeline, make_pipeline
 
+from eval.choice_baselines import (
+    ChoiceScores,
+    best_choices,
+    choose_by_vectors,
+    choose_words,
+)
 from eval.task import Example, Task
 from eval.vector_baseline import classify_by_vectors
 from eval.word_vectors import WordVectors
@@ -49,15 +55,25 @@ class Baseline(NamedTuple):
     Attributes:
         outputs: N answers.
         fitted_to: What it has seen, in words.
+        scores: Of a choice of words, the scores of the choices; None for other tasks.
     """
 
     outputs: list[str]
     fitted_to: str
+    scores: ChoiceScores | None = None
 
 
 def has_baselines(task: Task) -> bool:
-    """Returns whether a task has baselines: a classification and a summarization do."""
-    return task.is_classification or _is_summarization(task)
+    """Returns whether a task has baselines.
+
+    A classification, a summarization and a choice of words do.
+    """
+    return uses_vectors(task) or _is_summarization(task)
+
+
+def uses_vectors(task: Task) -> bool:
+    """Returns whether a task has a baseline by vectors of words."""
+    return task.is_classification or task.has_lexical_choices
 
 
 def baseline_outputs(
@@ -69,7 +85,7 @@ def baseline_outputs(
     regression` on counts of words, and with vectors of words `word vectors`, logistic regression on
     those. A summarization has `majority` (the most frequent summary; of equals the one with the
     highest mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers
-    as pickers of a sentence.
+    as pickers of a sentence. Those of a choice of words are in `choice_baselines`.
 
     Args:
         task: The task.
@@ -84,6 +100,8 @@ def baseline_outputs(
     if not data.train or num_characters > MAX_CHARACTERS:
         return {}
 
+    if task.has_lexical_choices:
+        return _choose(data, test)
     outputs: dict[str, list[str]] = {}
     if task.is_classification:
         outputs = _classify(data.train, test)
@@ -96,6 +114,18 @@ def baseline_outputs(
         answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
         fitted_to = f"{data.fitted_to} and {answers.features}"
         baselines["word vectors"] = Baseline(answers.outputs, fitted_to)
+    return baselines
+
+
+def _choose(data: BaselineData, test: Sequence[Example]) -> dict[str, Baseline]:
+    """Returns the baselines of a choice of words."""
+    baselines = {}
+    for name, scores in choose_words(data.train, test).items():
+        baselines[name] = Baseline(best_choices(scores), data.fitted_to, scores)
+    if data.vectors is not None:
+        scores = choose_by_vectors(data.vectors, test)
+        fitted_to = f"no example, but {data.vectors.source}"
+        baselines["word vectors"] = Baseline(best_choices(scores), fitted_to, scores)
     return baselines
 
 

@@ -151,6 +151,7 @@ class Task:
         metrics: What answers are scored by.
         headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
+        has_lexical_choices: Whether the choices are words, which baselines compare with the input.
         ids: Fields that tell an example from others; () for its number.
         groups: Fields that tell its group; () for each example its own.
         inputs_length: Most input tokens, end included.
@@ -177,6 +178,7 @@ class Task:
     metrics: tuple[Metric, ...]
     headline: tuple[Metric, ...] = ()
     choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
+    has_lexical_choices: bool = False
 
     # Names of features, joined by slashes.
     ids: tuple[str, ...] = ()

@@ -8,9 +8,20 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     answer_interrupts()
 
-from eval.studies.measured import measured_page, read_results
+from pathlib import Path
+
+from eval.studies.measured import (
+    curve_figures,
+    left_out_studies,
+    measured_page,
+    read_results,
+    with_claims,
+)
+from eval.studies.report import STUDY_JSON, read_result
 from moe.cli import Parser, path, run_main
+from moe.errors import DataError
 from moe.files import output_path, write_text
+from moe.parsing import read_text
 
 
 def main(argv: list[str]) -> None:
@@ -18,11 +29,40 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m scripts.measured", description="Writes the page of studies.")
     parser.add_argument("studies", type=path, help="folder with a folder for each study")
     parser.add_argument("--out", required=True, help="page to write, e.g. runs/studies/measured.md")
+    explanation = "folders of finished studies whose study.json is copied into STUDIES first"
+    parser.add_argument("--add", type=path, nargs="+", default=[], help=explanation)
+    explanation = "folder of YAML files; those without a result are named as left out"
+    parser.add_argument("--recipes", type=path, help=explanation)
+    explanation = "page that has a place for the list of claims, e.g. README.md"
+    parser.add_argument("--readme", type=path, help=explanation)
     options = parser.parse_args(argv)
-    out = output_path(options.out, suffix=".md", inputs=[options.studies])
+
+    # Results are read before anything is written.
+    out = output_path(options.out, suffix=".md", inputs=[options.readme])
+    for folder in options.add:
+        read_result(folder / STUDY_JSON)
+    for folder in options.add:
+        copy_result(folder, options.studies)
+
     results = read_results(options.studies)
-    write_text(out, measured_page(results))
-    print(f"{len(results)} studies are in {out}.")
+    left_out = left_out_studies(options.recipes, results) if options.recipes else {}
+    if not results and not left_out:
+        raise DataError(
+            f"There is no {STUDY_JSON} below {options.studies}. Give the folder of studies."
+        )
+    if options.readme is not None:
+        text = read_text(options.readme, advice="Give a page that exists.")
+        write_text(options.readme, with_claims(text, results, left_out))
+    for name, figure in curve_figures(results).items():
+        write_text(out.with_suffix("") / f"{name}.svg", figure + "\n")
+    write_text(out, measured_page(results, left_out, out.stem))
+    print(f"{len(results)} studies are in {out}, {len(left_out)} are named as left out.")
+
+
+def copy_result(folder: Path, studies: Path) -> None:
+    """Copies the result of a study to its place among others, under the name of its folder."""
+    text = read_text(folder / STUDY_JSON, advice="Make it again with --report.")
+    write_text(studies / folder.resolve().name / STUDY_JSON, text)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from eval.scores.seeds import equivalence, holm, paired_difference
 from eval.studies.outcomes import ArmSize, RunOutcome
+from eval.studies.repeats import Repeat
 from eval.studies.study import Contrast, SettingValue, Study
 
 Verdict = Literal["holds", "does not hold at this scale", "not resolved"]
@@ -95,6 +96,7 @@ class StudyResult(NamedTuple):
         numbers: The number of each arm and seed.
         contrasts: The primary comparison first.
         crossing: Where the curves of the primary arms cross; None where that is not asked.
+        repeats: Runs that were made a second time.
     """
 
     study: Study
@@ -107,6 +109,7 @@ class StudyResult(NamedTuple):
     numbers: list[ArmNumber]
     contrasts: list[ContrastResult]
     crossing: Crossing | None
+    repeats: list[Repeat] = []  # noqa: RUF012  never changed
 
 
 def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:

@@ -1,5 +1,6 @@
 """python -m scripts.study: runs a study, or goes on with it, and writes what it shows."""
 
+import argparse
 import shlex
 
 import yaml
@@ -7,9 +8,10 @@ import yaml
 from eval.reports.report_files import library_versions
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
 from eval.studies.outcomes import arm_size, read_outcome
+from eval.studies.repeats import find_repeats, repeat_runs
 from eval.studies.report import write_report
 from eval.studies.runs import StudyRun, study_runs
-from eval.studies.scheduler import Progress, find_progress, run_all
+from eval.studies.scheduler import Budget, Progress, find_progress, run_all
 from eval.studies.study import SettingValue, Study, read_study
 from moe.cli import Parser, integer, path, real, word
 from moe.errors import ConfigError
@@ -30,8 +32,13 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--set", type=word, action="append", default=[], metavar="NAME=VALUE", help=explanation
     )
+
+    # In place of the runs of the study.
+    action = parser.add_mutually_exclusive_group()
     explanation = "run nothing; write the report of what is complete"
-    parser.add_argument("--report", action="store_true", help=explanation)
+    action.add_argument("--report", action="store_true", help=explanation)
+    explanation = "make the runs of a complete arm a second time, and say whether every bit agrees"
+    action.add_argument("--repeat", type=word, metavar="ARM[:SEED]", help=explanation)
     return parser
 
 
@@ -45,15 +52,34 @@ def main(argv: list[str]) -> None:
 
     taken = f"Another process works on the study in {out}. Wait for it, or choose another --out."
     with claim_folder(out, JOB, taken=taken):
-        if options.report:
+        if options.repeat is not None:
+            budget = Budget(options.jobs, options.hours)
+            repeat_runs(study, out, overrides, options.repeat, budget)
+            progress = find_progress(runs)
+        elif options.report:
             progress = find_progress(runs)
         else:
             print(plan_text(study, runs, options.jobs))
-            progress = run_all(runs, jobs=options.jobs, hours=options.hours)
-        command = f"python -m scripts.study {shlex.join(argv)}"
-        result = study_result(study, runs, progress, overrides, command)
+            progress = run_all(runs, Budget(options.jobs, options.hours))
+        result = study_result(study, runs, progress, overrides, command_text(options))
+        repeats = find_repeats(study, out, overrides, runs)
+        result = result._replace(repeats=repeats)
         print(write_report(result, out))
     print(f"The study is in {out}. Open {(out / 'study.html').resolve().as_uri()}")
+
+
+def command_text(options: argparse.Namespace) -> str:
+    """Returns the command that makes a study, whether it was run, reported or repeated."""
+    words = [str(options.study)]
+    if options.out:
+        words += ["--out", options.out]
+    if options.jobs > 1:
+        words += ["--jobs", str(options.jobs)]
+    if options.hours is not None:
+        words += ["--hours", f"{options.hours:g}"]
+    for setting in options.set:
+        words += ["--set", setting]
+    return f"python -m scripts.study {shlex.join(words)}"
 
 
 def read_overrides(texts: list[str]) -> dict[str, SettingValue]:

@@ -1,14 +1,29 @@
-"""What all studies show, a line for each claim: a page in Markdown, made of their files study.json.
+"""What all studies show, a line for each claim: a page and a list in Markdown, made of study.json files.
 
 Comes after `report`, which writes those files.
 """
 
+import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from eval.reports.formatting import markdown_table
-from eval.studies.analysis import StudyResult
-from eval.studies.report import STUDY_JSON, interval_text, read_result, study_body
+from eval.studies import sentinels
+from eval.studies.analysis import ContrastResult, StudyResult
+from eval.studies.charts import contrast_name, curves_chart
+from eval.studies.report import (
+    STUDY_JSON,
+    crossing_sentence,
+    interval_text,
+    read_result,
+    seeds_text,
+    study_body,
+)
+from eval.studies.study import Study, read_study
 from moe.errors import DataError
+
+BEGIN = "<!-- measured: made by python -m scripts.measured, not by hand -->"
+END = "<!-- measured: end -->"
 
 _HEADER = (
     "study",
@@ -19,7 +34,9 @@ _HEADER = (
     "seeds",
     "million tokens a run",
     "CPU hours",
+    "the paper",
 )
+_LEFT_OUT_HEADER = ("study", "claim", "expected cost")
 _INTRODUCTION = """\
 # What we measured
 
@@ -27,53 +44,223 @@ Every number is copied from a file study.json, which the command below its table
 by `python -m scripts.measured`. No seed is left out. *Better by* is the difference of the primary comparison, which
 was declared with the study, in the unit of its measure; positive speaks for the first arm. *Holds* means that it is
 significant (p < 0.05) and of the claimed sign, *does not hold at this scale* that it is significant the other way or
-shown to be smaller than the declared margin, *not resolved* neither.
+shown to be smaller than the declared margin, *not resolved* neither. For a claim of equality it is the other way round.
 """
+_NOTHING = "No study is complete yet."
+_LEFT_OUT = """\
+(left-out)=
+## Left out
+
+These have no result yet, in the order of their value. [The guide](guides/study.md) says how each is run."""
+_WIDTH = 120  # characters of a line of text
 
 
 def read_results(folder: Path) -> dict[str, StudyResult]:
-    """Returns the results in the folders of a folder, by the name of the study.
+    """Returns the results in the folders of a folder, by the name of the study, in their order.
 
     Raises:
-        DataError: When there is none, or a file is damaged.
+        DataError: When a file is damaged.
     """
-    paths = sorted(folder.glob(f"*/{STUDY_JSON}"))
-    if not paths:
-        raise DataError(f"There is no {STUDY_JSON} below {folder}. Give the folder of studies.")
-    return {path.parent.name: read_result(path) for path in paths}
+    results = {}
+    for path in sorted(folder.glob(f"*/{STUDY_JSON}")):
+        results[path.parent.name] = read_result(path)
+    names = sorted(results, key=lambda name: results[name].study.order)
+    return {name: results[name] for name in names}
 
 
-def measured_page(results: dict[str, StudyResult]) -> str:
-    """Returns the page: a table of all claims, then each study."""
+def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
+    """Returns the studies of a folder of which there is no result, by name, in their order.
+
+    Those of one seed can show no interval, and are not asked for.
+
+    Raises:
+        ConfigError: When a study cannot be read.
+    """
+    present = set(results)
+    studies = {}
+    for path in sorted(recipes.glob("*.yaml")):
+        study = read_study(path)
+        if path.stem not in present and len(study.seeds) > 1:
+            studies[path.stem] = study
+
+    # One is no grid of runs, and has no recipe.
+    if sentinels.NAME not in present:
+        studies[sentinels.NAME] = sentinels.sentinel_study(["encoder 1"], [])
+    names = sorted(studies, key=lambda name: studies[name].order)
+    return {name: studies[name] for name in names}
+
+
+# ---------------------------------------------------------------------------
+# The page
+
+
+def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
+    """Returns the curves of each study that has some, as SVG, by the name of the study."""
+    figures = {}
+    for name, result in results.items():
+        if _has_curves(result):
+            figures[name] = curves_chart(result)
+    return figures
+
+
+def measured_page(
+    results: Mapping[str, StudyResult], left_out: Mapping[str, Study], figures: str = "measured"
+) -> str:
+    """Returns the page: a table of all claims, each study, and what was not run.
+
+    Args:
+        results: Results by the name of the study.
+        left_out: Studies without a result, by name.
+        figures: Folder beside the page with the curves, NAME.svg.
+    """
     rows = []
     for name, result in results.items():
         rows.append(_claim_row(name, result))
-    lines = [_INTRODUCTION, *markdown_table(_HEADER, rows)]
+    lines = [_INTRODUCTION, *(markdown_table(_HEADER, rows) if rows else [_NOTHING])]
     for name, result in results.items():
-        lines += ["", *_section(name, result)]
+        lines += ["", *_section(name, result, figures)]
+
+    # What is missing is said.
+    if left_out:
+        lines += ["", _LEFT_OUT, "", *markdown_table(_LEFT_OUT_HEADER, _left_out_rows(left_out))]
     return "\n".join(lines) + "\n"
 
 
 def _claim_row(name: str, result: StudyResult) -> list[str]:
     """Returns the line of one study."""
     study = result.study
-    title = f"[{study.title}](#{name.replace('_', '-')})"
-
-    # What it cost.
-    hours = sum(run.cpu_seconds for run in result.outcomes) / 3600
-    tokens = max((run.tokens or 0 for run in result.outcomes), default=0)
-    millions = f"{tokens / 1e6:.1f}" if tokens else ""
+    title = f"[{study.title}](#{_label(name)})"
+    cost = [_millions(result), f"{_cpu_hours(result):.1f}", study.paper]
 
     # What it says: the primary comparison comes first.
     if not result.contrasts:
-        return [title, study.claim, "not run yet", "", "", "", millions, f"{hours:.1f}"]
+        return [title, study.claim, "not run yet", "", "", "", *cost]
     item = result.contrasts[0]
-    effect = f"{item.difference:+.3g}"
     seeds = str(item.num_seeds)
-    interval = interval_text(item)
-    return [title, study.claim, item.verdict, effect, interval, seeds, millions, f"{hours:.1f}"]
+    return [title, study.claim, item.verdict, _effect(result), interval_text(item), seeds, *cost]
 
 
-def _section(name: str, result: StudyResult) -> list[str]:
+def _section(name: str, result: StudyResult, figures: str) -> list[str]:
     """Returns the section of one study."""
-    return [f"({name.replace('_', '-')})=", f"## {result.study.title}", "", *study_body(result)]
+    title = result.study.title
+    lines = [f"({_label(name)})=", f"## {title}", ""]
+    if _has_curves(result):
+        lines += [f"![Curves of {title}: thin lines are seeds]({figures}/{name}.svg)", ""]
+    return [*lines, *study_body(result)]
+
+
+def _has_curves(result: StudyResult) -> bool:
+    return any(run.curve for run in result.outcomes)
+
+
+def _left_out_rows(left_out: Mapping[str, Study]) -> list[list[str]]:
+    rows = []
+    for name, study in left_out.items():
+        rows.append([f"{study.title} (`{name}`)", study.claim, study.cost])
+    return rows
+
+
+# ---------------------------------------------------------------------------
+# The list, for a page about something else
+
+
+def with_claims(
+    text: str, results: Mapping[str, StudyResult], left_out: Mapping[str, Study]
+) -> str:
+    """Returns a page whose lines between BEGIN and END are the claims of studies.
+
+    Raises:
+        DataError: When these lines are not there, one of each and in this order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    is_once = text.count(BEGIN) == text.count(END) == 1
+    if not (begin and end and is_once):
+        raise DataError(
+            f"The page has no one place for the claims. Write the lines {BEGIN!r} and {END!r} "
+            "where they belong."
+        )
+    return "\n".join([before + BEGIN, *_claim_lines(results, left_out), END + after])
+
+
+def _claim_lines(results: Mapping[str, StudyResult], left_out: Mapping[str, Study]) -> list[str]:
+    """Returns an item for each study, and a last one for those that were not run."""
+    items = []
+    for result in results.values():
+        items.append(_claim_item(result))
+    if not items:
+        items.append(_NOTHING)
+    if left_out:
+        titles = "; ".join(study.title for study in left_out.values())
+        items.append(f"Left out: {titles}.")
+
+    # Lines of a text that people read.
+    lines = []
+    for item in items:
+        lines += textwrap.wrap(
+            item,
+            _WIDTH,
+            initial_indent="- ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def _claim_item(result: StudyResult) -> str:
+    """Returns the claim of a study, what it came to, the paper's own figure and the command."""
+    study = result.study
+    command = f"`{result.command}`"
+    if not result.contrasts:
+        return f"**not run yet**: {study.claim} {command}"
+
+    # The difference with all that it hangs on.
+    item = result.contrasts[0]
+    parts = [f"{contrast_name(item)} {_effect(result)}{_short_interval(item)}"]
+    parts.append(seeds_text(item.num_seeds))
+    if _millions(result):
+        parts.append(f"{_millions(result)}M tokens a run")
+    parts.append(f"{_cpu_hours(result):.1f} CPU hours")
+    if result.overrides:
+        settings = (f"{name} = {value}" for name, value in result.overrides.items())
+        parts.append(f"with {', '.join(settings)}")
+    if result.missing:
+        parts.append(f"{len(result.missing)} runs are missing")
+
+    sentences = [f"**{item.verdict}**: {study.claim} {'; '.join(parts)}."]
+    if result.crossing is not None:
+        sentences.append(crossing_sentence(result.crossing))
+    return " ".join([*sentences, f"The paper: {study.paper} {command}"])
+
+
+# ---------------------------------------------------------------------------
+# Numbers
+
+
+def _label(name: str) -> str:
+    """Returns the name of a study's section."""
+    return name.replace("_", "-")
+
+
+def _effect(result: StudyResult) -> str:
+    """Returns the primary difference with its unit."""
+    text = f"{result.contrasts[0].difference:+.2g}"
+    return f"{text} {result.study.measure.unit}".strip()
+
+
+def _short_interval(item: ContrastResult) -> str:
+    """Returns the 95 % interval of a difference in brackets; empty for a single seed."""
+    if item.low is None or item.high is None:
+        return ""
+    return f" ({item.low:+.2g} to {item.high:+.2g})"
+
+
+def _millions(result: StudyResult) -> str:
+    """Returns the tokens of the longest run in millions; empty where they are not counted."""
+    tokens = max((run.tokens or 0 for run in result.outcomes), default=0)
+    return f"{tokens / 1e6:.1f}" if tokens else ""
+
+
+def _cpu_hours(result: StudyResult) -> float:
+    return sum(run.cpu_seconds for run in result.outcomes) / 3600

@@ -16,6 +16,7 @@ from eval.studies.analysis import (
     by_arm_and_value,
 )
 from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, sweep_chart
+from eval.studies.repeats import repeat_sentence
 from moe.files import write_text
 from moe.inspection.html_page import render_page
 from moe.parsing import read_record, to_json
@@ -103,7 +104,7 @@ def study_html(result: StudyResult) -> str:
         arm_rows=arm_rows(result),
         router_header=_ROUTER_HEADER,
         router_rows=router_rows(result),
-        curves=curves_chart(result),
+        curves=curves_chart(result) if any(run.curve for run in result.outcomes) else "",
         sweep=sweep_chart(result) if result.study.sweep else "",
         command=result.command,
         versions=", ".join(f"{name} {version}" for name, version in result.versions.items()),
@@ -199,6 +200,11 @@ def interval_text(item: ContrastResult) -> str:
     return f"{item.low:+.4g} to {item.high:+.4g}"
 
 
+def seeds_text(number: int) -> str:
+    """Returns a number of seeds in words."""
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
 def _p_text(p: float | None) -> str:
     return "" if p is None else f"{p:.2g}"
 
@@ -232,7 +238,7 @@ def notes(result: StudyResult) -> list[str]:
         sentences.append(f"Changed on the command line: {settings}.")
     if result.crossing is not None:
         sentences.append(crossing_sentence(result.crossing))
-    return sentences
+    return [*sentences, *map(repeat_sentence, result.repeats)]
 
 
 def crossing_sentence(crossing: Crossing) -> str:

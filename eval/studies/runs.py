@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.studies.study import SettingValue, Study, Sweep
 from moe.commands.finetune import finetune_command
@@ -23,6 +23,7 @@ _COMMANDS = {
 }
 
 EVALUATION_FOLDER = "eval"
+RUNS_FOLDER = "runs"
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,30 @@ class StudyRun:
         return f"{self.arm}{value}, seed {self.seed}"
 
 
+class _Setup(NamedTuple):
+    """What all runs have in common.
+
+    Attributes:
+        study: The study.
+        command: What reads its command lines.
+        out: Its folder.
+        subfolder: Name of the folder in it that holds the runs.
+        overrides: Settings that win over those of all arms.
+    """
+
+    study: Study
+    command: RecipeCommand[Any]
+    out: Path
+    subfolder: str
+    overrides: Mapping[str, SettingValue]
+
+
 def study_runs(
-    study: Study, out: Path, overrides: Mapping[str, SettingValue] | None = None
+    study: Study,
+    out: Path,
+    overrides: Mapping[str, SettingValue] | None = None,
+    *,
+    subfolder: str = RUNS_FOLDER,
 ) -> list[StudyRun]:
     """Returns the runs of a study, those of the first seed first.
 
@@ -63,19 +86,20 @@ def study_runs(
         study: The study.
         out: Its folder.
         overrides: Settings that win over those of all arms.
+        subfolder: Name of the folder in `out` that holds the runs.
 
     Raises:
         ConfigError: When a setting is unknown or wrong; names the arm.
     """
     # One reader of command lines for all runs: making it takes longer than using it.
     _, build_command = _COMMANDS[study.command]
-    command = build_command()
+    setup = _Setup(study, build_command(), out, subfolder, overrides or {})
     runs = []
     values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
     for seed in study.seeds:
         for value in values:
             for arm in study.arms:
-                runs.append(_study_run(study, command, arm, value, seed, out, overrides or {}))
+                runs.append(_study_run(setup, arm, value, seed))
     return runs
 
 
@@ -90,31 +114,24 @@ def label_budget(run: StudyRun) -> list[str]:
     return ["--train-examples", str(recipe.mixture.train_examples), *seed]
 
 
-def _study_run(
-    study: Study,
-    command: RecipeCommand[Any],
-    arm: str,
-    value: SettingValue,
-    seed: int,
-    out: Path,
-    overrides: Mapping[str, SettingValue],
-) -> StudyRun:
+def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> StudyRun:
     """Returns one run."""
-    folder = out / "runs" / arm
+    study = setup.study
+    folder = setup.out / setup.subfolder / arm
     settings = {**study.settings, **study.arms[arm]}
     if study.sweep is not None:
         settings[study.sweep.setting] = _swept(study.sweep, settings, value)
         folder /= f"{study.sweep.setting}={value}"
-    settings |= overrides
+    settings |= setup.overrides
     folder /= f"seed-{seed}"
 
     # The command line, which is read here once, so that a mistake is found before any run begins.
-    places = {"seed": seed, "out": out, "studies": out.parent}
+    places = {"seed": seed, "out": setup.out, "studies": setup.out.parent}
     argv = list(_options(settings, places))
     argv += ["--seed", str(seed), "--out", str(folder)]
     module, _ = _COMMANDS[study.command]
     try:
-        recipe, _ = command.parse(argv)
+        recipe, _ = setup.command.parse(argv)
     except ConfigError as error:
         raise ConfigError(f"Arm {arm!r}: {error}") from error
 

@@ -47,6 +47,20 @@ class StudyError(MoEError, RuntimeError):
     """A run of a study failed for another reason than divergence."""
 
 
+class Budget(NamedTuple):
+    """What runs may use.
+
+    Attributes:
+        jobs: Number of runs at a time.
+        hours: A run that would probably not end within them is not begun; None for no limit.
+        threads: Threads of each run; 0 deals those of the processor out to the jobs.
+    """
+
+    jobs: int = 1
+    hours: float | None = None
+    threads: int = 0
+
+
 class RunState(NamedTuple):
     """What the scheduler knows of a run; study_run.json in the run's folder.
 
@@ -56,6 +70,8 @@ class RunState(NamedTuple):
         has_diverged: Whether training ended because loss or gradient was not finite.
         seconds: Seconds of all attempts.
         cpu_seconds: Seconds of the processor in all attempts.
+        threads: Threads of the last attempt, on which the last bits of sums hang; 0 where that was
+            not written down.
     """
 
     commands: list[list[str]]
@@ -63,6 +79,7 @@ class RunState(NamedTuple):
     has_diverged: bool = False
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    threads: int = 0
 
 
 @dataclass
@@ -90,13 +107,12 @@ class Progress:
     left_out: list[StudyRun] = field(default_factory=list)
 
 
-def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Progress:
+def run_all(runs: Sequence[StudyRun], budget: Budget) -> Progress:
     """Runs what is not complete yet, and returns what is complete then.
 
     Args:
         runs: The runs, in the order in which they begin.
-        jobs: Number of runs at a time; the processor's threads are dealt out evenly.
-        hours: A run that would probably not end within them is not begun; None for no limit.
+        budget: How many at a time, and for how long.
 
     Raises:
         StudyError: When a command fails; its last lines are in the message, the others stop.
@@ -109,16 +125,16 @@ def run_all(runs: Sequence[StudyRun], *, jobs: int, hours: float | None) -> Prog
 
     # Starting Python and torch anew for every run would take ten seconds each.
     _CONTEXT.set_forkserver_preload(_PRELOADED)
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    threads = budget.threads or max(1, len(os.sched_getaffinity(0)) // budget.jobs)
 
     # Runs go on until none waits.
-    end = None if hours is None else time.monotonic() + 3600 * hours
+    end = None if budget.hours is None else time.monotonic() + 3600 * budget.hours
     running: list[_Process] = []
     total = sum(run.recipe.training.steps for run in runs)
     with _stopped_at_the_end(running), tqdm(total=total, unit="step", desc="study") as bar:
         while waiting or running:
             # As many runs at a time as there are jobs.
-            while waiting and len(running) < jobs:
+            while waiting and len(running) < budget.jobs:
                 run = waiting.pop(0)
                 if end is not None and not _fits(run, progress, running, end):
                     progress.left_out.append(run)
@@ -177,6 +193,7 @@ def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
 def _begin(run: StudyRun, threads: int) -> _Process:
     """Starts the first command of a run."""
     state = read_state(run) or RunState(_without_interpreter(run.commands))
+    state = state._replace(threads=threads)
     _wait_for_earlier(run)
     _write_state(run, state)
     child = _start(run, run.commands[0], threads)
@@ -245,6 +262,7 @@ def _has_ended(process: _Process) -> bool:
         has_diverged=has_diverged,
         seconds=before.seconds + time.monotonic() - process.started,
         cpu_seconds=before.cpu_seconds + _cpu_seconds(run),
+        threads=process.threads,
     )
     _write_state(run, state)
     if is_complete:

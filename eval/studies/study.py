@@ -61,6 +61,7 @@ class Measure(NamedTuple):
         over_sweep: With a sweep: `each` compares the arms at every value; `best` takes the best
             number of all values, `mean` their mean, and `sensitivity` their mean above the best.
         curve: Metric of the curves; the metric itself, when empty.
+        unit: Unit of the number, e.g. nats, beside which differences are printed.
 
     Source:
         Small-scale proxies (arXiv:2309.14322) §2.2 for the sensitivity to the learning rate:
@@ -72,6 +73,7 @@ class Measure(NamedTuple):
     better: Literal["lower", "higher"] = "lower"
     over_sweep: Literal["each", "best", "mean", "sensitivity"] = "each"
     curve: str = ""
+    unit: str = ""
 
 
 class Contrast(NamedTuple):
@@ -112,6 +114,8 @@ class Study(NamedTuple):
         sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
         has_crossing: Whether it is asked from how many tokens on the primary arm is better.
+        cost: What the runs were expected to cost, in words.
+        order: Where the study stands among others: the lowest first.
     """
 
     title: str
@@ -128,6 +132,8 @@ class Study(NamedTuple):
     sweep: Sweep | None = None
     evaluate: Evaluation | None = None
     has_crossing: bool = False
+    cost: str = ""
+    order: int = 100
 
 
 def read_study(path: Path) -> Study:

@@ -357,7 +357,8 @@ class Execution:
         )
 
     def _global_rank(self, peer: int) -> int:
-        return dist.get_global_rank(self._group or dist.group.WORLD, peer)
+        # The group of all ranks numbers them as they are.
+        return dist.get_global_rank(self._group, peer) if self._group else peer
 
 
 # ---------------------------------------------------------------------------

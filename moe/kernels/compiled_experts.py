@@ -201,7 +201,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(tokens, row_weight, *values, *row_indices, *weights)
 
 
-def _backward(ctx: Any, d_output: Tensor, *_: None) -> tuple[Any, ...]:
+def _backward(ctx: Any, d_output: Tensor, *d_values: None) -> tuple[Any, ...]:
     """Returns the gradients of the inputs of `_fused_experts`, None for those not needed."""
     tokens, row_weight, *others = ctx.saved_tensors
     values = others[:4]

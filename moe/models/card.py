@@ -18,7 +18,16 @@ from moe.sparse.stats import RouterStats, summarize
 
 CARD_NAME = "README.md"
 _GENERATES = "STMoEForConditionalGeneration"
-_ARGUMENTS = ("base_model", "license", "language", "datasets", "metrics", "tags", "stats")
+_ARGUMENTS = (
+    "base_model",
+    "license",
+    "language",
+    "datasets",
+    "metrics",
+    "tags",
+    "stats",
+    "sections",
+)
 _TAGS = ("moe", "st-moe", "mixture-of-experts", "encoder-decoder")
 _SEAL = re.compile(r"\n<!-- Written by moe, ([0-9a-f]{16}): .* -->\n")
 
@@ -35,6 +44,7 @@ def model_card(
     metrics: list[str] | None = None,
     tags: Sequence[str] = (),
     stats: Mapping[str, RouterStats] | None = None,
+    sections: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the text of a model's README.md.
 
@@ -53,8 +63,10 @@ def model_card(
         tags: Beside those of every card.
         stats: Statistics of the routers in an evaluation, by stack: `encoder`, `decoder`; see
             `total_stats`.
+        sections: Markdown by title: what the model was trained on, and how good it is. Without
+            them the card says that it does not know.
     """
-    check_card({"stats": stats})
+    check_card({"stats": stats, "sections": sections})
     total, active = parameters or (config.num_parameters(), config.num_active_parameters())
 
     # The header, which the hub reads.
@@ -96,8 +108,13 @@ def model_card(
 
     kind = "sparse" if config.num_experts else "dense"
     title = f"# A {kind} encoder-decoder of {total:,} parameters\n"
-    usage = _how_to_use(model_class)
-    body = f"\n{title}\n| | |\n|---|---|\n{table}\n\n{usage}\n{_limits(config)}"
+    parts = [f"\n{title}\n| | |\n|---|---|\n{table}\n", _how_to_use(model_class)]
+    for name, text in (sections or {}).items():
+        parts.append(f"## {name}\n\n{text.rstrip()}\n")
+    limits = _limits(config, is_described=bool(sections))
+    if limits:
+        parts.append(limits)
+    body = "\n".join(parts)
     return _seal(ModelCard(f"---\n{header.to_yaml()}\n---\n{body}"))
 
 
@@ -105,7 +122,7 @@ def check_card(given: Mapping[str, Any]) -> None:
     """Checks the arguments of `model_card` that a user gives with a model to save.
 
     Raises:
-        ConfigError: When one is unknown, or statistics are of no stack.
+        ConfigError: When one is unknown, statistics are of no stack, or sections are no texts.
     """
     # A misspelt name would leave its entry out in silence.
     for name in given:
@@ -120,6 +137,13 @@ def check_card(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, "
             "'decoder': ...}."
+        )
+    sections = given.get("sections") or {}
+    texts = sections.values() if isinstance(sections, Mapping) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"sections of a card is {str(sections)[:60]!r}; expected Markdown by title, e.g. "
+            "{'Training': 'On 50M tokens of ...'}."
         )
 
 
@@ -329,12 +353,14 @@ def _how_to_use(model_class: str) -> str:
     return "\n".join(["## How to use", "", needs, "", "```python", *lines, "```", ""])
 
 
-def _limits(config: STMoEConfig) -> str:
-    """Returns the section on what not to expect."""
-    limits = [
-        "What it was trained on, and how good it is, this card does not know; whoever "
-        "publishes it should say so."
-    ]
+def _limits(config: STMoEConfig, *, is_described: bool) -> str:
+    """Returns the section on what not to expect; empty where nothing is known."""
+    limits = []
+    if not is_described:
+        limits.append(
+            "What it was trained on, and how good it is, this card does not know; whoever "
+            "publishes it should say so."
+        )
     if config.eval_capacity_field is not None:
         limits.append(
             "With a capacity in evaluation, what an encoder or a forward with labels makes of "
@@ -348,4 +374,6 @@ def _limits(config: STMoEConfig) -> str:
                 f"Router `{name}` compares the tokens of a batch: a sequence's output may depend "
                 "on the others."
             )
+    if not limits:
+        return ""
     return "## Limits\n\n" + "".join(f"- {limit}\n" for limit in limits)

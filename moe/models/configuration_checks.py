@@ -65,6 +65,7 @@ _SIZES = {
 }
 
 _FLAGS = (
+    "is_encoder_decoder",
     "tie_word_embeddings",
     "sparse_dense_stacking",
     "output_router_logits",
@@ -104,12 +105,6 @@ def check_config(config: PreTrainedConfig) -> None:
         check_flag(name, getattr(config, name))
     for name, choices in _CHOICES.items():
         check_choice(name, getattr(config, name), get_args(choices))
-    check(
-        config.is_encoder_decoder is True,
-        "is_encoder_decoder",
-        config.is_encoder_decoder,
-        "true: the model is an encoder and a decoder; STMoEEncoderModel is the encoder alone",
-    )
     _check_numbers(config)
     _check_token_ids(config)
 
@@ -125,6 +120,16 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{_MAX_PARAMETERS:,} (400 TB in float32). Lower vocab_size, d_model, d_ff, "
             "num_layers or num_experts."
         )
+
+
+def check_has_decoder(config: PreTrainedConfig) -> None:
+    """Raises a ConfigError for the config of an encoder alone, given to a model with a decoder."""
+    check(
+        config.is_encoder_decoder,
+        "is_encoder_decoder",
+        config.is_encoder_decoder,
+        "true: the model is an encoder and a decoder; STMoEEncoderModel is the encoder alone",
+    )
 
 
 def check_source(source: object) -> None:

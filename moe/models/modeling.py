@@ -1,7 +1,8 @@
 """The model classes: encoder-decoder with sparse layers as transformers expects them."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import check_has_decoder
 from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
@@ -58,6 +60,7 @@ class STMoEModel(STMoEPreTrainedModel):
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
+        check_has_decoder(config)
         self.encoder = STMoEEncoder(config)
         self.decoder = Stack(config, decoder=True)
         self.post_init()
@@ -547,13 +550,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
         return {**inputs, "decoder_drop_tokens": False}
 
-    def _optimize_model_for_decode(self) -> AbstractContextManager[None]:
-        """Returns a context that leaves the experts as they are.
+    @contextmanager
+    def _optimize_model_for_decode(self) -> Generator[None, None, None]:
+        """Leaves the experts as they are in the block.
 
         transformers would go to batched products, which here read the weights of all experts and
         not those of the few that a step uses.
         """
-        return nullcontext()
+        yield
 
     @staticmethod
     def create_masks_for_generate(

@@ -67,6 +67,9 @@ DOWNLOAD = (
 )
 """Arguments that say where a file of the hub comes from."""
 
+_DTYPES = ("dtype", "torch_dtype")
+"""Arguments that are of the weights, and no fields of the config; "auto" stands for the files'."""
+
 _COMMIT_OPTIONS = (
     "commit_message",
     "commit_description",
@@ -101,6 +104,9 @@ class STMoEPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _no_split_modules = ["Block"]
+
+    # Of a model that is loaded in float16, whose routers compute in float32 all the same.
+    _keep_in_fp32_modules = ["router"]
 
     # Holds but on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
@@ -278,7 +284,8 @@ class STMoEPreTrainedModel(PreTrainedModel):
         # What the model expects.
         config = options.get("config")
         if not isinstance(config, STMoEConfig):
-            config, _ = _config_with_options(raw_config, config, options)
+            fields = {name: options[name] for name in options if name not in _DTYPES}
+            config, _ = _config_with_options(raw_config, config, fields)
         if hasattr(config, "quantization_config") or options.get("quantization_config") is not None:
             return
         with torch.device("meta"):
@@ -323,7 +330,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
 
         # The dtype is of the weights, and no field of the config.
         options = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
-        dtypes = {name: options.pop(name) for name in ("dtype", "torch_dtype") if name in options}
+        dtypes = {name: options.pop(name) for name in _DTYPES if name in options}
         config = options.pop("config", None)
         if not isinstance(config, STMoEConfig):
             fields = checkpoint_format.convert_config(raw_config) if config is None else {}

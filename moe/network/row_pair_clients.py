@@ -72,7 +72,7 @@ def pair_rows_around_holes(
     is_dead = find_dead_columns(grid, dead)
     rings = pair_rows(grid)
 
-    is_whole = ~is_dead.any(axis=1)
+    is_whole = np.asarray(~is_dead.any(axis=1), np.bool_)
     check(bool(is_whole.any()), "whole pairs of rows", 0, "at least one, without a dead rank")
 
     # Each run of live columns of a broken pair is a fragment.

@@ -182,10 +182,10 @@ def _axes_by_group(mesh: Mesh) -> dict[str, str]:
     """Returns the axis of each group of ranks, by the group's name."""
     groups = {
         "dp_replicate": [mesh.dense.get_group(0)],
-        "dense_shard": [mesh.dense.get_group(1)],
         "dp_shard": [mesh.experts.get_group(1)],
         "tp": [mesh.device_mesh["tp"].get_group()],
         "ep": [mesh.device_mesh["ep"].get_group()],
+        "dp_shard x ep": [mesh.dense.get_group(1)],
     }
 
     # Exchanges in two levels have groups of their own.

@@ -6,6 +6,7 @@
 import unittest
 from importlib import import_module
 
+import torch
 from transformers.models.auto import modeling_auto
 
 from moe import STMoEConfig, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
@@ -57,6 +58,7 @@ class ModelTester:
             num_sparse_decoder_layers=1,
             dropout_rate=0.1,
             pad_token_id=0,
+            bos_token_id=0,
             eos_token_id=1,
             decoder_start_token_id=0,
             **self.fields,
@@ -70,13 +72,19 @@ class ModelTester:
         }
         if self.has_decoder:
             inputs["decoder_input_ids"] = common.ids_tensor([BATCH, LENGTH], VOCABULARY)
-            inputs["decoder_attention_mask"] = common.random_attention_mask([BATCH, LENGTH])
+            inputs["decoder_attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
         return self.get_config(), inputs
 
 
-# Without drops a sequence does not depend on its neighbours, as the mixins take for granted; and
-# T5, whose number of outputs they count, returns no logits of routers.
-FIELDS = {"eval_capacity_factor": None, "output_router_logits": False}
+# As T5 is: a sequence does not depend on its neighbours, the loss is the cross-entropy alone, and
+# the mixins count outputs, among which there are no logits of routers.
+FIELDS = {
+    "eval_capacity_factor": None,
+    "output_router_logits": False,
+    "load_balance_loss_weight": 0.0,
+    "router_z_loss_weight": 0.0,
+    "z_loss_weight": 0.0,
+}
 
 
 class STMoETest(common.ModelTesterMixin, generation.GenerationTesterMixin, unittest.TestCase):

@@ -15,11 +15,10 @@ ON_PURPOSE = {
         "of its files, and one that does not fit is refused as damaged; the error says which file "
         "to remove when that was on purpose."
     ),
-    "test_training_gradient_checkpointing": (
-        "Asks for reentrant checkpointing, which loses the gradient of the routers' losses and is "
-        "refused with that reason."
+    "test_training_gradient_checkpointing_use_reentrant_true": (
+        "Reentrant checkpointing loses the gradient of the routers' losses, and is refused with "
+        "that reason."
     ),
-    "test_training_gradient_checkpointing_use_reentrant_true": "The same.",
 }
 """Tests that fail here, and why they shall."""
 

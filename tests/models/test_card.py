@@ -325,3 +325,24 @@ def test_what_is_wrong_with_a_card_is_said_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     tiny_model().save_pretrained(tmp_path, card={"tags": "mine"})
     assert card_of(tmp_path).data.tags[-1] == "mine"
+
+
+def test_sections_say_what_a_card_cannot_know(tmp_path):
+    sections = {"Training": "On 7M tokens.", "Results": "| a |\n|---|\n| 3.5 |"}
+    model = tiny_model(eval_capacity_factor=None)
+    model.save_pretrained(tmp_path, card={"sections": sections})
+    text = card_of(tmp_path).text
+    assert "## Training\n\nOn 7M tokens.\n\n## Results\n\n| a |" in text
+    assert "does not know" not in text
+
+    # A card of ours is replaced, and says again that it knows nothing.
+    model.save_pretrained(tmp_path)
+    assert "does not know" in card_of(tmp_path).text
+    assert "7M tokens" not in card_of(tmp_path).text
+
+
+@pytest.mark.parametrize("sections", [["Training"], {"Training": 7}, "Training"])
+def test_sections_that_are_no_texts_by_title_are_refused(tmp_path, sections):
+    with pytest.raises(ConfigError, match=r"sections of a card is .*Markdown by title"):
+        tiny_model().save_pretrained(tmp_path, card={"sections": sections})
+    assert not (tmp_path / "config.json").exists()

@@ -15,10 +15,16 @@ from transformers import (
 )
 from transformers.exporters.utils import decompose_prefill_decode
 
-from moe import ConfigError, STMoEEncoderModel, STMoEForConditionalGeneration, STMoEModel
+from moe import (
+    ConfigError,
+    STMoEConfig,
+    STMoEEncoderModel,
+    STMoEForConditionalGeneration,
+    STMoEModel,
+)
 from moe.models.outputs import RouterRecords
 from tests.models.t5 import as_t5
-from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.models.tiny import DENSE, FIELDS, tiny_batch, tiny_model
 
 SPARSE = {"eval_capacity_factor": None, "num_decoder_layers": 2}
 EQUAL_DEPTH = {
@@ -41,9 +47,8 @@ def inputs_of(kind):
 
 
 def build(kind, **fields):
-    config = tiny_model(**fields).config
     torch.manual_seed(0)
-    return kind(config).eval()
+    return kind(STMoEConfig(**{**FIELDS, **fields})).eval()
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -223,3 +228,36 @@ def test_a_cache_of_self_attention_alone_is_extended_in_place():
         for part in ids.split([4, 7], dim=1)
     ]
     close(torch.cat(steps, dim=1), expected)
+
+
+def test_the_config_of_an_encoder_alone_is_for_the_encoder_alone(tmp_path):
+    """T5EncoderModel has such a config, by which callers choose the names of its outputs."""
+    encoder = build(STMoEEncoderModel, is_encoder_decoder=False)
+    encoder.save_pretrained(tmp_path)
+    loaded = STMoEEncoderModel.from_pretrained(tmp_path)
+    assert not loaded.config.is_encoder_decoder
+    inputs = inputs_of(STMoEEncoderModel)
+    assert torch.equal(loaded(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)
+    for kind in (STMoEModel, STMoEForConditionalGeneration):
+        with pytest.raises(ConfigError, match="is_encoder_decoder is False"):
+            kind(encoder.config)
+
+
+@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated")
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.float32])
+def test_both_names_of_the_dtype_take_what_transformers_takes(tmp_path, name, dtype):
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, **{name: dtype})
+    assert loaded.dtype == (torch.float32 if dtype is torch.float32 else torch.bfloat16)
+
+
+@torch.no_grad()
+def test_routers_of_a_model_in_float16_keep_their_numbers(tmp_path):
+    model = tiny_model(eval_capacity_factor=None)
+    model.save_pretrained(tmp_path)
+    half = STMoEForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    for wide, narrow in zip(model.sparse_layers(), half.sparse_layers(), strict=True):
+        assert torch.equal(narrow.router.gate, wide.router.gate)
+        assert narrow.experts.down_proj.dtype == torch.float16
+    assert half(**tiny_batch()).logits.isfinite().all()

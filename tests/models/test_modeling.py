@@ -483,3 +483,9 @@ def test_a_replica_of_data_parallel_is_refused_with_a_way_out():
     model._is_replica = True  # as torch.nn.parallel.replicate marks them
     with pytest.raises(ConfigError, match=r"DataParallel cannot join .* torchrun"):
         model(**tiny_batch())
+
+
+def test_decoding_on_a_device_keeps_the_experts_that_read_few_weights():
+    model = tiny_model().to("meta")  # any device but a CPU
+    with model._optimize_model_for_decode():
+        assert model.config.dispatch == "ragged"

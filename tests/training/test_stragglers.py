@@ -135,7 +135,7 @@ def test_a_rank_that_sleeps_is_named_in_the_log_and_in_the_metrics(tmp_path):
     said = run_ranks(with_a_slow_rank, 2, tmp_path, tmp_path)
 
     assert f"rank {SLOW_RANK} was the slowest 3 times running" in said[0]
-    assert "on dense_shard" in said[0]
+    assert "on dp_shard" in said[0]
     run = tmp_path / "run"
     lines = read_lines(run / "metrics.jsonl")
     assert {line["ranks/straggler"] for line in lines if "ranks/straggler" in line} == {SLOW_RANK}

@@ -6,53 +6,12 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
-from eval.studies.outcomes import Point, RunOutcome
+from eval.studies.analysis import arm_numbers, contrast_results, crossing
+from eval.studies.outcomes import Point
+from eval.studies.repeats import Repeat
 from eval.studies.report import read_result, study_html, write_report
-from eval.studies.study import Contrast, Measure, Study, Sweep
-
-TOKENS_PER_STEP = 13
-
-
-def build(**changes: object) -> Study:
-    study = Study(
-        title="Title",
-        claim="Claim.",
-        paper="Paper.",
-        expected="Expected.",
-        command="pretrain",
-        settings={},
-        arms={"a": {}, "b": {}, "c": {}},
-        seeds=[0, 1, 2],
-        measure=Measure("heldout/loss"),
-        primary=Contrast("a", "b"),
-    )
-    return study._replace(**changes)
-
-
-def run(arm: str, seed: int, number: float, **changes: object) -> RunOutcome:
-    outcome = RunOutcome(
-        arm=arm,
-        value=None,
-        seed=seed,
-        number=number,
-        initial=5.0,
-        has_diverged=False,
-        curve=[],
-        steps=100,
-        tokens=100 * TOKENS_PER_STEP,
-        seconds=7.0,
-        cpu_seconds=11.0,
-        routers={},
-    )
-    return outcome._replace(**changes)
-
-
-def runs_of(numbers: dict[str, list[float]]) -> list[RunOutcome]:
-    outcomes = []
-    for arm, values in numbers.items():
-        outcomes += [run(arm, seed, number) for seed, number in enumerate(values)]
-    return outcomes
+from eval.studies.study import Contrast, Measure, Sweep
+from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
 
 
 def test_a_lower_loss_is_a_positive_difference_with_the_paired_t_interval() -> None:
@@ -203,28 +162,18 @@ def test_the_interval_of_the_crossing_is_that_of_its_logarithm() -> None:
     assert math.log(result.tokens) == pytest.approx(sum(logs) / 3)
 
 
-def result_of(study: Study, outcomes: list[RunOutcome]) -> StudyResult:
-    numbers = arm_numbers(study, outcomes)
-    return StudyResult(
-        study=study,
-        command="python -m scripts.study x.yaml",
-        versions={"python": "3"},
-        overrides={"training.steps": 7},
-        outcomes=outcomes,
-        missing=["c, seed 0"],
-        sizes={},
-        numbers=numbers,
-        contrasts=contrast_results(study, numbers),
-        crossing=crossing(study, outcomes),
-    )
-
-
 def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     outcomes = [
         run("a", 0, 1.0, curve=curve(9.0, 3.0), routers={"router/encoder/entropy": 1.5}),
         run("b", 0, 2.0, curve=curve(9.0, None), has_diverged=True),
     ]
     result = result_of(build(), outcomes)
+    result = result._replace(
+        overrides={"training.steps": 7},
+        missing=["c, seed 0"],
+        crossing=crossing(build(), outcomes),
+        repeats=[Repeat("a", None, 0, 1, 99, None, True)],
+    )
     text = write_report(result, tmp_path)
 
     assert read_result(tmp_path / "study.json") == result

@@ -5,55 +5,26 @@ import signal
 from pathlib import Path
 
 import pytest
-import yaml
 
-from eval.studies.command import main
 from eval.studies.report import read_result
 from eval.studies.runs import study_runs
 from eval.studies.scheduler import StudyError, steps_done
 from eval.studies.study import read_study
+from tests.eval.studies.tiny_study import run_study, write_studies
 from tests.processes import Command
-from tests.training.tiny_run import write_inputs
 
 pytestmark = pytest.mark.slow
-
-STUDY = {
-    "title": "Balance",
-    "claim": "It matters.",
-    "paper": "It does.",
-    "expected": "It will.",
-    "command": "pretrain",
-    "settings": {
-        "config": "pretrain.yaml",
-        "corpus": "{studies}/corpus",
-        "tokenizer": "{studies}/tokenizer",
-        "optim.cooldown_steps": 2,
-        "training.steps": 6,
-        "training.evaluate_every": 3,
-        "training.checkpoint_every": 2,
-    },
-    "arms": {"with": {}, "without": {"model.load_balance_loss_weight": 0.0}},
-    "seeds": [3, 5],
-    "measure": {"metric": "heldout/loss"},
-    "primary": {"arm": "with", "against": "without"},
-}
 
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with a corpus, a tokenizer and a study."""
     folder = tmp_path_factory.mktemp("study") / "studies"
-    write_inputs(folder)
-    (folder / "study.yaml").write_text(yaml.safe_dump(STUDY))
-    return folder
+    return write_studies(folder)
 
 
 def curves(study: Path) -> list[object]:
     return [(run.arm, run.seed, run.number, run.curve) for run in read_result(study).outcomes]
-
-
-def run_study(studies: Path, out: Path, *options: str) -> None:
-    main([str(studies / "study.yaml"), "--out", str(out), *options])
 
 
 def test_a_study_that_was_killed_goes_on_and_comes_to_the_same_curves(

@@ -1,0 +1,107 @@
+"""Baselines for questions with words to choose from: what can be had without knowing the answer."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from eval.task import Example
+from eval.word_vectors import WordVectors
+
+_ROWS = 256  # questions that are compared with all training examples at a time
+
+
+ChoiceScores = list[dict[str, float]]
+"""Of each question, the score of each choice; the highest one wins, of equals the first."""
+
+
+def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str, ChoiceScores]:
+    """Returns the scores of the choices of each question, by the name of the baseline.
+
+    `majority` takes the choice that is the most frequent training target, of equals the first of
+    the alphabet; `spelling` the one whose letters are most like those of the input; `nearest
+    example` the one whose letters are most like the target of the training example with the most
+    similar words (TF-IDF).
+
+    Args:
+        train: Examples with their targets, at least one.
+        test: N questions to answer.
+    """
+    counts = Counter(example.targets for example in train)
+    frequency: ChoiceScores = []
+    for example in test:
+        frequency.append({choice: float(counts[choice]) for choice in sorted(example.choices)})
+
+    inputs = [example.inputs for example in test]
+    return {
+        "majority": frequency,
+        "spelling": _most_like(inputs, test),
+        "nearest example": _most_like(_nearest_targets(train, inputs), test),
+    }
+
+
+def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> ChoiceScores:
+    """Returns how much the words of each choice are like those of the input, by their vectors.
+
+    A choice that the text of the vectors lacks is like nothing.
+    """
+    means = _unit(vectors.mean([example.inputs for example in test]))  # [N, D]
+    scores = []
+    for example, mean in zip(test, means, strict=True):
+        similarity = _unit(vectors.mean(example.choices)) @ mean
+        scores.append(_by_choice(example, similarity))
+    return scores
+
+
+def best_choices(scores: ChoiceScores) -> list[str]:
+    """Returns the choice with the highest score of each question, of equals the first."""
+    return [max(by_choice, key=lambda choice: by_choice[choice]) for by_choice in scores]
+
+
+def _by_choice(example: Example, values: NDArray[np.floating]) -> dict[str, float]:
+    return dict(zip(example.choices, map(float, values), strict=True))
+
+
+def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
+    """Returns how much the letters of each choice are like those of the text of its question."""
+    # Runs of two to four letters, rare ones weighing more; each choice beside its question's text.
+    words: list[str] = []
+    questions: list[int] = []
+    for number, example in enumerate(test):
+        words += example.choices
+        questions += [number] * len(example.choices)
+    letters = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 4)).fit([*texts, *words])
+    products = letters.transform(words).multiply(letters.transform(texts)[questions])
+    similarity = np.asarray(products.sum(axis=1)).ravel()  # [all choices]
+
+    scores = []
+    start = 0
+    for example in test:
+        end = start + len(example.choices)
+        scores.append(_by_choice(example, similarity[start:end]))
+        start = end
+    return scores
+
+
+def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[str]:
+    """Returns the target of the training example whose words are most like those of each input."""
+    words = TfidfVectorizer(token_pattern=r"\w+")
+    counted = words.fit_transform([example.inputs for example in train])
+    train_rows = sparse.csr_matrix(counted)  # [M, V]
+    rows = words.transform(inputs)  # [N, V]
+
+    # Some questions at a time: all of them by all examples would fill the memory.
+    targets = []
+    for start in range(0, len(inputs), _ROWS):
+        similarity = (rows[start : start + _ROWS] @ train_rows.T).toarray()
+        targets += [train[number].targets for number in similarity.argmax(axis=1)]
+    return targets
+
+
+def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns <float32>[N, D] vectors of length 1; zeros stay."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.maximum(lengths, 1e-9)

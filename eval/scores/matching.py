@@ -1,0 +1,62 @@
+"""Whether a system matches questions with answers, where each answers another question too.
+
+A word that is likely whatever is asked wins when choices are ranked. Where the same choices stand in
+several questions, it cancels: of two of them, the right matching is compared with the swapped one.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.scores.metrics import Values, mean_of
+
+
+def matching_scores(
+    choices: Sequence[Mapping[str, float]], right: Sequence[str]
+) -> NDArray[np.float64]:
+    """Returns <float64>[N] how often, in per cent, each question is matched right beside another.
+
+    With s_nc the score of choice c for question n, and a_n the right one, questions n and m are
+    matched right when s(n, a_n) + s(m, a_m) > s(n, a_m) + s(m, a_n); ties count half. Chance is
+    50. Questions whose choices stand in no other are NaN.
+
+    Args:
+        choices: Of each of N questions, the score of each choice.
+        right: Of each question, the right choice.
+
+    Source:
+        Calibration by the mean over the questions, as in Batch Calibration (arXiv:2309.17249).
+        Differs: pairs in place of the mean, so that nothing is estimated.
+    """
+    questions_by_choices: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, scores in enumerate(choices):
+        questions_by_choices[tuple(sorted(scores))].append(number)
+
+    per_cent = np.full(len(right), np.nan)  # [N]
+    for questions in questions_by_choices.values():
+        answers = [right[number] for number in questions]
+        if len(set(answers)) < 2:
+            continue
+
+        # Rows are questions, columns the right choices of all of them.
+        rows = []
+        for number in questions:
+            rows.append([choices[number][answer] for answer in answers])
+        table = np.array(rows)  # [Q, Q]
+        own = np.diag(table)
+        margin = own[:, None] + own[None] - table - table.T  # [Q, Q]
+        wins = (np.sign(margin) + 1) / 2
+        np.fill_diagonal(wins, 0)
+        per_cent[questions] = 100 * wins.sum(axis=1) / (len(questions) - 1)
+    return per_cent
+
+
+def _as_given(targets: Values, answers: Values) -> NDArray[np.float64]:
+    """Returns the answers, which are scores already."""
+    return np.asarray(answers, dtype=np.float64)
+
+
+MATCHING = mean_of("matching", _as_given)
+"""The mean of `matching_scores`, which take the place of answers."""

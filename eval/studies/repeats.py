@@ -1,0 +1,202 @@
+"""Runs that are made a second time, and whether they come to the same numbers, bit for bit.
+
+Comes after `scheduler`, before `analysis`, whose result says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from eval.studies.runs import StudyRun, study_runs
+from eval.studies.scheduler import Budget, RunState, read_state, run_all
+from eval.studies.study import SettingValue, Study
+from moe.errors import ConfigError, did_you_mean
+from moe.models.weight_checksums import weight_files
+from moe.parsing import read_json_lines
+from moe.training.metrics import METRICS_FILE
+
+REPEATS_FOLDER = "repeats"
+
+_OF_TIME = "train/tokens_per_second"
+
+
+class Repeat(NamedTuple):
+    """A run that was made again from its beginning.
+
+    Attributes:
+        arm: Name of the arm.
+        value: Value of the sweep; None without one.
+        seed: Seed of the run.
+        threads: Threads of the second run; those of the first, where these were written down.
+        num_values: Numbers that both runs have logged: all metrics but the speed.
+        first_difference: First step at which a number differs or is missing; None for none.
+        has_equal_weights: Whether the final weights are equal; None where there are none.
+    """
+
+    arm: str
+    value: SettingValue
+    seed: int
+    threads: int
+    num_values: int
+    first_difference: int | None
+    has_equal_weights: bool | None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs."""
+        return self.first_difference is None and self.has_equal_weights is not False
+
+
+def repeat_runs(
+    study: Study,
+    out: Path,
+    overrides: Mapping[str, SettingValue],
+    arm_and_seed: str,
+    budget: Budget,
+) -> None:
+    """Makes the runs of an arm with one seed a second time, at every value of a sweep.
+
+    Args:
+        study: The study.
+        out: Its folder, in which these runs are complete.
+        overrides: Settings of the command line.
+        arm_and_seed: ARM:SEED, or ARM for the first seed.
+        budget: Runs at a time, and hours.
+
+    Raises:
+        ConfigError: When there is no such arm or seed, or it was not run to its end.
+    """
+    arm, seed = _parse_choice(study, arm_and_seed)
+    runs = study_runs(study, out, overrides)
+    again = study_runs(study, out, overrides, subfolder=REPEATS_FOLDER)
+
+    # Each waits for the run that it is compared with, and has as many threads.
+    chosen: list[StudyRun] = []
+    threads = 0
+    for first, second in zip(runs, again, strict=True):
+        if (first.arm, first.seed) != (arm, seed):
+            continue
+        state = _complete_state(first)
+        if state is None:
+            raise ConfigError(
+                f"--repeat is {arm_and_seed!r}, but {first.name} is not complete in {out}. Run the "
+                "study without --repeat first."
+            )
+        threads = state.threads
+        chosen.append(second)
+    run_all(chosen, budget._replace(threads=threads))
+
+
+def find_repeats(
+    study: Study, out: Path, overrides: Mapping[str, SettingValue], runs: Sequence[StudyRun]
+) -> list[Repeat]:
+    """Returns what the complete repeats in the folder of a study show.
+
+    Args:
+        study: The study.
+        out: Its folder.
+        overrides: Settings of the command line.
+        runs: Its runs.
+    """
+    if not (out / REPEATS_FOLDER).exists():
+        return []
+
+    # In the order of the runs, each beside its repeat.
+    repeats = []
+    again = study_runs(study, out, overrides, subfolder=REPEATS_FOLDER)
+    for first, second in zip(runs, again, strict=True):
+        state = _complete_state(second)
+        if state is not None and _complete_state(first) is not None:
+            repeats.append(_compare(first, second, state.threads))
+    return repeats
+
+
+def repeat_sentence(repeat: Repeat) -> str:
+    """Returns whether a repeat came to the same numbers."""
+    place = "" if repeat.value is None else f" at {repeat.value}"
+    name = f"Made a second time: {repeat.arm}{place}, seed {repeat.seed}"
+    threads = "1 thread" if repeat.threads == 1 else f"{repeat.threads} threads"
+    numbers = f"{repeat.num_values:,} logged numbers"
+    if repeat.is_identical:
+        weights = "" if repeat.has_equal_weights is None else " and the final weights"
+        return f"{name}, with {threads}: all {numbers}{weights} are the same to the last bit."
+    if repeat.first_difference is None:
+        return f"{name}, with {threads}: all {numbers} are the same, but the final weights differ."
+    return f"{name}, with {threads}: it **differs** from step {repeat.first_difference:,} on."
+
+
+def _parse_choice(study: Study, text: str) -> tuple[str, int]:
+    """Returns the arm and the seed of ARM:SEED."""
+    arm, colon, number = text.partition(":")
+    if arm not in study.arms:
+        known = ", ".join(study.arms)
+        closest = did_you_mean(arm, study.arms)
+        raise ConfigError(f"--repeat is {text!r}; there is no such arm.{closest} Known: {known}.")
+
+    # Without a seed the first one.
+    seeds = {str(seed): seed for seed in study.seeds}
+    if not colon:
+        return arm, study.seeds[0]
+    if number not in seeds:
+        raise ConfigError(
+            f"--repeat is {text!r}; expected ARM or ARM:SEED with a seed of {', '.join(seeds)}."
+        )
+    return arm, seeds[number]
+
+
+def _complete_state(run: StudyRun) -> RunState | None:
+    """Returns the state of a run; None when it is not complete."""
+    state = read_state(run)
+    return state if state is not None and state.is_complete else None
+
+
+def _compare(first: StudyRun, second: StudyRun, threads: int) -> Repeat:
+    """Returns what two runs of the same settings have in common."""
+    lines = _logged(first)
+    again = _logged(second)
+    differing = [step for step in lines.keys() | again.keys() if lines.get(step) != again.get(step)]
+    return Repeat(
+        arm=first.arm,
+        value=first.value,
+        seed=first.seed,
+        threads=threads,
+        num_values=sum(map(len, lines.values())),
+        first_difference=min(differing, default=None),
+        has_equal_weights=_has_equal_weights(first.folder, second.folder),
+    )
+
+
+def _logged(run: StudyRun) -> dict[int, dict[str, str]]:
+    """Returns the metrics of a run by step, as texts, in which a NaN equals itself."""
+    values_by_step: dict[int, dict[str, str]] = {}
+    for _, line in read_json_lines(run.folder / METRICS_FILE, torn_end=True, nan=True):
+        values_by_step.setdefault(line["step"], {}).update(_without_time(line))
+    return values_by_step
+
+
+def _without_time(line: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the numbers of a line that do not hang on the clock."""
+    return {name: repr(line[name]) for name in line if name not in ("step", _OF_TIME)}
+
+
+def _has_equal_weights(first: Path, second: Path) -> bool | None:
+    """Returns whether the final models of two runs are equal; None where neither has one."""
+    weights = _read_weights(first)
+    again = _read_weights(second)
+    if not weights and not again:
+        return None
+    if weights.keys() != again.keys():
+        return False
+    return all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the final weights of a run by name; none where it has no model."""
+    weights: dict[str, torch.Tensor] = {}
+    for name in weight_files(folder / "model"):
+        if name.endswith(".safetensors"):
+            weights.update(load_file(folder / "model" / name))
+    return weights

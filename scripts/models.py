@@ -1,0 +1,115 @@
+"""Builds release folders of the better tiny models: the best sparse one, and its dense rival.
+
+    python -m scripts.models --out runs/models
+
+Takes them from the study of sparse and dense models. Where that has not come so far, the corpus, the
+tokenizer and the models of its first seed are made first; interrupted, the same command goes on.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds
+    from eval.start import answer_interrupts
+
+    answer_interrupts()
+
+from pathlib import Path
+
+from eval.studies.command import study_result
+from eval.studies.release import Pair, primary_runs, release_model
+from eval.studies.report import STUDY_JSON, read_result, write_report
+from eval.studies.runs import StudyRun, study_runs
+from eval.studies.scheduler import Budget, find_progress, run_all
+from eval.studies.study import Study, read_study
+from moe.cli import Parser, integer, path, run_main
+from moe.errors import ConfigError, DataError
+from moe.files import claim_folder, output_path
+from moe.training.stages import JOB
+from scripts import build_corpus, train_tokenizer
+
+STUDY = "recipes/studies/sparse_against_dense.yaml"
+NAMES = ("st-moe-mini", "dense-mini")
+VOCAB_SIZE = 2048
+PACKAGES = (
+    "stdlib torch numpy scipy sklearn pandas sympy matplotlib networkx nltk transformers datasets "
+    "huggingface_hub accelerate peft"
+)
+UNSEEN = ("docstring_topic", "wordnet_supersense")
+
+AGAIN = "The same command goes on from the last checkpoints."
+
+
+def main(argv: list[str]) -> None:
+    """Builds the folders, and trains what is missing for them."""
+    parser = Parser(prog="python -m scripts.models", description="Builds release folders.")
+    parser.add_argument("--out", default="runs/models", help="folder of the models (runs/models)")
+    default = "runs/studies"
+    explanation = f"folder with corpus, tokenizer and the study's folder ({default})"
+    parser.add_argument("--studies", type=path, default=Path(default), help=explanation)
+    explanation = f"study whose primary arms are released ({STUDY})"
+    parser.add_argument("--study", type=path, default=Path(STUDY), help=explanation)
+    explanation = "runs at a time, where models are trained (2)"
+    parser.add_argument("--jobs", type=integer(least=1, most=1024), default=2, help=explanation)
+    options = parser.parse_args(argv)
+    out = output_path(options.out, inputs=[options.studies, options.study])
+
+    # Another process may be at work on the study.
+    study = read_study(options.study)
+    if study.command != "pretrain" or study.sweep is not None:
+        raise ConfigError(
+            f"{options.study} is no study of pre-training without a sweep, of which models are "
+            f"released. Give {STUDY}, or one of its kind."
+        )
+    folder = options.studies / options.study.stem
+    taken = f"Another process works on the study in {folder}. Wait for it to end."
+    with claim_folder(folder, JOB, taken=taken):
+        make_text(options.studies)
+        runs = study_runs(study, folder)
+        pair = best_pair(study, runs, folder, options.jobs)
+        result = read_result(folder / STUDY_JSON)
+        for name, run in zip(NAMES, pair, strict=True):
+            target = out / name
+            release_model(run, result, options.studies / "corpus", target)
+            print(f"{run.name} is in {target}.")
+
+
+def make_text(studies: Path) -> None:
+    """Makes the corpus and the tokenizer of the studies, unless they are there."""
+    corpus = studies / "corpus"
+    if not corpus.exists():
+        sources = ["--packages", *PACKAGES.split(), "--wordnet", "--dictionary"]
+        build_corpus.main(["--out", str(corpus), *sources, "--unseen", *UNSEEN])
+    tokenizer = studies / "tokenizer"
+    if not tokenizer.exists():
+        options = ["--corpus", str(corpus), "--vocab-size", str(VOCAB_SIZE)]
+        train_tokenizer.main([*options, "--out", str(tokenizer)])
+
+
+def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pair:
+    """Returns the best model of a study with its rival, and writes the study's report.
+
+    Where no seed has both, those of the first seed are trained.
+
+    Raises:
+        DataError: When training diverges.
+    """
+    result = study_result(study, runs, find_progress(runs), {}, _command(folder))
+    pairs = primary_runs(result, runs)
+    if not pairs:
+        arms = (study.primary.arm, study.primary.against)
+        first = [run for run in runs if run.arm in arms and run.seed == study.seeds[0]]
+        run_all(first, Budget(jobs))
+        result = study_result(study, runs, find_progress(runs), {}, _command(folder))
+        pairs = primary_runs(result, runs)
+    if not pairs:
+        raise DataError(f"The runs of the first seed in {folder} diverged: there is no model.")
+    write_report(result, folder)
+    return pairs[0]
+
+
+def _command(folder: Path) -> str:
+    """Returns the command that a study was made with, or this one's for a new study."""
+    path = folder / STUDY_JSON
+    return read_result(path).command if path.exists() else "python -m scripts.models"
+
+
+if __name__ == "__main__":
+    run_main(main, interrupted=AGAIN)

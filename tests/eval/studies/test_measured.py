@@ -1,0 +1,179 @@
+"""The page of all studies and the list in the README say what the committed results say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from eval.studies.analysis import StudyResult, arm_numbers, contrast_results
+from eval.studies.measured import (
+    BEGIN,
+    END,
+    left_out_studies,
+    measured_page,
+    read_results,
+    with_claims,
+)
+from eval.studies.outcomes import Point
+from eval.studies.report import write_report
+from eval.studies.study import Measure, Study, read_study
+from moe.errors import DataError
+from scripts.measured import main
+from tests.eval.studies.results import build, result_of, run, runs_of
+
+ROOT = Path(__file__).parents[3]
+COMMITTED = ROOT / "benchmarks/studies"
+RECIPES = ROOT / "recipes/studies"
+
+
+def write_result(folder: Path, **changes: object) -> StudyResult:
+    """Writes the result of a study of three seeds, in which `a` is better by 0.5."""
+    study = build(measure=Measure("heldout/loss", unit="nats"), **changes)
+    outcomes = runs_of({"a": [2.0, 2.1, 2.2], "b": [2.5, 2.7, 2.6]})
+    result = result_of(study, outcomes)
+    folder.mkdir(parents=True)
+    write_report(result, folder)
+    return result
+
+
+# ---- what is committed ----
+
+
+def test_the_committed_page_is_made_of_the_committed_results() -> None:
+    results = read_results(COMMITTED)
+    page = measured_page(results, left_out_studies(RECIPES, results))
+    assert (ROOT / "docs/measured.md").read_text(encoding="utf-8") == page, "run `make measured`"
+
+
+def test_the_section_of_the_readme_is_made_of_them_too() -> None:
+    results = read_results(COMMITTED)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    made = with_claims(readme, results, left_out_studies(RECIPES, results))
+    assert readme == made, "run `make measured`"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(COMMITTED.glob("*/study.json")), ids=lambda p: p.parent.name
+)
+def test_a_committed_result_is_of_the_study_as_its_recipe_declares_it(path: Path) -> None:
+    recipe = RECIPES / f"{path.parent.name}.yaml"
+    if not recipe.exists():
+        pytest.skip("no grid of runs made it")
+    declared = json.loads(json.dumps(comparable(read_study(recipe))))
+    study = read_results(COMMITTED)[path.parent.name].study
+    assert json.loads(json.dumps(comparable(study))) == declared
+
+
+def comparable(study: Study) -> dict[str, object]:
+    """Returns what of a study decides its numbers and verdicts."""
+    texts = ("title", "paper", "expected", "cost", "order")
+    content = {name: value for name, value in study._asdict().items() if name not in texts}
+    for settings in (content["settings"], *content["arms"].values()):
+        if "config" in settings:
+            settings["config"] = Path(settings["config"]).name
+    content["measure"] = study.measure._replace(unit="")
+    return content
+
+
+# ---- the commands ----
+
+
+def test_results_are_added_and_stand_on_the_page_and_in_the_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = write_result(tmp_path / "runs/gating", paper="They say 3.")
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    text = (RECIPES / "balance.yaml").read_text()
+    (recipes / "balance.yaml").write_text(text)
+    (recipes / "gating.yaml").write_text(text)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Mine\n\n{BEGIN}\nwhat was there\n{END}\n\nThe end.\n")
+
+    studies = tmp_path / "committed"
+    page = tmp_path / "page.md"
+    options = ["--recipes", str(recipes), "--readme", str(readme), "--out", str(page)]
+    main([str(studies), "--add", str(tmp_path / "runs/gating"), *options])
+    assert read_results(studies) == {"gating": result}
+    assert "1 studies are in" in capsys.readouterr().out
+
+    # Each number as the result has it; the paper's beside it; what was not run.
+    (row,) = re.findall(r"^\| \[Title\]\(#gating\).*$", page.read_text(), re.MULTILINE)
+    assert "| holds | +0.5 nats | " in row
+    assert row.endswith("| They say 3. |")
+    assert "| Load balancing (`balance`) |" in page.read_text()
+
+    claims = " ".join(readme.read_text().split())
+    assert claims.startswith(f"# Mine {BEGIN} - **holds**: Claim. a against b +0.5 nats (+0.")
+    assert "3 seeds; 0.0M tokens a run" in claims
+    assert "The paper: They say 3. `python -m scripts.study mine.yaml`" in claims
+    assert claims.endswith(f"Left out: Entropy of sentinels; Load balancing. {END} The end.")
+    assert "what was there" not in claims
+
+
+def test_the_page_may_lie_beside_the_studies(tmp_path: Path) -> None:
+    write_result(tmp_path / "gating")
+    main([str(tmp_path), "--out", str(tmp_path / "measured.md")])
+    text = (tmp_path / "measured.md").read_text()
+    assert "## Title" in text
+    assert "Left out" not in text
+    assert ".svg" not in text
+
+
+def test_curves_lie_beside_the_page_that_shows_them(tmp_path: Path) -> None:
+    curve = [Point(0, 9.0), Point(10, 2.0)]
+    outcomes = []
+    for arm in ("a", "b"):
+        outcomes.append(run(arm, 0, 2.0, curve=curve))
+    (tmp_path / "gating").mkdir()
+    write_report(result_of(build(), outcomes), tmp_path / "gating")
+    main([str(tmp_path), "--out", str(tmp_path / "page.md")])
+    assert "](page/gating.svg)" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page/gating.svg").read_text().startswith("<svg")
+    assert list(read_results(tmp_path)) == ["gating"]
+
+
+def test_every_committed_curve_is_shown_and_every_shown_one_is_committed() -> None:
+    page = (ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\(measured/([^)]+\.svg)\)", page))
+    assert shown == {path.name for path in (ROOT / "docs/measured").glob("*.svg")}
+
+
+def test_studies_stand_in_their_order_and_a_missing_run_is_named(tmp_path: Path) -> None:
+    write_result(tmp_path / "aaa", title="Last", order=7)
+    write_result(tmp_path / "zzz", title="First", order=3)
+    results = read_results(tmp_path)
+    assert list(results) == ["zzz", "aaa"]
+
+    results["aaa"] = results["aaa"]._replace(missing=["a, seed 3"], overrides={"optim.lr": 0.1})
+    claims = " ".join(with_claims(f"{BEGIN}\n{END}", results, {}).split())
+    assert "with optim.lr = 0.1; 1 runs are missing." in claims
+
+
+def test_a_study_without_a_pair_of_runs_has_no_number(tmp_path: Path) -> None:
+    study = build()
+    outcomes = runs_of({"a": [2.0]})
+    numbers = arm_numbers(study, outcomes)
+    result = result_of(study, outcomes)
+    assert contrast_results(study, numbers) == []
+    assert "not run yet" in measured_page({"x": result}, {})
+    assert "**not run yet**: Claim." in with_claims(f"{BEGIN}\n{END}", {"x": result}, {})
+
+
+def test_without_any_result_it_is_said() -> None:
+    assert "No study is complete yet." in measured_page({}, {})
+    assert "- No study is complete yet." in with_claims(f"{BEGIN}\n{END}", {}, {})
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, END + BEGIN, BEGIN + END + BEGIN + END])
+def test_a_page_without_one_place_for_the_claims_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="no one place for the claims"):
+        with_claims(text, {}, {})
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no study\.json below .*Give the folder of studies"):
+        main([str(tmp_path), "--out", str(tmp_path / "page.md")])
+    with pytest.raises(DataError, match=r"study\.json cannot be read"):
+        main([str(tmp_path), "--add", str(tmp_path), "--out", str(tmp_path / "page.md")])

@@ -1,0 +1,88 @@
+"""Baselines of a choice of words, on questions of which it is known what each can tell."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eval.baseline_data import BaselineSettings, check_baselines
+from eval.baselines import BaselineData, baseline_outputs, has_baselines
+from eval.choice_baselines import best_choices, choose_by_vectors, choose_words
+from eval.task import TASKS, Example
+from eval.word_vectors import build_word_vectors
+from moe.errors import ConfigError
+
+TASK = TASKS.get("wordnet_word")
+
+
+def example(inputs: str, targets: str, *choices: str) -> Example:
+    return Example(inputs, inputs, inputs, targets, choices or (targets,), {})
+
+
+def answers_of(train: list[Example], test: list[Example]) -> dict[str, list[str]]:
+    return {name: best_choices(scores) for name, scores in choose_words(train, test).items()}
+
+
+TRAIN = [
+    example("a beast of the sea", "wolffish"),
+    example("a dish of the oven", "applecake"),
+    example("a hammer of the smith", "sledge"),
+]
+
+
+def test_each_baseline_uses_what_it_may_and_ties_go_to_the_first():
+    test = [
+        example("one more beast of the sea", "catfish", "catfish", "pancake", "sleigh"),
+        example("one more dish of the oven", "pancake", "catfish", "pancake", "sleigh"),
+        example("somebody who pans a cake", "pancake", "catfish", "pancake", "sleigh"),
+    ]
+    answers = answers_of(TRAIN, test)
+    assert answers["majority"] == ["catfish"] * 3
+    assert answers["nearest example"][:2] == ["catfish", "pancake"]
+    assert answers["spelling"][2] == "pancake"
+
+
+def test_the_majority_prefers_what_is_often_trained():
+    test = [example("x", "b", "c", "b", "a")]
+    assert answers_of([example("y", "b")], test)["majority"] == ["b"]
+    assert answers_of([example("y", "z")], test)["majority"] == ["a"]
+
+
+def test_vectors_choose_the_word_that_stands_near_the_definition_in_the_text():
+    text = []
+    for _ in range(30):
+        text.append("whale swims in the deep sea\nbread comes from the hot oven")
+    vectors = build_word_vectors(text, "a text")
+    test = [
+        example("deep sea", "whale", "bread", "whale"),
+        example("hot oven", "bread", "bread", "whale"),
+        example("hot oven", "bread", "unheard", "bread"),
+        example("unheard", "bread", "whale", "bread"),
+    ]
+    assert best_choices(choose_by_vectors(vectors, test)) == ["whale", "bread", "bread", "whale"]
+    assert not np.isnan(vectors.mean(["unheard"])).any()
+
+    # They stand beside the others, and say what they were made of.
+    data = BaselineData(TRAIN, vectors=vectors)
+    baselines = baseline_outputs(TASK, data, test)
+    assert list(baselines) == ["majority", "spelling", "nearest example", "word vectors"]
+    assert baselines["word vectors"].fitted_to == "no example, but a text"
+    assert baselines["majority"].fitted_to == "all training examples"
+
+
+def test_many_questions_are_compared_in_parts():
+    train = [example(f"thing number {i}", f"word{i}x") for i in range(40)]
+    test = []
+    for number in range(600):
+        target = f"word{number % 40}x"
+        test.append(example(f"number {number % 40}", target, "unlike", target))
+    assert answers_of(train, test)["nearest example"] == [item.targets for item in test]
+
+
+def test_only_tasks_that_say_so_have_them():
+    assert has_baselines(TASK)
+    other = dataclasses.replace(TASK, has_lexical_choices=False)
+    assert not has_baselines(other)
+    check_baselines(BaselineSettings(text="corpus"), [TASK])
+    with pytest.raises(ConfigError, match="a classification or a choice of words"):
+        check_baselines(BaselineSettings(text="corpus"), [other])
