@@ -80,15 +80,13 @@ def find_routes(table: Transfers, topology: Topology) -> Routes:
     # A route is as fast as its slowest link, and as far as all of them.
     bandwidth = topology.links.bandwidth[link]
     slowest = np.minimum.reduceat(bandwidth, offset[:-1]) if len(key) else bandwidth
+    latency = np.zeros(len(key))
+    np.add.at(latency, pair[rows], topology.links.latency[link])
     return Routes(
         key=key,
         offset=offset,
         link=link,
-        latency=np.bincount(
-            pair[rows],
-            topology.links.latency[link],
-            minlength=len(key),
-        ),
+        latency=latency,
         bandwidth=slowest,
         num_ranks=topology.num_ranks,
     )

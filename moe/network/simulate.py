@@ -216,7 +216,8 @@ def _messages_by_step(
             routes.num_ranks,
         )
         pair = np.searchsorted(routes.key, key)
-        num_bytes = (table.high[rows] - table.low[rows]) * (payload_bytes / schedule.num_units)
+        num_units = (table.high[rows] - table.low[rows]).astype(np.float64)
+        num_bytes = num_units * (payload_bytes / schedule.num_units)
         yield Messages(
             rows=rows,
             pair=pair,
