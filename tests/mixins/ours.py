@@ -58,7 +58,6 @@ class ModelTester:
             num_sparse_decoder_layers=1,
             dropout_rate=0.1,
             pad_token_id=0,
-            bos_token_id=0,
             eos_token_id=1,
             decoder_start_token_id=0,
             **self.fields,

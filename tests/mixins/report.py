@@ -150,7 +150,7 @@ def _cell(outcome: Outcome) -> str:
 
 def _escaped(text: str) -> str:
     """Returns text for the cell of a table."""
-    return text.replace("|", "\\|").replace("\n", " ")
+    return text.replace("|", "\\|").replace("<", "\\<").replace("\n", " ")
 
 
 def _skips(outcomes: Mapping[tuple[str, str], Outcome]) -> list[str]:

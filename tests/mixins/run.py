@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
@@ -17,6 +18,8 @@ TEST_FILES = (
     "exporters/test_export.py",
 )
 """The files of the mixins, in transformers' folder `tests`."""
+PACKAGES = ("parameterized", "httpx")
+"""What they import beside what this library needs."""
 
 _PACKAGE = '''"""The tests of transformers."""
 
@@ -59,10 +62,15 @@ def run_mixins(
 
 
 def check_source(source: Path) -> None:
-    """Raises a FileNotFoundError unless a folder is a checkout of transformers with its tests."""
+    """Raises an error unless a folder is a checkout of transformers whose tests can be imported."""
     for name in ("__init__.py", *TEST_FILES):
         if not (source / "tests" / name).is_file():
             raise FileNotFoundError(
                 f"{source} has no tests/{name}; expected a checkout of transformers. Its source "
                 "distribution holds only a part of the tests."
+            )
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"transformers' tests need {package}: pip install {' '.join(PACKAGES)}"
             )
