@@ -172,7 +172,8 @@ def check_segments(
     if not isinstance(segments, Tensor) or segments.dtype not in _INTEGER_DTYPES:
         expected = "integers [batch, length], the number of each token's example, 0 for padding"
         _refuse(name, segments, expected)
-    if tuple(segments.shape) != shape:
+    is_one_each = segments.dim() == 2 and segments.shape[0] == shape[0]
+    if not is_one_each or segments.shape[1] != shape[1]:
         expected = f"one number for each token, {list(shape)}; a cache cannot be used with them"
         _refuse(name, segments, expected)
 
@@ -209,7 +210,10 @@ def real_tokens(
             "it also says which tokens the experts see. The decoder is causal by itself, and "
             f"{_PACKING}",
         )
-    if mask.shape[1] != num_keys or mask.shape[0] not in (1, batch):
+
+    # Compared one by one: in a compiled graph a size that varies is found in no tuple.
+    num_masks = mask.shape[0]
+    if mask.shape[1] != num_keys or (num_masks != 1 and num_masks != batch):
         _refuse(
             name,
             mask,
@@ -291,7 +295,8 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
     Raises:
         DataError: With both numbers.
     """
-    if memory.shape[0] not in (1, decoder.shape[0]):
+    num_memories = memory.shape[0]
+    if num_memories != 1 and num_memories != decoder.shape[0]:
         raise DataError(
             f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; "
             "expected as many, or one of the encoder for all. Give each target its input."

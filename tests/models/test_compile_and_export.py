@@ -143,6 +143,17 @@ def test_generation_compiles_its_steps_where_it_is_told_to():
     )
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_batches_of_other_sizes_are_taken_as_they_come():
+    """From the second size on, sizes are variables of the graph."""
+    model = tiny_model(**DENSE, num_layers=1).get_encoder()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for sizes in ((4, 13), (3, 13), (5, 17)):
+        inputs = {name: example(*sizes)[name] for name in ("input_ids", "attention_mask")}
+        close(compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+
+
 def example(batch=4, length=13, targets=11):
     inputs = tiny_batch(batch, length, targets)
     decoder_ids = inputs.pop("labels").clamp(min=0)
