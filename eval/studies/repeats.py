@@ -20,7 +20,7 @@ from moe.training.metrics import METRICS_FILE
 
 REPEATS_FOLDER = "repeats"
 
-_OF_TIME = "train/tokens_per_second"
+_OF_TIME = frozenset({"train/tokens_per_second", "train/data_wait_seconds"})
 
 
 class Repeat(NamedTuple):
@@ -179,7 +179,8 @@ def _logged(run: StudyRun) -> dict[int, dict[str, str]]:
 
 def _without_time(line: Mapping[str, Any]) -> dict[str, str]:
     """Returns the numbers of a line that do not hang on the clock."""
-    return {name: repr(line[name]) for name in line if name not in ("step", _OF_TIME)}
+    names = [name for name in line if name != "step" and name not in _OF_TIME]
+    return {name: repr(line[name]) for name in names}
 
 
 def _has_equal_weights(first: Path, second: Path) -> bool | None:

@@ -86,7 +86,7 @@ def check_rank(index):
     state = local_bytes(adafactor_state(model))
     parameters, gradients = local_bytes(named.values()), local_bytes(p.grad for p in named.values())
     assert parameters + gradients + state < LIMIT
-    planned = parameter_bytes(layouts, MESH), optimizer_bytes(layouts, MESH, "adafactor")
+    planned = parameter_bytes(layouts, MESH), optimizer_bytes(layouts, MESH, "adafactor", {})
     if rank == 0:  # the first shards are the largest
         assert (parameters, state) == planned
     assert parameters <= planned[0]
