@@ -5,6 +5,7 @@ the network does not fit.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,32 +41,20 @@ _LARGEST_RING = 2048
 
 def ring(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around one ring of all live ranks, messages routed where they must be."""
-    _check_connected(topology)
-    order = survivor_order(topology)
-    _check_ring(order)
-
-    num_ranks = topology.num_ranks
-    return ring_all_reduce(order, num_units, num_ranks=num_ranks)
+    order = _ring_order(topology, survivor_order)
+    return ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
 
 
 def two_way_ring(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around the same ring, half of the payload in each direction."""
-    _check_connected(topology)
-    order = survivor_order(topology)
-    _check_ring(order)
-
-    num_ranks = topology.num_ranks
-    return two_way_ring_all_reduce(order, num_units, num_ranks=num_ranks)
+    order = _ring_order(topology, survivor_order)
+    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
 
 
 def neighbours(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around a ring of neighbours, half of the payload in each direction."""
-    _check_connected(topology)
-    order = neighbour_ring(topology)
-    _check_ring(order)
-
-    num_ranks = topology.num_ranks
-    return two_way_ring_all_reduce(order, num_units, num_ranks=num_ranks)
+    order = _ring_order(topology, neighbour_ring)
+    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
 
 
 def torus(topology: Topology, num_units: int) -> Schedule:
@@ -95,30 +84,22 @@ def multi_ring(*levels: int) -> Build:
 
 def row_pairs(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of rows, and then across them."""
-    grid = mesh_of(topology)
-    wraps = all(topology.wraps[:-1])
-    return _row_pairs(topology, grid, num_units, wraps=wraps)
+    return _pairs(topology, num_units, _rows(topology))
 
 
 def column_pairs(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of columns, and then across them."""
-    grid = mesh_of(topology)
-    wraps = all(topology.wraps[1:])
-    return _row_pairs(topology, grid.T, num_units, wraps=wraps)
+    return _pairs(topology, num_units, _columns(topology))
 
 
 def row_bands(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of rows, four rows where there is a hole, and across them."""
-    grid = mesh_of(topology)
-    wraps = all(topology.wraps[:-1])
-    return _bands(topology, grid, num_units, wraps=wraps)
+    return _bands(topology, num_units, _rows(topology))
 
 
 def column_bands(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around pairs of columns, four where there is a hole, and across them."""
-    grid = mesh_of(topology)
-    wraps = all(topology.wraps[1:])
-    return _bands(topology, grid.T, num_units, wraps=wraps)
+    return _bands(topology, num_units, _columns(topology))
 
 
 def row_pair_clients(num_slices: int) -> Build:
@@ -179,43 +160,57 @@ def _torus(topology: Topology, num_units: int, *, rotates_axes: bool) -> Schedul
     )
 
 
-def _row_pairs(
-    topology: Topology,
-    grid: IntArray,
-    num_units: int,
-    *,
-    wraps: bool,
-) -> Schedule:
+class _Lines(NamedTuple):
+    """The lines of a mesh that are paired.
+
+    Attributes:
+        ranks: <int64>[lines, ranks of a line].
+        wraps: Whether the last line is a neighbour of the first one.
+    """
+
+    ranks: IntArray
+    wraps: bool
+
+
+def _rows(topology: Topology) -> _Lines:
+    return _Lines(mesh_of(topology), all(topology.wraps[:-1]))
+
+
+def _columns(topology: Topology) -> _Lines:
+    return _Lines(mesh_of(topology).T, all(topology.wraps[1:]))
+
+
+def _pairs(topology: Topology, num_units: int, lines: _Lines) -> Schedule:
     dead = sorted(topology.dead)
     check(not dead, "dead ranks", dead, "none; take bands around holes")
     _check_connected(topology)
     return row_pair_all_reduce(
-        grid,
+        lines.ranks,
         num_units,
-        wraps=wraps,
+        wraps=lines.wraps,
         num_ranks=topology.num_ranks,
     )
 
 
-def _bands(
-    topology: Topology,
-    grid: IntArray,
-    num_units: int,
-    *,
-    wraps: bool,
-) -> Schedule:
-    bands = find_bands(grid, topology.dead)
+def _bands(topology: Topology, num_units: int, lines: _Lines) -> Schedule:
+    bands = find_bands(lines.ranks, topology.dead)
     _check_connected(topology)
     return row_band_all_reduce(
         bands,
         num_units,
         num_ranks=topology.num_ranks,
-        wraps=wraps,
+        wraps=lines.wraps,
     )
 
 
-def _check_ring(order: IntArray) -> None:
-    """Raises for a ring whose schedule would fill the memory."""
+def _ring_order(topology: Topology, find: Callable[[Topology], IntArray]) -> IntArray:
+    """Returns the <int64>[p] ranks of a ring.
+
+    Raises:
+        ConfigError: When ranks are cut off, or the schedule of the ring would fill the memory.
+    """
+    _check_connected(topology)
+    order = find(topology)
     check_integer(
         "ranks of a ring",
         len(order),
@@ -223,6 +218,7 @@ def _check_ring(order: IntArray) -> None:
         most=_LARGEST_RING,
         reason="a ring has twice as many transfers as ranks squared",
     )
+    return order
 
 
 def _check_connected(topology: Topology) -> None:

@@ -46,11 +46,6 @@ def half_ring(size: int) -> Hops:
     return _runs(np.full(size, size - 1))
 
 
-def routed_ring(size: int) -> Hops:
-    """Returns the hops of a ring as routers make them: the shorter way, forwards where both are."""
-    return _runs(np.full(size, 2 * (size // 2)))
-
-
 def line(size: int, first: int = 0) -> Hops:
     """Returns the hops of a line, or of a ring with a broken link, on which no block has a choice.
 

@@ -20,14 +20,14 @@ from moe.network.all_to_all import (
     two_level,
 )
 from moe.network.axis_lanes import Detour
-from moe.network.line_hops import half_ring, one_way_ring, routed_ring, straight, two_way_ring
+from moe.network.line_hops import half_ring, one_way_ring, straight, two_way_ring
 from moe.network.schedule import IntArray, Intervals, Schedule
 from moe.network.simulate import simulate
 from moe.network.topology import Rate, Topology, grid, switch
 from moe.network.topology import two_level as levels
 from moe.network.verify import verify
 
-ORDERS = (half_ring, one_way_ring, two_way_ring, routed_ring, straight)
+ORDERS = (half_ring, one_way_ring, two_way_ring, straight)
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: np.prod(s) <= 24)
 PATIENT = settings(deadline=None, max_examples=50)
 RATE = Rate(bandwidth=1.0, latency=0.0)
