@@ -134,36 +134,23 @@ def build_adamw(
     )
 
 
-def build_lars(
-    groups: list[dict[str, Any]],
-    *,
-    clipping_threshold: float,
-    weight_decay: float,
-    **options: Any,
-) -> torch.optim.Optimizer:
-    """Returns LARS, with the options that its class has.
+def _without_clipping(
+    name: str,
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
+    """Returns what builds an optimizer with the options that its class has, and refuses clipping."""
 
-    Raises:
-        ConfigError: When clipping is asked for, or an option is out of range.
-    """
-    refuse_clipping("lars", clipping_threshold)
-    return LARS(groups, weight_decay=weight_decay, **options)
+    def build(
+        groups: list[dict[str, Any]],
+        *,
+        clipping_threshold: float,
+        weight_decay: float,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        refuse_clipping(name, clipping_threshold)
+        return optimizer(groups, weight_decay=weight_decay, **options)
 
-
-def build_lamb(
-    groups: list[dict[str, Any]],
-    *,
-    clipping_threshold: float,
-    weight_decay: float,
-    **options: Any,
-) -> torch.optim.Optimizer:
-    """Returns LAMB, with the options that its class has.
-
-    Raises:
-        ConfigError: When clipping is asked for, or an option is out of range.
-    """
-    refuse_clipping("lamb", clipping_threshold)
-    return LAMB(groups, weight_decay=weight_decay, **options)
+    return build
 
 
 def _one_moment(layout: Layout, mesh: MeshConfig, **options: Any) -> int:
@@ -213,7 +200,7 @@ OPTIMIZERS.add(
 OPTIMIZERS.add(
     "lamb",
     OptimizerSpec(
-        build=build_lamb,
+        build=_without_clipping("lamb", LAMB),
         state_elements=_two_moments,
         summed_elements=_lamb_sums,
         options_of=LAMB,
@@ -222,7 +209,7 @@ OPTIMIZERS.add(
 OPTIMIZERS.add(
     "lars",
     OptimizerSpec(
-        build=build_lars,
+        build=_without_clipping("lars", LARS),
         state_elements=_one_moment,
         summed_elements=_lars_sums,
         options_of=LARS,
