@@ -125,6 +125,7 @@ class SystemData:
 
     Attributes:
         read: Returns the rows of a split; raises a DataError that says what to install.
+        task: Name of the task: rows of one's own lie in a folder of that name.
         origin: Name of the database, for a list of tasks.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
@@ -133,6 +134,7 @@ class SystemData:
     """
 
     read: Callable[[str], list[Row]]
+    task: str
     origin: str
     columns: ColumnKinds
     labels: Mapping[str, Collection[Any]]
@@ -161,9 +163,15 @@ class SystemData:
         Raises:
             DataError: When the database is not installed, or a row of a file does not fit.
         """
-        if folder is None:
+        if folder is not None:
+            return read_files(folder, split, self.columns, self.labels)
+        try:
             return list(self.read(split))
-        return read_files(folder, split, self.columns, self.labels)
+        except DataError as error:
+            raise DataError(
+                f"{error} Or give rows of your own: --data FOLDER (in fine-tuning, mixture.folder) "
+                f"with FOLDER/{self.task}/{split}.jsonl."
+            ) from error
 
 
 # ---------------------------------------------------------------------------

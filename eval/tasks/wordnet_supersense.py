@@ -18,7 +18,6 @@ from moe.data.wordnet import (
     find_wordnet,
     read_synsets,
 )
-from moe.errors import DataError
 
 MAX_SYNSETS_PER_CLASS = 700
 MIN_WORDS = 3
@@ -47,13 +46,7 @@ SUPERSENSES = _supersenses()
 
 
 def _rows(split: str) -> list[Row]:
-    try:
-        return _all_rows()[split]
-    except DataError as error:
-        raise DataError(
-            f"{error} Or give rows of your own: --data FOLDER (in fine-tuning, mixture.folder) with "
-            f"FOLDER/wordnet_supersense/{split}.jsonl."
-        ) from error
+    return _all_rows()[split]
 
 
 @lru_cache(maxsize=1)
@@ -116,6 +109,7 @@ register_task(
         licence=WORDNET_LICENCE,
         source=SystemData(
             _rows,
+            task="wordnet_supersense",
             origin="WordNet on this system",
             columns={"id": str, "definition": str, "lexicographer": str},
             labels={"lexicographer": tuple(SUPERSENSES)},

@@ -34,13 +34,7 @@ _NOT_IN_THE_TEXT = "wordnet_supersense"
 
 
 def _rows(split: str) -> list[Row]:
-    try:
-        return _all_rows()[split]
-    except DataError as error:
-        raise DataError(
-            f"{error} Or give rows of your own: --data FOLDER (in fine-tuning, mixture.folder) with "
-            f"FOLDER/{_NAME}/{split}.jsonl."
-        ) from error
+    return _all_rows()[split]
 
 
 @lru_cache(maxsize=1)
@@ -159,6 +153,7 @@ register_task(
         licence=WORDNET_LICENCE,
         source=SystemData(
             _rows,
+            task=_NAME,
             origin="WordNet on this system",
             columns={
                 "id": str,

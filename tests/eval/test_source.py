@@ -369,7 +369,7 @@ def test_two_forms_of_a_split_are_refused(tmp_path):
 
 
 def database(read=lambda split: WANTED) -> SystemData:
-    return SystemData(read, "a tea house", COLUMNS, labels={"label": range(2)})
+    return SystemData(read, "teas", "a tea house", COLUMNS, labels={"label": range(2)})
 
 
 def test_rows_of_a_database_are_read_from_it_or_from_files_which_are_checked(tmp_path):

@@ -6,15 +6,14 @@ from eval.source import split_by_hash
 from eval.task import SPLITS, TASKS
 from eval.tasks import wordnet_supersense
 from moe.data import wordnet
-from moe.data.wordnet import LEXICOGRAPHER_FILES, find_wordnet
 from moe.errors import DataError
+from tests.eval.wordnet_files import needs_wordnet, wordnet_line
 
 TASK = TASKS.get("wordnet_supersense")
 
 
-def line(offset: int, lexicographer: str, kind: str, gloss: str) -> str:
-    number = LEXICOGRAPHER_FILES.index(lexicographer)
-    return f"{offset:08} {number:02} {kind} 01 word{offset} 0 000 | {gloss}  \n"
+def _line(offset: int, lexicographer: str, kind: str, gloss: str) -> str:
+    return wordnet_line(offset, lexicographer, kind, f"word{offset}", gloss)
 
 
 @pytest.fixture
@@ -25,12 +24,12 @@ def small_wordnet(tmp_path, monkeypatch):
 
     def rows(nouns, verbs=()):
         files = {
-            "noun": [line(i, file, "n", gloss) for i, (file, gloss) in enumerate(nouns)],
-            "verb": [line(i, file, "v", gloss) for i, (file, gloss) in enumerate(verbs)],
+            "noun": [_line(i, file, "n", gloss) for i, (file, gloss) in enumerate(nouns)],
+            "verb": [_line(i, file, "v", gloss) for i, (file, gloss) in enumerate(verbs)],
         }
-        files["verb"].append(line(999, "verb.weather", "v", "fall as frozen rain"))
-        files["adj"] = [line(0, "adj.all", "a", "having the necessary means")]
-        files["adv"] = [line(0, "adv.all", "r", "in a necessary way")]
+        files["verb"].append(_line(999, "verb.weather", "v", "fall as frozen rain"))
+        files["adj"] = [_line(0, "adj.all", "a", "having the necessary means")]
+        files["adv"] = [_line(0, "adv.all", "r", "in a necessary way")]
         for name, lines in files.items():
             (tmp_path / f"data.{name}").write_text("".join(lines), encoding="utf-8")
         wordnet_supersense._all_rows.cache_clear()
@@ -114,16 +113,8 @@ def test_rows_of_ones_own_are_checked(tmp_path):
         TASK.examples("test", tmp_path)
 
 
-def _has_wordnet() -> bool:
-    try:
-        find_wordnet()
-    except DataError:
-        return False
-    return True
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not _has_wordnet(), reason="WordNet is not installed")
+@needs_wordnet
 def test_the_systems_wordnet_has_2000_test_examples_of_all_classes_and_no_definition_twice():
     wordnet_supersense._all_rows.cache_clear()
     examples = {split: TASK.examples(split) for split in SPLITS}

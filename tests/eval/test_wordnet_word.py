@@ -8,16 +8,11 @@ from eval.source import hash_fraction
 from eval.task import SPLITS, TASKS
 from eval.tasks import wordnet_supersense, wordnet_word
 from moe.data import wordnet
-from moe.data.wordnet import LEXICOGRAPHER_FILES, find_wordnet
 from moe.errors import DataError
+from tests.eval.wordnet_files import needs_wordnet, wordnet_line
 
 TASK = TASKS.get("wordnet_word")
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
-
-
-def line(offset: int, lexicographer: str, kind: str, word: str, gloss: str) -> str:
-    number = LEXICOGRAPHER_FILES.index(lexicographer)
-    return f"{offset:08} {number:02} {kind} 01 {word} 0 000 | {gloss}  \n"
 
 
 def made_up_words(number: int) -> list[str]:
@@ -40,11 +35,11 @@ def small_wordnet(tmp_path, monkeypatch):
             cache.cache_clear()
 
     def rows(nouns):
-        lines = [line(i, *noun) for i, noun in enumerate(nouns)]
+        lines = [wordnet_line(i, *noun) for i, noun in enumerate(nouns)]
         (tmp_path / "data.noun").write_text("".join(lines), encoding="utf-8")
         others = {"verb": ("verb.weather", "v"), "adj": ("adj.all", "a"), "adv": ("adv.all", "r")}
         for name, (file, kind) in others.items():
-            text = line(0, file, kind, "xx", "what is of no use here")
+            text = wordnet_line(0, file, kind, "xx", "what is of no use here")
             (tmp_path / f"data.{name}").write_text(text)
         forget()
         return wordnet_word._all_rows()
@@ -145,16 +140,8 @@ def test_without_wordnet_the_error_says_what_to_install_or_give(monkeypatch, tmp
         TASK.examples("test")
 
 
-def _has_wordnet() -> bool:
-    try:
-        find_wordnet()
-    except DataError:
-        return False
-    return True
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not _has_wordnet(), reason="WordNet is not installed")
+@needs_wordnet
 def test_the_systems_wordnet_has_2000_questions_in_an_order_of_its_own():
     wordnet_word._all_rows.cache_clear()
     examples = TASK.examples("test")
