@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.torch_private import is_in_functorch, is_jit_tracing, onednn_linear
+from moe.kernels.torch_private import is_plain, onednn_linear
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # no shard, no stand-in of a tracer
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,8 +32,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         <dtype of x>[..., O].
     """
     # Tracers and transforms must see an operation that they know.
-    needs_plain_product = torch.compiler.is_compiling() or _is_transformed() or x.dim() < 2
-    if needs_plain_product or not _onednn_is_faster(x, weight):
+    needs_plain_product = torch.is_autocast_enabled("cpu") or not is_plain(x, weight)
+    if x.dim() < 2 or needs_plain_product or not _onednn_is_faster(x, weight):
         return F.linear(x, weight)
 
     product = _Linear.apply(x.flatten(0, -2), weight)
@@ -83,18 +82,11 @@ class _Linear(torch.autograd.Function):
         return d_x, d_weight
 
 
-def _is_transformed() -> bool:
-    """Returns whether autocast, the tracer or torch.func is on, which know the plain product alone."""
-    return is_in_functorch() or torch.is_autocast_enabled("cpu") or is_jit_tracing()
-
-
 def _onednn_is_faster(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.numel() * weight.shape[0] >= _LEAST_WORK
-        and type(x) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
     )
