@@ -16,6 +16,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import cast, get_args
 
 import torch
 
@@ -112,8 +113,8 @@ def _choose() -> ProductChoice:
 
 def _read_given(given: str) -> ProductChoice:
     """Returns the choice that the environment variable names."""
-    if given == "blas" or given == "onednn":
-        return fixed_choice(given)
+    if given in get_args(Library):
+        return fixed_choice(cast(Library, given))
     advice = (
         f"The environment variable {CHOICE_VARIABLE} takes blas, onednn, or a file of "
         "`python -m scripts.benchmark products --json FILE`."

@@ -107,11 +107,13 @@ def measure_products() -> Measurement:
     with ThreadPoolExecutor(1, thread_name_prefix="measure-products") as pool:
         times = pool.submit(_time_on_one_core).result()
 
-    faster = {(entry.kind, entry.tokens): entry.faster for entry in times}
+    faster: dict[tuple[str, str], Library] = {}
+    for entry in times:
+        faster[entry.kind, entry.tokens] = entry.faster
+
     by_kind: list[LibraryByTokens] = []
     for kind in ProductChoice._fields:
-        libraries = [faster[kind, tokens] for tokens in LibraryByTokens._fields]
-        by_kind.append(LibraryByTokens(*libraries))
+        by_kind.append(LibraryByTokens(faster[kind, "few"], faster[kind, "many"]))
     return Measurement(processor_name(), str(torch.__version__), ProductChoice(*by_kind), times)
 
 
