@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
 
     # One mesh: its plan.
     if arguments.suggest is None:
-        check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
+        check_run_fits(recipe, config, recipe.mesh.launched.num_ranks, workload.lengths)
         plan = make_plan(build_model(config), workload, recipe.mesh)
         title = arguments.preset or "the recipe's model"
         if network is None:

@@ -4,10 +4,10 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -19,14 +19,14 @@ from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
-from moe.data.batches_ahead import batches_ahead
-from moe.data.pipeline import ALL_ROWS, BatchSource
+from moe.data.pipeline import BatchSource
 from moe.distributed.collectives import (
     broadcast_from_rank_zero,
     enter_on_rank_zero,
     is_rank_zero,
 )
 from moe.distributed.mesh import Mesh, MeshConfig
+from moe.distributed.replica_groups import LostStepError, ReplicaGroups
 from moe.distributed.waiting import Waits, measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
@@ -34,9 +34,9 @@ from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
-from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
+from moe.training.heldout_loss import HeldOut, evaluate_held_out
 from moe.training.interruption import stop_requests
-from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
+from moe.training.metrics import METRICS_FILE, MetricsWriter, replica_values, step_values
 from moe.training.probe import (
     PROBE_FOLDER,
     RoutingProbe,
@@ -48,8 +48,9 @@ from moe.training.probe import (
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import rename_settings
 from moe.training.router_health import RouterHealth, layer_keys
-from moe.training.step import StepMetrics, train_step
+from moe.training.step import StepMetrics, StepRanks, take_step
 from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
+from moe.training.turns import LiveState, ShareSource, Turn, live_turns
 
 FOLDER_KIND = "training run"
 MODEL_FOLDER = "model"
@@ -92,6 +93,8 @@ class Run(NamedTuple):
             for no scores.
         probe_source: Held-out batches, not packed, of which the first are probed; None for none.
         workers: Processes that make batches ahead; see `batches_ahead`.
+        replicas: Replica groups that take every step with this one, each with a folder of its own;
+            None where no replica may be lost.
     """
 
     folder: Path
@@ -104,6 +107,7 @@ class Run(NamedTuple):
     dev: DevEvaluation | None = None
     probe_source: BatchSource | None = None
     workers: int | None = 0
+    replicas: ReplicaGroups | None = None
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -174,7 +178,7 @@ def _run_steps(
     """Takes all steps from `first_step` on, reporting and saving as often as the recipe says."""
     model, layouts, mesh = run.built
     training = run.recipe.training
-    rows = mesh.rows(run.source.batch_size) if mesh else ALL_ROWS
+    ranks = StepRanks(mesh, run.replicas)
 
     # A held-out loss before any update is what the others are compared with; so is a probe.
     model.train()
@@ -182,17 +186,17 @@ def _run_steps(
         reporter.report_held_out(0)
         reporter.report_probe(0)
 
-    steps = range(first_step, training.steps)
-    made = batches_ahead(run.source, rows, steps, workers=run.workers)
-    with closing(made) as batches, reporter.progress_bar(first_step) as bar:
+    turns = _turns(run, optimizer, first_step)
+    with closing(turns), reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
-        for step in steps:
-            reporter.begin_step()
-            with reporter.waiting_for_data():
-                batch = to_device(next(batches), model.device)
+        for step, shares, data_wait in reporter.measured(turns):
             done = step + 1
             with _divergence_where_not_finite(done, run.folder):
-                metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
+                try:
+                    metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
+                except LostStepError:
+                    continue  # it comes again
+                reporter.count_data_wait(data_wait)
 
                 # From here on the step counts as done; weights that are not finite are never saved.
                 _refuse_non_finite(metrics, done, run.folder)
@@ -214,6 +218,29 @@ def _run_steps(
                     raise Interrupted(
                         f"Stopped after step {done:,}; {checkpoint} is whole.", signal_number
                     )
+
+
+def _turns(
+    run: Run, optimizer: torch.optim.Optimizer, first_step: int
+) -> Generator[Turn, None, None]:
+    """Returns the steps from `first_step` on, with this rank's rows of their batches."""
+    steps = range(first_step, run.recipe.training.steps)
+    mesh = run.built.mesh
+    if run.replicas is None:
+        config = mesh.config if mesh else MeshConfig()
+        source = ShareSource(run.source, config, run.workers, run.built.model.device)
+        return source.shares([mesh.data_rank if mesh else 0], steps)
+
+    # Groups that do not train the same run would spoil each other's weights.
+    def check_settings(settings: dict[str, Any]) -> None:
+        others = RunState(**settings)
+        where = Path("the state of the live replica groups")
+        check_same_run(where, others, _run_state(run, others.step), _CHANGEABLE_SETTINGS)
+
+    settings = _run_state(run, first_step)._asdict()
+    state = LiveState(run.built, optimizer, settings, check_settings)
+    source = ShareSource(run.source, run.recipe.mesh, run.workers, run.built.model.device)
+    return live_turns(run.replicas, source, state, steps)
 
 
 def _is_due(step: int, every: int, last_step: int) -> bool:
@@ -312,18 +339,24 @@ class _Reporter:
         self._data_seconds = 0.0
         self._num_steps = 0
 
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Counts the seconds of the block as those for which a step waits for its batch."""
-        started = time.perf_counter()
-        yield
-        self._data_seconds += time.perf_counter() - started
+    def count_data_wait(self, seconds: float) -> None:
+        """Counts the seconds for which a step has waited for its batch."""
+        self._data_seconds += seconds
         self._num_steps += 1
 
-    def begin_step(self) -> None:
-        """Begins to measure the work of this rank; `report_step` ends it."""
-        if self._ranks is not None:
-            self._ranks.begin_step()
+    def measured(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        """Yields the turns, and measures the work of this rank from before each on.
+
+        `report_step` ends it.
+        """
+        coming = iter(turns)
+        while True:
+            if self._ranks is not None:
+                self._ranks.begin_step()
+            turn = next(coming, None)
+            if turn is None:
+                return
+            yield turn
 
     def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
         """Counts an update, and writes its metrics when they are due."""
@@ -334,6 +367,8 @@ class _Reporter:
             tokens_per_second = self._tokens / (time.perf_counter() - self._started)
             data_wait = self._data_seconds / self._num_steps
             self._writer.write(step, step_values(metrics, tokens_per_second, data_wait))
+            if self._run.replicas is not None:
+                self._writer.write(step, replica_values(self._run.replicas.take_seconds()))
             self._health.observe(step, metrics.layer_stats)
             ce_loss = f"{float(metrics.ce_loss):.3f}"
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
