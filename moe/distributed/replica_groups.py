@@ -101,6 +101,9 @@ def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | No
     """
     if config.on_lost_replica is None:
         return None
+
+    # What torchft tells of every step; RUST_LOG=info shows it.
+    os.environ.setdefault("RUST_LOG", "error")
     try:
         import torchft  # noqa: F401  only whether it is there
     except ImportError as error:

@@ -5,6 +5,7 @@ lost, they meet before each step: who is left takes the rows, a step that was lo
 a group that was healed goes on where the others are.
 """
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,8 +16,9 @@ import torch
 from moe.checkpoint.live_state import live_state, load_live_state
 from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import BatchSource
+from moe.distributed.collectives import is_rank_zero
 from moe.distributed.mesh import MeshConfig
-from moe.distributed.replica_groups import LostStepError, ReplicaGroups
+from moe.distributed.replica_groups import LiveGroups, LostStepError, ReplicaGroups
 from moe.training.build import BuiltModel
 from moe.training.heldout_loss import to_device
 from moe.training.step import Share
@@ -118,10 +120,12 @@ def live_turns(
         stack.enter_context(replicas.joined(steps.start, state.save, state.load))
         turns = _Restartable(source, steps.stop)
         stack.callback(turns.close)
+        changes = _Changes(replicas.num_groups, steps.start)
         while True:
             state.optimizer.zero_grad(set_to_none=True)
             try:
                 live = replicas.begin_step()
+                changes.tell(live)
                 if live.step >= steps.stop:
                     # Nobody leaves while another still needs the last state.
                     replicas.sum_each([torch.ones(())])
@@ -136,6 +140,34 @@ def live_turns(
             for share in replicas.shares(live):
                 numbers.append(share * ranks_of_group + data_rank)
             yield turns.turn(live.step, numbers)
+
+
+class _Changes:
+    """Says on rank zero, once, who is there and where this group goes on.
+
+    Args:
+        num_groups: Groups that there should be.
+        step: Step that this group begins with.
+    """
+
+    def __init__(self, num_groups: int, step: int) -> None:
+        self._num_groups = num_groups
+        self._num_live = num_groups
+        self._step = step
+
+    def tell(self, live: LiveGroups) -> None:
+        """Tells what has changed since the last step."""
+        if live.step > self._step:
+            self._print(f"Healed: has the state of another group after step {live.step:,}.")
+        if live.num_live != self._num_live:
+            there = f"{live.num_live} of {self._num_groups} replica groups take part"
+            self._print(f"From step {live.step + 1:,} on {there}.")
+        self._num_live = live.num_live
+        self._step = live.step + 1
+
+    def _print(self, text: str) -> None:
+        if is_rank_zero():
+            print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201  on the progress bar
 
 
 class _Restartable:
