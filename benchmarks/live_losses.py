@@ -8,6 +8,7 @@ a lost group are taken over, the losses of a run in one process that nobody dist
 """
 
 import argparse
+import os
 import random
 import signal
 import tempfile
@@ -227,6 +228,8 @@ def main(argv: Sequence[str]) -> None:
     check(12 % options.groups == 0, "--groups", options.groups, "a divisor of the batch's 12 rows")
     target = output_path(options.json, suffix=".json", option="--json") if options.json else None
 
+    # The lighthouse says a line of every step.
+    os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(

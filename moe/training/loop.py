@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -225,21 +225,18 @@ def _turns(
 ) -> Generator[Turn, None, None]:
     """Returns the steps from `first_step` on, with this rank's rows of their batches."""
     steps = range(first_step, run.recipe.training.steps)
-    mesh = run.built.mesh
+    source = ShareSource(run.source, run.recipe.mesh, run.workers, run.built.model.device)
     if run.replicas is None:
-        config = mesh.config if mesh else MeshConfig()
-        source = ShareSource(run.source, config, run.workers, run.built.model.device)
-        return source.shares([mesh.data_rank if mesh else 0], steps)
+        mesh = run.built.mesh
+        source = source._replace(config=mesh.config if mesh else MeshConfig())
+        return source.turns([mesh.data_rank if mesh else 0], steps)
 
     # Groups that do not train the same run would spoil each other's weights.
-    def check_settings(settings: dict[str, Any]) -> None:
-        others = RunState(**settings)
-        where = Path("the state of the live replica groups")
+    def check_settings(others: RunState) -> None:
+        where = Path("The state of the live replica groups")
         check_same_run(where, others, _run_state(run, others.step), _CHANGEABLE_SETTINGS)
 
-    settings = _run_state(run, first_step)._asdict()
-    state = LiveState(run.built, optimizer, settings, check_settings)
-    source = ShareSource(run.source, run.recipe.mesh, run.workers, run.built.model.device)
+    state = LiveState(run.built, optimizer, _run_state(run, first_step), check_settings)
     return live_turns(run.replicas, source, state, steps)
 
 
@@ -373,7 +370,9 @@ class _Reporter:
             ce_loss = f"{float(metrics.ce_loss):.3f}"
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
             self.restart_clock()
-        bar.update()
+
+        # A replica group that was healed has skipped some.
+        bar.update(step - bar.n)
 
     def _report_ranks(self, step: int) -> None:
         """Counts the work of this rank, and writes that of all ranks when it is due."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe.checkpoint.live_state import live_state, load_live_state
+from moe.checkpoint.run_state import RunState
 from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import BatchSource
 from moe.distributed.collectives import is_rank_zero
@@ -53,7 +54,7 @@ class ShareSource(NamedTuple):
     workers: int | None
     device: torch.device
 
-    def shares(self, data_ranks: Sequence[int], steps: range) -> Generator[Turn, None, None]:
+    def turns(self, data_ranks: Sequence[int], steps: range) -> Generator[Turn, None, None]:
         """Yields the turn of each step with the rows of these data ranks."""
         rows_per_rank = self.source.batch_size // self.config.num_data_ranks
         with ExitStack() as stack:
@@ -78,23 +79,24 @@ class LiveState(NamedTuple):
     Attributes:
         built: The model.
         optimizer: Optimizer of its parameters.
-        settings: What groups must have in common, as plain values.
+        settings: What groups must have in common.
         check: Raises unless the settings of another group are these.
     """
 
     built: BuiltModel
     optimizer: torch.optim.Optimizer
-    settings: dict[str, Any]
-    check: Callable[[dict[str, Any]], None]
+    settings: RunState
+    check: Callable[[RunState], None]
 
     def save(self) -> dict[str, Any]:
         """Returns the state as it is now."""
         model, layouts, _ = self.built
-        return {"settings": self.settings, "tensors": live_state(model, self.optimizer, layouts)}
+        settings = self.settings._asdict()
+        return {"settings": settings, "tensors": live_state(model, self.optimizer, layouts)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes the state of another group over."""
-        self.check(state["settings"])
+        self.check(RunState(**state["settings"]))
         model, layouts, _ = self.built
         load_live_state(state["tensors"], model, self.optimizer, layouts)
 
@@ -195,7 +197,7 @@ class _Restartable:
         follows = self._turn is not None and self._turn.step + 1 == step
         if self._turns is None or not (has_same_rows and follows):
             self.close()
-            self._turns = self._source.shares(data_ranks, range(step, self._last_step))
+            self._turns = self._source.turns(data_ranks, range(step, self._last_step))
             self._data_ranks = data_ranks
         self._turn = next(self._turns)
         return self._turn

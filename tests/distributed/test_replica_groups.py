@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe import ConfigError
+from moe.checkpoint.run_state import RunState
 from moe.distributed.launch import World
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.replica_groups import (
@@ -161,7 +162,7 @@ def train_group(folder, group, config, lighthouse, death):
         die_at(replicas, *death)
 
     built = BuiltModel(model, model_layouts(model, model.config, config.launched), None)
-    state = LiveState(built, optimizer, {}, lambda settings: None)
+    state = LiveState(built, optimizer, RunState(0, "drawn", {}), lambda others: None)
     source = ShareSource(Batches(), config, 0, torch.device("cpu"))
     losses, live = {}, {}
     for step, shares, _ in live_turns(replicas, source, state, range(STEPS)):
@@ -186,7 +187,7 @@ def run_groups(folder, config, deaths, *, restart):
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=2000
+        bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=1000
     )
     address = lighthouse.address()
     start = partial(fork_context().Process, target=train_group)
@@ -204,7 +205,7 @@ def run_groups(folder, config, deaths, *, restart):
                 if process.exitcode == -signal.SIGKILL and group not in died:
                     died.add(group)
                     if restart:
-                        time.sleep(3)  # others go on meanwhile
+                        time.sleep(2)  # others go on meanwhile
                         processes[group] = start(args=(folder, group, config, address, None))
                         processes[group].start()
                         break
