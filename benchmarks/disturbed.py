@@ -8,6 +8,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from functools import cache
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +27,14 @@ from benchmarks import small_run
 from moe.cli import run_main
 from moe.training.metrics import METRICS_FILE
 
+RAISE = signal.SIGUSR1
+"""Signal at which a rank raises an error that nobody expects."""
+
+FILL_DISK = signal.SIGUSR2
+"""Signal from which on a rank can write no more, as on a full disk."""
+
 _POLL = 0.01  # seconds
+_FULL = 1024  # bytes of a file that still find room
 
 
 @cache
@@ -42,7 +51,6 @@ class Launch:
         num_ranks: Processes.
         log: File to which they append what they say.
         environment: Variables that are set before they start.
-        prepare: Called in each process before it starts, with the number of the rank.
     """
 
     def __init__(
@@ -52,7 +60,6 @@ class Launch:
         *,
         num_ranks: int = 1,
         environment: Mapping[str, str] | None = None,
-        prepare: Callable[[int], object] | None = None,
     ) -> None:
         self._processes: list[BaseProcess] = []
         variables = dict(environment or {})
@@ -61,10 +68,15 @@ class Launch:
         for rank in range(num_ranks):
             numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
             process = _server().Process(
-                target=_run, args=(list(arguments), log, {**variables, **numbers}, prepare, rank)
+                target=_run, args=(list(arguments), log, {**variables, **numbers})
             )
             process.start()
             self._processes.append(process)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return len(self._processes)
 
     @property
     def is_running(self) -> bool:
@@ -122,8 +134,6 @@ def _run(
     arguments: list[str],
     log: Path,
     variables: dict[str, str],
-    prepare: Callable[[int], object] | None,
-    rank: int,
 ) -> None:
     """Runs a rank in a process of its own."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -131,10 +141,18 @@ def _run(
     os.dup2(file, 2)
     os.environ.update(variables)
     torch.set_num_threads(1)
-    if prepare is not None:
-        prepare(rank)
+    signal.signal(RAISE, _raise)
+    signal.signal(FILL_DISK, _fill_disk)
     sys.argv = ["benchmarks.small_run", *arguments]
     run_main(small_run.main)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise RuntimeError("this rank was told to raise")
+
+
+def _fill_disk(number: int, frame: FrameType | None) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
 
 
 # ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ removed, so that the work that a crash has cost can be counted.
 """
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,8 @@ class Timeline:
         self._num_steps = 0
         self._seconds = 0.0
         self._data_wait = 0.0
+        if path is not None and path.exists():
+            _drop_torn_end(path)
         self._append(TimelineEvent("start", time.time(), step))
 
     def count_step(self, seconds: float, data_wait: float) -> None:
@@ -105,6 +108,14 @@ class Timeline:
             values[name] = round(value, _DIGITS) if isinstance(value, float) else value
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+
+
+def _drop_torn_end(path: Path) -> None:
+    """Removes a last line that a process could not finish, on a full disk for one."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
 
 
 # ---------------------------------------------------------------------------

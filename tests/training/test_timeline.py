@@ -71,11 +71,13 @@ def test_a_replica_group_that_was_healed_has_lost_no_work():
     assert (goodput.healing, goodput.lost, goodput.down) == (1.0, 0.5, 5.0)
 
 
-def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_a_torn_line(tmp_path, capsys):
+def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tmp_path, capsys):
     timeline = Timeline(tmp_path / TIMELINE_FILE, 0)
     timeline.count_step(0.25, 0.125)
     timeline.count_step(0.5, 0.0)
     timeline.write(2, ReplicaSeconds(meeting=0.0625))
+    with (tmp_path / TIMELINE_FILE).open("a") as file:
+        file.write('{"event": "steps", "time"')
     Timeline(tmp_path / TIMELINE_FILE, 1)
     with (tmp_path / TIMELINE_FILE).open("a") as file:
         file.write('{"event": "ste')
