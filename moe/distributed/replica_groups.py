@@ -32,6 +32,7 @@ GROUP_ID = "REPLICA_GROUP_ID"
 """Variable with the number of a group; groups take their shares of a batch in its order."""
 
 _DEFAULT_PORT = 29510
+_MOST_LOST_IN_A_ROW = 50
 
 
 class LostStepError(Exception):
@@ -43,12 +44,12 @@ class LiveGroups(NamedTuple):
 
     Attributes:
         step: Number of the step, from 0.
-        index: This group's number among them.
+        number: This group's, among them.
         num_live: How many they are.
     """
 
     step: int
-    index: int
+    number: int
     num_live: int
 
 
@@ -78,12 +79,12 @@ class ReplicaSeconds(NamedTuple):
 
 def deal_all_shares(live: LiveGroups, num_groups: int) -> list[int]:
     """Returns this group's shares of a batch, of which all are taken, however few are left."""
-    return list(range(live.index, num_groups, live.num_live))
+    return list(range(live.number, num_groups, live.num_live))
 
 
 def keep_one_share(live: LiveGroups, num_groups: int) -> list[int]:
     """Returns this group's one share of a batch; those of lost groups are left out."""
-    return [live.index] if live.index < num_groups else []
+    return [live.number] if live.number < num_groups else []
 
 
 _SHARES_BY_POLICY = {"constant_work": deal_all_shares, "shrink": keep_one_share}
@@ -139,6 +140,7 @@ class ReplicaGroups:
         self._lighthouse = lighthouse
         self._is_spare = False
         self._is_healed = False
+        self._lost_in_a_row = 0
         self._started = 0.0
         self._seconds = ReplicaSeconds()
 
@@ -165,29 +167,33 @@ class ReplicaGroups:
             load(state)
             self._is_healed = True
 
+        # Where the ranks of this group meet, and others find it.
         host = _address_towards(self._lighthouse)
         port = broadcast_from_rank_zero(lambda: self._open_store(host))
         self._group = _build_group(self._world.device_type, self._timeout)
-        self._manager = Manager(
-            pg=self._group,
-            load_state_dict=load_healed,
-            state_dict=save,
-            min_replica_size=1,
-            use_async_quorum=False,
-            timeout=self._timeout,
-            quorum_timeout=self._timeout,
-            connect_timeout=self._timeout,
-            rank=self._world.rank,
-            world_size=self._world.size,
-            store_addr=host,
-            store_port=port,
-            lighthouse_addr=self._lighthouse,
-            replica_id=os.environ.get(GROUP_ID, ""),
-            hostname=host,
-            checkpoint_transport=_build_transport(host, self._timeout),
-            # All groups draw the same first weights.
-            init_sync=False,
-        )
+        try:
+            self._manager = Manager(
+                pg=self._group,
+                load_state_dict=load_healed,
+                state_dict=save,
+                min_replica_size=1,
+                use_async_quorum=False,
+                timeout=self._timeout,
+                quorum_timeout=self._timeout,
+                connect_timeout=self._timeout,
+                rank=self._world.rank,
+                world_size=self._world.size,
+                store_addr=host,
+                store_port=port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=os.environ.get(GROUP_ID, ""),
+                hostname=host,
+                checkpoint_transport=_build_transport(host, self._timeout),
+                # All groups draw the same first weights.
+                init_sync=False,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise self._did_not_meet(error) from error
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
         try:
             yield
@@ -202,7 +208,7 @@ class ReplicaGroups:
 
         Raises:
             LostStepError: When a group is lost meanwhile.
-            DistributedError: When the lighthouse does not answer.
+            DistributedError: When the lighthouse does not answer, or step after step is lost.
         """
         started = time.perf_counter()
         self._is_healed = False
@@ -210,18 +216,13 @@ class ReplicaGroups:
         try:
             self._manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
-            raise DistributedError(
-                f"The replica groups did not meet at {self._lighthouse} ({LIGHTHOUSE}) within "
-                f"{self._world.timeout:g} seconds. Is torchft_lighthouse running there, and are "
-                "as many groups as its --min_replicas? With --resume this group then joins the "
-                f"others again. (torchft: {error})"
-            ) from error
+            raise self._did_not_meet(error) from error
         self._refuse_errors()
 
         # Who is there in this step.
-        index = self._manager.participating_rank()
-        assert index is not None, "every group takes part once it is healed"
-        live = LiveGroups(self._manager.current_step(), index, self._manager.num_participants())
+        number = self._manager.participating_rank()
+        assert number is not None, "every group takes part once it is healed"
+        live = LiveGroups(self._manager.current_step(), number, self._manager.num_participants())
         self._is_spare = not self._deal_shares(live, self.num_groups)
 
         self._started = time.perf_counter()
@@ -233,7 +234,7 @@ class ReplicaGroups:
 
         A spare computes as a group does that it could replace; what it sends is zero.
         """
-        return self._deal_shares(live, self.num_groups) or [live.index % self.num_groups]
+        return self._deal_shares(live, self.num_groups) or [live.number % self.num_groups]
 
     def sum_each(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sum of each tensor <any>[...] over the groups; values are left as they are.
@@ -266,6 +267,7 @@ class ReplicaGroups:
         """
         if not self._should_commit():
             self._lose_step()
+        self._lost_in_a_row = 0
 
     def take_seconds(self) -> ReplicaSeconds:
         """Returns what losses have cost since the last call, and begins anew."""
@@ -303,8 +305,16 @@ class ReplicaGroups:
         except (RuntimeError, TimeoutError) as error:
             raise DistributedError(
                 f"Rank {self._world.rank} of {self._world.size} lost another rank of its replica "
-                f"group. Start the group again with --resume. (torchft: {error})"
+                f"group. Start the group again with --resume. (torchft: {_first_line(error)})"
             ) from error
+
+    def _did_not_meet(self, error: Exception) -> DistributedError:
+        return DistributedError(
+            f"This replica group did not meet the others at {self._lighthouse} ({LIGHTHOUSE}) "
+            f"within {self._world.timeout:g} seconds. Start torchft_lighthouse there, and as many "
+            "groups as its --min_replicas; with --resume this one then joins them. (torchft: "
+            f"{_first_line(error)})"
+        )
 
     def _lose_step(self) -> NoReturn:
         lost = time.perf_counter() - self._started
@@ -313,6 +323,15 @@ class ReplicaGroups:
             lost=seconds.lost + lost,
             lost_steps=seconds.lost_steps + 1,
         )
+
+        # Then nothing was lost that comes back: the groups do not reach each other.
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row == _MOST_LOST_IN_A_ROW:
+            raise DistributedError(
+                f"{_MOST_LOST_IN_A_ROW} steps in a row were lost: the replica groups meet at "
+                f"{self._lighthouse} ({LIGHTHOUSE}), and exchanges among them fail. Check that "
+                "their machines reach each other on all ports, and raise --timeout if one is slow."
+            )
         raise LostStepError
 
     def _count_meeting(self, num_live: int, duration: float) -> None:
@@ -325,7 +344,7 @@ class ReplicaGroups:
 
     def _open_store(self, host: str) -> int:
         """Opens the store in which ranks and groups find each other, and returns its port."""
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
         return self._store.port
@@ -355,6 +374,11 @@ def _build_transport(host: str, timeout: timedelta) -> Any:
             return f"http://{host}:{port}/checkpoint/"
 
     return Transport(timeout=timeout, num_chunks=0)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _address_towards(lighthouse: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from functools import partial
@@ -23,6 +24,7 @@ from moe.distributed.replica_groups import (
     find_replica_groups,
     keep_one_share,
 )
+from moe.errors import DistributedError
 from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
@@ -89,6 +91,25 @@ def test_without_a_lighthouse_the_message_says_how_to_start_one(monkeypatch):
     monkeypatch.setenv(LIGHTHOUSE, "somewhere")
     with pytest.raises(ConfigError, match=r"TORCHFT_LIGHTHOUSE is 'somewhere'.*torchft_lighthouse"):
         find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
+
+
+def test_a_lighthouse_that_does_not_shine_is_named_in_time(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"http://localhost:{free.getsockname()[1]}"
+    monkeypatch.setenv(LIGHTHOUSE, address)
+    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu", timeout=1.0))
+    text = rf"did not meet the others at {address} .* within 1 seconds\. Start torchft_lighthouse"
+    with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
+        pass
+
+
+def test_a_lighthouse_that_nobody_knows_is_named(monkeypatch):
+    monkeypatch.setenv(LIGHTHOUSE, "http://no.such.machine.invalid:29510")
+    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
+    text = "no.such.machine.invalid:29510, which this machine does not find"
+    with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
+        pass
 
 
 def test_without_torchft_the_message_says_how_to_install_it(monkeypatch):
