@@ -41,8 +41,10 @@ from moe.training.run import CHECKPOINTS_FOLDER, FOLDER_KIND, MODEL_FOLDER, RECI
 from moe.training.step import StepMetrics, StepRanks, take_step
 from moe.training.turns import LiveState, ShareSource, Turn, live_turns
 
+_MESH_SETTINGS = frozenset(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig))
+
 # Settings that a resumed run may have changed: no loss depends on them.
-_CHANGEABLE_SETTINGS = frozenset(
+_CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
     {
         "training.activation_checkpointing",
         "training.log_every",
@@ -54,7 +56,6 @@ _CHANGEABLE_SETTINGS = frozenset(
         "training.keep_checkpoints",
         "training.micro_batch_size",
         "data.workers",
-        *(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig)),
     }
 )
 
@@ -183,7 +184,8 @@ def _turns(
     # Groups that do not train the same run would spoil each other's weights.
     def check_settings(others: RunState) -> None:
         where = Path("The state of the live replica groups")
-        check_same_run(where, others, _run_state(run, others.step), _CHANGEABLE_SETTINGS)
+        changeable = _CHANGEABLE_SETTINGS - _MESH_SETTINGS
+        check_same_run(where, others, _run_state(run, others.step), changeable)
 
     state = LiveState(run.built, optimizer, _run_state(run, first_step), check_settings)
     return live_turns(run.replicas, source, state, steps)
