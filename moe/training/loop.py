@@ -30,6 +30,7 @@ from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.waiting import Waits, measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
+from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import BuiltModel
@@ -45,7 +46,7 @@ from moe.training.probe import (
     probe_histograms,
     probe_values,
 )
-from moe.training.recipe import Recipe
+from moe.training.recipe import Recipe, with_later_settings
 from moe.training.recipe_files import rename_settings
 from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.step import StepMetrics, train_step
@@ -135,6 +136,10 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         if start is None:
             _print_on_rank_zero(f"{run.folder} is complete: its model is in {model_folder}.")
             return model_folder
+
+        # All ranks multiply with the same libraries.
+        if model.device.type == "cpu":
+            use_products(broadcast_from_rank_zero(products_in_use))
 
         # Model and optimizer as they were after the last step that is saved, or as they begin.
         optimizer = _build_optimizer(run)
@@ -476,7 +481,10 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
     model, layouts, _ = run.built
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, model, optimizer, layouts, verified=True)
-        return load_state(start.checkpoint).step
+        state = load_state(start.checkpoint)
+        if state.products is not None:
+            use_products(state.products)
+        return state.step
 
     # Scores of a run that was stopped before its first checkpoint.
     broadcast_from_rank_zero(lambda: remove_scores(run.folder))
@@ -515,7 +523,8 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     if path is None:
         return
     saved = load_state(path)
-    saved = saved._replace(recipe=rename_settings(saved.recipe))
+    settings = with_later_settings(rename_settings(saved.recipe), type(run.recipe))
+    saved = saved._replace(recipe=settings)
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
 
     # `training.steps` may not be lowered below what is done.
@@ -528,7 +537,9 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
 
 def _run_state(run: Run, step: int) -> RunState:
     """Returns what a checkpoint of the run after `step` updates says."""
-    return RunState(step, run.source.fingerprint, dataclasses.asdict(run.recipe))
+    recipe = dataclasses.asdict(run.recipe)
+    products = products_in_use() if run.built.model.device.type == "cpu" else None
+    return RunState(step, run.source.fingerprint, recipe, products)
 
 
 # ---------------------------------------------------------------------------
