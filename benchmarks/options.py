@@ -62,6 +62,8 @@ def build_parser() -> Parser:
     intervals = parsers.add_parser("intervals", help=intervals_help)
     tracing_help = "recording, replaying and editing of routing beside an evaluation, on a CPU"
     tracing = parsers.add_parser("tracing", help=tracing_help)
+    products_help = "which of torch's libraries multiplies float32 faster on this CPU"
+    products = parsers.add_parser("products", help=products_help)
 
     # Options that several benchmarks have.
     for benchmark in (layer, exchange, model, evaluation, tracing):
@@ -75,6 +77,7 @@ def build_parser() -> Parser:
     _add_model(model)
     _add_exchange(exchange)
     _add_intervals(intervals)
+    _add_json(products)
     return parser
 
 

@@ -1,5 +1,5 @@
 """Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, how
-often its intervals hold the truth, and what recording of routing costs.
+often its intervals hold the truth, what recording of routing costs, and which library multiplies.
 
     python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--ranks 2 4]
@@ -7,6 +7,7 @@ often its intervals hold the truth, and what recording of routing costs.
     python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
     python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
     python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
+    python -m scripts.benchmark products [--json products.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
 left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -29,6 +30,7 @@ from benchmarks.intervals import IntervalBenchmark, run_intervals
 from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
 from benchmarks.options import build_parser, check_numbers
+from benchmarks.products import run_products
 from benchmarks.scaling import ScalingCase
 from benchmarks.tracing import TracingBenchmark, run_tracing
 from moe.cli import run_main
@@ -72,6 +74,11 @@ def benchmark_tracing(options: dict[str, Any]) -> None:
     run_tracing(TracingBenchmark(**options))
 
 
+def benchmark_products(options: dict[str, Any]) -> None:
+    """Measures which library multiplies faster."""
+    run_products(**options)
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -100,6 +107,7 @@ BENCHMARKS = {
     "eval": benchmark_evaluation,
     "intervals": benchmark_intervals,
     "tracing": benchmark_tracing,
+    "products": benchmark_products,
 }
 
 

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from moe.checks import shown
 from moe.errors import CheckpointError
-from moe.parsing import read_record
+from moe.kernels.product_measurement import ProductChoice
+from moe.parsing import read_record, to_json
 
 STATE_FILE = "state.json"
 FORMAT = 2
@@ -27,11 +28,14 @@ class RunState(NamedTuple):
         step: Updates so far; also the position in the data.
         fingerprint: Fingerprint of the data, see `BatchSource`.
         recipe: All settings as plain values.
+        products: Which library did which product of a CPU; None on an accelerator, and in
+            checkpoints of earlier releases.
     """
 
     step: int
     fingerprint: str
     recipe: dict[str, Any]
+    products: ProductChoice | None = None
 
 
 class StateFile(NamedTuple):
@@ -44,6 +48,7 @@ class StateFile(NamedTuple):
         sizes: Bytes of each other file.
         versions: Versions of the libraries, for people.
         format: See `FORMAT`.
+        products: See `RunState`.
     """
 
     step: _Count
@@ -52,6 +57,7 @@ class StateFile(NamedTuple):
     sizes: dict[str, _Count]
     versions: dict[str, str] | None = None
     format: Annotated[int, Field(ge=1)] = 1
+    products: ProductChoice | None = None
 
 
 def write_state(folder: Path, state: RunState) -> None:
@@ -59,7 +65,9 @@ def write_state(folder: Path, state: RunState) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     content = StateFile(**state._asdict(), sizes=sizes, versions=versions, format=FORMAT)
-    text = json.dumps(content._asdict(), indent=1) + "\n"
+    values = content._asdict()
+    values["products"] = to_json(state.products)
+    text = json.dumps(values, indent=1) + "\n"
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
@@ -83,7 +91,7 @@ def read_state_file(path: Path) -> StateFile:
 def load_state(path: Path) -> RunState:
     """Returns the state of the run in the checkpoint at `path`; see `read_state_file`."""
     content = read_state_file(path)
-    return RunState(content.step, content.fingerprint, content.recipe)
+    return RunState(content.step, content.fingerprint, content.recipe, content.products)
 
 
 def check_same_run(

@@ -291,7 +291,7 @@ def run_backward(
         if d_down is not None:
             torch.mm(d_row.t(), hidden.output, out=d_down.piece_sum(piece))
         down_weight = expert_weight(down, piece.expert, tokens)
-        d_hidden = multiply(d_row, down_weight.t())  # [n, F]
+        d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
 
         # Back through dropout, bias and activation, to dz.
         d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
@@ -304,7 +304,7 @@ def run_backward(
             torch.mm(d_product.t(), x, out=d_first.piece_sum(piece))
         if needs_tokens:
             first_weight = expert_weight(first, piece.expert, tokens)
-            multiply(d_product, first_weight.t(), out=d_rows[here])
+            multiply(d_product, first_weight.t(), kind="expert_input_gradient", out=d_rows[here])
 
     # A weight's gradient is one sum over an expert's rows: as few pieces as keep all cores busy.
     fair_share = math.ceil(num_rows / torch.get_num_threads())

@@ -1,13 +1,8 @@
 """Matrix products of a CPU in float32, by the faster of torch's two libraries.
 
-torch sends float32 products to MKL, which takes the slower half of an AMD core's instructions, and
-one core for a single row; the other library in torch's builds, oneDNN, knows neither limit. Both
-are exact to rounding. On a 4-core AMD EPYC, 4096 x 768 x 3072 takes 75 ms with MKL and 32 ms with
-oneDNN, a single row 0.55 ms and 0.20 ms.
-
-Small products stay where they are: a call of oneDNN costs 15 us more. So do gradients of the
-weights of experts: oneDNN prepares itself for every new number of rows, for sums over them in twice
-the time of the product.
+torch sends float32 products to its BLAS; which library is faster is another matter, see
+product_choice.py. Both are exact to rounding. Small products stay where they are: a call of oneDNN
+costs 15 us more. So do gradients of the weights of experts, which are summed in place.
 """
 
 from typing import Any
@@ -16,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.torch_private import is_in_functorch, is_jit_tracing, onednn_linear
+from moe.kernels.product_choice import is_onednn_chosen
+from moe.kernels.product_measurement import ProductKind
+from moe.kernels.torch_private import is_plain, onednn_linear
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # no shard, no stand-in of a tracer
+_DENSE_KINDS: tuple[ProductKind, ...] = ("forward", "input_gradient", "weight_gradient")
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,26 +30,32 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         <dtype of x>[..., O].
     """
     # Tracers and transforms must see an operation that they know.
-    needs_plain_product = torch.compiler.is_compiling() or _is_transformed() or x.dim() < 2
-    if needs_plain_product or not _onednn_is_faster(x, weight):
+    needs_plain_product = torch.is_autocast_enabled("cpu") or not is_plain(x, weight)
+    if x.dim() < 2 or needs_plain_product or not _has_choice(x, weight):
         return F.linear(x, weight)
 
+    num_tokens = x.numel() // x.shape[-1]
+    if not any(is_onednn_chosen(kind, num_tokens) for kind in _DENSE_KINDS):
+        return F.linear(x, weight)
     product = _Linear.apply(x.flatten(0, -2), weight)
     return product.unflatten(0, x.shape[:-1])
 
 
-def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Tensor, weight: Tensor, kind: ProductKind = "expert_forward", out: Tensor | None = None
+) -> Tensor:
     """Returns x W^T, without a graph.
 
     Args:
         x: <float>[N, I], of any strides.
         weight: <float>[O, I], of any strides.
+        kind: Which product of a layer this is.
         out: <float>[N, O] to fill; None for a new one.
 
     Returns:
         <float>[N, O].
     """
-    if not _onednn_is_faster(x, weight):
+    if not _has_choice(x, weight) or not is_onednn_chosen(kind, x.shape[0]):
         return torch.mm(x, weight.t(), out=out)
 
     product = onednn_linear(x, weight)
@@ -60,41 +63,43 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` of two matrices, with gradients by the same library."""
+    """`linear` of two matrices, each product by its library."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return onednn_linear(x, weight)
+        return _multiply(x, weight, "forward", x.shape[0])
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what it is
         ctx: Any, d_product: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
+        num_tokens = x.shape[0]
         d_x = None
         d_weight = None
 
         # y = x W^T, so dx = dy W and dW = dy^T x.
         if ctx.needs_input_grad[0]:
-            d_x = linear(d_product, weight.t())
+            d_x = _multiply(d_product, weight.t(), "input_gradient", num_tokens)
         if ctx.needs_input_grad[1]:
-            d_weight = linear(d_product.t(), x.t())
+            d_weight = _multiply(d_product.t(), x.t(), "weight_gradient", num_tokens)
         return d_x, d_weight
 
 
-def _is_transformed() -> bool:
-    """Returns whether autocast, the tracer or torch.func is on, which know the plain product alone."""
-    return is_in_functorch() or torch.is_autocast_enabled("cpu") or is_jit_tracing()
+def _multiply(a: Tensor, b: Tensor, kind: ProductKind, num_tokens: int) -> Tensor:
+    """Returns a b^T of two matrices; differentiably where gradients will have gradients."""
+    if torch.is_grad_enabled() or not is_onednn_chosen(kind, num_tokens):
+        return torch.mm(a, b.t())
+    return onednn_linear(a, b)
 
 
-def _onednn_is_faster(x: Tensor, weight: Tensor) -> bool:
+def _has_choice(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether both libraries can do the product, and it is large enough to matter."""
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.numel() * weight.shape[0] >= _LEAST_WORK
-        and type(x) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
     )

@@ -34,6 +34,17 @@ def is_jit_tracing() -> bool:
     return torch._C._is_tracing()
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """Returns whether an operation of our own may take these tensors.
+
+    Compilers, tracers and transforms must see operations that they know, and so must subclasses
+    that stand for a shard or for another tensor.
+    """
+    if torch.compiler.is_compiling() or is_in_functorch() or is_jit_tracing():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
 def is_in_checkpoint() -> bool:
     """Returns whether non-reentrant activation checkpointing will run what runs now a second time."""
     # The checkpoint installs hooks on saved tensors, and the innermost pair can be looked at.

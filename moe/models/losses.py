@@ -11,6 +11,7 @@ from einops import reduce
 from torch import Tensor
 
 from moe.errors import ConfigError
+from moe.kernels.cross_entropy import vocabulary_losses
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
 from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
@@ -194,9 +195,15 @@ def model_losses(
     target_tokens = target_tokens.clamp(min=1)
 
     # L_CE, and the z-loss on the vocabulary logits.
-    ce_sum, z_sum = _cross_entropy_sums(logits, labels, label_smoothing)
-    ce_loss = ce_sum / target_tokens
-    z_loss = z_sum / target_tokens
+    is_target = labels != IGNORED_LABEL
+    sums = vocabulary_losses(
+        logits.flatten(0, -2),
+        labels.masked_fill(~is_target, 0).flatten().long(),
+        is_target.flatten(),
+        label_smoothing,
+    )
+    ce_loss = sums.cross_entropy / target_tokens
+    z_loss = sums.z / target_tokens
 
     # L_B and L_z of the routers, summed over layers.
     load_balance = torch.zeros_like(ce_loss)
@@ -254,29 +261,6 @@ def _share_of_targets(
     load_balance = (losses.group_load_balance * targets_per_group).sum() / target_tokens
     router_z = (losses.group_router_z * targets_per_group).sum() / target_tokens
     return load_balance, router_z
-
-
-def _cross_entropy_sums(
-    logits: Tensor, labels: Tensor, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Returns sums <float32>[] over targets of the cross-entropy and of logsumexp(logits)²."""
-    is_target = labels != IGNORED_LABEL  # [B, T]
-    index = labels.masked_fill(~is_target, 0)[..., None].long()  # [B, T, 1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    # log p(label) = logit(label) - logsumexp(logits), which gives the second from the first.
-    log_prob = logits.log_softmax(dim=-1).gather(-1, index).squeeze(-1)  # [B, T]
-    log_normalizer = logits.gather(-1, index).squeeze(-1) - log_prob
-
-    # A smoothed target gives the label 1 - smoothing, and every token an equal part of the rest.
-    if label_smoothing:
-        mean_log_prob = logits.mean(dim=-1) - log_normalizer  # over all V tokens
-        log_prob = (1 - label_smoothing) * log_prob + label_smoothing * mean_log_prob
-
-    # Positions without a target add nothing.
-    cross_entropy = -(log_prob * is_target).sum()
-    z = (log_normalizer.square() * is_target).sum()
-    return cross_entropy, z
 
 
 def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:

@@ -90,7 +90,7 @@ def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> Bu
     model.to_empty(device=local_device(device_type))
     model.tie_weights()
     draw_weights(model, recipe.seed, layouts, mesh_config, coordinate)
-    _set_activation_checkpointing(model, recipe)
+    _set_up_passes(model, recipe)
     return BuiltModel(model, layouts, mesh)
 
 
@@ -113,7 +113,7 @@ def load_pretrained_model(
         bfloat16 = _in_bfloat16(recipe)
         model, layouts = load_model_on_mesh(folder, mesh, config=config, bfloat16=bfloat16)
 
-    _set_activation_checkpointing(model, recipe)
+    _set_up_passes(model, recipe)
     return BuiltModel(model, layouts, mesh)
 
 
@@ -122,6 +122,9 @@ def _in_bfloat16(recipe: Recipe) -> bool:
     return recipe.training.precision == "bfloat16"
 
 
-def _set_activation_checkpointing(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
+def _set_up_passes(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
+    """Makes the model's passes keep activations, and be compiled, as the recipe says."""
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    if recipe.training.compile:
+        model.compile()

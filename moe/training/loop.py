@@ -25,6 +25,7 @@ from moe.distributed.replica_groups import LostStepError
 from moe.distributed.waiting import measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
+from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
@@ -35,6 +36,7 @@ from moe.training.probe import (
     RoutingProbe,
     check_probe,
 )
+from moe.training.recipe import with_later_settings
 from moe.training.recipe_files import rename_settings
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
 from moe.training.run import CHECKPOINTS_FOLDER, FOLDER_KIND, MODEL_FOLDER, RECIPE_FILE, Run
@@ -89,6 +91,10 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         if start is None:
             _print_on_rank_zero(f"{run.folder} is complete: its model is in {model_folder}.")
             return model_folder
+
+        # All ranks multiply with the same libraries.
+        if model.device.type == "cpu":
+            use_products(broadcast_from_rank_zero(products_in_use))
 
         # Model and optimizer as they were after the last step that is saved, or as they begin.
         optimizer = _build_optimizer(run)
@@ -292,7 +298,10 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
     model, layouts, _ = run.built
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, model, optimizer, layouts, verified=True)
-        return load_state(start.checkpoint).step
+        state = load_state(start.checkpoint)
+        if state.products is not None:
+            use_products(state.products)
+        return state.step
 
     # Scores of a run that was stopped before its first checkpoint.
     broadcast_from_rank_zero(lambda: remove_scores(run.folder))
@@ -331,7 +340,8 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     if path is None:
         return
     saved = load_state(path)
-    saved = saved._replace(recipe=rename_settings(saved.recipe))
+    settings = with_later_settings(rename_settings(saved.recipe), type(run.recipe))
+    saved = saved._replace(recipe=settings)
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
 
     # `training.steps` may not be lowered below what is done.
@@ -344,7 +354,9 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
 
 def _run_state(run: Run, step: int) -> RunState:
     """Returns what a checkpoint of the run after `step` updates says."""
-    return RunState(step, run.source.fingerprint, dataclasses.asdict(run.recipe))
+    recipe = dataclasses.asdict(run.recipe)
+    products = products_in_use() if run.built.model.device.type == "cpu" else None
+    return RunState(step, run.source.fingerprint, recipe, products)
 
 
 # ---------------------------------------------------------------------------

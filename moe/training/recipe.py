@@ -50,6 +50,9 @@ class TrainingRecipe:
             mesh parameters travel in bfloat16, gradients in float32.
         activation_checkpointing: Whether a block keeps only its input and runs again in the
             backward pass.
+        compile: Whether `torch.compile` makes the model's passes into larger operations: a step of
+            a small model takes a fifth less on a CPU with a C++ compiler, after a minute of
+            compilation, and its results differ by rounding.
         log_every: Steps from one line of metrics to the next.
         evaluate_every: Steps from one held-out evaluation to the next.
         held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
@@ -65,6 +68,7 @@ class TrainingRecipe:
     micro_batch_size: int | None = None
     precision: Precision = "float32"
     activation_checkpointing: bool = False
+    compile: bool = False
     log_every: int = 10
     evaluate_every: int = 1_000
     held_out_batches: int = 8
@@ -418,3 +422,20 @@ class FinetuneRecipe(Recipe):
         check_choice("optimizer_state", state, get_args(OptimizerState))
         goes_with_init = state == "reset" or self.init == "pretrained"
         check(goes_with_init, "optimizer_state", state, "reset, since init is scratch")
+
+
+def with_later_settings(settings: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
+    """Returns the settings of an earlier release, with the defaults of those that came later.
+
+    Args:
+        settings: Settings as plain values, as a checkpoint holds them.
+        kind: Class of the recipe.
+    """
+    completed = dict(settings)
+    recipe = kind()
+    for group in dataclasses.fields(recipe):
+        defaults = getattr(recipe, group.name)
+        given = completed.get(group.name)
+        if dataclasses.is_dataclass(defaults) and isinstance(given, dict):
+            completed[group.name] = dataclasses.asdict(defaults) | given
+    return completed

@@ -17,6 +17,7 @@ from moe.checkpoint.integrity import latest_checkpoint
 from moe.checkpoint.run_state import check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter
 from moe.data.tokenizer import SpecialIds
+from moe.kernels.product_choice import fixed_choice
 from moe.parsing import read_json_lines
 from moe.training.heldout_loss import HeldOut, evaluate_held_out, unigram_entropy
 from moe.training.metrics import MetricsWriter
@@ -223,6 +224,14 @@ def test_a_flipped_bit_never_gets_into_a_model(tmp_path):
     ):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
+
+
+@pytest.mark.parametrize("products", [None, fixed_choice("onednn")])
+def test_a_checkpoint_tells_which_library_multiplied(tmp_path, products):
+    model, optimizer = trained()
+    with CheckpointWriter(tmp_path, keep=1) as writer:
+        path = writer.save(model, optimizer, layouts(model), state(1, products=products))
+    assert load_state(path).products == products
 
 
 def test_other_settings_and_other_data_are_refused_by_name(tmp_path):

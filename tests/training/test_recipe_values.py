@@ -2,6 +2,7 @@
 setting.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,7 +25,7 @@ from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, recipe_settings
-from moe.training.recipe import FinetuneRecipe, PretrainRecipe
+from moe.training.recipe import FinetuneRecipe, PretrainRecipe, with_later_settings
 from moe.training.step import check_groups
 from scripts import finetune, pretrain
 
@@ -341,3 +342,16 @@ def test_the_length_that_is_found_by_halving_is_that_of_counting_up(inputs_lengt
         length += 1
     if corrupted_lengths(length, noise)[0] <= inputs_length and density != 0.5:
         assert tokens_length(inputs_length, noise, num_sentinels=10**6) == length
+
+
+@pytest.mark.parametrize("kind", [PretrainRecipe, FinetuneRecipe])
+def test_a_setting_that_an_earlier_release_did_not_have_is_at_its_default(kind):
+    recipe = kind()
+    settings = dataclasses.asdict(recipe)
+    earlier = {**settings, "training": dict(settings["training"]), "model": {}}
+    earlier["training"].pop("compile")
+    earlier["training"]["steps"] = 7
+    later = with_later_settings(earlier, kind)
+    assert later["training"] == {**settings["training"], "steps": 7}
+    assert later["model"] == {}, "what a user may leave out is no setting that came later"
+    assert "compile" not in earlier["training"]

@@ -16,7 +16,9 @@ import pytest
 import moe.training.step
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.integrity import checkpoint_folders, first_damage
+from moe.checkpoint.run_state import load_state
 from moe.checksums import write_sums
+from moe.kernels.product_choice import CHOICE_VARIABLE, fixed_choice
 from moe.training.stages import claim_job
 from scripts import demo, pretrain, transfer
 from tests.processes import Command, run_command
@@ -116,6 +118,19 @@ def test_a_run_that_is_asked_to_end_loses_no_step(inputs, unstopped, tmp_path, n
     done = call(inputs, out, "--resume")
     assert done.returncode == 0, done.stderr
     assert losses(out) == losses(unstopped)
+
+
+def test_a_run_keeps_the_libraries_of_its_checkpoint(inputs, unstopped, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setenv(CHOICE_VARIABLE, "onednn")
+    ended = stop_when(lambda: last_step(out) >= 3, signal.SIGTERM, inputs, out)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+
+    monkeypatch.setenv(CHOICE_VARIABLE, "blas")
+    done = call(inputs, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    newest = checkpoint_folders(out / "checkpoints")[-1]
+    assert load_state(newest).products == fixed_choice("onednn")
 
 
 def test_batches_made_ahead_change_no_number_of_a_run_that_is_stopped_and_goes_on_without(

@@ -8,6 +8,7 @@ import torch
 from moe import ConfigError
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
+from moe.training.build import build_new_model
 from moe.training.metrics import step_values
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from moe.training.step import train_step
@@ -95,6 +96,14 @@ def test_randomness_is_a_function_of_seed_and_step():
     model = tiny_model(**changes).train()
     later = train_step(model, Adafactor(parameter_groups(model)), recipe(), tiny_batch(seed=0), 1)
     assert float(first.ce_loss) != float(later.ce_loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_passes_are_compiled_when_the_recipe_says_so(compiled):
+    # That compiled passes give the same numbers is tested in tests/models/.
+    model = build_new_model(recipe(compile=compiled), tiny_model().config, "cpu").model
+    assert (model._compiled_call_impl is not None) == compiled
 
 
 def test_a_wide_balance_scope_is_not_the_mean_over_its_parts():

@@ -1,0 +1,145 @@
+"""Sums of the cross-entropy and of the z-loss over a vocabulary, a few rows at a time.
+
+Logits of a vocabulary are the largest tensor of a training step, and torch's own operations make
+four more of their size: logarithms of probabilities, their gradient, and the two that the label's
+logit is picked from. Here some rows go through all of it while they are in the cache, and the only
+new tensor of that size is the gradient. 48 x 64 tokens and 2,048 words, forwards and backwards on
+one core of an Intel Xeon: 21 ms in the place of 30 to 48.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.kernels.torch_private import is_plain
+
+# Logits that are worked on together on a CPU: 1 MiB of float32. A GPU takes all at once.
+_PIECE_SIZE = 2**18
+
+
+class VocabularyLosses(NamedTuple):
+    """Sums over all targets, <float32>[] each (float64 of float64 logits).
+
+    Attributes:
+        cross_entropy: Of -log p(target), to smoothed targets where they are smoothed.
+        z: Of logsumexp(logits)^2.
+    """
+
+    cross_entropy: Tensor
+    z: Tensor
+
+
+def vocabulary_losses(
+    logits: Tensor,
+    labels: Tensor,
+    is_target: Tensor,
+    label_smoothing: float = 0.0,
+) -> VocabularyLosses:
+    """Returns both sums, differentiably.
+
+    Args:
+        logits: <any float>[N, V]; all sums are taken in float32, or float64.
+        labels: <int64>[N] below V; any token where `is_target` is False.
+        is_target: <bool>[N]; the others add nothing.
+        label_smoothing: Probability that a target gives to all V tokens in equal parts.
+    """
+    if is_plain(logits):
+        sums = _VocabularyLosses.apply(logits, labels, is_target, label_smoothing)
+        return VocabularyLosses(*sums)
+
+    return _plain_losses(logits, labels, is_target, label_smoothing)
+
+
+class _VocabularyLosses(torch.autograd.Function):
+    """`vocabulary_losses` in pieces of some rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, is_target: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        row_losses = logits.new_empty(3, logits.shape[0], dtype=_wide_dtype(logits))
+        for rows in _pieces(logits):
+            piece = _widened(logits[rows])
+            losses = _losses_of_rows(piece, labels[rows], label_smoothing)
+            torch.stack(losses, out=row_losses[:, rows])
+
+        log_normalizer, cross_entropy, z = row_losses
+        ctx.save_for_backward(logits, labels, is_target, log_normalizer)
+        ctx.label_smoothing = label_smoothing
+        return (cross_entropy * is_target).sum(), (z * is_target).sum()
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what they are
+        ctx: Any, d_cross_entropy: Tensor, d_z: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        logits, labels, is_target, log_normalizer = ctx.saved_tensors
+        smoothing = ctx.label_smoothing
+
+        # A gradient that will be differentiated again is made of torch's own operations.
+        if torch.is_grad_enabled():
+            sums = _plain_losses(logits, labels, is_target, smoothing)
+            weights = (d_cross_entropy, d_z)
+            (d_logits,) = torch.autograd.grad(sums, logits, weights, create_graph=True)
+            return d_logits, None, None, None
+
+        # d logsumexp = p, so that both sums give a multiple of p; the cross-entropy takes its
+        # target from that.
+        d_log_normalizer = (d_cross_entropy + 2 * d_z * log_normalizer) * is_target
+        d_target = -d_cross_entropy * is_target
+        d_label = (1 - smoothing) * d_target
+
+        d_logits = torch.empty_like(logits)
+        for rows in _pieces(logits):
+            # In place of the gradient where it has the dtype of the sums.
+            here = d_logits[rows]
+            out = here if logits.dtype == log_normalizer.dtype else None
+            piece = torch.softmax(_widened(logits[rows]), dim=-1, out=out)
+            piece.mul_(d_log_normalizer[rows, None])
+            piece.scatter_add_(-1, labels[rows, None], d_label[rows, None])
+            if smoothing:
+                piece.add_(d_target[rows, None], alpha=smoothing / logits.shape[-1])
+            if out is None:
+                here.copy_(piece)
+        return d_logits, None, None, None
+
+
+def _plain_losses(
+    logits: Tensor, labels: Tensor, is_target: Tensor, label_smoothing: float
+) -> VocabularyLosses:
+    """Returns both sums by operations that compilers, tracers and shards know."""
+    _, cross_entropy, z = _losses_of_rows(_widened(logits), labels, label_smoothing)
+    return VocabularyLosses((cross_entropy * is_target).sum(), (z * is_target).sum())
+
+
+def _losses_of_rows(
+    logits: Tensor, labels: Tensor, label_smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logsumexp, cross-entropy and logsumexp^2 <float>[N] of each row of <float>[N, V]."""
+    # log p(label) = logit(label) - logsumexp(logits), which gives the second from the first.
+    index = labels[:, None]
+    log_prob = logits.log_softmax(dim=-1).gather(-1, index)[:, 0]
+    log_normalizer = logits.gather(-1, index)[:, 0] - log_prob
+
+    # A smoothed target gives the label 1 - smoothing, and every token an equal part of the rest.
+    if label_smoothing:
+        mean_log_prob = logits.mean(dim=-1) - log_normalizer
+        log_prob = (1 - label_smoothing) * log_prob + label_smoothing * mean_log_prob
+    return log_normalizer, -log_prob, log_normalizer.square()
+
+
+def _pieces(logits: Tensor) -> list[slice]:
+    """Returns the rows of <float>[N, V] that are worked on together."""
+    num_rows, vocab_size = logits.shape
+    if logits.device.type != "cpu":
+        return [slice(0, num_rows)]
+    size = max(1, _PIECE_SIZE // vocab_size)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(_wide_dtype(x))

@@ -1,0 +1,153 @@
+"""Which library does a float32 product of a CPU: measured once on each machine, not assumed.
+
+torch's builds hold two: a BLAS (MKL on x86), which torch's own operations call, and oneDNN. Which
+is faster depends on the processor and on the kind of product, see product_measurement.py. The
+measurement takes a third of a second when a process first needs it, and is kept in the user's cache
+folder by processor and release of torch.
+
+Results of the two differ by rounding. Who wants equal bits on several machines gives a fixed choice
+in the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that
+`python -m scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its
+checkpoint. In bfloat16 torch's own operations end in oneDNN too: there is nothing to choose.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+from moe.errors import ConfigError, DataError
+from moe.files import whole_file
+from moe.kernels.product_measurement import (
+    FEW_TOKENS,
+    Library,
+    LibraryByTokens,
+    Measurement,
+    ProductChoice,
+    ProductKind,
+    measure_products,
+    processor_name,
+)
+from moe.parsing import read_record, to_json
+
+CHOICE_VARIABLE = "STMOE_PRODUCTS"
+"""Environment variable with a fixed choice."""
+
+
+class _InUse:
+    """The choice of this process; None before the first product."""
+
+    def __init__(self) -> None:
+        self.choice: ProductChoice | None = None
+        self.lock = threading.Lock()
+
+
+_IN_USE = _InUse()
+
+
+def is_onednn_chosen(kind: ProductKind, num_tokens: int) -> bool:
+    """Returns whether oneDNN does a product.
+
+    Args:
+        kind: The product, see `ProductChoice`.
+        num_tokens: Rows of its inputs and outputs.
+
+    Raises:
+        ConfigError: When the environment variable holds no choice.
+    """
+    by_tokens: LibraryByTokens = getattr(products_in_use(), kind)
+    library = by_tokens.few if num_tokens <= FEW_TOKENS else by_tokens.many
+    return library == "onednn"
+
+
+def products_in_use() -> ProductChoice:
+    """Returns the choice of this process: as given, as saved, or measured now.
+
+    Raises:
+        ConfigError: When the environment variable holds no choice.
+    """
+    if _IN_USE.choice is None:
+        with _IN_USE.lock:
+            _IN_USE.choice = _IN_USE.choice or _choose()
+    return _IN_USE.choice
+
+
+def use_products(choice: ProductChoice | None) -> None:
+    """Makes this process use another choice; None for what it would choose itself."""
+    with _IN_USE.lock:
+        _IN_USE.choice = choice
+
+
+def fixed_choice(library: Library) -> ProductChoice:
+    """Returns the choice of one library for every product."""
+    everywhere = LibraryByTokens(library, library)
+    return ProductChoice(*[everywhere for _ in ProductChoice._fields])
+
+
+def cache_file() -> Path:
+    """Returns where the measurement of this machine is kept."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    key = f"{processor_name()}|{torch.__version__}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    return Path(folder) / "stmoe" / f"products-{digest}.json"
+
+
+def save_measurement(measurement: Measurement, path: Path) -> None:
+    """Writes a measurement as JSON, whole or not at all."""
+    with whole_file(path) as partial:
+        _write(measurement, partial)
+
+
+def _choose() -> ProductChoice:
+    given = os.environ.get(CHOICE_VARIABLE)
+    if given:
+        return _read_given(given)
+    if not torch.backends.mkldnn.is_available():
+        return fixed_choice("blas")
+    return _saved_or_measured()
+
+
+def _read_given(given: str) -> ProductChoice:
+    """Returns the choice that the environment variable names."""
+    if given == "blas" or given == "onednn":
+        return fixed_choice(given)
+    advice = (
+        f"The environment variable {CHOICE_VARIABLE} takes blas, onednn, or a file of "
+        "`python -m scripts.benchmark products --json FILE`."
+    )
+    return read_record(Path(given), Measurement, advice=advice, error=ConfigError).choice
+
+
+def _saved_or_measured() -> ProductChoice:
+    """Returns what the cache holds; else measures, and keeps that for the next process."""
+    path = cache_file()
+    saved = _read_saved(path)
+    if saved is not None:
+        return saved.choice
+
+    try:
+        # Of processes that start together one measures and the others wait, so that all agree.
+        with whole_file(path) as partial:
+            measurement = _read_saved(path) or measure_products()
+            _write(measurement, partial)
+    except OSError:  # a home that cannot be written to
+        measurement = measure_products()
+    return measurement.choice
+
+
+def _read_saved(path: Path) -> Measurement | None:
+    """Returns the measurement in a file; None when there is none, or it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return read_record(path, Measurement)
+    except DataError:
+        return None
+
+
+def _write(measurement: Measurement, path: Path) -> None:
+    text = json.dumps(to_json(measurement), indent=1) + "\n"
+    path.write_text(text, encoding="utf-8")

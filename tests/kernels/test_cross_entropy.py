@@ -1,0 +1,100 @@
+"""The sums over a vocabulary, against torch's own cross-entropy and logsumexp in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.kernels import cross_entropy
+from moe.kernels.cross_entropy import vocabulary_losses
+
+
+def inputs(num_rows, vocab_size, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, vocab_size, generator=generator).mul(3).to(dtype)
+    labels = torch.randint(vocab_size, (num_rows,), generator=generator)
+    is_target = torch.rand(num_rows, generator=generator) < 0.7
+    return logits.requires_grad_(), labels, is_target
+
+
+def oracle(logits, labels, is_target, label_smoothing=0.0):
+    """Returns both sums from torch's own operations on the targets alone."""
+    logits = logits[is_target]
+    ce = F.cross_entropy(
+        logits, labels[is_target], label_smoothing=label_smoothing, reduction="sum"
+    )
+    return ce, logits.logsumexp(dim=-1).square().sum()
+
+
+def weighted(sums):
+    return 0.7 * sums[0] + 0.3 * sums[1]
+
+
+@given(
+    num_rows=st.integers(0, 9),
+    vocab_size=st.integers(1, 40),
+    piece_size=st.integers(1, 100),
+    smoothing=st.sampled_from([0.0, 0.1]),
+)
+def test_sums_and_gradient_are_those_of_torch_in_pieces_of_any_size(
+    num_rows, vocab_size, piece_size, smoothing
+):
+    logits, labels, is_target = inputs(num_rows, vocab_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "_PIECE_SIZE", piece_size)
+        sums = vocabulary_losses(logits, labels, is_target, smoothing)
+        (gradient,) = torch.autograd.grad(weighted(sums), logits)
+    expected = oracle(logits, labels, is_target, smoothing)
+    torch.testing.assert_close(tuple(sums), expected, rtol=1e-12, atol=1e-12)
+    (theirs,) = torch.autograd.grad(weighted(expected), logits)
+    torch.testing.assert_close(gradient, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_logits_are_summed_in_float32(dtype):
+    logits, labels, is_target = inputs(301, 53, dtype)
+    sums = vocabulary_losses(logits, labels, is_target, 0.1)
+    assert sums.cross_entropy.dtype == sums.z.dtype == torch.float32
+    wide = logits.detach().double().requires_grad_()
+    expected = oracle(wide, labels, is_target, 0.1)
+    torch.testing.assert_close(torch.stack(sums).double(), torch.stack(expected), rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(weighted(sums), logits)
+    (theirs,) = torch.autograd.grad(weighted(expected), wide)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(
+        gradient.double(), theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-6
+    )
+
+
+def test_gradients_have_gradients():
+    logits, labels, is_target = inputs(5, 7)
+
+    def sums(logits):
+        return tuple(vocabulary_losses(logits, labels, is_target, 0.1))
+
+    assert torch.autograd.gradgradcheck(sums, (logits,))
+
+
+def test_the_gradient_does_not_depend_on_what_else_is_in_the_batch():
+    logits, labels, is_target = inputs(6, 11, torch.float32)
+    whole = torch.autograd.grad(weighted(vocabulary_losses(logits, labels, is_target)), logits)[0]
+    part = logits.detach()[2:5].requires_grad_()
+    sums = vocabulary_losses(part, labels[2:5], is_target[2:5])
+    assert torch.equal(torch.autograd.grad(weighted(sums), part)[0], whole[2:5])
+    assert torch.count_nonzero(whole[~is_target]) == 0
+
+
+def test_compilers_and_transforms_see_operations_that_they_know():
+    logits, labels, is_target = inputs(6, 11, torch.float32)
+    sums = vocabulary_losses(logits, labels, is_target)
+    compiled = torch.compile(vocabulary_losses, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits, labels, is_target), sums)
+    gradient = torch.func.grad(lambda x: weighted(vocabulary_losses(x, labels, is_target)))
+    (expected,) = torch.autograd.grad(weighted(sums), logits)
+    torch.testing.assert_close(gradient(logits.detach()), expected)
+
+
+def test_logits_that_nothing_learns_from_have_no_graph():
+    logits, labels, is_target = inputs(6, 11)
+    assert vocabulary_losses(logits.detach(), labels, is_target).cross_entropy.grad_fn is None

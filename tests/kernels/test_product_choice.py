@@ -1,0 +1,156 @@
+"""Which library multiplies: given, saved or measured, the same in all processes that start together.
+
+The measurement itself is real; what it finds is the machine's affair.
+"""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.products import run_products
+from moe import ConfigError
+from moe.kernels import product_choice
+from moe.kernels.product_choice import (
+    CHOICE_VARIABLE,
+    cache_file,
+    fixed_choice,
+    is_onednn_chosen,
+    products_in_use,
+    save_measurement,
+    use_products,
+)
+from moe.kernels.product_measurement import (
+    LibraryByTokens,
+    Measurement,
+    ProductChoice,
+    measure_products,
+)
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has one library"
+)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Gives a process that has chosen nothing, and an empty cache."""
+    before = products_in_use()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(CHOICE_VARIABLE, raising=False)
+    use_products(None)
+    yield tmp_path
+    use_products(before)
+
+
+def refuse():
+    raise AssertionError("nothing is to measure")
+
+
+def test_a_machine_measures_once(fresh, monkeypatch):
+    choice = products_in_use()
+    saved = json.loads(cache_file().read_text(encoding="utf-8"))
+    assert saved["choice"]["forward"] == choice.forward._asdict()
+    assert cache_file().is_relative_to(fresh)
+
+    # The next process reads.
+    monkeypatch.setattr(product_choice, "measure_products", refuse)
+    use_products(None)
+    assert products_in_use() == choice
+
+
+def test_the_faster_library_is_chosen_where_it_is_worth_it():
+    measurement = measure_products()
+    assert len(measurement.times) == 10
+    for entry in measurement.times:
+        library = getattr(getattr(measurement.choice, entry.kind), entry.tokens)
+        assert (library == "onednn") == (entry.onednn < 0.9 * entry.blas)
+        assert entry.blas > 0 and entry.onednn > 0
+
+
+def test_the_measurement_is_invisible(fresh):
+    threads = torch.get_num_threads()
+    with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.no_grad():
+        products_in_use()
+    assert counter.get_total_flops() == 0
+    assert torch.get_num_threads() == threads
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == threads
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"processor": 3}'])
+def test_a_damaged_cache_is_measured_again(fresh, content):
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_text(content, encoding="utf-8")
+    choice = products_in_use()
+    assert (
+        json.loads(cache_file().read_text(encoding="utf-8"))["choice"]["forward"]
+        == choice.forward._asdict()
+    )
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(fresh, monkeypatch):
+    (fresh / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    assert isinstance(products_in_use(), ProductChoice)
+
+
+@pytest.mark.parametrize("library", ["blas", "onednn"])
+def test_the_environment_gives_one_library(fresh, monkeypatch, library):
+    monkeypatch.setenv(CHOICE_VARIABLE, library)
+    monkeypatch.setattr(product_choice, "measure_products", refuse)
+    for num_tokens in (1, 64, 65):
+        assert is_onednn_chosen("expert_forward", num_tokens) == (library == "onednn")
+
+
+def test_the_environment_gives_a_file_of_the_benchmark(fresh, monkeypatch, capsys):
+    file = fresh / "products.json"
+    measurement = run_products(json=file)
+    printed = capsys.readouterr().out
+    assert "expert input gradient" in printed and str(cache_file()) in printed
+
+    # The other way round, so that the file and not the machine decides.
+    other = {"blas": "onednn", "onednn": "blas"}
+    swapped = []
+    for by_tokens in measurement.choice:
+        swapped.append(LibraryByTokens(*[other[library] for library in by_tokens]))
+    save_measurement(measurement._replace(choice=ProductChoice(*swapped)), file)
+    monkeypatch.setenv(CHOICE_VARIABLE, str(file))
+    use_products(None)
+    assert products_in_use() == ProductChoice(*swapped)
+
+
+@pytest.mark.parametrize("given", ["mkl", "/nonexistent/products.json"])
+def test_what_is_no_choice_is_refused(fresh, monkeypatch, given):
+    monkeypatch.setenv(CHOICE_VARIABLE, given)
+    with pytest.raises(ConfigError, match=r"STMOE_PRODUCTS takes blas, onednn, or a file of"):
+        products_in_use()
+
+
+def test_few_and_many_tokens_have_their_own_library(fresh):
+    libraries = LibraryByTokens(few="blas", many="onednn")
+    use_products(fixed_choice("blas")._replace(weight_gradient=libraries))
+    assert not is_onednn_chosen("weight_gradient", 64)
+    assert is_onednn_chosen("weight_gradient", 65)
+    assert not is_onednn_chosen("forward", 65)
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_choose_alike(fresh):
+    code = (
+        "from moe.kernels.product_choice import products_in_use\n"
+        "import json; print(json.dumps(products_in_use()))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    printed = {process.communicate(timeout=300)[0] for process in processes}
+    assert len(printed) == 1 and "forward" not in printed
+    kept = json.loads(cache_file().read_text(encoding="utf-8"))
+    assert json.loads(printed.pop()) == [list(kinds.values()) for kinds in kept["choice"].values()]
+    assert isinstance(Measurement(**kept), Measurement)
